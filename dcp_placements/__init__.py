@@ -1,0 +1,54 @@
+"""torch.distributed.checkpoint that puts every shard where it belongs.
+
+A ``SavePlanner``/``LoadPlanner`` pair: the user names, per parameter, the checkpoint's mesh and
+placements; the planners put every shard at its true place in the whole tensor.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcp_placements.errors import PlacementError
+    from dcp_placements.load_planner import PlacementLoadPlanner
+    from dcp_placements.mesh import MeshCoordinate
+    from dcp_placements.placement import CheckpointPlacement, FusedShard, IndexShard
+    from dcp_placements.report import LoadReport, SaveReport
+    from dcp_placements.rules import PlacementRules
+    from dcp_placements.save_planner import PlacementSavePlanner
+
+__all__ = [
+    "CheckpointPlacement",
+    "FusedShard",
+    "IndexShard",
+    "LoadReport",
+    "MeshCoordinate",
+    "PlacementError",
+    "PlacementLoadPlanner",
+    "PlacementRules",
+    "PlacementSavePlanner",
+    "SaveReport",
+]
+
+# Names are fetched when asked for, so that the layout algebra and a mesh can be had without torch.
+_HOMES = {
+    "CheckpointPlacement": "placement",
+    "FusedShard": "placement",
+    "IndexShard": "placement",
+    "LoadReport": "report",
+    "MeshCoordinate": "mesh",
+    "PlacementError": "errors",
+    "PlacementLoadPlanner": "load_planner",
+    "PlacementRules": "rules",
+    "PlacementSavePlanner": "save_planner",
+    "SaveReport": "report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

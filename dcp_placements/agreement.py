@@ -1,0 +1,362 @@
+"""Do all ranks tell one story: the coordinator's checks, before anything is dropped or written.
+
+Per key: one kind, one shape, one dtype; boxes that tile the whole; and the same content wherever
+two ranks claim the same box. The size of a box is part of its identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.evidence import Evidence
+from dcp_placements.interop import SavePlan, WriteItem, WriteItemType
+from dcp_placements.layout import Box
+from dcp_placements.tiling import format_box, overlaps, tiles, uncovered
+
+Claim = tuple[int, bytes | None]
+"""Who claims a box: the plan's index, and the digest of what that rank holds."""
+
+
+@dataclass(slots=True)
+class Claims:
+    """All that the ranks say of one key.
+
+    Attributes:
+        kinds: Plans by kind, ``"tensor"`` or ``"object"``.
+        sizes: Plans by the shape of the whole tensor.
+        dtypes: Plans by dtype.
+        boxes: Who claims which box.
+        objects: Who holds the object, for a key that is no tensor.
+    """
+
+    kinds: dict[str, list[int]] = field(default_factory=dict)
+    sizes: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    dtypes: dict[torch.dtype, list[int]] = field(default_factory=dict)
+    boxes: dict[Box, list[Claim]] = field(default_factory=dict)
+    objects: list[Claim] = field(default_factory=list)
+
+    @property
+    def plans(self) -> list[int]:
+        """The plans that have the key."""
+        return sorted({index for indices in self.kinds.values() for index in indices})
+
+
+@dataclass(slots=True)
+class Agreement:
+    """What the checks found.
+
+    Attributes:
+        claims: By key.
+        faults: What cannot be saved.
+        conflicts: Replicas that differ; faults too, unless the user takes them as warnings.
+        notes: What is saved but ought to be known.
+    """
+
+    claims: dict[str, Claims]
+    faults: list[Fault] = field(default_factory=list)
+    conflicts: list[Fault] = field(default_factory=list)
+    notes: list[Fault] = field(default_factory=list)
+
+
+def examine(
+    plans: Sequence[SavePlan], evidence: Sequence[Evidence], *, complete: bool = True
+) -> Agreement:
+    """Check all plans against each other.
+
+    Args:
+        plans: One per rank, as the ranks made them, nothing dropped yet.
+        evidence: One per rank.
+        complete: Whether these plans are all there are, so that together they must hold every
+            element.
+    """
+    agreement = Agreement(_collect(plans, evidence))
+    checker = _Checker(evidence, complete)
+    for fqn, claims in agreement.claims.items():
+        if len(claims.kinds) > 1:
+            agreement.faults.append(checker.kind_fault(fqn, claims))
+        elif "object" in claims.kinds:
+            agreement.notes.extend(checker.object_notes(fqn, claims))
+        elif len(claims.sizes) > 1 or len(claims.dtypes) > 1:
+            agreement.faults.append(checker.disagreement_fault(fqn, claims))
+        else:
+            agreement.faults.extend(checker.tiling_faults(fqn, claims))
+            agreement.conflicts.extend(checker.content_faults(fqn, claims))
+    return agreement
+
+
+def _collect(plans: Sequence[SavePlan], evidence: Sequence[Evidence]) -> dict[str, Claims]:
+    found: dict[str, Claims] = {}
+    for index, (plan, told) in enumerate(zip(plans, evidence, strict=True)):
+        digests: Sequence[bytes | None] = told.digests or [None] * len(plan.items)
+        for item, digest in zip(plan.items, digests, strict=True):
+            claims = found.get(item.index.fqn)
+            if claims is None:
+                claims = found[item.index.fqn] = Claims()
+            if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+                _note(claims.kinds, "object", index)
+                claims.objects.append((index, digest))
+                continue
+            data = item.tensor_data
+            _note(claims.kinds, "tensor", index)
+            _note(claims.sizes, data.size, index)
+            _note(claims.dtypes, data.properties.dtype, index)
+            box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+            claims.boxes.setdefault(box, []).append((index, digest))
+    return found
+
+
+def _note(found: dict[Any, list[int]], value: Any, index: int) -> None:
+    known = found.setdefault(value, [])
+    if not known or known[-1] != index:
+        known.append(index)
+
+
+class _Checker:
+    def __init__(self, evidence: Sequence[Evidence], complete: bool) -> None:
+        self.evidence = evidence
+        self.complete = complete
+        self._tiled: dict[tuple[tuple[int, ...], frozenset[Box]], bool] = {}
+
+    def kind_fault(self, fqn: str, claims: Claims) -> Fault:
+        return Fault(
+            fqn,
+            f"is a tensor on {self._ranks(claims.kinds['tensor'])}, but another object on "
+            f"{self._ranks(claims.kinds['object'])}",
+            ("way out:     give the object a key of its own, or make it a tensor everywhere",),
+        )
+
+    def disagreement_fault(self, fqn: str, claims: Claims) -> Fault:
+        details = []
+        if len(claims.sizes) > 1:
+            sizes = {tuple(size): plans for size, plans in claims.sizes.items()}
+            told = "; ".join(f"{size} on {self._ranks(plans)}" for size, plans in sizes.items())
+            headline = f"the ranks do not agree on the shape of the whole tensor: {told}"
+            details += self._shape_details(sizes, claims)
+        else:
+            told = "; ".join(
+                f"{dtype} on {self._ranks(plans)}" for dtype, plans in claims.dtypes.items()
+            )
+            headline = f"the ranks do not agree on its dtype: {told}"
+            details.append("way out:     cast it to one dtype on all ranks before saving")
+        return Fault(fqn, headline, (*details, *self._rule_lines(fqn, claims.plans)))
+
+    def _shape_details(self, sizes: dict[tuple[int, ...], list[int]], claims: Claims) -> list[str]:
+        details = []
+        if len({len(size) for size in sizes}) == 1:
+            largest = tuple(max(size[d] for size in sizes) for d in range(len(next(iter(sizes)))))
+            holes = uncovered(Box((0,) * len(largest), largest), list(claims.boxes))
+            if holes:
+                told = ", ".join(format_box(hole, largest) for hole in holes)
+                details.append(f"nobody holds {told} of {largest}")
+        details += [
+            "likely:      DTensor.from_local() of uneven shards without shape= and stride=, so "
+            "that each rank infers a whole of its own; or one name for different tensors on "
+            "different ranks (pipeline stages, local expert indices)",
+            "way out:     pass shape= and stride= to from_local(); give different tensors "
+            "different names (rename=)",
+        ]
+        return details
+
+    def tiling_faults(self, fqn: str, claims: Claims) -> Iterable[Fault]:
+        size = tuple(next(iter(claims.sizes)))
+        whole = Box((0,) * len(size), size)
+        boxes = [box for box in claims.boxes if box.numel]
+        key = (size, frozenset(boxes))
+        if key not in self._tiled:
+            self._tiled[key] = whole.numel == 0 or tiles(whole, boxes)
+        if self._tiled[key]:
+            return
+        crossing = overlaps(boxes)
+        if crossing:
+            yield self._overlap_fault(fqn, claims, size, crossing)
+        beyond = [
+            box for box in boxes if any(o + s > n for o, s, n in zip(*box, size, strict=True))
+        ]
+        if beyond:
+            yield Fault(
+                fqn,
+                f"{format_box(beyond[0])} lies beyond the whole tensor of shape {size}",
+                (f"claimed by   {self._claimants(claims, beyond[0])}",),
+            )
+        if self.complete and not crossing and not beyond:
+            yield self._hole_fault(fqn, claims, whole, boxes)
+
+    def _overlap_fault(
+        self,
+        fqn: str,
+        claims: Claims,
+        size: tuple[int, ...],
+        crossing: Sequence[tuple[Box, Box]],
+    ) -> Fault:
+        told = [
+            f"{format_box(box, size)} by {self._claimants(claims, box)}"
+            for box in dict.fromkeys(box for pair in crossing[:2] for box in pair)
+        ]
+        return Fault(
+            fqn,
+            f"ranks claim parts of {size} that overlap without being the same",
+            (
+                *(f"claimed:     {line}" for line in told),
+                "likely:      the same name is sharded on some ranks and whole, or cut otherwise, "
+                "on others",
+                "way out:     one placement for this name on all ranks, or a name of its own for "
+                "each tensor",
+                *self._rule_lines(fqn, claims.plans),
+            ),
+        )
+
+    def _hole_fault(self, fqn: str, claims: Claims, whole: Box, boxes: Sequence[Box]) -> Fault:
+        holes = uncovered(whole, boxes)
+        held = sum(box.numel for box in boxes)
+        having = claims.plans
+        details = [
+            "missing:     "
+            + ", ".join(format_box(hole, whole.sizes) for hole in holes[:4])
+            + f" ({prod(whole.sizes) - held} of {whole.numel} elements)",
+        ]
+        neighbours = self._neighbours(claims, holes[0])
+        if neighbours:
+            details.append(f"beside it:   {neighbours}")
+        lacking = sorted(set(range(len(self.evidence))) - set(having))
+        if lacking:
+            details.append(f"the key is on {self._ranks(having)} and not on {self._ranks(lacking)}")
+        if held and whole.numel % held == 0:
+            factor = whole.numel // held
+            axes = [name for name, size in self._axis_sizes().items() if size == factor]
+            told = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
+            details.append(f"likely:      {factor} times too little is held{told}")
+        details.append(
+            "way out:     save with all ranks that hold a part and with the key on each of them; "
+            "where the tensor is not sharded over that axis, drop the axis from its rule"
+        )
+        return Fault(
+            fqn,
+            f"nobody holds all of the {whole.sizes} tensor",
+            (*details, *self._rule_lines(fqn, having)),
+        )
+
+    def _neighbours(self, claims: Claims, hole: Box) -> str:
+        grown = Box(
+            tuple(offset - 1 for offset in hole.offsets), tuple(size + 2 for size in hole.sizes)
+        )
+        touching = [
+            (box, claim)
+            for box, claim in claims.boxes.items()
+            if box.numel
+            and all(a < b + n and b < a + m for a, m, b, n in zip(*grown, *box, strict=True))
+        ]
+        return "; ".join(
+            f"{format_box(box, None)} of {self._ranks(index for index, _ in claim)}"
+            for box, claim in touching[:2]
+        )
+
+    def content_faults(self, fqn: str, claims: Claims) -> Iterable[Fault]:
+        differing = [(box, told) for box, told in claims.boxes.items() if len(_by_digest(told)) > 1]
+        if not differing:
+            return
+        size = tuple(next(iter(claims.sizes)))
+        box, told = differing[0]
+        groups = _by_digest(told)
+        more = f" (and {len(differing) - 1} more places)" if len(differing) > 1 else ""
+        details = [f"place:       {format_box(box, size)} of {size}{more}"]
+        details += [
+            f"content {letter}:   {self._ranks(plans)}"
+            for letter, plans in zip("ABCDEFGH", groups.values(), strict=False)
+        ]
+        if len(groups) > 8:
+            details.append(f"... {len(groups)} different contents in all")
+        differs, agrees = self._along(groups)
+        if differs:
+            along = f"differs along {_quoted(differs)}"
+            if agrees:
+                along += f", agrees along {_quoted(agrees)}"
+            details.append(f"the copies:  {along}")
+            details.append(
+                f"likely:      it is sharded over {_quoted(differs)}: it needs a rule with Shard "
+                "on that axis; if these are meant to be replicas, they have drifted apart"
+            )
+        else:
+            details.append(
+                "likely:      different tensors under one name: it needs a rule that says how it "
+                "is sharded, or a name per rank (rename=); if these are meant to be replicas, "
+                "they have drifted apart"
+            )
+        details.append(
+            "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})"
+            '; on_conflict="warn" saves one of the copies anyway'
+        )
+        yield Fault(
+            fqn,
+            f"{len(groups)} different contents on {len(told)} ranks that claim to be replicas",
+            (*details, *self._rule_lines(fqn, claims.plans)),
+        )
+
+    def object_notes(self, fqn: str, claims: Claims) -> Iterable[Fault]:
+        groups = _by_digest(claims.objects)
+        if len(groups) > 1:
+            told = "; ".join(self._ranks(plans) for plans in list(groups.values())[:4])
+            yield Fault(
+                fqn,
+                f"this object differs between {told}; one of them is kept",
+                ("way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",),
+            )
+
+    def _along(self, groups: dict[bytes, list[int]]) -> tuple[list[str], list[str]]:
+        """Return the axes that tell the contents apart, and those along which copies agree."""
+        content = {plan: digest for digest, plans in groups.items() for plan in plans}
+        names = set.intersection(*(set(self.evidence[plan].axes) for plan in content))
+        differs, agrees = [], []
+        for name in sorted(names):
+            at: dict[int, set[bytes]] = {}
+            for plan, digest in content.items():
+                at.setdefault(self.evidence[plan].axes[name][0], set()).add(digest)
+            if len(at) < 2:
+                continue
+            if all(len(digests) == 1 for digests in at.values()):
+                differs.append(name)
+            elif any(
+                len({self.evidence[plan].axes[name][0] for plan in plans}) > 1
+                for plans in groups.values()
+            ):
+                agrees.append(name)
+        return differs, agrees
+
+    def _axis_sizes(self) -> dict[str, int]:
+        return {n: size for told in self.evidence for n, (_, size) in told.axes.items()}
+
+    def _claimants(self, claims: Claims, box: Box) -> str:
+        return self._ranks(index for index, _ in claims.boxes[box])
+
+    def _ranks(self, plans: Iterable[int]) -> str:
+        return format_ranks(self.evidence[plan].rank for plan in plans)
+
+    def _rule_lines(self, fqn: str, plans: Iterable[int]) -> list[str]:
+        rules = {self.evidence[plan].rules_of.get(fqn) for plan in plans}
+        told = sorted(rule or "no rule" for rule in rules)
+        return [f"by rule:     {', '.join(told)}"]
+
+
+def _by_digest(claims: Sequence[Claim]) -> dict[bytes, list[int]]:
+    found: dict[bytes, list[int]] = {}
+    if len(claims) > 1:
+        for index, digest in claims:
+            if digest is not None:
+                found.setdefault(digest, []).append(index)
+    return found
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def nbytes_of(item: WriteItem) -> int:
+    """Return the bytes of a write item's chunk; 0 for an object."""
+    if item.tensor_data is None:
+        return 0
+    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,166 @@
+"""Small digests of what tensors hold: evidence that two replicas are none.
+
+Ranks that claim the same box of the same key must hold the same bytes. A digest of each item
+travels with the plan, and the coordinator compares before it drops one. Different digests prove a
+conflict; equal ones prove nothing, so nothing is ever inferred from them.
+
+The hash is XXH3 (the xxhash package): among the well-kept ones by far the fastest, at memory speed
+on one core, and collisions by chance are all that matters here. It is no defence against somebody
+who forges data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from typing import Any
+
+import torch
+import xxhash
+
+SAMPLE_BLOCKS = 16
+SAMPLE_BLOCK_NBYTES = 256
+SAMPLE_NBYTES = SAMPLE_BLOCKS * SAMPLE_BLOCK_NBYTES
+"""A sampled digest sees all of a tensor up to this size, and so many bytes of a larger one, in
+blocks spread evenly from its first element to its last."""
+
+_SLAB_NBYTES = 8 << 20
+
+SAMPLED_NBYTES = 8
+FULL_NBYTES = 16
+
+
+def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
+    """Return a digest of 8 bytes per tensor, over sampled elements in C order.
+
+    Tensors in host memory are read in place. Those on a device are sampled there and come over in
+    one transfer per device. A tensor whose memory cannot be read (meta, wrapper subclasses)
+    gives None: no evidence.
+    """
+    digests: list[bytes | None] = [None] * len(tensors)
+    on_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if not _readable(tensor):
+            continue
+        if tensor.device.type == "cpu":
+            digests[index] = _sampled_on_host(tensor)
+        else:
+            on_device.setdefault(tensor.device, []).append(index)
+    for indices in on_device.values():
+        samples = [_sample(tensors[index]) for index in indices]
+        lengths = [sample.numel() for sample in samples]
+        host = torch.cat(samples).cpu()
+        for index, piece in zip(indices, host.split(lengths), strict=True):
+            digests[index] = _digest_64(piece)
+    return digests
+
+
+def full_digest(tensor: torch.Tensor) -> bytes | None:
+    """Return a digest of 16 bytes over all bytes of ``tensor`` in C order; None if unreadable."""
+    if not _readable(tensor):
+        return None
+    hasher = xxhash.xxh3_128()
+    for slab in _slabs(tensor.detach()):
+        hasher.update(_memory(slab))
+    return hasher.digest()
+
+
+def object_digest(value: Any) -> bytes | None:
+    """Return a digest of 8 bytes of a pickled object; None if it cannot be pickled so.
+
+    Equal objects should pickle equally, so references inside are not memoised (two equal strings
+    may be one object here and two there); objects that refer to themselves are pickled as usual.
+    """
+    for memoised in (False, True):
+        buffer = BytesIO()
+        pickler = pickle.Pickler(buffer)
+        pickler.fast = not memoised
+        try:
+            pickler.dump(value)
+        except RecursionError:
+            continue
+        except Exception:  # whatever an object's own pickling raises: no evidence, not a fault
+            return None
+        return xxhash.xxh3_64_digest(buffer.getvalue())
+    return None
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return False
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return True
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # wrapper subclasses have no memory of their own
+        return False
+
+
+def _sampled_on_host(tensor: torch.Tensor) -> bytes:
+    if not tensor.is_contiguous():
+        return _digest_64(_sample(tensor))
+    nbytes = tensor.nbytes
+    pointer = tensor.data_ptr()
+    if nbytes <= SAMPLE_NBYTES:
+        return xxhash.xxh3_64_digest(ctypes.string_at(pointer, nbytes))
+    itemsize = tensor.itemsize
+    block = (SAMPLE_BLOCK_NBYTES // itemsize) * itemsize
+    return xxhash.xxh3_64_digest(
+        b"".join(
+            [
+                ctypes.string_at(pointer + start * itemsize, block)
+                for start in _block_starts(tensor.numel(), itemsize)
+            ]
+        )
+    )
+
+
+def _block_starts(numel: int, itemsize: int) -> list[int]:
+    last = numel - SAMPLE_BLOCK_NBYTES // itemsize
+    return [last * i // (SAMPLE_BLOCKS - 1) for i in range(SAMPLE_BLOCKS)]
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sampled elements as bytes on the tensor's device; the same as on the host."""
+    tensor = tensor.detach()
+    if tensor.nbytes <= SAMPLE_NBYTES:
+        return tensor.reshape(-1).contiguous().view(torch.uint8)
+    block = SAMPLE_BLOCK_NBYTES // tensor.itemsize
+    starts = torch.tensor(_block_starts(tensor.numel(), tensor.itemsize), device=tensor.device)
+    flat = (starts[:, None] + torch.arange(block, device=tensor.device)).reshape(-1)
+    if tensor.is_contiguous():
+        picked = tensor.view(-1)[flat]
+    else:
+        picked = tensor[torch.unravel_index(flat, tensor.shape)]
+    return picked.view(torch.uint8)
+
+
+def _slabs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield contiguous host tensors that follow one another in C order, a few MiB at a time."""
+    if tensor.is_contiguous() and tensor.device.type == "cpu":
+        yield tensor
+        return
+    if tensor.dim() == 0 or tensor.nbytes <= _SLAB_NBYTES:
+        yield tensor.contiguous().cpu()
+        return
+    row_nbytes = max(tensor.nbytes // max(tensor.shape[0], 1), 1)
+    if row_nbytes > _SLAB_NBYTES:
+        for row in tensor.unbind(0):
+            yield from _slabs(row)
+        return
+    for slab in tensor.split(max(_SLAB_NBYTES // row_nbytes, 1)):
+        yield slab.contiguous().cpu()
+
+
+def _digest_64(tensor: torch.Tensor) -> bytes:
+    # The tensor stays alive while its memory is read: a view of the memory alone would not hold it.
+    return xxhash.xxh3_64_digest(_memory(tensor))
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a contiguous host tensor, in place; valid while the tensor lives."""
+    if tensor.numel() == 0:
+        return b""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

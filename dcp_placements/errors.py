@@ -1,0 +1,110 @@
+"""The one error that refuses, and the form of its text.
+
+A refusal is read by somebody whose job has stopped. So it says where first (the FQN), then what was
+found against what was declared, each fact on a line of its own, then the way out. Everything found
+in one pass is told in one error, sorted by FQN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+MAX_FAULTS_TOLD = 40
+"""Faults told in full; beyond, the error counts the rest by FQN."""
+
+
+class PlacementError(ValueError):
+    """The root of every refusal of this package.
+
+    Raised inside ``dcp.save`` or ``dcp.load`` it arrives wrapped in torch's
+    ``CheckpointException`` (a ``BaseException``); it is then ``e.failures[rank][0]``.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing found wrong.
+
+    Attributes:
+        fqn: The checkpoint key that it is about; also what faults are sorted by.
+        headline: What is wrong, in one line, without the key.
+        details: Facts and the way out, one per line.
+    """
+
+    fqn: str
+    headline: str
+    details: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [f"{self.fqn}: {self.headline}", *(f"    {line}" for line in self.details)]
+        )
+
+
+def format_faults(opening: str, faults: Iterable[Fault]) -> str:
+    """Return the text of one error for all ``faults``: an opening line, then each, by FQN."""
+    ordered = sorted(set(faults), key=lambda fault: (fault.fqn, fault.headline, fault.details))
+    noun = "fault" if len(ordered) == 1 else "faults"
+    lines = [f"{opening} ({len(ordered)} {noun})"]
+    lines += [str(fault) for fault in ordered[:MAX_FAULTS_TOLD]]
+    untold = ordered[MAX_FAULTS_TOLD:]
+    if untold:
+        names = list(dict.fromkeys(fault.fqn for fault in untold))
+        lines.append(f"... and {len(untold)} more, at: {format_names(names)}")
+    return "\n".join(lines)
+
+
+def raise_faults(opening: str, faults: Iterable[Fault]) -> None:
+    """Raise one ``PlacementError`` for all ``faults``; return quietly when there are none."""
+    found = list(faults)
+    if found:
+        raise PlacementError(format_faults(opening, found))
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as short text.
+
+    >>> format_ranks([3, 0, 1, 2, 7])
+    'ranks 0-3, 7'
+    >>> format_ranks([5])
+    'rank 5'
+    """
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    told = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:12]]
+    if len(runs) > 12:
+        told.append(f"... ({len(ordered)} in all)")
+    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(told)
+
+
+def format_names(names: Sequence[str], limit: int = 8) -> str:
+    """Return up to ``limit`` names, and how many more there are.
+
+    >>> format_names(["a", "b", "c"], limit=2)
+    'a, b and 1 more'
+    """
+    if len(names) <= limit:
+        return ", ".join(names)
+    return ", ".join(names[:limit]) + f" and {len(names) - limit} more"
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Return a byte count as short text, in binary units.
+
+    >>> format_nbytes(512), format_nbytes(8 * 2**20)
+    ('512 B', '8.0 MiB')
+    """
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        size /= 1024
+        if size < 1024 or unit == "PiB":
+            break
+    return f"{size:.1f} {unit}"

@@ -1,0 +1,166 @@
+"""Every name of torch that is private or may move: reached here and nowhere else.
+
+A new torch breaks this file only. What is here says little and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    _create_write_items,
+    create_read_items_for_chunk_list,
+)
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "DTensor",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "LoadItemType",
+    "LoadPlan",
+    "Metadata",
+    "MetadataIndex",
+    "ReadItem",
+    "SavePlan",
+    "ShardedTensor",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+    "chunk_list",
+    "create_default_global_save_plan",
+    "create_read_items_for_chunk_list",
+    "default_write_items",
+    "flatten_as_2_3",
+    "global_rank",
+    "has_hooks",
+    "is_dtensor_like",
+    "leaves",
+    "local_tensor",
+    "named_axes",
+    "set_element",
+    "world_size",
+]
+
+
+def is_dtensor_like(value: Any) -> bool:
+    """Whether ``value`` is a DTensor, or has what is asked of one."""
+    return isinstance(value, DTensor) or (
+        not isinstance(value, torch.Tensor | ShardedTensor)
+        and all(hasattr(value, name) for name in ("to_local", "device_mesh", "placements", "shape"))
+    )
+
+
+def has_hooks(value: Any) -> bool:
+    """Whether ``value`` tells DCP its chunks itself (its own ``__create_write_items__``)."""
+    if isinstance(value, DTensor):
+        return hasattr(value._local_tensor, "__create_write_items__")
+    return hasattr(value, "__create_write_items__") or isinstance(value, ShardedTensor)
+
+
+def local_tensor(value: Any) -> torch.Tensor:
+    """Return the local tensor of a DTensor or DTensor-like; no copy, no autograd."""
+    if type(value) is DTensor and type(value._local_tensor) is torch.Tensor:
+        return value._local_tensor
+    with torch.no_grad():
+        local = value.to_local()
+    wait = getattr(local, "wait", None)
+    return local if wait is None else wait()  # type: ignore[no-any-return]
+
+
+def default_write_items(fqn: str, value: Any) -> list[WriteItem]:
+    """Return the write items that torch's default planner makes for ``value``."""
+    return _create_write_items(fqn, value)
+
+
+def chunk_list(value: Any) -> list[ChunkStorageMetadata]:
+    """Return the chunks that torch's default planner reads into ``value``."""
+    return _create_chunk_list(value)
+
+
+def leaves(state_dict: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield ``(path, value)`` of a nested state dict as DCP's flattening meets them."""
+    found: list[tuple[tuple[str | int, ...], Any]] = []
+    traverse_state_dict(state_dict, lambda path, value: found.append((path, value)))
+    return iter(found)
+
+
+@contextmanager
+def _flattening_as_2_3() -> Iterator[None]:
+    previous = _version._derived_version
+    _version._derived_version = "2_3"
+    try:
+        yield
+    finally:
+        _version._derived_version = previous
+
+
+def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return ``(flat state dict, mappings)`` with the keys that torch 2.3 and older gave."""
+    with _flattening_as_2_3():
+        return flatten_state_dict(state_dict)
+
+
+def global_rank() -> int:
+    """Return this process's rank; 0 where no process group is up."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of processes; 1 where no process group is up."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def group_ranks(group: dist.ProcessGroup | None) -> Iterable[int]:
+    """Return the global ranks of a process group, all ranks for None."""
+    return dist.get_process_group_ranks(group) if group is not None else range(world_size())
+
+
+def named_axes(mesh: Any) -> dict[str, tuple[int, int]]:
+    """Return ``{name: (position, size)}`` of a mesh's axes and of those it is a slice of."""
+    found: dict[str, tuple[int, int]] = {}
+    root = getattr(mesh, "_get_root_mesh", None)
+    for known in (mesh, mesh if root is None else root()):
+        coordinate = known.get_coordinate()
+        if coordinate is not None and known.mesh_dim_names:
+            found.update(
+                zip(known.mesh_dim_names, zip(coordinate, known.shape, strict=True), strict=True)
+            )
+    return found

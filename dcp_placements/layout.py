@@ -1,0 +1,343 @@
+"""The idea: where each element of a rank's local tensor lies in the whole tensor.
+
+A whole tensor is cut one mesh axis after the other. Per tensor dim we keep an ordered list of
+intervals of the whole, at first ``[(0, size)]``; every cut of that dim keeps this coordinate's part
+of the concatenated list. What is left, dim by dim, is a *layout*: the product of the lists is the
+set of chunks, each a box of the local tensor and the box of the whole tensor that it is.
+
+Only integers here, no torch and no process group, so the layout of any rank of any world can be
+worked out anywhere, and it can be tested against plain slicing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+Interval = tuple[int, int]
+"""``(start, stop)`` in elements of the whole tensor's dim, ``start < stop``."""
+
+Intervals = tuple[Interval, ...]
+
+
+class LayoutError(ValueError):
+    """A cut that the size at hand does not allow; the text says which and the numbers."""
+
+
+class Box(NamedTuple):
+    """A rectangle of elements: ``offsets`` and ``sizes``, one int per dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements inside; 1 for a scalar."""
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count
+
+
+class Chunk(NamedTuple):
+    """One piece of a shard: the same elements seen from both sides.
+
+    Attributes:
+        local_offsets: Where the piece begins in the rank's local tensor.
+        offsets: Where it begins in the checkpoint's tensor.
+        sizes: Its extent, the same on both sides.
+    """
+
+    local_offsets: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """The piece in the checkpoint's tensor."""
+        return Box(self.offsets, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One mesh axis cuts one tensor dim.
+
+    Attributes:
+        dim: Tensor dim, from 0.
+        axis: Position of the mesh axis in ``Sharding.axis_sizes``.
+        parts: What is being cut joins several logical tensors, each cut on its own: their number
+            (``torch.chunk`` of what is being cut) or their sizes. 1 is a plain shard.
+        interleaved: The parts alternate row by row instead of lying end to end.
+    """
+
+    dim: int
+    axis: int
+    parts: int | tuple[int, ...] = 1
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """This rank holds just these rows of a dim, in this order.
+
+    Unlike a ``Cut`` it speaks for one coordinate only: where the other ranks' rows lie cannot be
+    worked out from it.
+    """
+
+    dim: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where one coordinate's local tensor lies in the checkpoint's tensor.
+
+    Attributes:
+        global_shape: Shape of the checkpoint's tensor.
+        intervals: Per dim, the intervals of the tensor *that was cut*, in local order. They may
+            reach beyond ``global_shape`` where that tensor was padded.
+    """
+
+    global_shape: tuple[int, ...]
+    intervals: tuple[Intervals, ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the local tensor, padding included."""
+        return tuple([_total(dim) for dim in self.intervals])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the local tensor is the whole checkpoint tensor in its own order."""
+        return all(
+            dim == ((0, size),) if size else not dim
+            for dim, size in zip(self.intervals, self.global_shape, strict=True)
+        )
+
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Return the chunks, in C order of the local tensor; empty ones and padding left out.
+
+        ``Layout((6,), (((0, 2), (3, 5)),))`` holds rows 0, 1, 3 and 4::
+
+            local_offsets   offsets   sizes
+            (0,)            (0,)      (2,)
+            (2,)            (3,)      (2,)
+        """
+        per_dim = []
+        for dim, size in zip(self.intervals, self.global_shape, strict=True):
+            if len(dim) == 1 and dim[0][1] <= size:
+                per_dim.append([(0, dim[0][0], dim[0][1] - dim[0][0])])
+                continue
+            pieces = []
+            local_offset = 0
+            for start, stop in dim:
+                kept = min(stop, size) - start
+                if kept > 0:
+                    pieces.append((local_offset, start, kept))
+                local_offset += stop - start
+            per_dim.append(pieces)
+        return tuple([_chunk(pieces) for pieces in itertools.product(*per_dim)])
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a whole tensor is cut over a mesh: the layouts of all its coordinates.
+
+    Attributes:
+        global_shape: Shape of the checkpoint's tensor.
+        axis_sizes: Sizes of the mesh axes that the cuts speak of.
+        cuts: In the order in which they apply. The checkpoint's placements come first, the
+            tensor's own (FSDP) last, because those cut what the others have left.
+        padded_shape: The shape that was cut, where it is larger than ``global_shape``.
+    """
+
+    global_shape: tuple[int, ...]
+    axis_sizes: tuple[int, ...] = ()
+    cuts: tuple[Cut | Pick, ...] = ()
+    padded_shape: tuple[int, ...] | None = None
+
+    @property
+    def cut_shape(self) -> tuple[int, ...]:
+        """The shape that the cuts apply to."""
+        return self.global_shape if self.padded_shape is None else self.padded_shape
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the same object describes every coordinate (no ``Pick``)."""
+        return not any(isinstance(cut, Pick) for cut in self.cuts)
+
+    def at(self, coordinate: Sequence[int]) -> Layout:
+        """Return the layout of one coordinate (one int per axis of ``axis_sizes``).
+
+        A ``(5, 3)`` tensor cut on dim 0 by both axes of mesh ``(dp=2, tp=2)``::
+
+            coordinate   rows
+            (0, 0)       0 1
+            (0, 1)           2
+            (1, 0)             3
+            (1, 1)               4
+
+        Raises:
+            LayoutError: A cut that does not fit what is left to cut.
+        """
+        per_dim: list[list[tuple[Cut | Pick, int, int]]] = [[] for _ in self.global_shape]
+        for cut in self.cuts:
+            if isinstance(cut, Pick):
+                per_dim[cut.dim].append((cut, 0, 0))
+            else:
+                per_dim[cut.dim].append((cut, self.axis_sizes[cut.axis], coordinate[cut.axis]))
+        return Layout(
+            self.global_shape,
+            tuple(
+                [
+                    _dim_intervals(size, tuple(steps))
+                    for size, steps in zip(self.cut_shape, per_dim, strict=True)
+                ]
+            ),
+        )
+
+    def coordinates(self) -> Iterator[tuple[int, ...]]:
+        """Yield every coordinate of the mesh, the last axis fastest."""
+        return itertools.product(*map(range, self.axis_sizes))
+
+
+# Bounded: an entry is a few hundred bytes, and one tensor dim over 16,384 coordinates fits.
+@lru_cache(maxsize=1 << 15)
+def _dim_intervals(size: int, steps: tuple[tuple[Cut | Pick, int, int], ...]) -> Intervals:
+    intervals: Intervals = ((0, size),) if size else ()
+    for cut, ranks, coordinate in steps:
+        if isinstance(cut, Pick):
+            intervals = pick_intervals(intervals, cut.indices)
+        else:
+            intervals = shard_intervals(intervals, ranks, coordinate, cut.parts, cut.interleaved)
+    return intervals
+
+
+def shard_intervals(
+    intervals: Intervals,
+    ranks: int,
+    coordinate: int,
+    parts: int | tuple[int, ...] = 1,
+    interleaved: bool = False,
+) -> Intervals:
+    """Return what one of ``ranks`` coordinates keeps of the concatenated ``intervals``.
+
+    ``torch.chunk`` semantics: pieces of ``ceil(total / ranks)``, so the last may be short or empty.
+    With ``parts`` that happens inside each part; ``torch.distributed``'s ``_StridedShard(dim,
+    split_factor=k)`` is ``parts=k``.
+
+    Ten rows over two ranks, coordinate 1::
+
+        parts=1                     rows 5 6 7 8 9
+        parts=2                     rows 3 4 8 9
+        parts=(6, 2, 2)             rows 3 4 5 7 9
+        parts=2, interleaved        rows 6 7 8 9
+
+    Raises:
+        LayoutError: Part sizes that do not add up to what is being cut, or interleaved parts of
+            unequal size.
+    """
+    total = _total(intervals)
+    if parts == 1:
+        return _slice(intervals, *_piece(total, ranks, coordinate))
+    if interleaved:
+        count = _interleaved_count(parts, total)
+        start, stop = _piece(total // count, ranks, coordinate)
+        return _slice(intervals, start * count, stop * count)
+    kept: list[Interval] = []
+    part_start = 0
+    for part_size in part_sizes(parts, total):
+        start, stop = _piece(part_size, ranks, coordinate)
+        kept += _slice(intervals, part_start + start, part_start + stop)
+        part_start += part_size
+    return _merged(kept)
+
+
+def pick_intervals(intervals: Intervals, indices: Sequence[int]) -> Intervals:
+    """Return rows ``indices`` of the concatenated ``intervals``, in that order.
+
+    Raises:
+        LayoutError: An index beyond what is being picked from.
+    """
+    total = _total(intervals)
+    kept: list[Interval] = []
+    for index in indices:
+        if not 0 <= index < total:
+            raise LayoutError(f"index {index} of IndexShard is outside the {total} rows of its dim")
+        kept += _slice(intervals, index, index + 1)
+    # Not merged: a row is one chunk on every rank that holds it, so that replicas have equal boxes
+    # whatever rows lie beside them.
+    return tuple(kept)
+
+
+def part_sizes(parts: int | tuple[int, ...], total: int) -> list[int]:
+    """Return the sizes of the parts of ``total`` rows.
+
+    >>> part_sizes(2, 5), part_sizes((4, 1, 1), 6)
+    ([3, 2], [4, 1, 1])
+    """
+    if isinstance(parts, int):
+        return [stop - start for start, stop in (_piece(total, parts, i) for i in range(parts))]
+    if sum(parts) != total:
+        raise LayoutError(
+            f"parts {parts} add up to {sum(parts)}, but {total} rows are being cut there"
+        )
+    return list(parts)
+
+
+def _interleaved_count(parts: int | tuple[int, ...], total: int) -> int:
+    sizes = part_sizes(parts, total)
+    if len(set(sizes)) != 1:
+        raise LayoutError(
+            f"interleaved parts must be of equal size, but {total} rows make parts of {sizes}"
+        )
+    return len(sizes)
+
+
+def _piece(total: int, ranks: int, coordinate: int) -> Interval:
+    step = -(-total // ranks)
+    start = min(coordinate * step, total)
+    return start, min(start + step, total)
+
+
+def _slice(intervals: Intervals, start: int, stop: int) -> Intervals:
+    if len(intervals) == 1:
+        origin = intervals[0][0]
+        return ((origin + start, origin + stop),) if start < stop else ()
+    kept = []
+    position = 0
+    for a, b in intervals:
+        low = max(start - position, 0)
+        high = min(stop - position, b - a)
+        if low < high:
+            kept.append((a + low, a + high))
+        position += b - a
+        if position >= stop:
+            break
+    return tuple(kept)
+
+
+def _merged(intervals: list[Interval]) -> Intervals:
+    merged: list[Interval] = []
+    for start, stop in intervals:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _total(intervals: Intervals) -> int:
+    if len(intervals) == 1:
+        return intervals[0][1] - intervals[0][0]
+    return sum([stop - start for start, stop in intervals])
+
+
+def _chunk(pieces: tuple[tuple[int, int, int], ...]) -> Chunk:
+    if not pieces:
+        return Chunk((), (), ())
+    local_offsets, offsets, sizes = zip(*pieces, strict=True)
+    return Chunk(local_offsets, offsets, sizes)

@@ -1,0 +1,143 @@
+"""A mesh seen from one rank: axis names, sizes, and where this rank stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dcp_placements.errors import PlacementError
+
+
+class Mesh(Protocol):
+    """What is asked of a mesh; ``torch.distributed.DeviceMesh`` has it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
+
+    def get_coordinate(self) -> Sequence[int] | None: ...
+
+
+class MeshCoordinate:
+    """A mesh seen from one coordinate, without a process group.
+
+    For rehearsals, conversions and tests: whatever is worked out from a ``DeviceMesh`` on a rank
+    is worked out from this anywhere.
+
+    >>> mesh = MeshCoordinate(("ep", "edp"), (4, 2), (3, 0))
+    >>> mesh.shape, mesh.get_coordinate()
+    ((4, 2), (3, 0))
+
+    Args:
+        names: One name per axis.
+        sizes: Ranks along each axis.
+        coordinate: This rank's position along each axis.
+
+    Raises:
+        PlacementError: Lengths that differ, a repeated name, or a position outside its axis.
+    """
+
+    __slots__ = ("_coordinate", "_names", "_sizes")
+
+    def __init__(self, names: Sequence[str], sizes: Sequence[int], coordinate: Sequence[int]):
+        self._names = tuple(names)
+        self._sizes = tuple(sizes)
+        self._coordinate = tuple(coordinate)
+        if not len(self._names) == len(self._sizes) == len(self._coordinate):
+            raise PlacementError(
+                f"a mesh needs as many names as sizes and coordinates, not names {self._names}, "
+                f"sizes {self._sizes}, coordinate {self._coordinate}"
+            )
+        if len(set(self._names)) != len(self._names):
+            raise PlacementError(f"axis names of a mesh must differ, but got {self._names}")
+        for name, size, position in zip(self._names, self._sizes, self._coordinate, strict=True):
+            if not 0 <= position < size:
+                raise PlacementError(f"position {position} is outside axis {name} of size {size}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Ranks along each axis."""
+        return self._sizes
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """One name per axis."""
+        return self._names
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self._sizes)
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        """Return this rank's position along each axis."""
+        return self._coordinate
+
+    def __repr__(self) -> str:
+        return f"MeshCoordinate({self._names}, {self._sizes}, {self._coordinate})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MeshCoordinate) and self._state() == other._state()
+
+    def __hash__(self) -> int:
+        return hash(self._state())
+
+    def _state(self) -> tuple[Any, ...]:
+        return self._names, self._sizes, self._coordinate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MeshCoordinate, self._state()
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a mesh, seen from this rank.
+
+    Attributes:
+        name: The axis name; None where the mesh has no names.
+        size: Ranks along it.
+        position: This rank's position along it.
+        group: The global ranks along it, this rank's among them, where the mesh knows them.
+    """
+
+    name: str | None
+    size: int
+    position: int
+    group: tuple[int, ...] | None = None
+
+    def is_same(self, other: Axis) -> bool:
+        """Whether both are one axis: by name, and without names by their ranks."""
+        if self.name is not None and other.name is not None:
+            return self.name == other.name
+        return self.group is not None and self.group == other.group
+
+
+def mesh_axes(mesh: Mesh) -> tuple[Axis, ...] | None:
+    """Return the axes of ``mesh`` from this rank, or None where it is no part of the mesh."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    sizes = tuple(mesh.shape)
+    names = mesh.mesh_dim_names or (None,) * len(sizes)
+    ranks = getattr(mesh, "mesh", None) if mesh.mesh_dim_names is None else None
+    axes = []
+    for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        group = None
+        if ranks is not None:
+            line = ranks[tuple(slice(None) if j == i else coordinate[j] for j in range(len(sizes)))]
+            group = tuple(int(rank) for rank in line.tolist())
+        axes.append(Axis(name, size, coordinate[i], group))
+    return tuple(axes)
+
+
+def format_mesh(mesh: Mesh) -> str:
+    """Return a mesh as short text.
+
+    >>> format_mesh(MeshCoordinate(("ep", "edp"), (4, 2), (3, 0)))
+    '(ep=4, edp=2)'
+    """
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(tuple(mesh.shape))))
+    return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True)) + ")"

@@ -1,0 +1,274 @@
+"""A rank's flat state dict bound to the checkpoint: one ``Placed`` per tensor that has a place.
+
+Both planners stand on this, so that what is saved and what is loaded is worked out by the same
+rule. It raises nothing: whatever does not fit becomes a ``Fault``, and the planner tells all at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcp_placements.binding import BindError, Binding, Own, bind, fault_of
+from dcp_placements.errors import Fault
+from dcp_placements.interop import has_hooks, is_dtensor_like, local_tensor
+from dcp_placements.layout import Chunk
+from dcp_placements.placement import CheckpointPlacement
+from dcp_placements.rules import PlacementRules, Rules, rule_name
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One tensor of this rank and its place in the checkpoint.
+
+    Attributes:
+        fqn: The checkpoint's key.
+        tensor: The local tensor itself, no copy.
+        binding: Its place; shared by all tensors that lie alike.
+        chunks: The non-empty pieces, in C order of the local tensor; shared likewise.
+        rule: What to call the rule that spoke; None where none did.
+    """
+
+    fqn: str
+    tensor: torch.Tensor
+    binding: Binding
+    chunks: tuple[Chunk, ...]
+    rule: str | None
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor."""
+        return self.binding.global_shape
+
+    def view(self, chunk: Chunk) -> torch.Tensor:
+        """Return the piece of the local tensor that ``chunk`` is; a view, no copy."""
+        tensor = self.tensor.detach()
+        for dim, (offset, size) in enumerate(zip(chunk.local_offsets, chunk.sizes, strict=True)):
+            if size != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, offset, size)
+        return tensor
+
+
+@dataclass(slots=True)
+class Placing:
+    """What became of a rank's flat state dict.
+
+    Attributes:
+        placed: By key, the tensors that have a place. Keys that are neither here nor in
+            ``absent`` are left to torch's default planner.
+        absent: Keys whose DTensor mesh this rank is no part of: nothing to save or load here.
+        faults: What does not fit.
+        matched: Rules that spoke, with the number of keys each spoke for.
+    """
+
+    placed: dict[str, Placed] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
+    faults: list[Fault] = field(default_factory=list)
+    matched: dict[str, int] = field(default_factory=dict)
+
+
+def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Placing:
+    """Bind every tensor of a flat state dict to its place in the checkpoint.
+
+    0-d tensors and non-tensors are never asked about. A plain optimizer state tensor of its
+    parameter's local shape takes the parameter's place.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        rules: The user's; None leaves every tensor its own mesh and placements.
+        rank: This process's rank, for messages.
+    """
+    placer = _Placer(rules, rank)
+    for fqn, value in state_dict.items():
+        placer.add(fqn, value)
+    placer.let_states_follow(state_dict)
+    placer.check_aliases(state_dict)
+    return placer.placing
+
+
+class _Placer:
+    def __init__(self, rules: Rules | None, rank: int) -> None:
+        self.rules = rules
+        self.rank = rank
+        self.placing = Placing()
+        # Most tensors lie like another one: keyed by all that a binding is worked out from.
+        self._bound: dict[Any, tuple[Binding, tuple[Chunk, ...]] | None] = {}
+
+    def add(self, fqn: str, value: Any) -> None:
+        """Bind one value, if it is a tensor that has a place."""
+        dtensor = is_dtensor_like(value)
+        if not dtensor and not isinstance(value, torch.Tensor):
+            return
+        try:
+            placement = self._ask(fqn, value)
+            if has_hooks(value):
+                if placement is not None:
+                    raise BindError(
+                        f"holds a {type(value).__name__}, which names its chunks itself, and a "
+                        "rule speaks for it too",
+                        "way out:     let one of them speak: None for this key in the rules",
+                    )
+                return
+            if dtensor:
+                self._bind_dtensor(fqn, value, placement)
+            elif placement is not None:
+                shape = tuple(value.shape)
+                self._bind(fqn, value, Own(shape), placement, (shape, id(placement)))
+        except BindError as error:
+            self._fault(error, fqn)
+
+    def let_states_follow(self, state_dict: Mapping[str, Any]) -> None:
+        """Give plain optimizer state of its parameter's local shape the parameter's place."""
+        plain = [
+            (fqn, value, runs)
+            for fqn, value in state_dict.items()
+            if isinstance(value, torch.Tensor)
+            and value.dim()
+            and (runs := _parameters_of(fqn))
+            and not is_dtensor_like(value)
+            and not has_hooks(value)
+        ]
+        if not plain:
+            return
+        by_name: dict[str, list[str]] = {}
+        for fqn in state_dict:
+            if not _parameters_of(fqn):
+                parts = fqn.split(".")
+                for start in range(len(parts)):
+                    by_name.setdefault(".".join(parts[start:]), []).append(fqn)
+        for fqn, value, runs in plain:
+            names = next((by_name[run] for run in runs if run in by_name), [])
+            parameters = [self.placing.placed.get(name) for name in names]
+            if not parameters or parameters[0] is None:
+                continue
+            first = parameters[0]
+            if any(other is None or other.binding is not first.binding for other in parameters):
+                continue
+            if tuple(value.shape) == tuple(first.tensor.shape):
+                self.placing.placed[fqn] = Placed(
+                    fqn, value, first.binding, first.chunks, first.rule
+                )
+                self.placing.faults = [fault for fault in self.placing.faults if fault.fqn != fqn]
+
+    def check_aliases(self, state_dict: Mapping[str, Any]) -> None:
+        """Note two names of one storage that lie differently."""
+        seen: dict[Any, str] = {}
+        for fqn, value in state_dict.items():
+            placed = self.placing.placed.get(fqn)
+            tensor = placed.tensor if placed is not None else value
+            if not isinstance(tensor, torch.Tensor) or has_hooks(tensor) or is_dtensor_like(tensor):
+                continue
+            pointer = _data_ptr(tensor)
+            if not pointer or not tensor.numel():
+                continue
+            first = seen.setdefault((pointer, tensor.shape), fqn)
+            if first == fqn:
+                continue
+            other = self.placing.placed.get(first)
+            if _lies_alike(placed, other):
+                continue
+            ruled, missed = (fqn, first) if other is None or other.rule is None else (first, fqn)
+            rule = self.placing.placed[ruled].rule if ruled in self.placing.placed else None
+            self.placing.faults.append(
+                Fault(
+                    missed,
+                    f"rank {self.rank} has it in one storage with {ruled}, but the two lie "
+                    "differently in the checkpoint",
+                    (
+                        f"{ruled}: {_place_text(self.placing.placed.get(ruled))}",
+                        f"{missed}: {_place_text(self.placing.placed.get(missed))}",
+                        f"likely:      rule {rule} speaks for {ruled} and misses {missed}",
+                        "way out:     name both in the rules, with one placement",
+                    ),
+                )
+            )
+
+    def _ask(self, fqn: str, value: Any) -> CheckpointPlacement | None:
+        if self.rules is None or not len(value.shape):
+            return None
+        placement = self.rules(fqn, value)
+        if placement is not None and not isinstance(placement, CheckpointPlacement):
+            raise BindError(
+                f"was given {placement!r} by the rules, which is no CheckpointPlacement",
+                "way out:     return a CheckpointPlacement, or None to keep the tensor's own",
+            )
+        # A pattern that says None has spoken, too: it is not one that matches nothing.
+        name = rule_name(self.rules, fqn)
+        if name is not None and (placement is not None or isinstance(self.rules, PlacementRules)):
+            self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
+        return placement
+
+    def _bind_dtensor(self, fqn: str, value: Any, placement: CheckpointPlacement | None) -> None:
+        placements = tuple(value.placements)
+        shape = tuple(value.shape)
+        local = local_tensor(value)
+        key = (
+            shape,
+            tuple(local.shape),
+            id(value.device_mesh),
+            placements,
+            id(placement),
+        )
+        self._bind(fqn, local, Own(shape, value.device_mesh, placements), placement, key)
+
+    def _bind(
+        self,
+        fqn: str,
+        tensor: torch.Tensor,
+        own: Own,
+        placement: CheckpointPlacement | None,
+        key: Any,
+    ) -> None:
+        if key not in self._bound:
+            binding = bind(own, tuple(tensor.shape), placement)
+            self._bound[key] = None if binding is None else (binding, binding.layout.chunks())
+        found = self._bound[key]
+        if found is None:
+            self.placing.absent.add(fqn)
+            return
+        rule = rule_name(self.rules, fqn) if placement is not None else None
+        self.placing.placed[fqn] = Placed(fqn, tensor, found[0], found[1], rule)
+
+    def _fault(self, error: BindError, fqn: str) -> None:
+        self.placing.faults.append(fault_of(error, fqn, self.rank, rule_name(self.rules, fqn)))
+
+
+def _parameters_of(fqn: str) -> list[str]:
+    """Return the parameters that an optimizer state key may speak of.
+
+    >>> _parameters_of("optim.state.layers.0.w.exp_avg")
+    ['layers.0.w']
+
+    Every form that torch produces ends in ``state.<parameter>.<name>``. A parameter with a
+    ``state`` of its own in its name makes several candidates, the longest first.
+    """
+    parts = fqn.split(".")[:-1]
+    starts = [i + 1 for i, part in enumerate(parts) if part == "state"]
+    return [".".join(parts[start:]) for start in starts if start < len(parts)]
+
+
+def _lies_alike(one: Placed | None, other: Placed | None) -> bool:
+    if one is None or other is None:
+        placed = one or other
+        return placed is None or placed.binding.layout.is_whole
+    return one.binding.layout == other.binding.layout
+
+
+def _place_text(placed: Placed | None) -> str:
+    if placed is None:
+        return "no rule, the whole tensor"
+    axes = placed.binding.axes
+    mesh = ", ".join(f"{axis.name or 'axis'}={axis.size}" for axis in axes)
+    by = "no rule" if placed.rule is None else f"rule {placed.rule}"
+    return f"{by}, part of a {placed.global_shape} tensor over ({mesh})"
+
+
+def _data_ptr(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
+        return 0

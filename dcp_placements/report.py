@@ -1,0 +1,161 @@
+"""What a save or a load came to: plain numbers and names that print well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dcp_placements.errors import format_names, format_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport:
+    """One tensor of the checkpoint.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dtype: Its torch name without ``torch.``.
+        chunks: Different boxes that it is stored as.
+        unique_nbytes: Bytes of those boxes, each counted once.
+        whole_nbytes: Bytes of the whole tensor; equal to ``unique_nbytes`` in a sound save.
+        copies: Bytes that the ranks hold of it, as a multiple of the whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: int
+    unique_nbytes: int
+    whole_nbytes: int
+    copies: float
+
+
+@dataclass(slots=True)
+class SaveReport:
+    """What a save plans to write.
+
+    On the coordinator it speaks for all ranks; on the others, which see no plan but their own,
+    ``ranks`` is 1 and the numbers are this rank's, replicas included.
+
+    Attributes:
+        ranks: Ranks that it speaks for.
+        keys: One entry per tensor.
+        objects: Keys that are no tensors.
+        rules: Rules that spoke, with the number of keys of the rank where they spoke most.
+        unmatched: Patterns that matched no key on any rank.
+        partial_keys: Keys that only some ranks have, with those ranks; right for pipeline stages
+            and per-rank experts, so not a fault.
+        stateless: Parameters that have no optimizer state while others have.
+        warnings: What was let pass but ought to be known; each was logged as a warning, too.
+        plan_cache: Whether the plan of an earlier save was used, or why not.
+    """
+
+    ranks: int = 1
+    keys: dict[str, KeyReport] = field(default_factory=dict)
+    objects: tuple[str, ...] = ()
+    rules: Mapping[str, int] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
+    partial_keys: Mapping[str, str] = field(default_factory=dict)
+    stateless: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    plan_cache: str = "off"
+
+    @property
+    def unique_nbytes(self) -> int:
+        """Bytes that will be written: every element once."""
+        return sum(key.unique_nbytes for key in self.keys.values())
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of all the whole tensors."""
+        return sum(key.whole_nbytes for key in self.keys.values())
+
+    @property
+    def replica_nbytes(self) -> int:
+        """Bytes that the ranks hold beyond the first copy, and that are not written."""
+        held = sum(round(key.copies * key.whole_nbytes) for key in self.keys.values())
+        return max(held - self.unique_nbytes, 0)
+
+    def __str__(self) -> str:
+        lines = [
+            f"save of {len(self.keys)} tensors and {len(self.objects)} objects from "
+            f"{self.ranks} rank{'s' if self.ranks != 1 else ''}",
+            f"    unique:    {format_nbytes(self.unique_nbytes)} of "
+            f"{format_nbytes(self.whole_nbytes)} in the whole tensors",
+            f"    replicas:  {format_nbytes(self.replica_nbytes)} held beyond that",
+        ]
+        lines += [f"    rule:      {rule} for {count} keys" for rule, count in self.rules.items()]
+        if self.unmatched:
+            lines.append(f"    unmatched: {format_names(self.unmatched)}")
+        if self.partial_keys:
+            lines.append(f"    partial:   {len(self.partial_keys)} keys are on some ranks only")
+        if self.stateless:
+            lines.append(f"    stateless: no optimizer state for {format_names(self.stateless)}")
+        lines += [f"    warning:   {warning.splitlines()[0]}" for warning in self.warnings]
+        if self.plan_cache != "off":
+            lines.append(f"    plan:      {self.plan_cache}")
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What a load plans to read on this rank.
+
+    Attributes:
+        wanted_nbytes: Bytes of the destination tensors, padding left out.
+        read_nbytes: Bytes of the stored chunks' parts that fill them.
+        items: Read items.
+        missing: Keys that the checkpoint lacks and that keep what they have.
+        stateless: Parameters whose optimizer state the checkpoint lacks as a whole; it stays as
+            initialised, ``step`` at 0.
+        unread: Keys of the checkpoint that this rank did not ask for.
+        padded: Keys with padding that keeps what it has.
+        casts: Keys whose dtype changes, as ``"float32 -> bfloat16"``.
+        verified: Chunks whose digest was compared after reading; the rest were read in part.
+        unverified: Chunks read in part, or cast, so that no digest speaks for them.
+        copies: Keys whose destination is no live parameter's storage.
+        warnings: What was let pass but ought to be known.
+    """
+
+    wanted_nbytes: int = 0
+    read_nbytes: int = 0
+    items: int = 0
+    missing: tuple[str, ...] = ()
+    stateless: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    padded: tuple[str, ...] = ()
+    casts: Mapping[str, str] = field(default_factory=dict)
+    verified: int = 0
+    unverified: int = 0
+    copies: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [
+            f"load of {self.items} items: {format_nbytes(self.read_nbytes)} read for "
+            f"{format_nbytes(self.wanted_nbytes)} wanted"
+        ]
+        for name, keys in (
+            ("missing", self.missing),
+            ("stateless", self.stateless),
+            ("unread", self.unread),
+            ("padded", self.padded),
+            ("copies", self.copies),
+        ):
+            if keys:
+                lines.append(f"    {name + ':':<12}{len(keys)}: {format_names(keys, 4)}")
+        for cast in sorted(set(self.casts.values())):
+            names = [key for key, told in self.casts.items() if told == cast]
+            lines.append(f"    {'cast:':<12}{cast} for {len(names)}: {format_names(names, 4)}")
+        if self.verified or self.unverified:
+            lines.append(f"    {'verified:':<12}{self.verified} chunks, {self.unverified} not")
+        lines += [f"    {'warning:':<12}{warning.splitlines()[0]}" for warning in self.warnings]
+        return "\n".join(lines)
+
+    @property
+    def line(self) -> str:
+        """The report in one line, as it is logged."""
+        return (
+            f"{self.items} items, {format_nbytes(self.read_nbytes)}; {len(self.missing)} missing, "
+            f"{len(self.stateless)} without optimizer state, {len(self.unread)} unread, "
+            f"{len(self.casts)} cast"
+        )

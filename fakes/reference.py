@@ -1,0 +1,66 @@
+"""The truth: a shard is the whole tensor cut by torch's own operators.
+
+Imports nothing of the library, and works on the elements themselves instead of intervals, so that
+an error in the one is no error in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def cut(
+    whole: torch.Tensor,
+    placements: Sequence[Any],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> torch.Tensor:
+    """Return what one coordinate of a mesh holds of ``whole``; a tensor of its own.
+
+    Args:
+        whole: What is being cut.
+        placements: One per mesh axis, applied left to right: torch's, ``FusedShard`` or
+            ``IndexShard``.
+        sizes: Ranks along each axis.
+        coordinate: The position along each axis.
+    """
+    held = whole
+    for placement, size, position in zip(placements, sizes, coordinate, strict=True):
+        if hasattr(placement, "indices"):
+            rows = torch.tensor(placement.indices, dtype=torch.long)
+            held = held.index_select(placement.dim, rows)
+        elif hasattr(placement, "parts"):
+            held = _fused(held, placement, size, position)
+        elif hasattr(placement, "split_factor"):
+            parts = _pieces(held, placement.split_factor, placement.dim)
+            held = torch.cat(
+                [_pieces(p, size, placement.dim)[position] for p in parts], placement.dim
+            )
+        elif hasattr(placement, "dim"):
+            held = _pieces(held, size, placement.dim)[position]
+    return held.clone()
+
+
+def _fused(held: torch.Tensor, placement: Any, size: int, position: int) -> torch.Tensor:
+    dim = placement.dim
+    if placement.interleaved:
+        count = placement.parts if isinstance(placement.parts, int) else len(placement.parts)
+        rows = torch.arange(held.shape[dim])
+        each = [_pieces(rows[part::count], size, 0)[position] for part in range(count)]
+        return held.index_select(dim, torch.stack(each, 1).reshape(-1))
+    parts = (
+        _pieces(held, placement.parts, dim)
+        if isinstance(placement.parts, int)
+        else list(held.split(placement.parts, dim))
+    )
+    return torch.cat([_pieces(part, size, dim)[position] for part in parts], dim)
+
+
+def _pieces(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+    """Return ``torch.chunk`` with the empty pieces that it leaves out."""
+    pieces = list(torch.chunk(tensor, count, dim)) if tensor.shape[dim] else []
+    empty = tensor.narrow(dim, 0, 0)
+    return pieces + [empty] * (count - len(pieces))
