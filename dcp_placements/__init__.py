@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dcp_placements.load_planner import PlacementLoadPlanner
     from dcp_placements.mesh import MeshCoordinate
     from dcp_placements.placement import CheckpointPlacement, FusedShard, IndexShard
+    from dcp_placements.preflight import check
     from dcp_placements.report import LoadReport, SaveReport
     from dcp_placements.rules import PlacementRules
     from dcp_placements.save_planner import PlacementSavePlanner
@@ -27,6 +28,7 @@ __all__ = [
     "PlacementRules",
     "PlacementSavePlanner",
     "SaveReport",
+    "check",
 ]
 
 # Names are fetched when asked for, so that the layout algebra and a mesh can be had without torch.
@@ -41,6 +43,7 @@ _HOMES = {
     "PlacementRules": "rules",
     "PlacementSavePlanner": "save_planner",
     "SaveReport": "report",
+    "check": "preflight",
 }
 
 

@@ -264,14 +264,14 @@ class _Checker:
         box, told = differing[0]
         groups = _by_digest(told)
         more = f" (and {len(differing) - 1} more places)" if len(differing) > 1 else ""
-        details = [f"place:       {format_box(box, size)} of {size}{more}"]
-        details += [
-            f"content {letter}:   {self._ranks(plans)}"
+        place = (f"place:       {format_box(box, size)} of {size}{more}",)
+        differs, agrees = self._along(groups)
+        details = [
+            f"content {letter}:   {self._ranks(plans)}{self._positions(plans, differs)}"
             for letter, plans in zip("ABCDEFGH", groups.values(), strict=False)
         ]
         if len(groups) > 8:
             details.append(f"... {len(groups)} different contents in all")
-        differs, agrees = self._along(groups)
         if differs:
             along = f"differs along {_quoted(differs)}"
             if agrees:
@@ -284,17 +284,22 @@ class _Checker:
         else:
             details.append(
                 "likely:      different tensors under one name: it needs a rule that says how it "
-                "is sharded, or a name per rank (rename=); if these are meant to be replicas, "
-                "they have drifted apart"
+                "is sharded, or a name per rank; if these are meant to be replicas, they have "
+                "drifted apart"
             )
         details.append(
             "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})"
-            '; on_conflict="warn" saves one of the copies anyway'
         )
+        if any(part.isdigit() for part in fqn.split(".")) or not differs:
+            details.append(
+                "             rename= where the name counts from 0 on every rank (experts, layers)"
+            )
+        details.append('             on_conflict="warn" saves one of the copies anyway')
         yield Fault(
             fqn,
             f"{len(groups)} different contents on {len(told)} ranks that claim to be replicas",
             (*details, *self._rule_lines(fqn, claims.plans)),
+            place,
         )
 
     def object_notes(self, fqn: str, claims: Claims) -> Iterable[Fault]:
@@ -326,6 +331,11 @@ class _Checker:
             ):
                 agrees.append(name)
         return differs, agrees
+
+    def _positions(self, plans: Sequence[int], names: Sequence[str]) -> str:
+        """Return where ranks stand along axes on which they all stand at one position."""
+        told = [f"{name}={self.evidence[plans[0]].axes[name][0]}" for name in names]
+        return f" ({', '.join(told)})" if told else ""
 
     def _axis_sizes(self) -> dict[str, int]:
         return {n: size for told in self.evidence for n, (_, size) in told.axes.items()}

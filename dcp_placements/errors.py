@@ -11,7 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_FAULTS_TOLD = 40
-"""Faults told in full; beyond, the error counts the rest by FQN."""
+"""Different faults told in full; beyond, the error counts the rest by FQN."""
+
+MAX_NAMES_TOLD = 20
+"""Keys named that share one fault."""
 
 
 class PlacementError(ValueError):
@@ -29,30 +32,41 @@ class Fault:
     Attributes:
         fqn: The checkpoint key that it is about; also what faults are sorted by.
         headline: What is wrong, in one line, without the key.
-        details: Facts and the way out, one per line.
+        details: Causes and the way out, one per line. Keys with one headline and one set of
+            details are told together.
+        place: Facts that are this key's alone; told of the first of several keys.
     """
 
     fqn: str
     headline: str
     details: tuple[str, ...] = ()
+    place: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(
-            [f"{self.fqn}: {self.headline}", *(f"    {line}" for line in self.details)]
-        )
+        return _told([self.fqn], self)
 
 
-def format_faults(opening: str, faults: Iterable[Fault]) -> str:
+def format_faults(opening: str, faults: Iterable[Fault], noun: str = "fault") -> str:
     """Return the text of one error for all ``faults``: an opening line, then each, by FQN."""
     ordered = sorted(set(faults), key=lambda fault: (fault.fqn, fault.headline, fault.details))
-    noun = "fault" if len(ordered) == 1 else "faults"
-    lines = [f"{opening} ({len(ordered)} {noun})"]
-    lines += [str(fault) for fault in ordered[:MAX_FAULTS_TOLD]]
-    untold = ordered[MAX_FAULTS_TOLD:]
+    alike: dict[tuple[str, tuple[str, ...]], list[Fault]] = {}
+    for fault in ordered:
+        alike.setdefault((fault.headline, fault.details), []).append(fault)
+    groups = list(alike.values())
+    lines = [f"{opening} ({len(ordered)} {noun}{'s' if len(ordered) != 1 else ''})"]
+    lines += [_told([f.fqn for f in group], group[0]) for group in groups[:MAX_FAULTS_TOLD]]
+    untold = [fault.fqn for group in groups[MAX_FAULTS_TOLD:] for fault in group]
     if untold:
-        names = list(dict.fromkeys(fault.fqn for fault in untold))
-        lines.append(f"... and {len(untold)} more, at: {format_names(names)}")
+        lines.append(f"... and {len(untold)} more, at: {format_names(list(dict.fromkeys(untold)))}")
     return "\n".join(lines)
+
+
+def _told(fqns: Sequence[str], fault: Fault) -> str:
+    place = list(fault.place)
+    if place and len(fqns) > 1:
+        place[0] += f" (of {fqns[0]})"
+    lines = [f"{format_names(fqns, MAX_NAMES_TOLD)}: {fault.headline}", *place, *fault.details]
+    return "\n    ".join(lines)
 
 
 def raise_faults(opening: str, faults: Iterable[Fault]) -> None:

@@ -5,14 +5,14 @@ A new torch breaks this file only. What is here says little and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint import CheckpointException, _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
 from torch.distributed.checkpoint.default_planner import (
@@ -43,10 +43,13 @@ from torch.distributed.checkpoint.planner_helpers import (
     _create_write_items,
     create_read_items_for_chunk_list,
 )
+from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
 __all__ = [
     "BytesStorageMetadata",
+    "CheckpointException",
     "ChunkStorageMetadata",
     "DTensor",
     "DefaultLoadPlanner",
@@ -64,10 +67,12 @@ __all__ = [
     "TensorWriteData",
     "WriteItem",
     "WriteItemType",
+    "agreed",
     "chunk_list",
     "create_default_global_save_plan",
     "create_read_items_for_chunk_list",
     "default_write_items",
+    "files_by_name",
     "flatten_as_2_3",
     "global_rank",
     "has_hooks",
@@ -76,8 +81,12 @@ __all__ = [
     "local_tensor",
     "named_axes",
     "set_element",
+    "state_dicts_of_statefuls",
     "world_size",
 ]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def is_dtensor_like(value: Any) -> bool:
@@ -148,11 +157,6 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def group_ranks(group: dist.ProcessGroup | None) -> Iterable[int]:
-    """Return the global ranks of a process group, all ranks for None."""
-    return dist.get_process_group_ranks(group) if group is not None else range(world_size())
-
-
 def named_axes(mesh: Any) -> dict[str, tuple[int, int]]:
     """Return ``{name: (position, size)}`` of a mesh's axes and of those it is a slice of."""
     found: dict[str, tuple[int, int]] = {}
@@ -164,3 +168,31 @@ def named_axes(mesh: Any) -> dict[str, tuple[int, int]]:
                 zip(known.mesh_dim_names, zip(coordinate, known.shape, strict=True), strict=True)
             )
     return found
+
+
+def files_by_name(storage_data: Any) -> bool:
+    """Whether a writer put ``storage_data`` into a plan whose files know a tensor by name alone.
+
+    ``HuggingFaceStorageWriter`` puts a dict there, ``FileSystemWriter`` a prefix.
+    """
+    return isinstance(storage_data, dict)
+
+
+def agreed(
+    step: str,
+    process_group: dist.ProcessGroup | None,
+    on_rank: Callable[[], T],
+    on_coordinator: Callable[[list[T]], R],
+) -> R:
+    """Return on all ranks what the coordinator makes of what they send: one gather, one answer.
+
+    Raises:
+        CheckpointException: On all ranks, where any of them fails.
+    """
+    wrapper = _DistWrapper(process_group, world_size() > 1, 0)
+    return wrapper.all_reduce(step, on_rank, on_coordinator)
+
+
+def state_dicts_of_statefuls(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict with every ``Stateful`` asked for its own, as ``dcp.save`` does."""
+    return _stateful_to_state_dict(state_dict)

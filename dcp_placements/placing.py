@@ -17,6 +17,7 @@ from dcp_placements.binding import BindError, Binding, Own, bind, fault_of
 from dcp_placements.errors import Fault
 from dcp_placements.interop import has_hooks, is_dtensor_like, local_tensor
 from dcp_placements.layout import Chunk
+from dcp_placements.optimizer_state import parameters_of
 from dcp_placements.placement import CheckpointPlacement
 from dcp_placements.rules import PlacementRules, Rules, rule_name
 
@@ -128,7 +129,7 @@ class _Placer:
             for fqn, value in state_dict.items()
             if isinstance(value, torch.Tensor)
             and value.dim()
-            and (runs := _parameters_of(fqn))
+            and (runs := parameters_of(fqn))
             and not is_dtensor_like(value)
             and not has_hooks(value)
         ]
@@ -136,7 +137,7 @@ class _Placer:
             return
         by_name: dict[str, list[str]] = {}
         for fqn in state_dict:
-            if not _parameters_of(fqn):
+            if not parameters_of(fqn):
                 parts = fqn.split(".")
                 for start in range(len(parts)):
                     by_name.setdefault(".".join(parts[start:]), []).append(fqn)
@@ -235,20 +236,6 @@ class _Placer:
 
     def _fault(self, error: BindError, fqn: str) -> None:
         self.placing.faults.append(fault_of(error, fqn, self.rank, rule_name(self.rules, fqn)))
-
-
-def _parameters_of(fqn: str) -> list[str]:
-    """Return the parameters that an optimizer state key may speak of.
-
-    >>> _parameters_of("optim.state.layers.0.w.exp_avg")
-    ['layers.0.w']
-
-    Every form that torch produces ends in ``state.<parameter>.<name>``. A parameter with a
-    ``state`` of its own in its name makes several candidates, the longest first.
-    """
-    parts = fqn.split(".")[:-1]
-    starts = [i + 1 for i, part in enumerate(parts) if part == "state"]
-    return [".".join(parts[start:]) for start in starts if start < len(parts)]
 
 
 def _lies_alike(one: Placed | None, other: Placed | None) -> bool:

@@ -45,6 +45,7 @@ class SaveReport:
         partial_keys: Keys that only some ranks have, with those ranks; right for pipeline stages
             and per-rank experts, so not a fault.
         stateless: Parameters that have no optimizer state while others have.
+        waived: Patterns whose lint warnings were silenced, with the reason given.
         warnings: What was let pass but ought to be known; each was logged as a warning, too.
         plan_cache: Whether the plan of an earlier save was used, or why not.
     """
@@ -54,8 +55,9 @@ class SaveReport:
     objects: tuple[str, ...] = ()
     rules: Mapping[str, int] = field(default_factory=dict)
     unmatched: tuple[str, ...] = ()
-    partial_keys: Mapping[str, str] = field(default_factory=dict)
+    partial_keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stateless: tuple[str, ...] = ()
+    waived: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     plan_cache: str = "off"
 
@@ -90,6 +92,7 @@ class SaveReport:
             lines.append(f"    partial:   {len(self.partial_keys)} keys are on some ranks only")
         if self.stateless:
             lines.append(f"    stateless: no optimizer state for {format_names(self.stateless)}")
+        lines += [f"    waived:    {name}: {reason}" for name, reason in self.waived.items()]
         lines += [f"    warning:   {warning.splitlines()[0]}" for warning in self.warnings]
         if self.plan_cache != "off":
             lines.append(f"    plan:      {self.plan_cache}")
@@ -107,7 +110,8 @@ class LoadReport:
         missing: Keys that the checkpoint lacks and that keep what they have.
         stateless: Parameters whose optimizer state the checkpoint lacks as a whole; it stays as
             initialised, ``step`` at 0.
-        unread: Keys of the checkpoint that this rank did not ask for.
+        unread: Keys of the checkpoint that this rank did not ask for; other ranks may have
+            (pipeline stages, experts).
         padded: Keys with padding that keeps what it has.
         casts: Keys whose dtype changes, as ``"float32 -> bfloat16"``.
         verified: Chunks whose digest was compared after reading; the rest were read in part.
@@ -137,7 +141,7 @@ class LoadReport:
         for name, keys in (
             ("missing", self.missing),
             ("stateless", self.stateless),
-            ("unread", self.unread),
+            ("not asked", self.unread),
             ("padded", self.padded),
             ("copies", self.copies),
         ):
@@ -156,6 +160,7 @@ class LoadReport:
         """The report in one line, as it is logged."""
         return (
             f"{self.items} items, {format_nbytes(self.read_nbytes)}; {len(self.missing)} missing, "
-            f"{len(self.stateless)} without optimizer state, {len(self.unread)} unread, "
+            f"{len(self.stateless)} without optimizer state, "
+            f"{len(self.unread)} not asked for by this rank, "
             f"{len(self.casts)} cast"
         )

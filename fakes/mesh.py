@@ -33,6 +33,7 @@ class FakeMesh:
             raise ValueError(f"axis names must differ, not {tuple(names)}")
         self.mesh_dim_names = None if names is None else tuple(names)
         self.rank = rank
+        self._root = self
         self.device_type = "cpu"
 
     @property
@@ -69,7 +70,13 @@ class FakeMesh:
             slice(None) if axis in axes else coordinate[axis] for axis in range(self.ndim)
         )
         ranks = self.mesh[index]
-        return FakeMesh(tuple(ranks.shape), wanted, rank=self.rank, ranks=ranks)
+        sliced = FakeMesh(tuple(ranks.shape), wanted, rank=self.rank, ranks=ranks)
+        sliced._root = self._root
+        return sliced
+
+    def _get_root_mesh(self) -> FakeMesh:
+        """Return the mesh that this one was sliced from, as ``DeviceMesh`` does."""
+        return self._root
 
     def __repr__(self) -> str:
         return f"FakeMesh({self.shape}, {self.mesh_dim_names}, rank={self.rank})"

@@ -1,0 +1,107 @@
+"""What sizes cannot show: declarations that fit the shapes and are still likely wrong.
+
+Each finding is a warning with its reason. It is silenced by pattern, with a reason of the user's
+own that is kept in the report, and never for all keys at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from dcp_placements.errors import Fault
+from dcp_placements.layout import Cut
+from dcp_placements.mesh import Axis
+from dcp_placements.placing import Placed
+
+# Projections that join several in one tensor; Megatron's linear_qkv is not among them, since it is
+# laid out per query group and may be cut plainly.
+FUSED_NAME = re.compile(
+    r"(?:^|\.)(?:gate_up(?:_proj)?|qkv(?:_proj)?|query_key_value|linear_fc1|in_proj|c_attn|wqkv"
+    r"|W_pack|w13)(?:_weight|_bias)?(?:\.|$)"
+)
+EXPERT_NAME = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
+TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
+EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
+DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
+
+
+def lint(placed: Iterable[Placed]) -> Iterator[Fault]:
+    """Yield a finding for each tensor that is declared in a way that is likely wrong."""
+    judged: dict[tuple[int, bool, bool], list[tuple[str, tuple[str, ...]]]] = {}
+    for tensor in placed:
+        fused = FUSED_NAME.search(tensor.fqn) is not None
+        expert = EXPERT_NAME.search(tensor.fqn) is not None
+        key = (id(tensor.binding), fused, expert)
+        if key not in judged:
+            judged[key] = list(_findings(tensor, fused, expert))
+        for headline, details in judged[key]:
+            yield Fault(tensor.fqn, headline, details)
+
+
+def _findings(placed: Placed, fused: bool, expert: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    binding = placed.binding
+    cuts = [
+        (cut, binding.axes[cut.axis])
+        for cut in binding.sharding.cuts
+        if isinstance(cut, Cut) and binding.axes[cut.axis].size > 1
+    ]
+    rule = f"by rule:     {placed.rule or 'no rule, its own DTensor'}"
+    yield from _wrong_order(cuts, rule)
+    if fused:
+        for cut, axis in cuts:
+            if cut.parts == 1 and _named(axis, TENSOR_AXIS):
+                yield (
+                    f"its name says several tensors in one, but {axis.name!r} cuts it plainly",
+                    (
+                        f"found:       Shard({cut.dim}) over {axis.name!r} of size {axis.size}",
+                        "reason:      a rank that holds [its gate; its up] has two pieces of the "
+                        "whole; taken as one, the rows come out permuted in another topology",
+                        f"way out:     FusedShard({cut.dim}, 2), or the sizes of the parts; or "
+                        "waive={pattern: reason} where the plain cut is right",
+                        rule,
+                    ),
+                )
+    if expert:
+        sharded = {axis.name for _, axis in cuts}
+        for axis in binding.axes:
+            if axis.size > 1 and _named(axis, EXPERT_AXIS) and axis.name not in sharded:
+                yield (
+                    f"its name says expert, but it is declared equal along {axis.name!r}",
+                    (
+                        f"found:       Replicate() over {axis.name!r} of size {axis.size}",
+                        "reason:      expert-parallel ranks hold different experts; as replicas "
+                        "all but one of them would be dropped",
+                        f'way out:     {{"{axis.name}": Shard(0)}}; or waive={{pattern: reason}} '
+                        "where they are equal",
+                        rule,
+                    ),
+                )
+
+
+def _wrong_order(cuts: list[tuple[Cut, Axis]], rule: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for position, (cut, axis) in enumerate(cuts):
+        for other, inner in cuts[position + 1 :]:
+            if (
+                cut.dim == other.dim
+                and cut.parts == other.parts == 1
+                and _named(axis, DATA_AXIS)
+                and (_named(inner, TENSOR_AXIS) or _named(inner, EXPERT_AXIS))
+            ):
+                yield (
+                    f"is declared as cut by {axis.name!r} first and by {inner.name!r} inside that",
+                    (
+                        f"found:       Shard({cut.dim}) over {axis.name!r} left of "
+                        f"Shard({other.dim}) over {inner.name!r}",
+                        f"reason:      FSDP cuts what {inner.name!r} has left, so {inner.name!r} "
+                        "comes first; with the order reversed the rows come out permuted in "
+                        "another topology",
+                        f"way out:     _StridedShard({cut.dim}, split_factor={inner.size}) over "
+                        f"{axis.name!r}; or waive={{pattern: reason}} where the order is right",
+                        rule,
+                    ),
+                )
+
+
+def _named(axis: Axis, pattern: re.Pattern[str]) -> bool:
+    return axis.name is not None and pattern.match(axis.name) is not None

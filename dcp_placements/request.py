@@ -1,0 +1,311 @@
+"""What a rank asks of a checkpoint: its read items, and all that speaks against them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from dcp_placements.casting import cast_kind
+from dcp_placements.errors import Fault, format_names
+from dcp_placements.interop import (
+    BytesStorageMetadata,
+    LoadPlan,
+    Metadata,
+    ReadItem,
+    TensorStorageMetadata,
+    chunk_list,
+    has_hooks,
+    is_dtensor_like,
+)
+from dcp_placements.layout import Box
+from dcp_placements.optimizer_state import parameters_of, states_of_parameters
+from dcp_placements.placing import Placed, Placing
+from dcp_placements.reads import StoredChunks, read_items, read_object
+from dcp_placements.report import LoadReport
+from dcp_placements.tiling import format_box
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a load may let pass.
+
+    Attributes:
+        partial: Any key may be missing, as long as one is there.
+        optional: Patterns of keys that may be missing.
+        cast: ``"error"``, ``"warn"`` or ``"allow"``, for what loses precision.
+    """
+
+    partial: bool
+    optional: tuple[re.Pattern[str], ...]
+    cast: str
+
+    def lets_miss(self, fqn: str) -> bool:
+        """Whether the checkpoint may lack this key."""
+        return self.partial or any(pattern.search(f".{fqn}") for pattern in self.optional)
+
+
+class Request:
+    """One rank's read plan in the making.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        placing: Its tensors' places.
+        metadata: The checkpoint's.
+        policy: What may be let pass.
+        rank: This process's rank, for messages.
+
+    Attributes:
+        report: What the load comes to.
+        faults: What cannot be filled, or would be filled wrongly.
+        notes: What is let pass but ought to be known.
+        stateless: The optimizer state keys that the checkpoint lacks, for parameters of which it
+            has no state at all.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any],
+        placing: Placing,
+        metadata: Metadata,
+        policy: Policy,
+        rank: int,
+    ) -> None:
+        self.state_dict = state_dict
+        self.stored = metadata.state_dict_metadata
+        self.placing = placing
+        self.policy = policy
+        self.rank = rank
+        self.report = LoadReport()
+        self.stateless: list[str] = []
+        self.faults: list[Fault] = []
+        self.notes: list[Fault] = []
+        self._chunks: dict[int, StoredChunks] = {}
+
+    def plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        missing = []
+        for fqn, value in self.state_dict.items():
+            if fqn in self.placing.absent:
+                continue
+            if fqn not in self.stored:
+                missing.append(fqn)
+            else:
+                items += self._reads_of(fqn, value, self.stored[fqn])
+        self._settle_missing(missing, matched=len(items))
+        self._settle_casts()
+        self.report.items = len(items)
+        self.report.unread = tuple(fqn for fqn in self.stored if fqn not in self.state_dict)
+        return LoadPlan(items)
+
+    def _reads_of(self, fqn: str, value: Any, stored: Any) -> list[ReadItem]:
+        placed = self.placing.placed.get(fqn)
+        if isinstance(stored, BytesStorageMetadata):
+            if placed is not None and len(placed.global_shape):
+                self._fault(
+                    fqn,
+                    f"the checkpoint holds an object, but rank {self.rank} a tensor",
+                    "way out:     load it under a key of its own, or give the tensor another name",
+                )
+                return []
+            return [read_object(fqn)]
+        assert isinstance(stored, TensorStorageMetadata)
+        if placed is None and not isinstance(value, torch.Tensor) and not has_hooks(value):
+            if is_dtensor_like(value):
+                return []  # its fault is noted already
+            self._fault(
+                fqn,
+                f"the checkpoint holds a {tuple(stored.size)} tensor, but rank {self.rank} a "
+                f"{type(value).__name__}",
+                "way out:     put a tensor of that shape into the state dict",
+            )
+            return []
+        wanted = placed.global_shape if placed is not None else tuple(value.size())
+        if tuple(stored.size) != wanted:
+            self._shape_fault(fqn, tuple(stored.size), wanted, placed)
+            return []
+        dtype = placed.tensor.dtype if placed is not None else value.dtype
+        self._note_cast(fqn, stored.properties.dtype, dtype)
+        if placed is not None:
+            destinations = [chunk.box for chunk in placed.chunks]
+            if placed.binding.sharding.padded_shape is not None:
+                held = sum(box.numel for box in destinations)
+                if held < placed.tensor.numel():
+                    self.report.padded += (fqn,)
+        else:
+            destinations = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunk_list(value)]
+        items, holes = read_items(fqn, self._stored_chunks(stored), destinations)
+        if holes:
+            self._hole_fault(fqn, wanted, holes, len(stored.chunks))
+        self.report.wanted_nbytes += sum(box.numel for box in destinations) * dtype.itemsize
+        self.report.read_nbytes += (
+            sum(item.lengths.numel() for item in items) * stored.properties.dtype.itemsize
+        )
+        return items
+
+    def _stored_chunks(self, stored: TensorStorageMetadata) -> StoredChunks:
+        # Tensors that lie alike may share one chunk list in the metadata.
+        key = id(stored.chunks)
+        if key not in self._chunks:
+            self._chunks[key] = StoredChunks(stored)
+        return self._chunks[key]
+
+    def _shape_fault(
+        self, fqn: str, stored: tuple[int, ...], wanted: tuple[int, ...], placed: Placed | None
+    ) -> None:
+        details = []
+        differing = (
+            [d for d in range(len(stored)) if stored[d] != wanted[d]]
+            if len(stored) == len(wanted)
+            else []
+        )
+        if len(differing) == 1:
+            dim = differing[0]
+            small, large = sorted((stored[dim], wanted[dim]))
+            if small and large % small == 0:
+                details.append(self._factor_text(dim, large // small, stored[dim] < wanted[dim]))
+        if placed is not None and placed.rule is not None:
+            details.append(f"by rule:     {placed.rule}")
+        details.append(
+            "way out:     build the model as it was saved, or correct the rule of this key"
+        )
+        self._fault(
+            fqn,
+            f"the checkpoint holds a {stored} tensor, but rank {self.rank} needs {wanted}",
+            *details,
+        )
+
+    def _factor_text(self, dim: int, factor: int, stored_is_smaller: bool) -> str:
+        side = "stored" if stored_is_smaller else "this rank's"
+        other = "needed" if stored_is_smaller else "stored"
+        cause = (
+            "saved without its placement"
+            if stored_is_smaller
+            else "does this load lack a rule for it,"
+        )
+        return (
+            f"likely:      on dim {dim} the {other} one is {factor} times the {side} one: {cause} "
+            f"on an axis of size {factor}?"
+        )
+
+    def _hole_fault(self, fqn: str, shape: tuple[int, ...], holes: list[Box], stored: int) -> None:
+        told = ", ".join(format_box(hole, shape) for hole in holes[:4])
+        more = f" and {len(holes) - 4} more" if len(holes) > 4 else ""
+        self._fault(
+            fqn,
+            f"nobody stored {told}{more} of {shape}, which rank {self.rank} needs",
+            "likely:      the checkpoint was saved by some of the ranks only, or without "
+            "collectives so that each rank's metadata tells of its own part",
+            f"way out:     load a complete checkpoint; this one holds {stored} chunks of the key",
+        )
+
+    def _note_cast(self, fqn: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+        kind = cast_kind(stored, wanted)
+        if kind == "same":
+            return
+        told = f"{stored} -> {wanted}".replace("torch.", "")
+        self.report.casts = {**self.report.casts, fqn: told}
+        if kind == "wrong" or (kind == "narrowing" and self.policy.cast == "error"):
+            what = "changes what the numbers mean" if kind == "wrong" else "loses precision"
+            self._fault(
+                fqn,
+                f"loading {told} {what}",
+                f"way out:     give rank {self.rank} a {str(stored).removeprefix('torch.')} tensor"
+                + ("" if kind == "wrong" else ', or say cast="allow"'),
+            )
+
+    def _settle_casts(self) -> None:
+        if self.policy.cast != "warn":
+            return
+        narrowing = [
+            fqn
+            for fqn, told in self.report.casts.items()
+            if cast_kind(*(getattr(torch, name) for name in told.split(" -> "))) == "narrowing"
+        ]
+        if narrowing:
+            self.notes.append(
+                Fault(
+                    format_names(narrowing, 3),
+                    f"loaded with less precision than stored ({self.report.casts[narrowing[0]]})",
+                    ('way out:     cast="allow" where that is meant, cast="error" to refuse it',),
+                )
+            )
+
+    def _settle_missing(self, missing: list[str], *, matched: int) -> None:
+        absent = self._wholly_absent(missing)
+        kept = []
+        for fqn in missing:
+            parameter = fqn.rpartition(".")[0]
+            if self.policy.lets_miss(fqn):
+                kept.append(fqn)
+            elif parameter in absent:
+                self.stateless.append(fqn)
+            elif parameter in self._states and any(
+                key in self.stored for key in self._states[parameter]
+            ):
+                self._partly_absent_fault(fqn, self._states[parameter])
+            else:
+                self._missing_fault(fqn)
+        # Under a partial load, too, a step count must not outlive the moments that it belongs to.
+        self.stateless += [fqn for fqn in kept if fqn.rpartition(".")[0] in absent]
+        self.report.missing = tuple(kept)
+        self.report.stateless = tuple(
+            dict.fromkeys(fqn.rpartition(".")[0] for fqn in self.stateless)
+        )
+        if kept and not matched and not self.faults:
+            self._fault(
+                "state dict",
+                f"none of the {len(self.state_dict)} keys of rank {self.rank} is in the "
+                "checkpoint: nothing would be loaded",
+                f"it asks for: {format_names(kept, 3)}",
+                f"there are:   {format_names(list(self.stored), 3)}",
+                "likely:      a prefix that one side has and the other has not",
+                "way out:     make the names equal, with rename= if need be",
+            )
+
+    def _wholly_absent(self, missing: Sequence[str]) -> set[str]:
+        """Return the parameters of which the checkpoint has no optimizer state, if it has any."""
+        self._states = states_of_parameters(self.state_dict)
+        lacking = set(missing)
+        absent = {
+            parameter
+            for parameter, keys in self._states.items()
+            if all(key in lacking for key in keys)
+        }
+        return absent if len(absent) < len(self._states) else set()
+
+    def _partly_absent_fault(self, fqn: str, keys: Sequence[str]) -> None:
+        names = [key.rpartition(".")[2] for key in keys]
+        there = [name for key, name in zip(keys, names, strict=True) if key in self.stored]
+        self._fault(
+            fqn,
+            "the checkpoint lacks this state of a parameter whose other state it has",
+            f"there are:   {', '.join(there)}",
+            f"missing:     {', '.join(name for name in names if name not in there)}",
+            "way out:     load with the optimizer that was saved; optional=[pattern] where this "
+            "one may be missing",
+        )
+
+    def _missing_fault(self, fqn: str) -> None:
+        unread = [key for key in self.stored if key not in self.state_dict]
+        alike = get_close_matches(fqn, unread, 2, 0.6) if len(unread) < 5000 else []
+        details = [f"it has:      {', '.join(alike)}"] if alike else []
+        if parameters_of(fqn):
+            details.append(
+                "note:        it has no state of any parameter that this rank asks for; the state "
+                "of some may be missing, of all it may not"
+            )
+        self._fault(
+            fqn,
+            f"the checkpoint lacks this key, which rank {self.rank} has",
+            *details,
+            "way out:     rename= where it goes by another name; optional=[pattern] where it may "
+            "be missing",
+        )
+
+    def _fault(self, fqn: str, headline: str, *details: str) -> None:
+        self.faults.append(Fault(fqn, headline, details))
