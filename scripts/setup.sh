@@ -1,0 +1,39 @@
+# Sourced by the other scripts: `source "$(dirname "$0")/setup.sh"`.
+#
+# Leaves the working directory at the repository's root and PATH at an environment that has the
+# package installed editable with its test tools, under scripts/constraints.txt: the active virtual
+# environment, or else .venv, made with the first python3.11+ found. Prints one line when it
+# installs, and nothing when the environment is up to date.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [[ -z "${VIRTUAL_ENV:-}" ]]; then
+    if [[ ! -x .venv/bin/python ]]; then
+        found=""
+        for candidate in python3 python3.11 python3.12 python3.13; do
+            # Running it, and not just finding it: a version manager's shim may stand for nothing.
+            if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+                found="$candidate"
+                break
+            fi
+        done
+        if [[ -z "$found" ]]; then
+            echo "setup: no python3.11 or newer found on PATH" >&2
+            exit 2
+        fi
+        echo "setup: making .venv with $("$found" --version)" >&2
+        "$found" -m venv .venv
+    fi
+    export VIRTUAL_ENV="$PWD/.venv"
+fi
+export PATH="$VIRTUAL_ENV/bin:$PATH"
+
+# The root is in the stamp too: an editable install of another clone is not this one.
+stamp="$VIRTUAL_ENV/.dcp-placements-installed"
+wanted="$({ pwd; cat pyproject.toml scripts/constraints.txt; } | python -c \
+    'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
+if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]]; then
+    echo "setup: installing dcp-placements and its test tools into $VIRTUAL_ENV" >&2
+    python -m pip install -qq -c scripts/constraints.txt -e '.[test]'
+    echo "$wanted" >"$stamp"
+fi
