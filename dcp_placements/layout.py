@@ -85,9 +85,15 @@ class Pick:
 
     Unlike a ``Cut`` it speaks for one coordinate only: where the other ranks' rows lie cannot be
     worked out from it.
+
+    Attributes:
+        dim: Tensor dim, from 0.
+        axis: Position of the mesh axis along which the ranks hold other rows.
+        indices: The rows, of what is being picked from.
     """
 
     dim: int
+    axis: int
     indices: tuple[int, ...]
 
 

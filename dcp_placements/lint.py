@@ -63,7 +63,7 @@ def _findings(placed: Placed, fused: bool, expert: bool) -> Iterator[tuple[str, 
                     ),
                 )
     if expert:
-        sharded = {axis.name for _, axis in cuts}
+        sharded = {binding.axes[cut.axis].name for cut in binding.sharding.cuts}
         for axis in binding.axes:
             if axis.size > 1 and _named(axis, EXPERT_AXIS) and axis.name not in sharded:
                 yield (

@@ -35,7 +35,8 @@ class Policy:
     """What a load may let pass.
 
     Attributes:
-        partial: Any key may be missing, as long as one is there.
+        partial: Any key may be missing, as long as one is there; but no part of the optimizer
+            state of a parameter while another part is there.
         optional: Patterns of keys that may be missing.
         cast: ``"error"``, ``"warn"`` or ``"allow"``, for what loses precision.
     """
@@ -44,9 +45,9 @@ class Policy:
     optional: tuple[re.Pattern[str], ...]
     cast: str
 
-    def lets_miss(self, fqn: str) -> bool:
-        """Whether the checkpoint may lack this key."""
-        return self.partial or any(pattern.search(f".{fqn}") for pattern in self.optional)
+    def names(self, fqn: str) -> bool:
+        """Whether a pattern names this key as one that may be missing."""
+        return any(pattern.search(f".{fqn}") for pattern in self.optional)
 
 
 class Request:
@@ -240,13 +241,12 @@ class Request:
         kept = []
         for fqn in missing:
             parameter = fqn.rpartition(".")[0]
-            if self.policy.lets_miss(fqn):
+            partly = any(key in self.stored for key in self._states.get(parameter, ()))
+            if self.policy.names(fqn) or (self.policy.partial and not partly):
                 kept.append(fqn)
             elif parameter in absent:
                 self.stateless.append(fqn)
-            elif parameter in self._states and any(
-                key in self.stored for key in self._states[parameter]
-            ):
+            elif partly:
                 self._partly_absent_fault(fqn, self._states[parameter])
             else:
                 self._missing_fault(fqn)
