@@ -218,7 +218,7 @@ def _rule_cuts(
                     f"has axis {_axis_name(axis)} sharded by its own DTensor on dim {own_cut.dim}, "
                     f"but the rule says {format_placement(entry)}"
                 )
-            cuts.append(Pick(dim, j, entry.indices))
+            cuts.append(Pick(dim, entry.indices, j))
             continue
         parts, interleaved = shard_parts(entry)
         if own_cut is None:

@@ -88,13 +88,13 @@ class Pick:
 
     Attributes:
         dim: Tensor dim, from 0.
-        axis: Position of the mesh axis along which the ranks hold other rows.
         indices: The rows, of what is being picked from.
+        axis: Position of the mesh axis along which the ranks hold other rows.
     """
 
     dim: int
-    axis: int
     indices: tuple[int, ...]
+    axis: int = 0
 
 
 @dataclass(frozen=True, slots=True)
