@@ -6,7 +6,7 @@ two ranks claim the same box. The size of a box is part of its identity.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -14,10 +14,29 @@ from typing import Any
 import torch
 
 from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.evidence import Evidence
 from dcp_placements.interop import SavePlan, WriteItem, WriteItemType
 from dcp_placements.layout import Box
 from dcp_placements.tiling import format_box, overlaps, tiles, uncovered
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """What is known of the rank behind a plan.
+
+    Attributes:
+        rank: Its global rank.
+        digests: One per plan item; None where there is no evidence. Empty for none at all.
+        positions: Where it stands along the named mesh axes.
+        sizes: The sizes of those axes.
+        rules_of: The rule that spoke, by key.
+    """
+
+    rank: int
+    digests: Sequence[bytes | None] = ()
+    positions: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    rules_of: Mapping[str, str] = field(default_factory=dict)
+
 
 Claim = tuple[int, bytes | None]
 """Who claims a box: the plan's index, and the digest of what that rank holds."""
@@ -65,18 +84,18 @@ class Agreement:
 
 
 def examine(
-    plans: Sequence[SavePlan], evidence: Sequence[Evidence], *, complete: bool = True
+    plans: Sequence[SavePlan], witnesses: Sequence[Witness], *, complete: bool = True
 ) -> Agreement:
     """Check all plans against each other.
 
     Args:
         plans: One per rank, as the ranks made them, nothing dropped yet.
-        evidence: One per rank.
+        witnesses: One per rank.
         complete: Whether these plans are all there are, so that together they must hold every
             element.
     """
-    agreement = Agreement(_collect(plans, evidence))
-    checker = _Checker(evidence, complete)
+    agreement = Agreement(_collect(plans, witnesses))
+    checker = _Checker(witnesses, complete)
     for fqn, claims in agreement.claims.items():
         if len(claims.kinds) > 1:
             agreement.faults.append(checker.kind_fault(fqn, claims))
@@ -90,9 +109,9 @@ def examine(
     return agreement
 
 
-def _collect(plans: Sequence[SavePlan], evidence: Sequence[Evidence]) -> dict[str, Claims]:
+def _collect(plans: Sequence[SavePlan], witnesses: Sequence[Witness]) -> dict[str, Claims]:
     found: dict[str, Claims] = {}
-    for index, (plan, told) in enumerate(zip(plans, evidence, strict=True)):
+    for index, (plan, told) in enumerate(zip(plans, witnesses, strict=True)):
         digests: Sequence[bytes | None] = told.digests or [None] * len(plan.items)
         for item, digest in zip(plan.items, digests, strict=True):
             claims = found.get(item.index.fqn)
@@ -118,8 +137,8 @@ def _note(found: dict[Any, list[int]], value: Any, index: int) -> None:
 
 
 class _Checker:
-    def __init__(self, evidence: Sequence[Evidence], complete: bool) -> None:
-        self.evidence = evidence
+    def __init__(self, witnesses: Sequence[Witness], complete: bool) -> None:
+        self.witnesses = witnesses
         self.complete = complete
         self._tiled: dict[tuple[tuple[int, ...], frozenset[Box]], bool] = {}
 
@@ -223,7 +242,7 @@ class _Checker:
         neighbours = self._neighbours(claims, holes[0])
         if neighbours:
             details.append(f"beside it:   {neighbours}")
-        lacking = sorted(set(range(len(self.evidence))) - set(having))
+        lacking = sorted(set(range(len(self.witnesses))) - set(having))
         if lacking:
             details.append(f"the key is on {self._ranks(having)} and not on {self._ranks(lacking)}")
         if held and whole.numel % held == 0:
@@ -263,7 +282,8 @@ class _Checker:
         size = tuple(next(iter(claims.sizes)))
         box, told = differing[0]
         groups = _by_digest(told)
-        more = f" (and {len(differing) - 1} more places)" if len(differing) > 1 else ""
+        others = len(differing) - 1
+        more = f" (and {others} more place{'s' if others > 1 else ''})" if others else ""
         place = (f"place:       {format_box(box, size)} of {size}{more}",)
         differs, agrees = self._along(groups)
         details = [
@@ -305,28 +325,25 @@ class _Checker:
     def object_notes(self, fqn: str, claims: Claims) -> Iterable[Fault]:
         groups = _by_digest(claims.objects)
         if len(groups) > 1:
-            told = "; ".join(self._ranks(plans) for plans in list(groups.values())[:4])
-            yield Fault(
-                fqn,
-                f"this object differs between {told}; one of them is kept",
-                ("way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",),
+            yield object_note(
+                fqn, [[self.witnesses[plan].rank for plan in plans] for plans in groups.values()]
             )
 
     def _along(self, groups: dict[bytes, list[int]]) -> tuple[list[str], list[str]]:
         """Return the axes that tell the contents apart, and those along which copies agree."""
         content = {plan: digest for digest, plans in groups.items() for plan in plans}
-        names = set.intersection(*(set(self.evidence[plan].axes) for plan in content))
+        names = set.intersection(*(set(self.witnesses[plan].positions) for plan in content))
         differs, agrees = [], []
         for name in sorted(names):
             at: dict[int, set[bytes]] = {}
             for plan, digest in content.items():
-                at.setdefault(self.evidence[plan].axes[name][0], set()).add(digest)
+                at.setdefault(self.witnesses[plan].positions[name], set()).add(digest)
             if len(at) < 2:
                 continue
             if all(len(digests) == 1 for digests in at.values()):
                 differs.append(name)
             elif any(
-                len({self.evidence[plan].axes[name][0] for plan in plans}) > 1
+                len({self.witnesses[plan].positions[name] for plan in plans}) > 1
                 for plans in groups.values()
             ):
                 agrees.append(name)
@@ -334,20 +351,20 @@ class _Checker:
 
     def _positions(self, plans: Sequence[int], names: Sequence[str]) -> str:
         """Return where ranks stand along axes on which they all stand at one position."""
-        told = [f"{name}={self.evidence[plans[0]].axes[name][0]}" for name in names]
+        told = [f"{name}={self.witnesses[plans[0]].positions[name]}" for name in names]
         return f" ({', '.join(told)})" if told else ""
 
     def _axis_sizes(self) -> dict[str, int]:
-        return {n: size for told in self.evidence for n, (_, size) in told.axes.items()}
+        return {name: size for told in self.witnesses for name, size in told.sizes.items()}
 
     def _claimants(self, claims: Claims, box: Box) -> str:
         return self._ranks(index for index, _ in claims.boxes[box])
 
     def _ranks(self, plans: Iterable[int]) -> str:
-        return format_ranks(self.evidence[plan].rank for plan in plans)
+        return format_ranks(self.witnesses[plan].rank for plan in plans)
 
     def _rule_lines(self, fqn: str, plans: Iterable[int]) -> list[str]:
-        rules = {self.evidence[plan].rules_of.get(fqn) for plan in plans}
+        rules = {self.witnesses[plan].rules_of.get(fqn) for plan in plans}
         told = sorted(rule or "no rule" for rule in rules)
         return [f"by rule:     {', '.join(told)}"]
 
@@ -363,6 +380,17 @@ def _by_digest(claims: Sequence[Claim]) -> dict[bytes, list[int]]:
 
 def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
+
+
+def object_note(fqn: str, groups: Sequence[Sequence[int]]) -> Fault:
+    """Return the note on an object that differs between groups of ranks."""
+    told = "; ".join(format_ranks(ranks) for ranks in groups[:4])
+    more = f" and {len(groups) - 4} more groups" if len(groups) > 4 else ""
+    return Fault(
+        fqn,
+        f"this object differs between {told}{more}; one of them is kept",
+        ("way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",),
+    )
 
 
 def nbytes_of(item: WriteItem) -> int:

@@ -97,10 +97,12 @@ def bind(
     Raises:
         BindError: The two contradict each other, or do not yield ``local_shape``.
     """
-    own_axes = () if own.mesh is None else mesh_axes(own.mesh)
+    meshes = [own.mesh, None if placement is None else placement.mesh]
+    unnamed = any(mesh is not None and mesh.mesh_dim_names is None for mesh in meshes)
+    own_axes = () if own.mesh is None else mesh_axes(own.mesh, with_ranks=unnamed)
     if own_axes is None:
         return None
-    rule_axes = _rule_axes(placement)
+    rule_axes = _rule_axes(placement, with_ranks=unnamed)
     ndim = len(own.shape)
     own_cuts = _own_cuts(own, own_axes, ndim)
     rule_cuts, replaced = _rule_cuts(placement, rule_axes, own_axes, own_cuts, ndim)
@@ -154,10 +156,10 @@ def fault_of(error: BindError, fqn: str, rank: int, rule: str | None) -> Fault:
     return Fault(fqn, f"rank {rank} {error.headline}", details)
 
 
-def _rule_axes(placement: CheckpointPlacement | None) -> tuple[Axis, ...]:
+def _rule_axes(placement: CheckpointPlacement | None, *, with_ranks: bool) -> tuple[Axis, ...]:
     if placement is None:
         return ()
-    axes = mesh_axes(placement.mesh)
+    axes = mesh_axes(placement.mesh, with_ranks=with_ranks)
     if axes is None:
         raise BindError(
             f"is not part of the rule's mesh {format_mesh(placement.mesh)}",

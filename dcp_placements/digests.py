@@ -70,21 +70,40 @@ def full_digest(tensor: torch.Tensor) -> bytes | None:
 def object_digest(value: Any) -> bytes | None:
     """Return a digest of 8 bytes of a pickled object; None if it cannot be pickled so.
 
-    Equal objects should pickle equally, so references inside are not memoised (two equal strings
-    may be one object here and two there); objects that refer to themselves are pickled as usual.
+    Equal objects have equal digests: the order of dicts and sets does not count, nor whether two
+    equal values inside are one object. Objects that refer to themselves are pickled as usual.
     """
-    for memoised in (False, True):
+    for pickler in (_OrderlessPickler, pickle.Pickler):
         buffer = BytesIO()
-        pickler = pickle.Pickler(buffer)
-        pickler.fast = not memoised
         try:
-            pickler.dump(value)
-        except RecursionError:
+            pickler(buffer).dump(value)
+        except (RecursionError, ValueError):  # it refers to itself
             continue
         except Exception:  # whatever an object's own pickling raises: no evidence, not a fault
             return None
         return xxhash.xxh3_64_digest(buffer.getvalue())
     return None
+
+
+class _OrderlessPickler(pickle.Pickler):
+    """Pickles equal objects to equal bytes: no references, dicts and sets by their content."""
+
+    def __init__(self, buffer: BytesIO) -> None:
+        super().__init__(buffer)
+        self.fast = True
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is dict:
+            return "dict", sorted((_pickled(k), _pickled(v)) for k, v in value.items())
+        if type(value) in (set, frozenset):
+            return type(value).__name__, sorted(map(_pickled, value))
+        return None
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = BytesIO()
+    _OrderlessPickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _readable(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What travels with a rank's plan beside its items, and back with what it is let write."""
+"""What travels with a plan: a rank's side of the story, and the coordinator's answer."""
 
 from __future__ import annotations
 
@@ -6,55 +6,139 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcp_placements.errors import Fault
-from dcp_placements.naming import Path
+from dcp_placements.interop import WriteItem
+from dcp_placements.table import Table, unpacked
+
+Digests = dict[int, bytes]
+"""By layout class of a table (``OBJECT`` included): 8 bytes per item, zeros for no evidence; or so
+many buckets of 8 bytes where a world is too large for digests of every item."""
+
+DIGEST_NBYTES = 8
 
 
 @dataclass(slots=True)
-class Evidence:
-    """One rank's side of the story, for the coordinator to check and to tell.
+class TableOffer:
+    """One table of a rank, and where the rank stands in it.
+
+    Attributes:
+        table_id: Names the table.
+        coordinates: The rank's position along the axes of each class, class after class.
+        digests: Of the items of those classes that may have replicas.
+        stored_digests: Of all items as files will hold them, 16 bytes each in entry order; only
+            for full digests.
+        packed: The table itself, where the coordinator may not know it.
+    """
+
+    table_id: bytes
+    coordinates: tuple[int, ...]
+    digests: Digests = field(default_factory=dict)
+    stored_digests: bytes = b""
+    packed: bytes | None = None
+
+
+@dataclass(slots=True)
+class Story:
+    """What a rank has to tell beside tables; mostly the same on all ranks of a pipeline stage.
+
+    Attributes:
+        matched: Rules that spoke here, with the number of keys.
+        patterns: All rules there are, where they are known.
+        stateless: Parameters without optimizer state where others have it.
+        notes: What is let pass here but ought to be known.
+    """
+
+    matched: Mapping[str, int] = field(default_factory=dict)
+    patterns: tuple[str, ...] = ()
+    stateless: tuple[str, ...] = ()
+    notes: tuple[Fault, ...] = ()
+
+
+@dataclass(slots=True)
+class Loose:
+    """What no layout class describes: items that travel one by one.
+
+    Attributes:
+        items: The write items.
+        digests: One per item; None where there is no evidence. Empty when digests are off.
+        stored_digests: One per item, for full digests.
+        paths: Where their keys stand in the nested state dict.
+        rules_of: The rule that spoke, by key.
+        row_maps: The rows that an ``IndexShard`` names here, by key.
+    """
+
+    items: list[WriteItem] = field(default_factory=list)
+    digests: list[bytes | None] = field(default_factory=list)
+    stored_digests: list[bytes | None] = field(default_factory=list)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    rules_of: dict[str, str] = field(default_factory=dict)
+    row_maps: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Offer:
+    """All that one rank sends to the coordinator; a few hundred bytes when its tables are known.
 
     Attributes:
         rank: Its global rank.
-        mappings: Where each key stands in the nested state dict; None when it was not flattened.
-        digests: One per plan item, in plan order; None where there is no evidence. Empty when
-            digests are off.
-        stored_digests: One per plan item, of the bytes that a file will hold; only for full
-            digests. An object's differs from the one that is compared.
-        axes: Position and size along every named mesh axis that this rank knows of.
-        matched: Rules that spoke here, with the number of keys.
-        patterns: All rules there are, where they are known.
-        rules_of: The rule that spoke, by key.
-        row_maps: The rows that an ``IndexShard`` names here, by key.
-        stateless: Parameters without optimizer state where others have it.
-        notes: What is let pass here but ought to be known.
-        generation: The global plan that this rank's plan is unchanged since, if it is.
+        tables: Its tables.
+        positions: Its position along every named mesh axis that it knows of.
+        sizes: The sizes of those axes.
+        bucketed: Whether digests are folded into buckets.
+        loose: Items that no table holds.
+        story: What else it has to tell.
     """
 
     rank: int
-    mappings: Mapping[str, Path] | None = None
-    digests: Sequence[bytes | None] = ()
-    stored_digests: Sequence[bytes | None] = ()
-    axes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    matched: dict[str, int] = field(default_factory=dict)
-    patterns: tuple[str, ...] = ()
-    rules_of: dict[str, str] = field(default_factory=dict)
-    row_maps: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    stateless: tuple[str, ...] = ()
-    notes: tuple[Fault, ...] = ()
-    generation: str | None = None
+    tables: list[TableOffer]
+    positions: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    bucketed: bool = False
+    loose: Loose | None = None
+    story: Story | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the coordinator tells each rank beside its plan.
+class Answer:
+    """What the coordinator sends to one rank: which of its items are its own to write.
 
     Attributes:
-        generation: Names the global plan.
+        slots: For each table and each class, ``(replicas, slot)``: how many ranks hold what this
+            rank holds, and which of them it is.
+        elsewhere: For each table, entries that others write, as a bitmap; empty for none.
+        loose: Positions of the loose items that are its own.
+        extra: Keys and offsets of table entries that are its own though they are elsewhere.
+        lowest: Whether replicas are left to their lowest rank.
         writers: Ranks that write anything.
         in_pieces: Some keys of which one rank writes several chunks: files that know a tensor by
             its name alone cannot hold those.
+        known: Whether the coordinator keeps the tables, so that they need not be sent again.
     """
 
-    generation: str
-    writers: int
+    slots: tuple[tuple[tuple[int, int], ...], ...]
+    elsewhere: tuple[bytes, ...] = ()
+    loose: tuple[int, ...] = ()
+    extra: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
+    lowest: bool = False
+    writers: int = 1
     in_pieces: tuple[str, ...] = ()
+    known: bool = False
+
+
+class Tables:
+    """The tables that a coordinator knows, by what names them."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Table] = {}
+
+    def learn(self, offers: Sequence[Offer]) -> None:
+        """Take in the tables that were sent, each once."""
+        for offer in offers:
+            for sent in offer.tables:
+                if sent.packed is not None and sent.table_id not in self._known:
+                    self._known[sent.table_id] = unpacked(sent.packed)
+
+    def __contains__(self, table_id: bytes) -> bool:
+        return table_id in self._known
+
+    def __getitem__(self, table_id: bytes) -> Table:
+        return self._known[table_id]

@@ -77,6 +77,7 @@ __all__ = [
     "global_rank",
     "has_hooks",
     "is_dtensor_like",
+    "known_world_size",
     "leaves",
     "local_tensor",
     "named_axes",
@@ -196,3 +197,8 @@ def agreed(
 def state_dicts_of_statefuls(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with every ``Stateful`` asked for its own, as ``dcp.save`` does."""
     return _stateful_to_state_dict(state_dict)
+
+
+def known_world_size() -> int | None:
+    """Return the number of processes; None where no process group says so."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None

@@ -1,11 +1,14 @@
-"""Layouts as torch's plan items: what a rank writes, what it reads.
+"""Layouts as torch's plan items, made where they are needed.
 
-Items of tensors that lie alike share their chunk objects, here and so in the pickled plan.
+Items of tensors that lie alike share their chunk objects. A plan carries its items lazily: in the
+process that made it they are there as soon as anybody looks; sent to another process they stay
+behind, because that process can make its own.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, overload
 
 import torch
 
@@ -19,49 +22,127 @@ from dcp_placements.interop import (
 )
 from dcp_placements.layout import Chunk
 from dcp_placements.placing import Placed
+from dcp_placements.table import OBJECT, Look, Table, boxes
 
 
-class WriteItems:
-    """Makes the write items of placed tensors."""
+class LazyItems(Sequence[WriteItem]):
+    """A plan's items, made when they are first looked at; pickled without them.
 
-    def __init__(self) -> None:
-        self._properties: dict[Any, TensorProperties] = {}
-        self._data: dict[Any, list[tuple[torch.Size, TensorWriteData]]] = {}
+    Args:
+        make: Makes the items; None where they were left behind in another process.
+    """
 
-    def of(self, placed: Placed) -> list[WriteItem]:
-        """Return one item per chunk; none where this rank holds no element.
+    def __init__(self, make: Callable[[], list[WriteItem]] | None = None) -> None:
+        self._make = make
+        self._made: list[WriteItem] | None = None
 
-        A tensor without elements keeps its key by one empty item at the origin.
-        """
-        tensor = placed.tensor
-        looks = (tensor.dtype, tensor.layout, tensor.requires_grad)
-        key = (id(placed.binding), looks)
-        data = self._data.get(key)
+    @property
+    def all(self) -> list[WriteItem]:
+        """The items."""
+        if self._made is None:
+            if self._make is None:
+                raise RuntimeError("these plan items were not sent; finish_plan() makes them anew")
+            self._made = self._make()
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    @overload
+    def __getitem__(self, index: int) -> WriteItem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[WriteItem]: ...
+    def __getitem__(self, index: int | slice) -> WriteItem | list[WriteItem]:
+        return self.all[index]
+
+    def __iter__(self) -> Iterator[WriteItem]:
+        return iter(self.all)
+
+    def __add__(self, other: Iterable[WriteItem]) -> list[WriteItem]:
+        return [*self.all, *other]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self.all == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        state = "not sent" if self._make is None else "not made yet"
+        return f"LazyItems({state if self._made is None else self._made})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LazyItems, ()
+
+
+class TableItems:
+    """Makes the write items of one coordinate of a table."""
+
+    def __init__(self, table: Table, coordinates: Sequence[int]) -> None:
+        self.table = table
+        self._boxes = []
+        start = 0
+        for known in table.classes:
+            stop = start + len(known.sharding.axis_sizes)
+            self._boxes.append(boxes(known, coordinates[start:stop]))
+            start = stop
+        self._data: dict[tuple[int, int], list[tuple[torch.Size, TensorWriteData]]] = {}
+
+    def count(self, class_index: int) -> int:
+        """Return how many items each tensor of a class has here."""
+        return 1 if class_index == OBJECT else len(self._boxes[class_index])
+
+    def of(self, entry: int) -> list[WriteItem]:
+        """Return the items of one key; none where this coordinate holds no element."""
+        table = self.table
+        fqn, index = table.fqns[entry], table.class_of[entry]
+        if index == OBJECT:
+            return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
+        look = table.look_of[entry]
+        data = self._data.get((index, look))
         if data is None:
-            properties = self._properties.get(looks)
-            if properties is None:
-                properties = TensorProperties.create_from_tensor(tensor)
-                self._properties[looks] = properties
-            size = torch.Size(placed.global_shape)
-            data = self._data[key] = [
-                (
-                    torch.Size(chunk.offsets),
-                    TensorWriteData(chunk_metadata(chunk.offsets, chunk.sizes), properties, size),
-                )
-                for chunk in written_chunks(placed)
-            ]
+            data = self._data[index, look] = self._write_data(index, table.looks[look])
+        kind = WriteItemType.TENSOR if table.classes[index].plain else WriteItemType.SHARD
         return [
-            WriteItem(MetadataIndex(placed.fqn, offsets), WriteItemType.SHARD, tensor_data=part)
-            for offsets, part in data
+            WriteItem(MetadataIndex(fqn, offsets), kind, tensor_data=part) for offsets, part in data
+        ]
+
+    def _write_data(self, index: int, look: Look) -> list[tuple[torch.Size, TensorWriteData]]:
+        properties = tensor_properties(look)
+        size = torch.Size(self.table.classes[index].sharding.global_shape)
+        return [
+            (
+                torch.Size(box.offsets),
+                TensorWriteData(chunk_metadata(box.offsets, box.sizes), properties, size),
+            )
+            for box in self._boxes[index]
         ]
 
 
+def placed_items(placed: Placed) -> list[WriteItem]:
+    """Return the write items of a tensor that no table holds (an expert map)."""
+    properties = tensor_properties(look_of(placed.tensor))
+    size = torch.Size(placed.global_shape)
+    return [
+        WriteItem(
+            MetadataIndex(placed.fqn, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk_metadata(chunk.offsets, chunk.sizes), properties, size
+            ),
+        )
+        for chunk in written_chunks(placed)
+    ]
+
+
 def written_chunks(placed: Placed) -> tuple[Chunk, ...]:
-    """Return the chunks that a placed tensor is written as."""
+    """Return the chunks that a placed tensor is written as.
+
+    A tensor without elements keeps its key by one empty chunk; a row that a rank holds twice
+    (IndexShard) is written once.
+    """
     if 0 in placed.global_shape:
         origin = (0,) * len(placed.global_shape)
         return (Chunk(origin, origin, placed.global_shape),)
-    # A rank may hold one row twice (IndexShard): it is written once.
     by_offsets = {chunk.offsets: chunk for chunk in reversed(placed.chunks)}
     if len(by_offsets) < len(placed.chunks):
         return tuple(reversed(by_offsets.values()))
@@ -73,6 +154,16 @@ def written_data(placed: Placed, chunk: Chunk) -> torch.Tensor:
     if 0 in placed.global_shape:
         return placed.tensor.detach().new_empty(placed.global_shape)
     return placed.view(chunk)
+
+
+def look_of(tensor: torch.Tensor) -> Look:
+    """Return the properties of a tensor that metadata keeps."""
+    return Look(tensor.dtype, tensor.layout, tensor.requires_grad)
+
+
+def tensor_properties(look: Look) -> TensorProperties:
+    """Return torch's form of a look."""
+    return TensorProperties(look.dtype, look.layout, look.requires_grad)
 
 
 def chunk_metadata(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:

@@ -189,21 +189,21 @@ class Sharding:
         Raises:
             LayoutError: A cut that does not fit what is left to cut.
         """
-        per_dim: list[list[tuple[Cut | Pick, int, int]]] = [[] for _ in self.global_shape]
-        for cut in self.cuts:
-            if isinstance(cut, Pick):
-                per_dim[cut.dim].append((cut, 0, 0))
-            else:
-                per_dim[cut.dim].append((cut, self.axis_sizes[cut.axis], coordinate[cut.axis]))
         return Layout(
             self.global_shape,
-            tuple(
-                [
-                    _dim_intervals(size, tuple(steps))
-                    for size, steps in zip(self.cut_shape, per_dim, strict=True)
-                ]
-            ),
+            tuple([self.dim_at(dim, coordinate) for dim in range(len(self.global_shape))]),
         )
+
+    def dim_at(self, dim: int, coordinate: Sequence[int]) -> Intervals:
+        """Return what one coordinate holds of one dim, padding included."""
+        steps: list[tuple[Cut | Pick, int, int]] = []
+        for cut in self.cuts:
+            if cut.dim == dim:
+                if isinstance(cut, Pick):
+                    steps.append((cut, 0, 0))
+                else:
+                    steps.append((cut, self.axis_sizes[cut.axis], coordinate[cut.axis]))
+        return _dim_intervals(self.cut_shape[dim], tuple(steps))
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """Yield every coordinate of the mesh, the last axis fastest."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from dcp_placements.errors import Fault
 from dcp_placements.layout import Cut
@@ -28,11 +29,11 @@ DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
 def lint(placed: Iterable[Placed]) -> Iterator[Fault]:
     """Yield a finding for each tensor that is declared in a way that is likely wrong."""
-    judged: dict[tuple[int, bool, bool], list[tuple[str, tuple[str, ...]]]] = {}
+    judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
     for tensor in placed:
         fused = FUSED_NAME.search(tensor.fqn) is not None
         expert = EXPERT_NAME.search(tensor.fqn) is not None
-        key = (id(tensor.binding), fused, expert)
+        key = (id(tensor.binding), tensor.rule, fused, expert)
         if key not in judged:
             judged[key] = list(_findings(tensor, fused, expert))
         for headline, details in judged[key]:

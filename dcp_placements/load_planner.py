@@ -273,9 +273,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if not unasked:
             return
         flat, mappings = flatten_as_2_3(self.original_state_dict)
-        flat, mappings = rename_keys(flat, mappings, self.rename)
         if unasked & set(flat):
-            self.state_dict, self.mappings = flat, mappings
+            self.state_dict, self.mappings = rename_keys(flat, mappings, self.rename)
 
 
 _OF_ONE_LOAD = frozenset(

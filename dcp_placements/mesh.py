@@ -115,14 +115,20 @@ class Axis:
         return self.group is not None and self.group == other.group
 
 
-def mesh_axes(mesh: Mesh) -> tuple[Axis, ...] | None:
-    """Return the axes of ``mesh`` from this rank, or None where it is no part of the mesh."""
+def mesh_axes(mesh: Mesh, *, with_ranks: bool = False) -> tuple[Axis, ...] | None:
+    """Return the axes of ``mesh`` from this rank, or None where it is no part of the mesh.
+
+    Args:
+        mesh: The mesh.
+        with_ranks: Tell the ranks along each axis, where the mesh knows them, also where the axes
+            have names: what two axes are compared by when one of them has none.
+    """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
     sizes = tuple(mesh.shape)
     names = mesh.mesh_dim_names or (None,) * len(sizes)
-    ranks = getattr(mesh, "mesh", None) if mesh.mesh_dim_names is None else None
+    ranks = getattr(mesh, "mesh", None) if with_ranks or mesh.mesh_dim_names is None else None
     axes = []
     for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
         group = None

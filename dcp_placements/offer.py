@@ -1,120 +1,427 @@
-"""What a rank offers to write: its plan items, and the evidence that goes with them."""
+"""What a rank offers to write: its tables and coordinates, and the evidence that goes with them."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import xxhash
 
-from dcp_placements.digests import full_digest, object_digest, sampled_digests
+from dcp_placements.digests import (
+    FULL_NBYTES,
+    full_digest,
+    object_digest,
+    sampled_digests,
+)
 from dcp_placements.errors import Fault
-from dcp_placements.evidence import Evidence
+from dcp_placements.evidence import (
+    DIGEST_NBYTES,
+    Answer,
+    Loose,
+    Offer,
+    Story,
+    TableOffer,
+    Tables,
+)
 from dcp_placements.interop import (
-    SavePlan,
+    MetadataIndex,
     WriteItem,
     WriteItemType,
     default_write_items,
+    has_hooks,
+    known_world_size,
     named_axes,
 )
-from dcp_placements.items import WriteItems
-from dcp_placements.layout import Pick
+from dcp_placements.items import TableItems, look_of, placed_items
+from dcp_placements.layout import Pick, Sharding
 from dcp_placements.lint import lint
 from dcp_placements.naming import Path
 from dcp_placements.optimizer_state import stateless_parameters
-from dcp_placements.placing import Placing
+from dcp_placements.ownership import owned_entries
+from dcp_placements.placing import Placed, Placing
 from dcp_placements.rules import PlacementRules, Rules, compile_pattern
+from dcp_placements.table import (
+    OBJECT,
+    LayoutClass,
+    Look,
+    Table,
+    compressed,
+    path_counts,
+    table_id,
+)
+
+EXACT_WORLD = 512
+"""Up to so many ranks every replicated item has a digest of its own, and every rank sends its
+tables; in larger worlds digests are folded into buckets, and a mesh's table is sent once."""
+
+BUCKETS = 16
+"""Buckets per layout class in a large world."""
 
 Objects = dict[str, io.BytesIO]
 """Objects as a file will hold them, by key."""
 
 
-def offered_items(state_dict: Mapping[str, Any], placing: Placing) -> list[WriteItem]:
-    """Return the write items of a rank's flat state dict, replicas included."""
-    made = WriteItems()
-    items: list[WriteItem] = []
+@dataclass(slots=True)
+class RankTable:
+    """One table of this rank, and where the rank stands in it.
+
+    Attributes:
+        table: The keys, classes and so on.
+        first: Whether this is the first rank of the mesh that the table is about; None for a table
+            that is about no mesh.
+        coordinates: The position along the axes of each class, class after class.
+        items: Makes the items; set when the table is complete.
+    """
+
+    table: Table
+    first: bool | None
+    coordinates: list[int] = field(default_factory=list)
+    _classes: dict[Any, int] = field(default_factory=dict)
+    _looks: dict[Look, int] = field(default_factory=dict)
+    _rules: dict[str, int] = field(default_factory=dict)
+    _paths: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def add(
+        self,
+        fqn: str,
+        tensor: torch.Tensor | None,
+        placed: Placed | None,
+        path: Path | None,
+    ) -> None:
+        """Take in one key: a placed tensor, a plain one, or (no tensor) an object."""
+        table = self.table
+        table.fqns.append(fqn)
+        if tensor is None:
+            table.class_of.append(OBJECT)
+            table.look_of.append(0)
+            table.rule_of.append(-1)
+        else:
+            table.class_of.append(self._class(tensor, placed))
+            table.look_of.append(_position(self._looks, look_of(tensor), table.looks))
+            rule = None if placed is None else placed.rule
+            table.rule_of.append(-1 if rule is None else _position(self._rules, rule, table.rules))
+        counts = path_counts(path if path is not None else (fqn,))
+        table.path_of.append(_position(self._paths, counts, table.paths))
+
+    def _class(self, tensor: torch.Tensor, placed: Placed | None) -> int:
+        key: Any = tuple(tensor.shape) if placed is None else id(placed.binding)
+        found = self._classes.get(key)
+        if found is None:
+            if placed is None:
+                known = LayoutClass(Sharding(tuple(tensor.shape)), (), plain=True)
+                coordinate: tuple[int, ...] = ()
+            else:
+                names = tuple(axis.name for axis in placed.binding.axes)
+                known = LayoutClass(placed.binding.sharding, names)
+                coordinate = placed.binding.coordinate
+            self.table.classes.append(known)
+            self.coordinates.extend(coordinate)
+            found = self._classes[key] = len(self.table.classes) - 1
+        return found
+
+
+@dataclass(slots=True)
+class Offering:
+    """What this rank offers, as it keeps it for itself.
+
+    Attributes:
+        tables: Its tables.
+        loose: Items that no table holds.
+        order: The keys in state dict order: ``(table, entry)``, or the loose items themselves.
+    """
+
+    tables: list[RankTable] = field(default_factory=list)
+    loose: Loose = field(default_factory=Loose)
+    order: list[tuple[int, int] | list[WriteItem]] = field(default_factory=list)
+
+    def items(self) -> list[WriteItem]:
+        """Return all items, replicas included, in state dict order."""
+        makers = [TableItems(known.table, known.coordinates) for known in self.tables]
+        made: list[WriteItem] = []
+        for entry in self.order:
+            made += entry if isinstance(entry, list) else makers[entry[0]].of(entry[1])
+        return made
+
+    def owned_items(self, answer: Answer) -> list[WriteItem]:
+        """Return the items that are this rank's own to write, in state dict order."""
+        elsewhere = answer.elsewhere or (b"",) * len(self.tables)
+        owned = [
+            set(owned_entries(kept.table, slots, bitmap, lowest_rank=answer.lowest))
+            for kept, slots, bitmap in zip(self.tables, answer.slots, elsewhere, strict=True)
+        ]
+        makers = [TableItems(known.table, known.coordinates) for known in self.tables]
+        extra = set(answer.extra)
+        extra_keys = {fqn for fqn, _ in extra}
+        loose = {self.loose.items[at].index for at in answer.loose}
+        made: list[WriteItem] = []
+        for entry in self.order:
+            if isinstance(entry, list):
+                made += [item for item in entry if item.index in loose]
+            elif entry[1] in owned[entry[0]]:
+                made += makers[entry[0]].of(entry[1])
+            elif extra_keys and self.tables[entry[0]].table.fqns[entry[1]] in extra_keys:
+                made += [item for item in makers[entry[0]].of(entry[1]) if place_of(item) in extra]
+        return made
+
+
+def owned_items(tables: Tables, offer: Offer, answer: Answer) -> list[WriteItem]:
+    """Return the items that are a rank's own to write, seen from the coordinator."""
+    elsewhere = answer.elsewhere or (b"",) * len(offer.tables)
+    extra = set(answer.extra)
+    made: list[WriteItem] = []
+    for told, slots, bitmap in zip(offer.tables, answer.slots, elsewhere, strict=True):
+        table = tables[told.table_id]
+        maker = TableItems(table, told.coordinates)
+        for entry in owned_entries(table, slots, bitmap, lowest_rank=answer.lowest):
+            made += maker.of(entry)
+        for fqn in dict.fromkeys(key for key, _ in answer.extra):
+            if fqn in table.fqns:
+                items = maker.of(table.fqns.index(fqn))
+                made += [item for item in items if place_of(item) in extra]
+    if offer.loose is not None:
+        made += [offer.loose.items[at] for at in answer.loose]
+    return made
+
+
+def place_of(item: WriteItem) -> tuple[str, tuple[int, ...] | None]:
+    """Return what an answer calls an item: its key and offset."""
+    offset = item.index.offset
+    return item.index.fqn, None if offset is None else tuple(offset)
+
+
+def offering_of(
+    state_dict: Mapping[str, Any], placing: Placing, paths: Mapping[str, Path] | None
+) -> Offering:
+    """Return what a rank's flat state dict has to offer.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        placing: Its tensors' places.
+        paths: Where the keys stand in the nested dict; None where it was not flattened.
+    """
+    offering = Offering()
+    by_mesh: dict[int | None, int] = {}
     for fqn, value in state_dict.items():
+        if fqn in placing.absent:
+            continue
         placed = placing.placed.get(fqn)
-        if placed is not None:
-            items += made.of(placed)
-        elif fqn not in placing.absent:
-            items += default_write_items(fqn, value)
-    return items
+        path = None if paths is None else paths.get(fqn)
+        if _is_loose(value, placed):
+            items = default_write_items(fqn, value) if placed is None else placed_items(placed)
+            offering.order.append(items)
+            offering.loose.items += items
+            if path is not None:
+                offering.loose.paths[fqn] = path
+            if placed is not None:
+                _note_picks(offering.loose, placed)
+            continue
+        mesh = getattr(value, "device_mesh", None) if placed is not None else None
+        key = None if mesh is None else id(mesh)
+        if key not in by_mesh:
+            by_mesh[key] = len(offering.tables)
+            first = None if mesh is None else not any(mesh.get_coordinate())
+            offering.tables.append(RankTable(Table(), first))
+        position = by_mesh[key]
+        known = offering.tables[position]
+        tensor = placed.tensor if placed is not None else value
+        known.add(fqn, tensor if isinstance(tensor, torch.Tensor) else None, placed, path)
+        offering.order.append((position, len(known.table.fqns) - 1))
+    return offering
 
 
-def gather_evidence(
-    plan: SavePlan,
+def make_offer(
+    offering: Offering,
     *,
     rank: int,
     state_dict: Mapping[str, Any],
-    mappings: Mapping[str, Path] | None,
     placing: Placing,
     rules: Rules | None,
     waived: Mapping[str, str],
-) -> Evidence:
-    """Return all evidence of a rank but the digests."""
-    return Evidence(
+    known: Collection[bytes],
+    exact: bool,
+) -> Offer:
+    """Return what this rank sends to the coordinator, digests left to ``add_digests``.
+
+    Args:
+        offering: What it has to offer.
+        rank: Its global rank.
+        state_dict: Flat, with the checkpoint's keys.
+        placing: Its tensors' places.
+        rules: The user's rules.
+        waived: Patterns of keys whose lints are silenced.
+        known: Names of tables that the coordinator keeps from the last save.
+        exact: Whether every rank sends its tables, whatever the size of the world.
+    """
+    tables = []
+    tells = exact
+    for kept in offering.tables:
+        packed = kept.table.packed()
+        name = table_id(packed)
+        send = name not in known and (exact or kept.first is not False)
+        # Where no mesh is, or this is its first rank, nobody else may be counted on.
+        tells = tells or kept.first is not False
+        tables.append(
+            TableOffer(name, tuple(kept.coordinates), packed=compressed(packed) if send else None)
+        )
+    axes = _axes(state_dict, placing)
+    story = None
+    if tells:
+        story = Story(
+            matched=placing.matched,
+            patterns=rules.patterns if isinstance(rules, PlacementRules) else (),
+            stateless=tuple(stateless_parameters(state_dict)),
+            notes=tuple(_lints(placing, waived)),
+        )
+    return Offer(
         rank=rank,
-        mappings=mappings,
-        axes=_axes(state_dict, placing),
-        matched=placing.matched,
-        patterns=rules.patterns if isinstance(rules, PlacementRules) else (),
-        rules_of={fqn: p.rule for fqn, p in placing.placed.items() if p.rule is not None},
-        row_maps={
-            fqn: cut.indices
-            for fqn, placed in placing.placed.items()
-            for cut in placed.binding.sharding.cuts
-            if isinstance(cut, Pick)
-        },
-        stateless=tuple(stateless_parameters(state_dict)),
-        notes=tuple(_lints(placing, waived)),
+        tables=tables,
+        positions={name: position for name, (position, _) in axes.items()},
+        sizes={name: size for name, (_, size) in axes.items()},
+        loose=offering.loose if offering.loose.items else None,
+        story=story,
     )
 
 
-def item_digests(
-    plan: SavePlan, lookup: Callable[[WriteItem], Any], kind: str
-) -> tuple[list[bytes | None], list[bytes | None], Objects]:
-    """Return digests of a plan's items: those to compare, those to store, the objects' bytes.
+def add_digests(
+    offer: Offer,
+    offering: Offering,
+    lookup: Callable[[MetadataIndex], Any],
+    kind: str,
+    *,
+    exact: bool,
+) -> Objects:
+    """Put digests of what this rank holds into its offer; return the objects as files hold them.
+
+    Only items that may have replicas need one: a class whose parts are as many as there are ranks
+    has none. In a large world the digests of a class are folded into buckets.
 
     Args:
-        plan: This rank's plan.
+        offer: Where the digests go.
+        offering: What this rank has to offer.
         lookup: Gives the data of an item: a tensor, a view, or an object.
         kind: ``"sampled"``, ``"full"`` or ``"off"``; only full ones are worth storing.
+        exact: Whether every item keeps a digest of its own.
     """
     if kind == "off":
-        return [], [], {}
-    compared: list[bytes | None] = [None] * len(plan.items)
-    tensors: list[torch.Tensor] = []
-    places: list[int] = []
+        return {}
+    full = kind == "full"
+    world = known_world_size()
     objects: Objects = {}
-    kept: list[bytes | None] = list(compared) if kind == "full" else []
-    for position, item in enumerate(plan.items):
-        data = lookup(item)
+    wanted: list[torch.Tensor] = []
+    # Where each tensor digest goes: (table, class), in order.
+    slots: list[tuple[int, int]] = []
+    found: dict[tuple[int, int], list[bytes]] = {}
+    stored: list[list[bytes | int]] = []
+    for position, kept in enumerate(offering.tables):
+        table = kept.table
+        maker = TableItems(table, kept.coordinates)
+        stored.append([])
+        unique = {index for index, known in enumerate(table.classes) if known.cells == world}
+        for entry, index in enumerate(table.class_of):
+            if index in unique and not full:
+                continue
+            if index == OBJECT:
+                data = lookup(MetadataIndex(table.fqns[entry]))
+                found.setdefault((position, OBJECT), []).append(_known(object_digest(data)))
+                if full:
+                    stored[position].append(_object_bytes(table.fqns[entry], data, objects))
+                continue
+            for item in maker.of(entry):
+                stored[position].append(len(wanted))
+                wanted.append(lookup(item.index))
+                slots.append((position, index))
+    made = [full_digest(t) for t in wanted] if full else sampled_digests(wanted)
+    for slot, digest in zip(slots, made, strict=True):
+        found.setdefault(slot, []).append(_known(digest))
+    offer.bucketed = not exact
+    for (position, index), digests in found.items():
+        # An object may differ by rank and is only told of, key by key.
+        offer.tables[position].digests[index] = (
+            b"".join(digests) if exact or index == OBJECT else _folded(digests)
+        )
+    if full:
+        for position, told in enumerate(stored):
+            offer.tables[position].stored_digests = b"".join(
+                [
+                    one if isinstance(one, bytes) else (made[one] or bytes(FULL_NBYTES))
+                    for one in told
+                ]
+            )
+    _loose_digests(offering.loose, lookup, full, objects)
+    return objects
+
+
+def _is_loose(value: Any, placed: Placed | None) -> bool:
+    if placed is None:
+        return has_hooks(value)
+    return not placed.binding.sharding.is_uniform
+
+
+def _note_picks(loose: Loose, placed: Placed) -> None:
+    if placed.rule is not None:
+        loose.rules_of[placed.fqn] = placed.rule
+    for cut in placed.binding.sharding.cuts:
+        if isinstance(cut, Pick):
+            loose.row_maps[placed.fqn] = cut.indices
+
+
+def _position(known: dict[Any, int], value: Any, values: list[Any]) -> int:
+    found = known.get(value)
+    if found is None:
+        found = known[value] = len(values)
+        values.append(value)
+    return found
+
+
+def _known(digest: bytes | None) -> bytes:
+    return bytes(DIGEST_NBYTES) if digest is None else digest[:DIGEST_NBYTES]
+
+
+def _folded(digests: list[bytes]) -> bytes:
+    buckets = [0] * min(BUCKETS, len(digests))
+    for position, digest in enumerate(digests):
+        # Multiplied by its place, so that two exchanged tensors do not fold to the same.
+        buckets[position % BUCKETS] ^= (int.from_bytes(digest, "little") * (2 * position + 1)) & (
+            (1 << 64) - 1
+        )
+    return b"".join(bucket.to_bytes(DIGEST_NBYTES, "little") for bucket in buckets)
+
+
+def _object_bytes(fqn: str, data: Any, objects: Objects) -> bytes:
+    buffer = objects[fqn] = io.BytesIO()
+    torch.save(data, buffer)
+    return xxhash.xxh3_128_digest(buffer.getbuffer())
+
+
+def _loose_digests(
+    loose: Loose, lookup: Callable[[MetadataIndex], Any], full: bool, objects: Objects
+) -> None:
+    for item in loose.items:
+        data = lookup(item.index)
         if item.type == WriteItemType.BYTE_IO:
-            compared[position] = object_digest(data)
-            if kind == "full":
-                buffer = objects[item.index.fqn] = io.BytesIO()
-                torch.save(data, buffer)
-                kept[position] = xxhash.xxh3_128_digest(buffer.getbuffer())
+            loose.digests.append(object_digest(data))
+            if full:
+                loose.stored_digests.append(_object_bytes(item.index.fqn, data, objects))
         elif isinstance(data, torch.Tensor):
-            tensors.append(data)
-            places.append(position)
-    made = [full_digest(t) for t in tensors] if kind == "full" else sampled_digests(tensors)
-    for position, digest in zip(places, made, strict=True):
-        compared[position] = digest
-        if kind == "full":
-            kept[position] = digest
-    return compared, kept, objects
+            loose.digests.append(full_digest(data) if full else sampled_digests([data])[0])
+            if full:
+                loose.stored_digests.append(loose.digests[-1])
+        else:
+            loose.digests.append(None)
+            if full:
+                loose.stored_digests.append(None)
+    loose.digests = [None if d is None else d[:DIGEST_NBYTES] for d in loose.digests]
 
 
 def _axes(state_dict: Mapping[str, Any], placing: Placing) -> dict[str, tuple[int, int]]:
-    meshes = {
-        id(mesh): mesh
-        for fqn in placing.placed
-        if (mesh := getattr(state_dict[fqn], "device_mesh", None)) is not None
-    }
+    meshes = {}
+    for fqn in placing.placed:
+        mesh = getattr(state_dict[fqn], "device_mesh", None)
+        if mesh is not None:
+            meshes[id(mesh)] = mesh
     axes: dict[str, tuple[int, int]] = {}
     for mesh in meshes.values():
         axes.update(named_axes(mesh))

@@ -1,19 +1,90 @@
 """Who writes what several ranks hold.
 
 Small tensors and objects go to the lowest rank that holds them, so that a load finds them in one
-file; big ones to whichever of their holders has least to write. Sizes are those of the chunk.
+file; big ones are spread over their holders by bytes. Both forms below follow that one rule: by
+class, where every rank works it out for itself from a table and its slot among its replicas; and
+item by item.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
 
 from dcp_placements.agreement import nbytes_of
 from dcp_placements.interop import MetadataIndex, SavePlan
+from dcp_placements.table import OBJECT, Table
 
 SMALL_NBYTES = 1 << 20
-"""Replicated items below this size stay together in one file."""
+"""Replicated tensors below this size stay together in one file."""
+
+
+def owner_slots(table: Table, replicas: Sequence[int], *, lowest_rank: bool = False) -> list[int]:
+    """Return for each entry of a table which of its holders writes it, counted from 0.
+
+    Args:
+        table: Keys that are cut alike on all the ranks that have it.
+        replicas: Holders of each part, by class; those that hold the same part have slots 0, 1 ...
+        lowest_rank: Leave every replica to slot 0.
+    """
+    owners = [0] * len(table.fqns)
+    if lowest_rank or all(count == 1 for count in replicas):
+        return owners
+    shared: dict[int, list[tuple[int, int]]] = {}
+    load: dict[int, list[tuple[int, int]]] = {}
+    for entry, index in enumerate(table.class_of):
+        count = 1 if index == OBJECT else replicas[index]
+        if count == 1:
+            continue
+        slots = load.setdefault(count, [(0, slot) for slot in range(count)])
+        # By what one rank holds: the whole, over the number of different parts.
+        nbytes = table.nbytes(entry) // table.classes[index].cells
+        if nbytes < SMALL_NBYTES:
+            slots[0] = (slots[0][0] + nbytes, 0)
+        else:
+            shared.setdefault(count, []).append((nbytes, entry))
+    for count, entries in shared.items():
+        heap = load[count]
+        heapq.heapify(heap)
+        for nbytes, entry in sorted(entries, key=lambda known: (-known[0], known[1])):
+            held, slot = heapq.heappop(heap)
+            owners[entry] = slot
+            heapq.heappush(heap, (held + nbytes, slot))
+    return owners
+
+
+def owned_entries(
+    table: Table,
+    slots: Sequence[tuple[int, int]],
+    elsewhere: bytes,
+    *,
+    lowest_rank: bool = False,
+) -> list[int]:
+    """Return the entries of a table that one rank writes.
+
+    Args:
+        table: The table.
+        slots: By class, objects last: how many ranks hold what it holds, and which it is of them.
+        elsewhere: Bitmap of entries that others write; empty for none.
+        lowest_rank: Leave every replica to slot 0.
+    """
+    owners = owner_slots(table, [count for count, _ in slots], lowest_rank=lowest_rank)
+    return [
+        entry
+        for entry, index in enumerate(table.class_of)
+        if owners[entry] == slots[index][1] and not in_bitmap(elsewhere, entry)
+    ]
+
+
+def in_bitmap(bitmap: bytes | bytearray, entry: int) -> bool:
+    """Whether an entry is in a bitmap; an empty one holds none."""
+    return bool(bitmap) and bool(bitmap[entry >> 3] >> (entry & 7) & 1)
+
+
+def set_in_bitmap(bitmap: bytearray, entry: int) -> None:
+    """Put an entry into a bitmap."""
+    bitmap[entry >> 3] |= 1 << (entry & 7)
 
 
 def drop_replicas(plans: Sequence[SavePlan], *, lowest_rank: bool = False) -> list[SavePlan]:

@@ -1,20 +1,27 @@
 """The plan of an earlier save, for a save of the same tensors.
 
-A plan is reused when the items that it was made of are equal: names, kinds, shapes, dtypes and
-boxes. What the storage writer puts into a plan is never kept, so another writer finds its own.
+A plan is a function of the ranks' tables and coordinates, and a table is named by its content. So
+a plan that is found by those cannot be stale: another shape, dtype or layout is another table.
+What the storage writer puts into a plan is never kept; another writer finds its own.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcp_placements.interop import Metadata, SavePlan, WriteItem
+from dcp_placements.evidence import Offer, Tables
+from dcp_placements.interop import WriteItem
+from dcp_placements.table import Table
+from dcp_placements.world_plan import WorldPlan
 
 MAX_CACHES = 8
+
+Standing = tuple[tuple[tuple[bytes, tuple[int, ...]], ...], list[WriteItem] | None]
+"""What a rank's plan depends on: its tables and coordinates, and its loose items."""
 
 
 @dataclass(slots=True)
@@ -24,48 +31,79 @@ class PlanCache:
     Attributes:
         uid: Names the cache, so that a planner that is pickled into a long-lived process (as
             ``async_save`` in a process does) finds there what its last save left.
-        local_items: What this rank offered.
-        mappings: Where its keys stood in the nested state dict.
-        final_items: What this rank wrote.
+        last: This rank's tables of the last save.
+        known: Names of the tables that the coordinator keeps.
+        expected: Items that this rank was to write.
         resolved: One entry per item that the writer asked the data of.
-        finished: Whether the plan was finished, so that writing began.
-        generation: The global plan that all this belongs to.
-        all_plans: Coordinator only: what all ranks offered, with their evidence.
-        global_plan: Coordinator only: what they were let write.
-        metadata: Coordinator only.
+        tables: Coordinator only: the tables that were sent.
+        standings: Coordinator only: what the plan depends on, one per rank.
+        plan: Coordinator only: the plan.
     """
 
     uid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    local_items: Sequence[WriteItem] | None = None
-    mappings: Mapping[str, Any] | None = None
-    final_items: list[WriteItem] | None = None
+    last: list[Table] | None = None
+    known: frozenset[bytes] = frozenset()
+    expected: int | None = None
     resolved: list[None] = field(default_factory=list)
-    finished: bool = False
-    generation: str | None = None
-    all_plans: list[SavePlan] | None = None
-    global_plan: list[SavePlan] | None = None
-    metadata: Metadata | None = None
+    tables: Tables = field(default_factory=Tables)
+    standings: list[Standing] | None = None
+    plan: WorldPlan | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return cache_of, (self.uid,)
 
-    def why_unusable(self, items: Sequence[WriteItem], mappings: Mapping[str, Any]) -> str | None:
-        """Return why these items cannot reuse the plan; None when they can."""
-        if self.local_items is None:
-            return "no plan yet"
-        if not self.finished or len(self.resolved) < len(self.final_items or ()):
-            return "the last save did not finish"
-        if len(items) != len(self.local_items):
-            return f"{len(items)} items instead of {len(self.local_items)}"
-        for item, known in zip(items, self.local_items, strict=True):
-            if item != known:
-                return f"{item.index.fqn} changed"
-        return None if mappings == self.mappings else "the nesting of the state dict changed"
+    def begin(self, tables: list[Table]) -> str | None:
+        """Start a save of these tables; return why the last one's plan cannot be reused, if so."""
+        why = self._why_unusable(tables)
+        if self.expected is None or len(self.resolved) < self.expected:
+            self.known = frozenset()
+        self.last, self.expected = tables, None
+        return why
 
-    def forget(self) -> None:
-        """Drop what this rank remembers of its own; the coordinator's part is kept by content."""
-        self.local_items = self.mappings = self.final_items = None
-        self.finished = False
+    def end(self, names: Sequence[bytes], items: int) -> None:
+        """Note that planning has ended well and writing begins."""
+        self.known = frozenset(names)
+        self.expected = items
+        self.resolved.clear()
+
+    def _why_unusable(self, tables: list[Table]) -> str | None:
+        if self.last is None:
+            return "no plan yet"
+        if self.expected is None or len(self.resolved) < self.expected:
+            return "the last save did not finish"
+        if len(tables) != len(self.last):
+            return "the tensors live on other meshes"
+        for table, known in zip(tables, self.last, strict=True):
+            if (why := difference(known, table)) is not None:
+                return why
+        return None
+
+
+def difference(known: Table, table: Table) -> str | None:
+    """Return the first difference between two tables in words; None where they are equal."""
+    if known.fqns != table.fqns:
+        gone = sorted(set(known.fqns) - set(table.fqns))
+        new = sorted(set(table.fqns) - set(known.fqns))
+        return f"{(new or gone or ['the order of keys'])[0]} is {'new' if new else 'gone or moved'}"
+    for entry, fqn in enumerate(table.fqns):
+        one, other = known.class_of[entry], table.class_of[entry]
+        if min(one, other) < 0:
+            if one != other:
+                return f"{fqn} is a tensor no longer, or is one now"
+            continue
+        if known.classes[one] != table.classes[other]:
+            return f"{fqn} changed its shape or its layout"
+        if known.looks[known.look_of[entry]] != table.looks[table.look_of[entry]]:
+            return f"{fqn} changed its dtype"
+        if known.paths[known.path_of[entry]] != table.paths[table.path_of[entry]]:
+            return f"{fqn} is nested otherwise"
+    return None
+
+
+def standing(offer: Offer) -> Standing:
+    """Return what the plan depends on, of what a rank offers."""
+    tables = tuple([(told.table_id, told.coordinates) for told in offer.tables])
+    return tables, None if offer.loose is None else offer.loose.items
 
 
 _caches: OrderedDict[str, PlanCache] = OrderedDict()

@@ -43,6 +43,7 @@ def check(
         PlacementError: All that a save would refuse, on all ranks.
     """
     planner = PlacementSavePlanner(rules, **options)
+    planner._exact = True
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     plain = state_dicts_of_statefuls(state_dict)
 

@@ -13,15 +13,21 @@ from typing import Any
 
 import torch
 
-from dcp_placements.evidence import Evidence
-from dcp_placements.interop import Metadata, MetadataIndex, SavePlan
+from dcp_placements.digests import FULL_NBYTES
+from dcp_placements.evidence import Answer, Offer, Tables
+from dcp_placements.interop import Metadata, MetadataIndex
+from dcp_placements.items import TableItems
+from dcp_placements.ownership import owned_entries
 
 RESERVED_KEY = "dcp_placements"
 """The key in ``Metadata.planner_data``."""
 
+StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
+"""FQN to offset (None for an object) to digest."""
+
 
 def provenance(
-    evidence: Sequence[Evidence], *, options: Mapping[str, Any], step: int | None
+    offers: Sequence[Offer], tables: Tables, *, options: Mapping[str, Any], step: int | None
 ) -> dict[str, Any]:
     """Return who wrote a checkpoint, how: plain values only.
 
@@ -30,16 +36,22 @@ def provenance(
     """
     rules: dict[str, str] = {}
     row_maps: dict[str, dict[int, tuple[int, ...]]] = {}
-    for told in evidence:
-        rules.update(told.rules_of)
-        for fqn, rows in told.row_maps.items():
-            row_maps.setdefault(fqn, {})[told.rank] = rows
+    for name in {told.table_id for offer in offers for told in offer.tables}:
+        table = tables[name]
+        for fqn, rule in zip(table.fqns, table.rule_of, strict=True):
+            if rule >= 0:
+                rules[fqn] = table.rules[rule]
+    for offer in offers:
+        if offer.loose is not None:
+            rules.update(offer.loose.rules_of)
+            for fqn, rows in offer.loose.row_maps.items():
+                row_maps.setdefault(fqn, {})[offer.rank] = rows
     return {
         "save_id": uuid.uuid4().hex,
         "step": step,
         "versions": {"dcp_placements": _own_version(), "torch": torch.__version__},
-        "world_size": len(evidence),
-        "axes": {n: size for told in evidence for n, (_, size) in told.axes.items()},
+        "world_size": len(offers),
+        "axes": {name: size for offer in offers for name, size in offer.sizes.items()},
         "rules": rules,
         "options": dict(options),
         "row_maps": row_maps,
@@ -47,15 +59,32 @@ def provenance(
 
 
 def written_digests(
-    offered: Sequence[SavePlan], owned: Sequence[SavePlan], evidence: Sequence[Evidence]
-) -> dict[str, dict[tuple[int, ...] | None, bytes]]:
-    """Return the digests of what is written: FQN to offset (None for an object) to digest."""
-    found: dict[str, dict[tuple[int, ...] | None, bytes]] = {}
-    for plan, kept, told in zip(offered, owned, evidence, strict=True):
-        wanted = {item.index for item in kept.items}
-        for item, digest in zip(plan.items, told.stored_digests, strict=True):
-            if item.index in wanted and digest is not None:
-                found.setdefault(item.index.fqn, {})[_offset(item.index)] = digest
+    offers: Sequence[Offer], answers: Sequence[Answer], tables: Tables
+) -> StoredDigests:
+    """Return the digests of what is written."""
+    found: StoredDigests = {}
+    for offer, answer in zip(offers, answers, strict=True):
+        elsewhere = answer.elsewhere or (b"",) * len(offer.tables)
+        extra = set(answer.extra)
+        for told, slots, bitmap in zip(offer.tables, answer.slots, elsewhere, strict=True):
+            table = tables[told.table_id]
+            maker = TableItems(table, told.coordinates)
+            owned = set(owned_entries(table, slots, bitmap, lowest_rank=answer.lowest))
+            position = 0
+            for entry in range(len(table.fqns)):
+                for item in maker.of(entry):
+                    place = _offset(item.index)
+                    if entry in owned or (item.index.fqn, place) in extra:
+                        start = position * FULL_NBYTES
+                        digest = told.stored_digests[start : start + FULL_NBYTES]
+                        if any(digest):
+                            found.setdefault(item.index.fqn, {})[place] = digest
+                    position += 1
+        for at in answer.loose:
+            assert offer.loose is not None
+            item, kept = offer.loose.items[at], offer.loose.stored_digests[at]
+            if kept is not None:
+                found.setdefault(item.index.fqn, {})[_offset(item.index)] = kept
     return found
 
 

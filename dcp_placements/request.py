@@ -181,7 +181,7 @@ class Request:
         )
 
     def _factor_text(self, dim: int, factor: int, stored_is_smaller: bool) -> str:
-        side = "stored" if stored_is_smaller else "this rank's"
+        side = "stored" if stored_is_smaller else "needed"
         other = "needed" if stored_is_smaller else "stored"
         cause = (
             "saved without its placement"
@@ -189,7 +189,7 @@ class Request:
             else "does this load lack a rule for it,"
         )
         return (
-            f"likely:      on dim {dim} the {other} one is {factor} times the {side} one: {cause} "
+            f"likely:      on dim {dim} what is {other} is {factor} times what is {side}: {cause} "
             f"on an axis of size {factor}?"
         )
 

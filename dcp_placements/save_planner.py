@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-import uuid
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dcp_placements.agreement import Agreement, examine
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -19,7 +16,7 @@ from dcp_placements.errors import (
     format_names,
     raise_faults,
 )
-from dcp_placements.evidence import Evidence, Verdict
+from dcp_placements.evidence import Answer, Offer, Tables
 from dcp_placements.interop import (
     DefaultSavePlanner,
     Metadata,
@@ -28,22 +25,31 @@ from dcp_placements.interop import (
     StorageMeta,
     WriteItem,
     WriteItemType,
-    create_default_global_save_plan,
     files_by_name,
     global_rank,
+    known_world_size,
     world_size,
 )
-from dcp_placements.items import written_chunks, written_data
+from dcp_placements.items import LazyItems, written_chunks, written_data
 from dcp_placements.naming import Rename, checkpoint_path, rename_keys
-from dcp_placements.offer import Objects, gather_evidence, item_digests, offered_items
+from dcp_placements.offer import (
+    EXACT_WORLD,
+    Objects,
+    Offering,
+    add_digests,
+    make_offer,
+    offering_of,
+    owned_items,
+)
 from dcp_placements.options import check_choice, check_rules, check_waivers
-from dcp_placements.ownership import drop_replicas
 from dcp_placements.placing import Placing, place
-from dcp_placements.plan_cache import PlanCache
+from dcp_placements.plan_cache import PlanCache, standing
 from dcp_placements.provenance import RESERVED_KEY, provenance, written_digests
+from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules import Rules
 from dcp_placements.summary import summarise
+from dcp_placements.world_plan import WorldPlan, compare, plan_world
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +89,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     report: SaveReport
     _objects: Objects
+    _names: list[bytes]
 
     def __init__(
         self,
@@ -116,6 +123,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self.step = step
         self.report = SaveReport()
         self._cache = PlanCache() if enable_plan_caching else None
+        self._exact = False
         self._start_over()
 
     def set_up_planner(
@@ -132,31 +140,34 @@ class PlacementSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
 
+        The items of the plan are there for whoever looks; sent to the coordinator the plan is its
+        tables, or just their names, and where this rank stands.
+
         Raises:
             PlacementError: Tensors and rules that do not fit, all of them in one error.
         """
         rank = global_rank()
-        self._placing = place(self.state_dict, self.rules, rank)
-        raise_faults(f"rank {rank} cannot be placed in the checkpoint", self._placing.faults)
-        items = offered_items(self.state_dict, self._placing)
-        plan = SavePlan(items)
-        compared, stored, self._objects = item_digests(plan, self._data_of, self.digests)
-        if self._cache is not None and self._is_unchanged(self._cache, items):
-            told = Evidence(rank, digests=compared, stored_digests=stored)
-            told.generation = self._cache.generation
-            self.plan = SavePlan([], planner_data=told, usable=False)
-            return self.plan
-        told = gather_evidence(
-            plan,
-            rank=rank,
-            state_dict=self.state_dict,
-            mappings=self._paths(),
-            placing=self._placing,
-            rules=self.rules,
-            waived=self.waive,
-        )
-        told.digests, told.stored_digests = compared, stored
-        self.plan = SavePlan(items, planner_data=told)
+        with quiet_gc():
+            self._placing = place(self.state_dict, self.rules, rank)
+            raise_faults(f"rank {rank} cannot be placed in the checkpoint", self._placing.faults)
+            paths = self._paths() if self.flatten_state_dict else None
+            offering = self._offering = offering_of(self.state_dict, self._placing, paths)
+            exact = self._exact or (known_world_size() or 1) <= EXACT_WORLD
+            offer = make_offer(
+                offering,
+                rank=rank,
+                state_dict=self.state_dict,
+                placing=self._placing,
+                rules=self.rules,
+                waived=self.waive,
+                known=self._begin(self._cache),
+                exact=exact,
+            )
+            self._objects = add_digests(
+                offer, offering, self.lookup_object, self.digests, exact=exact
+            )
+        self._names = [told.table_id for told in offer.tables]
+        self.plan = SavePlan(LazyItems(offering.items), planner_data=offer)  # type: ignore[arg-type]
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -166,36 +177,18 @@ class PlacementSavePlanner(DefaultSavePlanner):
             PlacementError: Ranks that contradict each other, elements that nobody holds, replicas
                 that differ; all of them in one error.
         """
-        cache = self._cache
-        unchanged = not any(plan.usable for plan in all_plans)
-        offered = all_plans if cache is None else _unpacked(all_plans, cache)
-        evidence: list[Evidence] = [plan.planner_data for plan in offered]
-        # One plan where there are more ranks: a save without collectives; nobody sees the others.
-        alone = len(offered) == 1 and world_size() > 1
-        self.report = self._judge(examine(offered, evidence, complete=not alone), evidence)
-        if unchanged and cache is not None and cache.global_plan is not None:
-            assert cache.metadata is not None
-            self.report.plan_cache = "reused"
-            owned, metadata, generation = cache.global_plan, cache.metadata, cache.generation
-        else:
-            bare = [dataclasses.replace(plan, planner_data=None) for plan in offered]
-            owned, metadata = create_default_global_save_plan(
-                drop_replicas(bare, lowest_rank=self.dedup_save_to_lowest_rank)
+        offers: list[Offer] = [plan.planner_data for plan in all_plans]
+        with quiet_gc():
+            tables = Tables() if self._cache is None else self._cache.tables
+            tables.learn(offers)
+            made = self._planned(offers, tables)
+            self.global_plan = [
+                SavePlan(_owned_lazily(tables, offer, answer), planner_data=answer)  # type: ignore[arg-type]
+                for offer, answer in zip(offers, made.answers, strict=True)
+            ]
+            self.metadata = Metadata(
+                dict(made.metadata), planner_data=self._planner_data(offers, tables, made)
             )
-            generation = uuid.uuid4().hex
-        if cache is not None:
-            cache.all_plans, cache.global_plan, cache.metadata = offered, owned, metadata
-        verdict = _verdict(owned, generation or "")
-        self.global_plan = [
-            SavePlan([], planner_data=verdict, usable=False)
-            if unchanged and cache is not None
-            else dataclasses.replace(plan, planner_data=verdict)
-            for plan in owned
-        ]
-        self.metadata = Metadata(
-            dict(metadata.state_dict_metadata),
-            planner_data=self._planner_data(offered, owned, evidence),
-        )
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -204,19 +197,15 @@ class PlacementSavePlanner(DefaultSavePlanner):
         Raises:
             PlacementError: A storage writer whose files cannot hold the plan.
         """
-        verdict = new_plan.planner_data
-        if isinstance(verdict, Verdict):
-            raise_faults("the storage writer cannot hold this", _writer_faults(new_plan, verdict))
-        cache = self._cache
-        if cache is not None and isinstance(verdict, Verdict):
-            if not new_plan.usable:
-                assert cache.final_items is not None
-                new_plan = dataclasses.replace(new_plan, items=cache.final_items, usable=True)
-            cache.local_items, cache.mappings = self._offered, self._paths()
-            cache.final_items = new_plan.items
-            cache.generation = verdict.generation
-            cache.resolved.clear()
-            cache.finished = True
+        answer = new_plan.planner_data
+        if isinstance(answer, Answer):
+            raise_faults("the storage writer cannot hold this", _writer_faults(new_plan, answer))
+            if isinstance(new_plan.items, LazyItems):
+                with quiet_gc():
+                    items = self._offering.owned_items(answer)
+                new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
+            if self._cache is not None and answer.known:
+                self._cache.end(self._names, len(new_plan.items))
         self.plan = new_plan
         return self.plan
 
@@ -251,32 +240,53 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     def _start_over(self) -> None:
         self._placing = Placing()
+        self._offering = Offering()
         self._objects = {}
-        self._offered: Sequence[WriteItem] = ()
-
-    def _data_of(self, item: WriteItem) -> Any:
-        return self.lookup_object(item.index)
+        self._names = []
 
     def _paths(self) -> dict[str, Any]:
-        """Return where each key stands in the nested dict; nothing where it was not flattened."""
+        """Return where each key stands in the nested dict."""
         return {key: checkpoint_path(key, path) for key, path in self.mappings.items()}
 
-    def _is_unchanged(self, cache: PlanCache, items: Sequence[WriteItem]) -> bool:
-        self._offered = items
-        why = cache.why_unusable(items, self._paths())
-        logger.info("plan cache: %s", "reused" if why is None else f"not used, {why}")
+    def _begin(self, cache: PlanCache | None) -> frozenset[bytes]:
+        """Return the names of the tables that the coordinator keeps."""
+        if cache is None:
+            return frozenset()
+        why = cache.begin([kept.table for kept in self._offering.tables])
         self.report.plan_cache = "reused" if why is None else f"made anew: {why}"
-        if why is not None:
-            cache.forget()
-        cache.finished = False
-        return why is None
+        logger.info("plan %s", self.report.plan_cache)
+        return cache.known
 
-    def _judge(self, agreement: Agreement, evidence: Sequence[Evidence]) -> SaveReport:
-        faults = list(agreement.faults)
-        notes = [*agreement.notes, *_merged_notes(evidence)]
-        (faults if self.on_conflict == "error" else notes).extend(agreement.conflicts)
+    def _planned(self, offers: Sequence[Offer], tables: Tables) -> WorldPlan:
+        """Return the plan of all ranks, an earlier one where it depends on the same."""
+        cache = self._cache
+        standings = None if cache is None else [standing(offer) for offer in offers]
+        if cache is not None and cache.plan is not None and cache.standings == standings:
+            said = compare(offers, tables)
+            made = dataclasses.replace(
+                cache.plan, faults=said.faults, conflicts=said.conflicts, notes=said.notes
+            )
+        else:
+            # One plan where there are more ranks: a save without collectives; nobody sees the rest.
+            alone = len(offers) == 1 and world_size() > 1
+            made = plan_world(
+                offers,
+                tables,
+                complete=not alone,
+                lowest_rank=self.dedup_save_to_lowest_rank,
+                known=cache is not None,
+            )
+        self.report = self._judge(made, offers)
+        if cache is not None:
+            cache.standings, cache.plan = standings, made
+        return made
+
+    def _judge(self, made: WorldPlan, offers: Sequence[Offer]) -> SaveReport:
+        faults = list(made.faults)
+        notes = [*made.notes, *_merged_notes(offers)]
+        (faults if self.on_conflict == "error" else notes).extend(made.conflicts)
         raise_faults("the ranks' plans do not make a checkpoint", faults)
-        report = summarise(agreement, evidence, self.waive)
+        report = summarise(made, offers, self.waive)
         report.plan_cache = self.report.plan_cache
         if report.unmatched:
             notes.append(
@@ -284,27 +294,27 @@ class PlacementSavePlanner(DefaultSavePlanner):
                     ", ".join(map(repr, report.unmatched)),
                     "no key on any rank matches",
                     (
-                        f"the keys are {format_names(list(agreement.claims), 4)}",
+                        f"the keys are {format_names([*made.keys, *made.objects], 4)}",
                         "way out:     correct the pattern, or drop it",
                     ),
                 )
             )
-        if len(evidence) < world_size():
-            notes.append(_too_few(len(evidence), world_size()))
+        if len(offers) < world_size():
+            notes.append(_too_few(len(offers), world_size()))
         report.warnings = tuple(map(str, notes))
         if notes:
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
         return report
 
-    def _planner_data(
-        self,
-        offered: Sequence[SavePlan],
-        owned: Sequence[SavePlan],
-        evidence: Sequence[Evidence],
-    ) -> Any:
-        merged: dict[str, Any] = {}
-        for told in reversed(evidence):
-            merged.update(told.mappings or {})
+    def _planner_data(self, offers: Sequence[Offer], tables: Tables, made: WorldPlan) -> Any:
+        data: dict[str, Any] = {}
+        if self.flatten_state_dict:
+            for name in dict.fromkeys(told.table_id for offer in offers for told in offer.tables):
+                table = tables[name]
+                data.update({fqn: table.path(entry) for entry, fqn in enumerate(table.fqns)})
+            for offer in offers:
+                if offer.loose is not None:
+                    data.update(offer.loose.paths)
         if self.digests == "full":
             options = {
                 "digests": self.digests,
@@ -313,11 +323,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 "flatten_state_dict": self.flatten_state_dict,
                 "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
             }
-            merged[RESERVED_KEY] = {
-                **provenance(evidence, options=options, step=self.step),
-                "digests": written_digests(offered, owned, evidence),
+            data[RESERVED_KEY] = {
+                **provenance(offers, tables, options=options, step=self.step),
+                "digests": written_digests(offers, made.answers, tables),
             }
-        return merged if self.flatten_state_dict or merged else None
+        return data if self.flatten_state_dict or data else None
 
 
 _OF_ONE_SAVE = frozenset(
@@ -328,44 +338,18 @@ _OF_ONE_SAVE = frozenset(
         "global_plan",
         "metadata",
         "_placing",
+        "_offering",
         "_objects",
-        "_offered",
+        "_names",
     )
 )
 
 
-def _unpacked(plans: Sequence[SavePlan], cache: PlanCache) -> list[SavePlan]:
-    """Return all plans in full, those of unchanged ranks from the cache with today's digests."""
-    full = []
-    for position, plan in enumerate(plans):
-        if plan.usable:
-            full.append(plan)
-            continue
-        told: Evidence = plan.planner_data
-        if cache.all_plans is None or told.generation != cache.generation:
-            raise PlacementError(
-                f"rank {told.rank} says that its plan is unchanged, but the coordinator has no "
-                "such plan: with enable_plan_caching=True use one planner for all saves, on every "
-                "rank. "
-                "Saving again plans anew"
-            )
-        known = cache.all_plans[position]
-        evidence = dataclasses.replace(
-            known.planner_data, digests=told.digests, stored_digests=told.stored_digests
-        )
-        full.append(dataclasses.replace(known, planner_data=evidence))
-    return full
+def _owned_lazily(tables: Tables, offer: Offer, answer: Answer) -> LazyItems:
+    return LazyItems(lambda: owned_items(tables, offer, answer))
 
 
-def _verdict(owned: Sequence[SavePlan], generation: str) -> Verdict:
-    in_pieces: dict[str, None] = {}
-    for plan in owned:
-        counts = Counter(item.index.fqn for item in plan.items)
-        in_pieces.update(dict.fromkeys(fqn for fqn, count in counts.items() if count > 1))
-    return Verdict(generation, sum(bool(plan.items) for plan in owned), tuple(in_pieces)[:8])
-
-
-def _writer_faults(plan: SavePlan, verdict: Verdict) -> list[Fault]:
+def _writer_faults(plan: SavePlan, answer: Answer) -> list[Fault]:
     """Return why files that know a tensor by its name alone cannot hold what is planned."""
     if not files_by_name(plan.storage_data):
         return []
@@ -376,22 +360,26 @@ def _writer_faults(plan: SavePlan, verdict: Verdict) -> list[Fault]:
             "last of them in a file",
             ("way out:     save with FileSystemWriter, and export that to safetensors",),
         )
-        for fqn in verdict.in_pieces
+        for fqn in answer.in_pieces
     ]
-    if verdict.writers > 1 and "shard_index" not in plan.storage_data:
+    if answer.writers > 1 and "shard_index" not in plan.storage_data:
         faults.append(
             Fault(
                 "HuggingFaceStorageWriter",
-                f"{verdict.writers} ranks would write files of the same names, one over the other",
+                f"{answer.writers} ranks would write files of the same names, one over the other",
                 ("way out:     HuggingFaceStorageWriter(..., save_distributed=True)",),
             )
         )
     return faults
 
 
-def _merged_notes(evidence: Sequence[Evidence]) -> list[Fault]:
+def _merged_notes(offers: Sequence[Offer]) -> list[Fault]:
     """Return the ranks' notes, those with one text once."""
-    return list(dict.fromkeys(note for told in evidence for note in told.notes))
+    return list(
+        dict.fromkeys(
+            note for offer in offers if offer.story is not None for note in offer.story.notes
+        )
+    )
 
 
 def _too_few(ranks: int, world: int) -> Fault:

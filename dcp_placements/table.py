@@ -1,0 +1,230 @@
+"""What all ranks of a mesh say alike of their tensors: keys, layout classes, dtypes, paths.
+
+The chunk list of a tensor is a function of its shape, the axes and the placements: its *layout
+class*. A model of thousands of tensors has a dozen or two. So a rank's plan is a table of keys and
+classes, the same on all ranks of a mesh, and a coordinate; everything else is worked out where it
+is needed.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from io import BytesIO
+
+import torch
+import xxhash
+
+from dcp_placements.layout import Box, Cut, Interval, Sharding
+from dcp_placements.naming import Path
+
+OBJECT = -1
+"""Stands for a class where a key is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutClass:
+    """What tensors that are cut alike have in common.
+
+    Attributes:
+        sharding: The same object of values for every coordinate; no ``Pick`` in it.
+        axis_names: One per axis of ``sharding.axis_sizes``, for messages.
+        plain: A tensor that neither a rule nor a DTensor speaks of: torch's ``TENSOR`` items.
+    """
+
+    sharding: Sharding
+    axis_names: tuple[str | None, ...]
+    plain: bool = False
+
+    @property
+    def cut_axes(self) -> tuple[int, ...]:
+        """The axes along which ranks hold different parts; none where there is no element."""
+        if 0 in self.sharding.global_shape:
+            return ()
+        cut = {c.axis for c in self.sharding.cuts if isinstance(c, Cut)}
+        return tuple(axis for axis in sorted(cut) if self.sharding.axis_sizes[axis] > 1)
+
+    @property
+    def cells(self) -> int:
+        """Different parts that there are."""
+        count = 1
+        for axis in self.cut_axes:
+            count *= self.sharding.axis_sizes[axis]
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The properties that a tensor's metadata keeps."""
+
+    dtype: torch.dtype
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+
+
+@dataclass(slots=True)
+class Table:
+    """Keys that live on one mesh, or that are no DTensors, and how they are cut.
+
+    Attributes:
+        classes: The layout classes that occur.
+        looks: The properties that occur.
+        rules: What rules are called; an entry of -1 in ``rule_of`` is no rule.
+        paths: How keys are made of path parts: for each part the number of dotted components, -1
+            for a list index.
+        fqns: The keys, in state dict order; the lists below have one entry for each.
+        class_of: Position in ``classes``; ``OBJECT`` for what is no tensor.
+        look_of: Position in ``looks``.
+        rule_of: Position in ``rules``.
+        path_of: Position in ``paths``.
+    """
+
+    classes: list[LayoutClass] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
+    rules: list[str] = field(default_factory=list)
+    paths: list[tuple[int, ...]] = field(default_factory=list)
+    fqns: list[str] = field(default_factory=list)
+    class_of: list[int] = field(default_factory=list)
+    look_of: list[int] = field(default_factory=list)
+    rule_of: list[int] = field(default_factory=list)
+    path_of: list[int] = field(default_factory=list)
+
+    def entries_of(self, class_index: int) -> list[int]:
+        """Return the positions of the keys of one class."""
+        return [i for i, known in enumerate(self.class_of) if known == class_index]
+
+    def path(self, entry: int) -> Path:
+        """Return where a key stands in the nested state dict."""
+        components = self.fqns[entry].split(".")
+        path: list[str | int] = []
+        position = 0
+        for count in self.paths[self.path_of[entry]]:
+            if count < 0:
+                path.append(int(components[position]))
+                position += 1
+            else:
+                path.append(".".join(components[position : position + count]))
+                position += count
+        return tuple(path)
+
+    def nbytes(self, entry: int) -> int:
+        """Return the bytes of one whole tensor; 0 for an object."""
+        index = self.class_of[entry]
+        if index == OBJECT:
+            return 0
+        shape = self.classes[index].sharding.global_shape
+        return torch.Size(shape).numel() * self.looks[self.look_of[entry]].dtype.itemsize
+
+    def packed(self) -> bytes:
+        """Return the table as bytes; equal tables of one library version give equal bytes."""
+        buffer = BytesIO()
+        pickler = pickle.Pickler(buffer, protocol=5)
+        # References are not memoised: whether two equal values are one object differs by rank.
+        pickler.fast = True
+        pickler.dump(
+            (
+                [_class_state(known) for known in self.classes],
+                [(look.dtype, str(look.layout), look.requires_grad) for look in self.looks],
+                self.rules,
+                self.paths,
+                "\n".join(self.fqns),
+                self.class_of,
+                self.look_of,
+                self.rule_of,
+                self.path_of,
+            )
+        )
+        return buffer.getvalue()
+
+
+def unpacked(data: bytes) -> Table:
+    """Return the table that was packed and compressed."""
+    classes, looks, rules, paths, fqns, *columns = pickle.loads(zlib.decompress(data))
+    return Table(
+        [_class_of_state(*state) for state in classes],
+        [
+            Look(dtype, getattr(torch, layout.removeprefix("torch.")), r)
+            for dtype, layout, r in looks
+        ],
+        rules,
+        paths,
+        fqns.split("\n") if fqns else [],
+        *columns,
+    )
+
+
+def compressed(packed: bytes) -> bytes:
+    """Return a packed table as it travels."""
+    return zlib.compress(packed, 1)
+
+
+def table_id(packed: bytes) -> bytes:
+    """Return what names a packed table: 16 bytes of its content."""
+    return xxhash.xxh3_128_digest(packed)
+
+
+def path_counts(path: Path) -> tuple[int, ...]:
+    """Return how a path's parts make its key.
+
+    >>> path_counts(("optim", "layers.0.w", 3))
+    (1, 3, -1)
+    """
+    return tuple([-1 if isinstance(part, int) else part.count(".") + 1 for part in path])
+
+
+@lru_cache(maxsize=4096)
+def grid(known: LayoutClass) -> tuple[tuple[Interval, ...], ...] | None:
+    """Return the cuts of each dim that all coordinates together make; None if they tile it not.
+
+    The chunks of all coordinates are the product of these, because an axis cuts one dim only: so a
+    tiling of every dim is a tiling of the whole.
+    """
+    sharding = known.sharding
+    dims: list[tuple[Interval, ...]] = []
+    for dim, size in enumerate(sharding.global_shape):
+        axes = sorted({c.axis for c in sharding.cuts if isinstance(c, Cut) and c.dim == dim})
+        found: set[Interval] = set()
+        for position in Sharding((), tuple(sharding.axis_sizes[a] for a in axes)).coordinates():
+            coordinate = [0] * len(sharding.axis_sizes)
+            for axis, at in zip(axes, position, strict=True):
+                coordinate[axis] = at
+            found.update(sharding.dim_at(dim, coordinate))
+        edges = sorted((start, min(stop, size)) for start, stop in found if start < size)
+        position_reached = 0
+        for start, stop in edges:
+            if start != position_reached:
+                return None
+            position_reached = stop
+        if position_reached != size:
+            return None
+        dims.append(tuple(edges))
+    return tuple(dims)
+
+
+def boxes(known: LayoutClass, coordinate: Sequence[int]) -> tuple[Box, ...]:
+    """Return the boxes that one coordinate writes; one empty box of a tensor without elements."""
+    shape = known.sharding.global_shape
+    if 0 in shape:
+        return (Box((0,) * len(shape), shape),)
+    return tuple([chunk.box for chunk in known.sharding.at(coordinate).chunks()])
+
+
+def _class_state(known: LayoutClass) -> tuple[object, ...]:
+    s = known.sharding
+    cuts = [(c.dim, c.axis, c.parts, c.interleaved) for c in s.cuts if isinstance(c, Cut)]
+    return s.global_shape, s.axis_sizes, cuts, s.padded_shape, known.axis_names, known.plain
+
+
+def _class_of_state(
+    shape: tuple[int, ...],
+    axis_sizes: tuple[int, ...],
+    cuts: list[tuple[int, int, int | tuple[int, ...], bool]],
+    padded: tuple[int, ...] | None,
+    names: tuple[str | None, ...],
+    plain: bool,
+) -> LayoutClass:
+    sharding = Sharding(shape, axis_sizes, tuple(Cut(*cut) for cut in cuts), padded)
+    return LayoutClass(sharding, names, plain)

@@ -1,0 +1,640 @@
+"""The coordinator's work, class by class: proof, comparison, ownership, metadata.
+
+All tensors of a layout class on one mesh are judged at once: one look at the coordinates that are
+there, one proof that the cuts tile, one chunk list that their metadata share. Whatever does not
+fit is *odd*: it is taken apart item by item, which either names what is wrong or finds that the
+items make a whole all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_placements.agreement import Witness, examine, object_note
+from dcp_placements.errors import Fault, format_names, format_ranks
+from dcp_placements.evidence import DIGEST_NBYTES, Answer, Offer, TableOffer, Tables
+from dcp_placements.interop import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    SavePlan,
+    TensorStorageMetadata,
+    WriteItem,
+    create_default_global_save_plan,
+)
+from dcp_placements.items import TableItems, chunk_metadata, tensor_properties
+from dcp_placements.layout import Cut, Interval
+from dcp_placements.ownership import (
+    drop_replicas,
+    in_bitmap,
+    owner_slots,
+    set_in_bitmap,
+)
+from dcp_placements.report import KeyReport
+from dcp_placements.table import OBJECT, LayoutClass, Table, boxes, grid
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(slots=True)
+class Members:
+    """The ranks that have one table.
+
+    Attributes:
+        table: The table.
+        plans: Their plans' positions, ascending.
+        offers: What each says of the table.
+        cells: By class, which part each holds; parts that are equal boxes have equal numbers.
+        counts: By class, how many hold each part.
+        replicas: By class, the holders that every part has.
+        slots: By class, each one's number among the holders of its part. Objects stand last in
+            this and in ``replicas``: all of them hold all.
+        elsewhere: Bitmap of the entries that are not written by way of this table.
+    """
+
+    table: Table
+    plans: list[int]
+    offers: list[TableOffer]
+    cells: list[Ints] = field(default_factory=list)
+    counts: list[Ints] = field(default_factory=list)
+    replicas: list[int] = field(default_factory=list)
+    slots: list[Ints] = field(default_factory=list)
+    elsewhere: bytearray = field(default_factory=bytearray)
+
+    def drop(self, entry: int) -> None:
+        """Note that an entry is not written by way of this table."""
+        if not self.elsewhere:
+            self.elsewhere = bytearray((len(self.table.fqns) + 7) // 8)
+        set_in_bitmap(self.elsewhere, entry)
+
+
+@dataclass(slots=True)
+class WorldPlan:
+    """What all offers together come to.
+
+    Attributes:
+        answers: One per rank.
+        metadata: By key.
+        keys: The report on each tensor.
+        objects: Keys that are no tensors.
+        partial: Ranks that have a key, where not all have it.
+        faults: What cannot be saved.
+        conflicts: Replicas that differ.
+        notes: What is saved but ought to be known.
+        row_maps: Expert maps, by key and rank.
+    """
+
+    answers: list[Answer] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, KeyReport] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
+    partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    conflicts: list[Fault] = field(default_factory=list)
+    notes: list[Fault] = field(default_factory=list)
+
+
+def plan_world(
+    offers: Sequence[Offer], tables: Tables, *, complete: bool, lowest_rank: bool, known: bool
+) -> WorldPlan:
+    """Return the plan of a save: who writes what, and the metadata; or what is wrong.
+
+    Args:
+        offers: One per rank.
+        tables: All tables that the offers name.
+        complete: Whether these ranks are all there are, so that together they must hold every
+            element.
+        lowest_rank: Leave every replica to its lowest rank.
+        known: Whether the tables are kept for the next save.
+    """
+    return _Coordinator(offers, tables, complete, lowest_rank, known).plan()
+
+
+def compare(offers: Sequence[Offer], tables: Tables) -> WorldPlan:
+    """Return what is to be said of the contents alone, for offers whose plan is known."""
+    coordinator = _Coordinator(offers, tables, True, False, True)
+    coordinator.survey()
+    coordinator.settle_odd()
+    return coordinator.made
+
+
+class _Coordinator:
+    def __init__(
+        self,
+        offers: Sequence[Offer],
+        tables: Tables,
+        complete: bool,
+        lowest_rank: bool,
+        known: bool,
+    ) -> None:
+        self.offers = offers
+        self.tables = tables
+        self.complete = complete
+        self.lowest_rank = lowest_rank
+        self.known = known
+        self.made = WorldPlan()
+        self.members: dict[bytes, Members] = {}
+        self.first: dict[str, tuple[bytes, int]] = {}
+        self.repeated: dict[str, list[tuple[bytes, int]]] = {}
+        self.odd: dict[str, None] = {}
+        self.owned_odd: list[SavePlan] = []
+
+    def plan(self) -> WorldPlan:
+        unknown = self._unknown_tables()
+        if unknown is not None:
+            self.made.faults.append(unknown)
+            return self.made
+        self.survey()
+        self.settle_odd()
+        if not self.made.faults:
+            self._describe()
+            self._answer()
+        return self.made
+
+    def survey(self) -> None:
+        """Look at every table and class once, and note what is odd."""
+        for plan, offer in enumerate(self.offers):
+            for told in offer.tables:
+                if told.table_id not in self.members:
+                    self.members[told.table_id] = Members(self.tables[told.table_id], [], [])
+                self.members[told.table_id].plans.append(plan)
+                self.members[told.table_id].offers.append(told)
+        for name, members in self.members.items():
+            self._stand(members)
+            self._meet(name, members)
+        for members in self.members.values():
+            self._compare_within(members)
+        for fqn, others in self.repeated.items():
+            if fqn not in self.odd:
+                self._compare_across(fqn, self.first[fqn], others)
+
+    def _unknown_tables(self) -> Fault | None:
+        lost: dict[bytes, list[int]] = {}
+        for offer in self.offers:
+            for told in offer.tables:
+                if told.table_id not in self.tables:
+                    lost.setdefault(told.table_id, []).append(offer.rank)
+        if not lost:
+            return None
+        ranks = [rank for holders in lost.values() for rank in holders]
+        return Fault(
+            "this save",
+            f"{format_ranks(ranks)} hold other tensors than the first rank of their mesh",
+            (
+                "reason:      in a large world the first rank of a mesh speaks for all of it, "
+                "because a DTensor is the same on all ranks of its mesh",
+                "likely:      a key is in the state dict of some of these ranks only; or, with "
+                "enable_plan_caching=True, not every rank uses one planner for all saves",
+                "way out:     dcp_placements.check(state_dict, rules) names the keys",
+            ),
+        )
+
+    def _stand(self, members: Members) -> None:
+        """Work out who of a table's ranks holds which part."""
+        count = len(members.plans)
+        coordinates = np.array([told.coordinates for told in members.offers], dtype=np.int64)
+        start = 0
+        for known in members.table.classes:
+            sizes = known.sharding.axis_sizes
+            cell = np.zeros(count, dtype=np.int64)
+            for axis in known.cut_axes:
+                cell = cell * sizes[axis] + coordinates[:, start + axis]
+            start += len(sizes)
+            holders = np.bincount(cell, minlength=known.cells)
+            members.cells.append(cell)
+            members.counts.append(holders)
+            members.replicas.append(int(holders[holders > 0].min()))
+            members.slots.append(_ordinals(cell))
+        members.replicas.append(count)
+        members.slots.append(np.arange(count))
+
+    def _meet(self, name: bytes, members: Members) -> None:
+        """Note keys that another table has too, and classes that do not tile."""
+        table = members.table
+        untiled = [self._untiled(index, members) for index in range(len(table.classes))]
+        for entry, (fqn, index) in enumerate(zip(table.fqns, table.class_of, strict=True)):
+            known = self.first.setdefault(fqn, (name, entry))
+            if known != (name, entry):
+                self.repeated.setdefault(fqn, []).append((name, entry))
+                members.drop(entry)
+                if not self._means_the_same(known, (name, entry)):
+                    self.odd[fqn] = None
+            elif index != OBJECT and untiled[index]:
+                self.odd[fqn] = None
+
+    def _untiled(self, index: int, members: Members) -> bool:
+        known = members.table.classes[index]
+        if 0 in known.sharding.global_shape:
+            return False
+        lacking = self.complete and bool((members.counts[index] == 0).any())
+        return lacking or grid(known) is None
+
+    def _means_the_same(self, one: tuple[bytes, int], other: tuple[bytes, int]) -> bool:
+        a, b = self.members[one[0]].table, self.members[other[0]].table
+        i, j = a.class_of[one[1]], b.class_of[other[1]]
+        if OBJECT in (i, j):
+            return i == j
+        return (
+            a.classes[i] == b.classes[j]
+            and a.looks[a.look_of[one[1]]].dtype == b.looks[b.look_of[other[1]]].dtype
+        )
+
+    def _compare_within(self, members: Members) -> None:
+        """Note classes of which two ranks that hold one part say different things."""
+        for index in (*range(len(members.table.classes)), OBJECT):
+            cells = members.cells[index] if index != OBJECT else np.zeros(len(members.plans), int)
+            if index != OBJECT and int(members.counts[index].max()) < 2:
+                continue
+            first: dict[int, bytes] = {}
+            differing: dict[int, None] = {}
+            for cell, told in zip(cells.tolist(), members.offers, strict=True):
+                digests = told.digests.get(index)
+                if digests is not None and first.setdefault(cell, digests) != digests:
+                    differing[cell] = None
+            if not differing:
+                continue
+            entries = members.table.entries_of(index)
+            if index == OBJECT:
+                self._note_objects(members, entries)
+            elif self.offers[members.plans[0]].bucketed:
+                self._bucket_conflict(members, index, entries, list(differing))
+            else:
+                for cell in differing:
+                    told_here = [
+                        told.digests[index]
+                        for at, told in zip(cells.tolist(), members.offers, strict=True)
+                        if at == cell and index in told.digests
+                    ]
+                    for fqn in _differing(members.table, entries, told_here):
+                        self.odd[fqn] = None
+
+    def _note_objects(self, members: Members, entries: Sequence[int]) -> None:
+        for position, entry in enumerate(entries):
+            groups: dict[bytes, list[int]] = {}
+            for plan, told in zip(members.plans, members.offers, strict=True):
+                digest = _slice(told.digests.get(OBJECT, b""), position, 1)
+                if any(digest):
+                    groups.setdefault(digest, []).append(self.offers[plan].rank)
+            if len(groups) > 1:
+                self.made.notes.append(
+                    object_note(members.table.fqns[entry], list(groups.values()))
+                )
+
+    def _bucket_conflict(
+        self, members: Members, index: int, entries: Sequence[int], cells: Sequence[int]
+    ) -> None:
+        here = [
+            (self.offers[plan].rank, told.digests[index])
+            for plan, told, at in zip(
+                members.plans, members.offers, members.cells[index].tolist(), strict=True
+            )
+            if at == cells[0] and index in told.digests
+        ]
+        size = len(here[0][1]) // DIGEST_NBYTES
+        differing = {
+            bucket
+            for bucket in range(size)
+            if len({_slice(digests, bucket, 1) for _, digests in here}) > 1
+        }
+        names = [members.table.fqns[e] for i, e in enumerate(entries) if i % size in differing]
+        self.made.conflicts.append(
+            Fault(
+                names[0],
+                f"different contents on {format_ranks(rank for rank, _ in here)}, which claim to "
+                "be replicas",
+                (
+                    f"it is one or more of {len(names)} keys: {format_names(names)}",
+                    "likely:      a rule with Shard on an axis is missing; or the replicas have "
+                    "drifted apart",
+                    "way out:     dcp_placements.check(state_dict, rules) compares key by key",
+                    'by rule:     on_conflict="warn" saves one of the copies anyway',
+                ),
+            )
+        )
+
+    def _compare_across(
+        self, fqn: str, one: tuple[bytes, int], others: Sequence[tuple[bytes, int]]
+    ) -> None:
+        """Note a key of which the ranks of two tables say different things."""
+        known = self._digests_by_cell(*one)
+        for other in others:
+            for cell, digests in self._digests_by_cell(*other).items():
+                if known.setdefault(cell, digests) != digests:
+                    self.odd[fqn] = None
+                    return
+
+    def _digests_by_cell(self, name: bytes, entry: int) -> dict[int, bytes]:
+        members = self.members[name]
+        index = members.table.class_of[entry]
+        if self.offers[members.plans[0]].bucketed and index != OBJECT:
+            return {}
+        entries = members.table.entries_of(index)
+        position = entries.index(entry)
+        found: dict[int, bytes] = {}
+        cells = members.cells[index].tolist() if index != OBJECT else [0] * len(members.plans)
+        for cell, told in zip(cells, members.offers, strict=True):
+            digests = told.digests.get(index)
+            if digests is not None and cell not in found:
+                width = len(digests) // DIGEST_NBYTES // len(entries)
+                digest = _slice(digests, position, width)
+                if any(digest):
+                    found[cell] = digest
+        return found
+
+    def settle_odd(self) -> None:
+        """Take what is odd apart item by item."""
+        if not self.odd and not any(offer.loose for offer in self.offers):
+            return
+        entries: dict[bytes, list[int]] = {}
+        for name, members in self.members.items():
+            found = [e for e, fqn in enumerate(members.table.fqns) if fqn in self.odd]
+            entries[name] = found
+            for entry in found:
+                members.drop(entry)
+        plans, witnesses = [], []
+        for offer in self.offers:
+            items, digests, rules_of = self._taken_apart(offer, entries)
+            plans.append(SavePlan(items))
+            witnesses.append(Witness(offer.rank, digests, offer.positions, offer.sizes, rules_of))
+        agreement = examine(plans, witnesses, complete=self.complete)
+        self.made.faults += agreement.faults
+        self.made.conflicts += agreement.conflicts
+        self.made.notes += agreement.notes
+        self.owned_odd = drop_replicas(plans, lowest_rank=self.lowest_rank)
+        for fqn, claims in agreement.claims.items():
+            if "object" in claims.kinds:
+                self.made.objects.append(fqn)
+                continue
+            shape = tuple(next(iter(claims.sizes)))
+            dtype = next(iter(claims.dtypes))
+            held = sum(box.numel * len(told) for box, told in claims.boxes.items())
+            unique = sum(box.numel for box in claims.boxes)
+            self._note_key(fqn, shape, dtype, len(claims.boxes), unique, held)
+
+    def _taken_apart(
+        self, offer: Offer, entries: dict[bytes, list[int]]
+    ) -> tuple[list[WriteItem], list[bytes | None], dict[str, str]]:
+        items: list[WriteItem] = []
+        digests: list[bytes | None] = []
+        rules_of: dict[str, str] = {}
+        for told in offer.tables:
+            if not entries[told.table_id]:
+                continue
+            table = self.tables[told.table_id]
+            maker = TableItems(table, told.coordinates)
+            places = _places(table)
+            for entry in entries[told.table_id]:
+                index = table.class_of[entry]
+                made = maker.of(entry)
+                items += made
+                blob = b"" if offer.bucketed and index != OBJECT else told.digests.get(index, b"")
+                for i in range(len(made)):
+                    digest = _slice(blob, places[entry] * len(made) + i, 1)
+                    digests.append(digest if any(digest) else None)
+                if table.rule_of[entry] >= 0:
+                    rules_of[table.fqns[entry]] = table.rules[table.rule_of[entry]]
+        if offer.loose is not None:
+            items += offer.loose.items
+            digests += offer.loose.digests or [None] * len(offer.loose.items)
+            rules_of.update(offer.loose.rules_of)
+        return items, digests, rules_of
+
+    def _describe(self) -> None:
+        """Make the metadata and the report of all keys."""
+        for members in self.members.values():
+            self._describe_table(members)
+        if self.owned_odd:
+            bare = [SavePlan(plan.items) for plan in self.owned_odd]
+            _, metadata = create_default_global_save_plan(bare)
+            self.made.metadata.update(metadata.state_dict_metadata)
+        total = len(self.offers)
+        having: dict[str, set[int]] = {}
+        for fqn, others in self.repeated.items():
+            having[fqn] = set(self.members[self.first[fqn][0]].plans)
+            for name, _ in others:
+                having[fqn].update(self.members[name].plans)
+        for members in self.members.values():
+            if len(members.plans) == total:
+                continue
+            ranks = tuple(self.offers[plan].rank for plan in members.plans)
+            for fqn in members.table.fqns:
+                if fqn not in having:
+                    self.made.partial[fqn] = ranks
+                elif len(having[fqn]) < total:
+                    self.made.partial[fqn] = tuple(
+                        self.offers[plan].rank for plan in sorted(having[fqn])
+                    )
+
+    def _describe_table(self, members: Members) -> None:
+        table = members.table
+        chunks: dict[int, list[ChunkStorageMetadata]] = {}
+        properties = [tensor_properties(look) for look in table.looks]
+        sizes = [torch.Size(known.sharding.global_shape) for known in table.classes]
+        held_by = len(members.plans)
+        for entry, (fqn, index) in enumerate(zip(table.fqns, table.class_of, strict=True)):
+            if in_bitmap(members.elsewhere, entry):
+                continue
+            if index == OBJECT:
+                self.made.metadata[fqn] = BytesStorageMetadata()
+                self.made.objects.append(fqn)
+                continue
+            known = table.classes[index]
+            if index not in chunks:
+                chunks[index] = self._chunks(known, members, index)
+            look = table.look_of[entry]
+            self.made.metadata[fqn] = TensorStorageMetadata(
+                properties[look], sizes[index], chunks[index]
+            )
+            count = held_by + sum(
+                len(self.members[name].plans) for name, _ in self.repeated.get(fqn, ())
+            )
+            whole = prod(sizes[index])
+            unique = whole if self.complete else sum(prod(c.sizes) for c in chunks[index])
+            self._note_key(
+                fqn,
+                known.sharding.global_shape,
+                table.looks[look].dtype,
+                len(chunks[index]),
+                unique,
+                whole * count // known.cells,
+            )
+
+    def _chunks(
+        self, known: LayoutClass, members: Members, index: int
+    ) -> list[ChunkStorageMetadata]:
+        """Return the chunks that a tensor of the class is stored as, each once."""
+        dims = grid(known)
+        if self.complete and dims is not None and 0 not in known.sharding.global_shape:
+            return [_chunk(cell) for cell in product(*dims)]
+        # Not all coordinates are there (a save without collectives), or there is no element.
+        start = sum(len(other.sharding.axis_sizes) for other in members.table.classes[:index])
+        stop = start + len(known.sharding.axis_sizes)
+        found = {
+            box: None
+            for told in members.offers
+            for box in boxes(known, told.coordinates[start:stop])
+        }
+        return [chunk_metadata(box.offsets, box.sizes) for box in found]
+
+    def _note_key(
+        self,
+        fqn: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        chunks: int,
+        unique: int,
+        held: int,
+    ) -> None:
+        whole = prod(shape)
+        self.made.keys[fqn] = KeyReport(
+            shape=shape,
+            dtype=str(dtype).removeprefix("torch."),
+            chunks=chunks,
+            unique_nbytes=unique * dtype.itemsize,
+            whole_nbytes=whole * dtype.itemsize,
+            copies=held / whole if whole else 1.0,
+        )
+
+    def _answer(self) -> None:
+        """Tell every rank what is its own."""
+        slots: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in self.offers]
+        elsewhere: list[list[bytes]] = [[] for _ in self.offers]
+        writes = [False] * len(self.offers)
+        for members in self.members.values():
+            used = self._used_slots(members)
+            columns = [column.tolist() for column in members.slots]
+            bitmap = bytes(members.elsewhere)
+            for position, plan in enumerate(members.plans):
+                row = tuple(
+                    [
+                        (count, column[position])
+                        for count, column in zip(members.replicas, columns, strict=True)
+                    ]
+                )
+                slots[plan].append(row)
+                elsewhere[plan].append(bitmap)
+                if not writes[plan]:
+                    writes[plan] = any(row[c][1] in used[c] for c in range(len(row)))
+        # A rank's tables come in its own order, the members in that of the tables' first ranks.
+        order = {name: at for at, name in enumerate(self.members)}
+        extra, loose = self._odd_answers()
+        for plan, offer in enumerate(self.offers):
+            ranked = sorted(range(len(offer.tables)), key=lambda i: order[offer.tables[i].table_id])
+            back = [ranked.index(i) for i in range(len(ranked))]
+            slots[plan] = [slots[plan][i] for i in back]
+            elsewhere[plan] = [elsewhere[plan][i] for i in back]
+            writes[plan] = writes[plan] or bool(extra[plan]) or bool(loose[plan])
+        writers = sum(writes)
+        in_pieces = tuple(self._in_pieces())[:8]
+        self.made.answers = [
+            Answer(
+                slots=tuple(slots[plan]),
+                elsewhere=tuple(elsewhere[plan]) if any(elsewhere[plan]) else (),
+                loose=tuple(loose[plan]),
+                extra=tuple(extra[plan]),
+                lowest=self.lowest_rank,
+                writers=writers,
+                in_pieces=in_pieces,
+                known=self.known,
+            )
+            for plan in range(len(self.offers))
+        ]
+
+    def _used_slots(self, members: Members) -> list[set[int]]:
+        """Return the slots that write anything, by class, objects last."""
+        owners = owner_slots(members.table, members.replicas, lowest_rank=self.lowest_rank)
+        used: list[set[int]] = [set() for _ in members.replicas]
+        for entry, index in enumerate(members.table.class_of):
+            if not in_bitmap(members.elsewhere, entry):
+                used[index].add(owners[entry])
+        return used
+
+    def _odd_answers(
+        self,
+    ) -> tuple[list[list[tuple[str, tuple[int, ...] | None]]], list[list[int]]]:
+        extra: list[list[tuple[str, tuple[int, ...] | None]]] = [[] for _ in self.offers]
+        loose: list[list[int]] = [[] for _ in self.offers]
+        for plan, owned in enumerate(self.owned_odd):
+            told = self.offers[plan].loose
+            at = {} if told is None else {item.index: i for i, item in enumerate(told.items)}
+            for item in owned.items:
+                if item.index in at:
+                    loose[plan].append(at[item.index])
+                else:
+                    offset = item.index.offset
+                    extra[plan].append((item.index.fqn, None if offset is None else tuple(offset)))
+        return extra, loose
+
+    def _in_pieces(self) -> Iterator[str]:
+        for members in self.members.values():
+            several = {
+                index
+                for index, known in enumerate(members.table.classes)
+                if _may_be_in_pieces(known) and self._is_in_pieces(members, index)
+            }
+            for entry, index in enumerate(members.table.class_of):
+                if index in several and not in_bitmap(members.elsewhere, entry):
+                    yield members.table.fqns[entry]
+        for owned in self.owned_odd:
+            seen: set[str] = set()
+            for item in owned.items:
+                if item.index.fqn in seen:
+                    yield item.index.fqn
+                seen.add(item.index.fqn)
+
+    def _is_in_pieces(self, members: Members, index: int) -> bool:
+        start = sum(len(known.sharding.axis_sizes) for known in members.table.classes[:index])
+        known = members.table.classes[index]
+        stop = start + len(known.sharding.axis_sizes)
+        return any(len(boxes(known, told.coordinates[start:stop])) > 1 for told in members.offers)
+
+
+def _ordinals(cell: Ints) -> Ints:
+    """Return each one's number among those of its cell, in order."""
+    order = np.argsort(cell, kind="stable")
+    ordered = cell[order]
+    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    ordinals = np.arange(len(cell)) - np.repeat(begins, np.diff(np.r_[begins, len(cell)]))
+    slots = np.empty_like(ordinals)
+    slots[order] = ordinals
+    return slots
+
+
+def _differing(table: Table, entries: Sequence[int], blobs: Sequence[bytes]) -> Iterable[str]:
+    """Return the keys of which digests of one cell differ."""
+    width = len(blobs[0]) // DIGEST_NBYTES // len(entries)
+    for position, entry in enumerate(entries):
+        told = {_slice(blob, position, width) for blob in blobs}
+        if len({digest for digest in told if any(digest)}) > 1:
+            yield table.fqns[entry]
+
+
+def _places(table: Table) -> list[int]:
+    """Return each entry's number among those of its class."""
+    seen: dict[int, int] = {}
+    places = []
+    for index in table.class_of:
+        places.append(seen.get(index, 0))
+        seen[index] = places[-1] + 1
+    return places
+
+
+def _slice(blob: bytes, position: int, width: int) -> bytes:
+    step = DIGEST_NBYTES * width
+    return blob[position * step : (position + 1) * step]
+
+
+def _may_be_in_pieces(known: LayoutClass) -> bool:
+    return any(isinstance(cut, Cut) and cut.parts != 1 for cut in known.sharding.cuts)
+
+
+def _chunk(cell: tuple[Interval, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(
+        torch.Size([start for start, _ in cell]), torch.Size([stop - start for start, stop in cell])
+    )
