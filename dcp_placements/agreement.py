@@ -29,6 +29,7 @@ class Witness:
         positions: Where it stands along the named mesh axes.
         sizes: The sizes of those axes.
         rules_of: The rule that spoke, by key.
+        replicated: Named axes along which a key is declared equal, by key.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Witness:
     positions: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     rules_of: Mapping[str, str] = field(default_factory=dict)
+    replicated: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 Claim = tuple[int, bytes | None]
@@ -248,6 +250,8 @@ class _Checker:
         if held and whole.numel % held == 0:
             factor = whole.numel // held
             axes = [name for name, size in self._axis_sizes().items() if size == factor]
+            # Of several, those along which the ranks that lack the key stand elsewhere.
+            axes = [name for name in axes if self._apart(name, having, lacking)] or axes
             told = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
             details.append(f"likely:      {factor} times too little is held{told}")
         details.append(
@@ -292,35 +296,60 @@ class _Checker:
         ]
         if len(groups) > 8:
             details.append(f"... {len(groups)} different contents in all")
-        if differs:
-            along = f"differs along {_quoted(differs)}"
-            if agrees:
-                along += f", agrees along {_quoted(agrees)}"
-            details.append(f"the copies:  {along}")
-            details.append(
-                f"likely:      it is sharded over {_quoted(differs)}: it needs a rule with Shard "
-                "on that axis; if these are meant to be replicas, they have drifted apart"
-            )
-        else:
-            details.append(
-                "likely:      different tensors under one name: it needs a rule that says how it "
-                "is sharded, or a name per rank; if these are meant to be replicas, they have "
-                "drifted apart"
-            )
-        details.append(
-            "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})"
-        )
-        if any(part.isdigit() for part in fqn.split(".")) or not differs:
-            details.append(
-                "             rename= where the name counts from 0 on every rank (experts, layers)"
-            )
-        details.append('             on_conflict="warn" saves one of the copies anyway')
+        details += self._content_advice(fqn, size, differs, agrees, claims.plans)
         yield Fault(
             fqn,
             f"{len(groups)} different contents on {len(told)} ranks that claim to be replicas",
             (*details, *self._rule_lines(fqn, claims.plans)),
             place,
         )
+
+    def _content_advice(
+        self,
+        fqn: str,
+        size: tuple[int, ...],
+        differs: Sequence[str],
+        agrees: Sequence[str],
+        plans: Sequence[int],
+    ) -> Iterable[str]:
+        """Yield where copies differ, the likely cause and the way out."""
+        if differs:
+            tail = f", agrees along {_quoted(agrees)}" if agrees else ""
+            yield f"the copies:  differs along {_quoted(differs)}{tail}"
+        declared = self.witnesses[plans[0]].replicated.get(fqn, frozenset())
+        renamed = any(part.isdigit() for part in fqn.split("."))
+        if not size:
+            yield "likely:      a number that each rank counts for itself, under one name"
+            yield "way out:     a name per rank (the rank in its key), or one number for all before saving"
+        elif differs and declared.issuperset(differs):
+            along = _quoted(differs)
+            yield (
+                f"likely:      replicas that have drifted apart, declared equal along {along}; or "
+                f"it is sharded over {along}: it needs a rule with Shard on that axis"
+            )
+        elif differs:
+            yield (
+                f"likely:      it is sharded over {_quoted(differs)}: it needs a rule with Shard on "
+                "that axis; if these are meant to be replicas, they have drifted apart"
+            )
+        else:
+            renamed = True
+            yield (
+                "likely:      different tensors under one name: it needs a rule that says how it "
+                "is sharded, or a name per rank; if these are meant to be replicas, they have "
+                "drifted apart"
+            )
+        if size:
+            yield (
+                "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: "
+                "Shard(dim)})})"
+            )
+            if renamed:
+                yield (
+                    "             rename= where the name counts from 0 on every rank (experts, "
+                    "layers)"
+                )
+        yield '             on_conflict="warn" saves one of the copies anyway'
 
     def object_notes(self, fqn: str, claims: Claims) -> Iterable[Fault]:
         groups = _by_digest(claims.objects)
@@ -334,6 +363,7 @@ class _Checker:
         content = {plan: digest for digest, plans in groups.items() for plan in plans}
         names = set.intersection(*(set(self.witnesses[plan].positions) for plan in content))
         differs, agrees = [], []
+        seen_whole: set[str] = set()
         for name in sorted(names):
             at: dict[int, set[bytes]] = {}
             for plan, digest in content.items():
@@ -342,12 +372,14 @@ class _Checker:
                 continue
             if all(len(digests) == 1 for digests in at.values()):
                 differs.append(name)
+                seen_whole |= {name} if len(at) == self._axis_sizes()[name] else set()
             elif any(
                 len({self.witnesses[plan].positions[name] for plan in plans}) > 1
                 for plans in groups.values()
             ):
                 agrees.append(name)
-        return differs, agrees
+        # An axis of which only some positions are seen may tell them apart by chance.
+        return [name for name in differs if name in seen_whole] or differs, agrees
 
     def _positions(self, plans: Sequence[int], names: Sequence[str]) -> str:
         """Return where ranks stand along axes on which they all stand at one position."""
@@ -356,6 +388,13 @@ class _Checker:
 
     def _axis_sizes(self) -> dict[str, int]:
         return {name: size for told in self.witnesses for name, size in told.sizes.items()}
+
+    def _apart(self, name: str, some: Sequence[int], others: Sequence[int]) -> bool:
+        """Whether two sets of plans stand at different positions of an axis."""
+        at = [
+            {self.witnesses[plan].positions.get(name) for plan in plans} for plans in (some, others)
+        ]
+        return bool(at[1]) and not at[0] & at[1]
 
     def _claimants(self, claims: Claims, box: Box) -> str:
         return self._ranks(index for index, _ in claims.boxes[box])

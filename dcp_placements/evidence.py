@@ -83,6 +83,7 @@ class Offer:
         tables: Its tables.
         positions: Its position along every named mesh axis that it knows of.
         sizes: The sizes of those axes.
+        digests: What kind they are: ``"sampled"``, ``"full"`` or ``"off"``.
         bucketed: Whether digests are folded into buckets.
         loose: Items that no table holds.
         story: What else it has to tell.
@@ -92,6 +93,7 @@ class Offer:
     tables: list[TableOffer]
     positions: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    digests: str = "off"
     bucketed: bool = False
     loose: Loose | None = None
     story: Story | None = None
@@ -109,8 +111,8 @@ class Answer:
         extra: Keys and offsets of table entries that are its own though they are elsewhere.
         lowest: Whether replicas are left to their lowest rank.
         writers: Ranks that write anything.
-        in_pieces: Some keys of which one rank writes several chunks: files that know a tensor by
-            its name alone cannot hold those.
+        in_pieces: Some keys of which one rank writes several chunks, with the rank and how many:
+            files that know a tensor by its name alone cannot hold those.
         known: Whether the coordinator keeps the tables, so that they need not be sent again.
     """
 
@@ -120,7 +122,7 @@ class Answer:
     extra: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
     lowest: bool = False
     writers: int = 1
-    in_pieces: tuple[str, ...] = ()
+    in_pieces: tuple[tuple[str, int, int], ...] = ()
     known: bool = False
 
 

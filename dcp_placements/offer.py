@@ -305,6 +305,7 @@ def add_digests(
         kind: ``"sampled"``, ``"full"`` or ``"off"``; only full ones are worth storing.
         exact: Whether every item keeps a digest of its own.
     """
+    offer.digests = kind
     if kind == "off":
         return {}
     full = kind == "full"

@@ -254,7 +254,7 @@ class Request:
         self.stateless += [fqn for fqn in kept if fqn.rpartition(".")[0] in absent]
         self.report.missing = tuple(kept)
         self.report.stateless = tuple(
-            dict.fromkeys(fqn.rpartition(".")[0] for fqn in self.stateless)
+            dict.fromkeys(parameters_of(fqn)[0] for fqn in self.stateless)
         )
         if kept and not matched and not self.faults:
             self._fault(

@@ -356,11 +356,11 @@ def _writer_faults(plan: SavePlan, answer: Answer) -> list[Fault]:
     faults = [
         Fault(
             fqn,
-            "a rank writes it in several chunks, and HuggingFaceStorageWriter would keep only the "
-            "last of them in a file",
+            f"rank {rank} writes it in several chunks ({count}), and HuggingFaceStorageWriter "
+            "would keep only the last of them in a file",
             ("way out:     save with FileSystemWriter, and export that to safetensors",),
         )
-        for fqn in answer.in_pieces
+        for fqn, rank, count in answer.in_pieces
     ]
     if answer.writers > 1 and "shard_index" not in plan.storage_data:
         faults.append(
@@ -383,6 +383,16 @@ def _merged_notes(offers: Sequence[Offer]) -> list[Fault]:
 
 
 def _too_few(ranks: int, world: int) -> Fault:
+    if ranks == 1:
+        return Fault(
+            "this save",
+            f"planned by 1 of {world} ranks, by itself",
+            (
+                "reason:      with use_collectives=False, no_dist=True or a group of one nobody "
+                "sees what the others hold: replicas are not compared, and what is missing is not "
+                "found",
+            ),
+        )
     return Fault(
         "this save",
         f"{ranks} of {world} ranks take part",

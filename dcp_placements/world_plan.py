@@ -8,9 +8,10 @@ items make a whole all the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Any
 
@@ -146,9 +147,9 @@ class _Coordinator:
         self.owned_odd: list[SavePlan] = []
 
     def plan(self) -> WorldPlan:
-        unknown = self._unknown_tables()
-        if unknown is not None:
-            self.made.faults.append(unknown)
+        refused = self._unknown_tables() or self._unlike_digests()
+        if refused is not None:
+            self.made.faults.append(refused)
             return self.made
         self.survey()
         self.settle_odd()
@@ -193,6 +194,19 @@ class _Coordinator:
                 "enable_plan_caching=True, not every rank uses one planner for all saves",
                 "way out:     dcp_placements.check(state_dict, rules) names the keys",
             ),
+        )
+
+    def _unlike_digests(self) -> Fault | None:
+        kinds: dict[str, list[int]] = {}
+        for offer in self.offers:
+            kinds.setdefault(offer.digests, []).append(offer.rank)
+        if len(kinds) < 2:
+            return None
+        told = "; ".join(f"{kind!r} on {format_ranks(ranks)}" for kind, ranks in kinds.items())
+        return Fault(
+            "this save",
+            f"the ranks do not agree on digests=: {told}",
+            ("way out:     give every rank's PlacementSavePlanner the same options",),
         )
 
     def _stand(self, members: Members) -> None:
@@ -359,9 +373,9 @@ class _Coordinator:
                 members.drop(entry)
         plans, witnesses = [], []
         for offer in self.offers:
-            items, digests, rules_of = self._taken_apart(offer, entries)
+            items, witness = self._taken_apart(offer, entries)
             plans.append(SavePlan(items))
-            witnesses.append(Witness(offer.rank, digests, offer.positions, offer.sizes, rules_of))
+            witnesses.append(witness)
         agreement = examine(plans, witnesses, complete=self.complete)
         self.made.faults += agreement.faults
         self.made.conflicts += agreement.conflicts
@@ -379,10 +393,11 @@ class _Coordinator:
 
     def _taken_apart(
         self, offer: Offer, entries: dict[bytes, list[int]]
-    ) -> tuple[list[WriteItem], list[bytes | None], dict[str, str]]:
+    ) -> tuple[list[WriteItem], Witness]:
         items: list[WriteItem] = []
         digests: list[bytes | None] = []
         rules_of: dict[str, str] = {}
+        replicated: dict[str, frozenset[str]] = {}
         for told in offer.tables:
             if not entries[told.table_id]:
                 continue
@@ -399,11 +414,15 @@ class _Coordinator:
                     digests.append(digest if any(digest) else None)
                 if table.rule_of[entry] >= 0:
                     rules_of[table.fqns[entry]] = table.rules[table.rule_of[entry]]
+                if index != OBJECT:
+                    replicated[table.fqns[entry]] = _replicated(table.classes[index])
         if offer.loose is not None:
             items += offer.loose.items
             digests += offer.loose.digests or [None] * len(offer.loose.items)
             rules_of.update(offer.loose.rules_of)
-        return items, digests, rules_of
+        return items, Witness(
+            offer.rank, digests, offer.positions, offer.sizes, rules_of, replicated
+        )
 
     def _describe(self) -> None:
         """Make the metadata and the report of all keys."""
@@ -531,7 +550,7 @@ class _Coordinator:
             elsewhere[plan] = [elsewhere[plan][i] for i in back]
             writes[plan] = writes[plan] or bool(extra[plan]) or bool(loose[plan])
         writers = sum(writes)
-        in_pieces = tuple(self._in_pieces())[:8]
+        in_pieces = tuple(islice(self._in_pieces(), 8))
         self.made.answers = [
             Answer(
                 slots=tuple(slots[plan]),
@@ -571,28 +590,32 @@ class _Coordinator:
                     extra[plan].append((item.index.fqn, None if offset is None else tuple(offset)))
         return extra, loose
 
-    def _in_pieces(self) -> Iterator[str]:
+    def _in_pieces(self) -> Iterator[tuple[str, int, int]]:
         for members in self.members.values():
             several = {
-                index
+                index: found
                 for index, known in enumerate(members.table.classes)
-                if _may_be_in_pieces(known) and self._is_in_pieces(members, index)
+                if _may_be_in_pieces(known) and (found := self._pieces(members, index)) is not None
             }
             for entry, index in enumerate(members.table.class_of):
                 if index in several and not in_bitmap(members.elsewhere, entry):
-                    yield members.table.fqns[entry]
-        for owned in self.owned_odd:
-            seen: set[str] = set()
-            for item in owned.items:
-                if item.index.fqn in seen:
-                    yield item.index.fqn
-                seen.add(item.index.fqn)
+                    yield members.table.fqns[entry], *several[index]
+        for plan, owned in enumerate(self.owned_odd):
+            counts = Counter(item.index.fqn for item in owned.items)
+            for fqn, count in counts.items():
+                if count > 1:
+                    yield fqn, self.offers[plan].rank, count
 
-    def _is_in_pieces(self, members: Members, index: int) -> bool:
+    def _pieces(self, members: Members, index: int) -> tuple[int, int] | None:
+        """Return a rank that writes several chunks of a tensor of the class, and how many."""
         start = sum(len(known.sharding.axis_sizes) for known in members.table.classes[:index])
         known = members.table.classes[index]
         stop = start + len(known.sharding.axis_sizes)
-        return any(len(boxes(known, told.coordinates[start:stop])) > 1 for told in members.offers)
+        for plan, told in zip(members.plans, members.offers, strict=True):
+            count = len(boxes(known, told.coordinates[start:stop]))
+            if count > 1:
+                return self.offers[plan].rank, count
+        return None
 
 
 def _ordinals(cell: Ints) -> Ints:
@@ -628,6 +651,12 @@ def _places(table: Table) -> list[int]:
 def _slice(blob: bytes, position: int, width: int) -> bytes:
     step = DIGEST_NBYTES * width
     return blob[position * step : (position + 1) * step]
+
+
+def _replicated(known: LayoutClass) -> frozenset[str]:
+    cut = known.cut_axes
+    names = (name for axis, name in enumerate(known.axis_names) if axis not in cut)
+    return frozenset(name for name in names if name is not None)
 
 
 def _may_be_in_pieces(known: LayoutClass) -> bool:

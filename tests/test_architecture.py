@@ -1,0 +1,162 @@
+"""The file list tells the story from top to bottom: each file imports only files above it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dcp_placements
+import fakes
+
+PACKAGE = Path(dcp_placements.__file__).parent
+FAKES = Path(fakes.__file__).parent
+
+ORDER = [
+    *("errors", "layout", "mesh", "placement", "rules", "interop", "quiet_gc"),
+    *("tiling", "digests", "casting", "binding", "optimizer_state", "naming", "table"),
+    *("placing", "items", "evidence", "agreement", "ownership", "reads", "report", "live"),
+    *("lint", "offer", "provenance", "world_plan", "request", "summary", "options"),
+    *("plan_cache", "save_planner", "load_planner"),
+    *("preflight", "__init__"),
+]
+"""Every file of the package. A file stands below all that it imports."""
+
+WITHOUT_TORCH = {"errors", "layout", "mesh", "placement", "rules", "tiling", "naming", "report"}
+WITHOUT_TORCH |= {"binding", "optimizer_state", "__init__"}
+"""Files that name nothing of torch, so that they can be had without it."""
+
+FAKES_ORDER = ["mesh", "reference", "tensor", "world", "__init__"]
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield ``(module, name)`` of every import; those for type checkers alone, too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, ""
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively, in line {node.lineno}"
+            for alias in node.names:
+                yield node.module or "", alias.name
+
+
+def modules_of(path: Path, package: str) -> set[str]:
+    """Return the files of ``package`` that ``path`` imports."""
+    found = set()
+    for module, name in imports(path):
+        if module == package:
+            found.add(name if (path.parent / f"{name}.py").exists() else "__init__")
+        elif module.startswith(f"{package}."):
+            found.add(module.split(".")[1])
+    return found
+
+
+def private_names(path: Path) -> list[str]:
+    """Return the names of torch that begin with an underscore, wherever they are reached."""
+    tree = ast.parse(path.read_text())
+    found = []
+    of_torch = set()
+    for module, name in imports(path):
+        if module.split(".")[0] == "torch":
+            of_torch.update({"torch", name} - {""})
+            parts = [*module.split("."), name]
+            found += [".".join(parts)] if any(part.startswith("_") for part in parts) else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            of_torch.update(
+                alias.asname
+                for alias in node.names
+                if alias.asname and alias.name.split(".")[0] == "torch"
+            )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root: ast.expr = node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in of_torch:
+                found.append(ast.unparse(node))
+        if isinstance(node, ast.Attribute | ast.Constant):
+            name = node.attr if isinstance(node, ast.Attribute) else node.value
+            if name in {"_local_tensor", "_spec", "_get_root_mesh", "_rank"}:
+                found.append(ast.unparse(node))
+    return found
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_every_file_has_its_place_in_the_order() -> None:
+    assert sorted(ORDER) == sorted(path.stem for path in PACKAGE.glob("*.py"))
+    assert sorted(FAKES_ORDER) == sorted(path.stem for path in FAKES.glob("*.py"))
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_dependencies_point_one_way(module: str) -> None:
+    above = set(ORDER[: ORDER.index(module)])
+    assert modules_of(PACKAGE / f"{module}.py", "dcp_placements") <= above
+
+
+@pytest.mark.parametrize("module", FAKES_ORDER)
+def test_fakes_import_one_way_and_never_the_tests(module: str) -> None:
+    above = set(FAKES_ORDER[: FAKES_ORDER.index(module)])
+    assert modules_of(FAKES / f"{module}.py", "fakes") <= above
+    assert not any(name.split(".")[0] == "tests" for name, _ in imports(FAKES / f"{module}.py"))
+
+
+def test_the_package_never_imports_the_fakes() -> None:
+    for path in PACKAGE.glob("*.py"):
+        assert not {name.split(".")[0] for name, _ in imports(path)} & {"fakes", "tests"}, path
+
+
+def test_the_oracle_shares_no_code_with_the_library() -> None:
+    assert not modules_of(FAKES / "reference.py", "dcp_placements")
+    assert not modules_of(FAKES / "reference.py", "fakes")
+
+
+def test_layout_stands_alone() -> None:
+    """Integers only: of all there is it needs the standard library."""
+    assert {module.split(".")[0] for module, _ in imports(PACKAGE / "layout.py")} == {
+        "__future__",
+        "collections",
+        "dataclasses",
+        "functools",
+        "itertools",
+        "typing",
+    }
+
+
+@pytest.mark.parametrize("module", sorted(WITHOUT_TORCH))
+def test_pure_files_name_nothing_of_torch(module: str) -> None:
+    found = {name.split(".")[0] for name, _ in imports(PACKAGE / f"{module}.py")}
+    assert "torch" not in found
+
+
+@pytest.mark.parametrize("module", [module for module in ORDER if module != "interop"])
+def test_private_names_of_torch_are_reached_in_interop_only(module: str) -> None:
+    assert private_names(PACKAGE / f"{module}.py") == []
+
+
+def test_the_check_for_private_names_finds_those_of_interop() -> None:
+    found = private_names(PACKAGE / "interop.py")
+    assert "torch.distributed.checkpoint._nested_dict.flatten_state_dict" in found
+    assert any(name.endswith("_local_tensor") for name in found)
+
+
+@pytest.mark.parametrize("library", ["typer", "rich", "matplotlib"])
+def test_libraries_of_extras_are_not_imported(library: str) -> None:
+    for module in ORDER:
+        found = {name.split(".")[0] for name, _ in imports(PACKAGE / f"{module}.py")}
+        assert library not in found, module
+
+
+def test_the_front_door_offers_all_that_it_names() -> None:
+    assert dcp_placements.__all__ == sorted(dcp_placements.__all__)
+    for name in dcp_placements.__all__:
+        assert getattr(dcp_placements, name).__module__.startswith("dcp_placements.")
+        assert name in dir(dcp_placements)
+    with pytest.raises(AttributeError, match="nothing_such"):
+        dcp_placements.nothing_such  # noqa: B018

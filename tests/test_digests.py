@@ -1,0 +1,166 @@
+"""Digests speak of the elements in C order, however they lie in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dcp_placements.digests import (
+    FULL_NBYTES,
+    SAMPLE_NBYTES,
+    SAMPLED_NBYTES,
+    full_digest,
+    object_digest,
+    sampled_digests,
+)
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+def sampled(tensor: torch.Tensor) -> bytes | None:
+    return sampled_digests([tensor])[0]
+
+
+def contents(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    numel = torch.Size(shape).numel()
+    return torch.arange(numel).remainder(251).to(torch.uint8).reshape(shape).to(dtype)
+
+
+def lying_otherwise(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors with the same elements that are stored in other ways."""
+    transposed = tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    wide = torch.stack([tensor, tensor], -1)[..., 1]
+    within = torch.cat([tensor, tensor])[tensor.shape[0] :]
+    return [
+        tensor.clone(),
+        transposed,
+        wide,
+        within,
+        tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor.clone(),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5), (7, 11, 61), (1, 9001), (41, 300)])
+def test_equal_elements_have_equal_digests_however_they_lie(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensor = contents(shape, dtype)
+    for other in lying_otherwise(tensor):
+        assert sampled(other) == sampled(tensor)
+        assert full_digest(other) == full_digest(tensor)
+
+
+def test_non_contiguous_tensors_are_really_among_them() -> None:
+    assert [t.is_contiguous() for t in lying_otherwise(contents((7, 11)))][1:3] == [False, False]
+
+
+def test_lengths_are_as_documented() -> None:
+    for shape in ((3,), (5000,)):
+        assert len(sampled(contents(shape)) or b"") == SAMPLED_NBYTES
+        assert len(full_digest(contents(shape)) or b"") == FULL_NBYTES
+
+
+def test_one_changed_element_of_a_small_tensor_changes_both_digests() -> None:
+    """Up to the sample's size, all elements are sampled."""
+    tensor = contents((SAMPLE_NBYTES // 4,))
+    for position in range(0, tensor.numel(), 37):
+        changed = tensor.clone()
+        changed[position] += 1
+        assert sampled(changed) != sampled(tensor)
+        assert full_digest(changed) != full_digest(tensor)
+
+
+@pytest.mark.parametrize("position", [0, 63, -1, -64])
+def test_a_changed_end_of_a_large_tensor_changes_the_sampled_digest(position: int) -> None:
+    tensor = contents((100_003,))
+    changed = tensor.clone()
+    changed[position] += 1
+    assert sampled(changed) != sampled(tensor)
+
+
+@pytest.mark.parametrize("shape", [(100_003,), (317, 313)])
+def test_full_digest_sees_every_element(shape: tuple[int, ...]) -> None:
+    tensor = contents(shape)
+    whole = full_digest(tensor)
+    missed = 0
+    for position in range(1, tensor.numel(), 9973):
+        changed = tensor.clone()
+        changed.view(-1)[position] += 1
+        assert full_digest(changed) != whole
+        missed += sampled(changed) == sampled(tensor)
+    assert missed, "every one of these was sampled: the test looks at nothing"
+
+
+def test_full_digest_of_a_large_non_contiguous_tensor_is_made_in_slabs() -> None:
+    """Over 8 MiB, where it is not copied in one piece; rows beyond that size, too."""
+    for shape in ((3, 1_100_000), (1_200_000, 3), (2, 2, 1_050_000)):
+        tensor = contents(shape)
+        assert tensor.nbytes > 8 << 20
+        other = tensor.transpose(0, -1).contiguous().transpose(0, -1)
+        assert not other.is_contiguous()
+        assert full_digest(other) == full_digest(tensor)
+        assert sampled(other) == sampled(tensor)
+        other[-1, -1] += 1
+        assert full_digest(other) != full_digest(tensor)
+
+
+def test_bits_count_not_values() -> None:
+    zero, minus_zero = torch.zeros(4), -torch.zeros(4)
+    assert torch.equal(zero, minus_zero)
+    assert sampled(zero) != sampled(minus_zero)
+    nan = torch.full((4,), float("nan"))
+    assert sampled(nan) == sampled(nan.clone())
+
+
+def test_scalars_and_empty_tensors_have_digests() -> None:
+    assert sampled(torch.tensor(3.0)) == sampled(torch.tensor(3.0))
+    assert sampled(torch.tensor(3.0)) != sampled(torch.tensor(4.0))
+    assert sampled(torch.zeros(0, 3)) == sampled(torch.zeros(2, 0))
+    assert sampled(torch.zeros(0, 3)) is not None
+    assert full_digest(torch.tensor(3.0)) != full_digest(torch.tensor(4.0))
+    assert full_digest(torch.zeros(0, 3)) == full_digest(torch.zeros(5, 0))
+
+
+def test_what_has_no_memory_has_no_digest() -> None:
+    meta = torch.empty(3, device="meta")
+    sparse = torch.eye(3).to_sparse()
+    assert sampled_digests([meta, torch.ones(3), sparse]) == [None, sampled(torch.ones(3)), None]
+    assert full_digest(meta) is None
+    assert full_digest(sparse) is None
+
+
+def test_digests_stand_in_the_order_of_the_tensors() -> None:
+    tensors = [contents((n, 3)) for n in (5, 1, 400, 2)]
+    assert sampled_digests(tensors) == [sampled(tensor) for tensor in tensors]
+    assert len(set(sampled_digests(tensors))) == 4
+    assert sampled_digests([]) == []
+
+
+def test_equal_objects_have_equal_digests() -> None:
+    name = "adam"
+    shared = [name, name]
+    apart = [name, "".join(["a", "dam"])]
+    assert object_digest(shared) == object_digest(apart)
+    assert object_digest({"lr": 0.1}) == object_digest({"lr": 0.1})
+    assert object_digest({"lr": 0.1}) != object_digest({"lr": 0.2})
+    assert object_digest({"rank": 0}) != object_digest({"rank": 1})
+
+
+def test_objects_that_contain_themselves_have_a_digest() -> None:
+    loop: list[object] = [1]
+    loop.append(loop)
+    assert isinstance(object_digest(loop), bytes)
+
+
+def test_what_cannot_be_pickled_has_no_digest() -> None:
+    assert object_digest(lambda: None) is None

@@ -1,0 +1,625 @@
+"""Rows of ``hazards.md`` that a load decides: the right bytes, or an error that names the facts.
+
+Every ``M<n>`` is a row of that table. Ranks are simulated; ``test_hazards_ranks.py`` has those
+where real processes matter.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hazard_scenes import (
+    FILL,
+    arange,
+    assert_holds,
+    assert_same,
+    blank,
+    edit_metadata,
+    load,
+    refused,
+    same_bits,
+    save,
+    warned,
+    without_warning,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementError,
+    PlacementLoadPlanner,
+    PlacementRules,
+)
+from fakes import FakeDTensor, World
+
+WORLD = World(4)
+ONE = World(1)
+
+
+def rows(rank: int) -> PlacementRules:
+    """Rules that cut ``w`` by rows over four ranks."""
+    placement = CheckpointPlacement(WORLD.mesh(rank, ep=4), {"ep": Shard(0)})
+    return PlacementRules({"w": placement})
+
+
+def save_rows(path: Path, whole: torch.Tensor, **options: Any) -> None:
+    """Save ``whole`` as ``w``, cut by rows over four ranks, and a replicated ``norm``."""
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"w": whole.chunk(4)[rank].clone(), "norm": arange(3, dtype=whole.dtype)}
+
+    save(WORLD, path, state, rows, **options)
+
+
+# M13: another dtype in the template than in the checkpoint.
+
+
+@pytest.mark.parametrize(
+    ("stored", "template"),
+    [
+        (torch.float32, torch.int32),
+        (torch.bfloat16, torch.int64),
+        (torch.float32, torch.bool),
+        (torch.complex64, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("cast", ["warn", "allow", "error"])
+def test_m13_what_changes_the_numbers_meaning_is_refused(
+    tmp_path: Path, stored: torch.dtype, template: torch.dtype, cast: str
+) -> None:
+    save(ONE, tmp_path, lambda rank: {"layers": {"w": arange(4, 2, dtype=stored)}})
+    target = torch.zeros(4, 2, dtype=template)
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: {"layers": {"w": target}}, cast=cast)
+    told = f"{stored} -> {template}".replace("torch.", "")
+    refusal.says(f"layers.w: loading {told}", "way out:", str(stored).removeprefix("torch."))
+    assert not target.any()
+
+
+@pytest.mark.parametrize(
+    ("stored", "template"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.int64, torch.int8),
+    ],
+)
+def test_m13_narrowing_is_warned_of_refused_or_let_pass_as_asked(
+    tmp_path: Path, stored: torch.dtype, template: torch.dtype
+) -> None:
+    whole = arange(4, 2, dtype=stored)
+    save(ONE, tmp_path, lambda rank: {"a": {"w": whole}, "same": arange(2)})
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"a": {"w": torch.zeros(4, 2, dtype=template)}, "same": torch.zeros(2)}
+
+    told = f"{stored} -> {template}".replace("torch.", "")
+    with warned() as texts:
+        loaded, reports = load(ONE, tmp_path, state)
+    assert len(texts) == len(reports[0].warnings) == 1
+    assert "a.w: " in texts[0]
+    assert told in texts[0]
+    assert 'cast="allow"' in texts[0]
+    assert reports[0].casts == {"a.w": told}
+    assert same_bits(loaded[0]["a"]["w"], whole.to(template))
+
+    with without_warning():
+        loaded, reports = load(ONE, tmp_path, state, cast="allow")
+    assert reports[0].casts == {"a.w": told}
+    assert same_bits(loaded[0]["a"]["w"], whole.to(template))
+
+    with refused() as refusal:
+        load(ONE, tmp_path, state, cast="error")
+    refusal.says(f"a.w: loading {told}", "loses precision", 'cast="allow"')
+
+
+def test_m13_widening_is_listed_and_not_warned_of(tmp_path: Path) -> None:
+    whole = arange(4, 2, dtype=torch.bfloat16)
+    save(ONE, tmp_path, lambda rank: {"w": whole})
+    with without_warning():
+        loaded, reports = load(ONE, tmp_path, lambda rank: {"w": torch.zeros(4, 2)}, cast="error")
+    assert reports[0].casts == {"w": "bfloat16 -> float32"}
+    assert same_bits(loaded[0]["w"], whole.float())
+
+
+# M14: another size in the template than in the checkpoint.
+
+
+def test_m14_a_checkpoint_saved_without_its_ep_axis_is_named_as_that(tmp_path: Path) -> None:
+    save(WORLD, tmp_path, lambda rank: {"w": arange(2, 3), "norm": arange(3)})
+    with refused() as refusal:
+        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(2, 3), "norm": torch.zeros(3)}, rows)
+    assert sorted(refusal.by_rank) == [0, 1, 2, 3]
+    refusal.says(
+        "w: the checkpoint holds a (2, 3) tensor, but rank 2 needs (8, 3)",
+        "on dim 0",
+        "4 times",
+        "saved without its placement",
+        "axis of size 4",
+        "by rule:     'w'",
+        "way out:",
+    )
+
+
+def test_m14_a_load_without_the_rule_of_the_save_is_named_as_that(tmp_path: Path) -> None:
+    save_rows(tmp_path, arange(8, 3))
+    with refused() as refusal:
+        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(2, 3), "norm": torch.zeros(3)})
+    refusal.says(
+        "w: the checkpoint holds a (8, 3) tensor, but rank 0 needs (2, 3)",
+        "on dim 0",
+        "4 times",
+        "lack a rule",
+        "axis of size 4",
+    )
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (8, 4, 2), (16, 6)])
+def test_m14_other_sizes_are_refused_without_a_guess(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    save(ONE, tmp_path, lambda rank: {"w": arange(8, 3)})
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: {"w": torch.zeros(shape)})
+    refusal.says("w: the checkpoint holds a (8, 3) tensor", f"needs {shape}", "way out:")
+    assert "axis of size" not in refusal.text
+
+
+# M15: a partial load in which no key matches.
+
+
+def test_m15_a_partial_load_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    save(ONE, tmp_path, lambda rank: {"model": {"a": arange(3), "b": arange(4)}})
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: {"module.a": torch.zeros(3)}, allow_partial_load=True)
+    refusal.says("none of the 1 keys", "module.a", "model.a, model.b", "prefix", "rename=")
+
+
+def test_m15_a_partial_load_that_matches_something_counts_the_rest(tmp_path: Path) -> None:
+    save(ONE, tmp_path, lambda rank: {"a": arange(3), "b": arange(4)})
+    target = {"a": torch.zeros(3), "c": torch.full((2,), 5.0)}
+    with without_warning():
+        loaded, reports = load(ONE, tmp_path, lambda rank: target, allow_partial_load=True)
+    assert reports[0].missing == ("c",)
+    assert reports[0].unread == ("b",)
+    assert same_bits(loaded[0]["a"], arange(3))
+    assert same_bits(loaded[0]["c"], torch.full((2,), 5.0))
+
+
+def test_m15_a_key_that_the_checkpoint_lacks_is_refused_unless_optional(tmp_path: Path) -> None:
+    save(ONE, tmp_path, lambda rank: {"a": arange(3), "old.name": arange(4)})
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"a": torch.zeros(3), "new.name": torch.full((4,), 5.0)}
+
+    with refused() as refusal:
+        load(ONE, tmp_path, state)
+    refusal.says("new.name: the checkpoint lacks this key", "old.name", "optional=")
+    with without_warning():
+        loaded, reports = load(ONE, tmp_path, state, optional=["new.*"])
+    assert reports[0].missing == ("new.name",)
+    assert same_bits(loaded[0]["new.name"], torch.full((4,), 5.0))
+
+
+# M16: metadata that lacks a chunk.
+
+
+def test_m16_a_chunk_that_the_metadata_lacks_is_named_by_its_box(tmp_path: Path) -> None:
+    save_rows(tmp_path, arange(8, 3))
+
+    def lose_the_third(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata["w"]
+        entry.chunks = [c for c in entry.chunks if c.offsets[0] != 4]  # type: ignore[union-attr]
+
+    edit_metadata(tmp_path, lose_the_third)
+    targets = [torch.full((2, 3), float(FILL)) for _ in range(4)]
+    with refused() as refusal:
+        load(WORLD, tmp_path, lambda rank: {"w": targets[rank], "norm": torch.zeros(3)}, rows)
+    assert sorted(refusal.by_rank) == [2]
+    refusal.says("w: nobody stored [4:6, :] of (8, 3), which rank 2 needs", "way out:")
+    assert all(same_bits(target, torch.full((2, 3), float(FILL))) for target in targets)
+
+
+def test_m16_a_load_of_the_whole_names_the_hole_too(tmp_path: Path) -> None:
+    save_rows(tmp_path, arange(8, 3))
+
+    def lose_two(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata["w"]
+        entry.chunks = [c for c in entry.chunks if c.offsets[0] < 4]  # type: ignore[union-attr]
+
+    edit_metadata(tmp_path, lose_two)
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: {"w": torch.zeros(8, 3), "norm": torch.zeros(3)})
+    refusal.says("w: nobody stored [4:8, :] of (8, 3)", "rank 0")
+
+
+# M19, M20: a checkpoint whose bytes are not those that were saved.
+
+
+def template(rank: int) -> dict[str, Any]:
+    return {"w": torch.zeros(64, 16), "norm": torch.zeros(3)}
+
+
+def local_template(rank: int) -> dict[str, Any]:
+    return {"w": torch.zeros(16, 16), "norm": torch.zeros(3)}
+
+
+def test_m19_a_mix_of_two_steps_is_detected(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_rows(old, arange(64, 16), digests="full")
+    save_rows(new, arange(64, 16, start=5), digests="full")
+    # Rank 2 has overwritten its file when the job dies.
+    shutil.copy(new / "__2_0.distcp", old / "__2_0.distcp")
+    with refused() as refusal:
+        load(ONE, old, template, verify="digests")
+    refusal.says("w: ", "[32:48, ", "__2_0.distcp", "way out:")
+    with refused() as refusal:
+        load(WORLD, old, local_template, rows, verify="digests")
+    assert sorted(refusal.by_rank) == [2]
+    refusal.says("w: ", "__2_0.distcp")
+
+
+def test_m19_the_metadata_of_another_save_is_detected(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_rows(old, arange(64, 16), digests="full")
+    save_rows(new, arange(64, 16, start=5), digests="full")
+    shutil.copy(new / ".metadata", old / ".metadata")
+    with refused() as refusal:
+        load(ONE, old, template, verify="digests")
+    refusal.says("w: ", ".distcp")
+
+
+def flip_a_byte(path: Path, holding: torch.Tensor) -> Path:
+    """Flip one byte of the stored ``holding``; return the file that it is in."""
+    raw = holding.contiguous().numpy().tobytes()
+    for file in sorted(path.glob("*.distcp")):
+        data = bytearray(file.read_bytes())
+        found = data.find(raw)
+        if found >= 0:
+            data[found + len(raw) // 2] ^= 0x10
+            file.write_bytes(bytes(data))
+            return file
+    raise AssertionError("no file holds these bytes")
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_m20_a_flipped_byte_is_detected(tmp_path: Path, rank: int) -> None:
+    whole = arange(64, 16)
+    save_rows(tmp_path, whole, digests="full")
+    file = flip_a_byte(tmp_path, whole.chunk(4)[rank])
+    with refused() as refusal:
+        load(WORLD, tmp_path, local_template, rows, verify="digests")
+    assert sorted(refusal.by_rank) == [rank]
+    refusal.says("w: ", f"[{16 * rank}:{16 * rank + 16}, ", file.name, "way out:")
+    with refused() as refusal:
+        load(ONE, tmp_path, template, verify="digests")
+    refusal.says("w: ", file.name)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_m20_any_flipped_bit_is_loud_or_harmless(tmp_path: Path, seed: int) -> None:
+    """Wherever the bit is, in data, in file headers or in the metadata: never wrong in silence."""
+    whole, norm = arange(16, 8), arange(5)
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"w": whole.chunk(4)[rank].clone(), "norm": norm, "seen": ("step", 3)}
+
+    save(WORLD, tmp_path, state, rows, digests="full")
+    chance = random.Random(seed)
+    for _ in range(40):
+        file = chance.choice(sorted(tmp_path.iterdir()))
+        sound = file.read_bytes()
+        damaged = bytearray(sound)
+        damaged[chance.randrange(len(sound))] ^= 1 << chance.randrange(8)
+        file.write_bytes(bytes(damaged))
+        target: dict[str, Any] = {"w": torch.zeros(16, 8), "norm": torch.zeros(5), "seen": None}
+        loud = False
+        try:
+            load(ONE, tmp_path, lambda rank, target=target: target, verify="digests")
+        except (Exception, dcp.CheckpointException):
+            loud = True
+        if not loud:
+            assert_same(target, {"w": whole, "norm": norm, "seen": ("step", 3)})
+        file.write_bytes(sound)
+
+
+def test_m20_an_object_that_was_changed_is_detected(tmp_path: Path) -> None:
+    save(ONE, tmp_path, lambda rank: {"rng": "a long seed", "w": arange(3)}, digests="full")
+    for file in tmp_path.glob("*.distcp"):
+        file.write_bytes(file.read_bytes().replace(b"a long seed", b"a wrong one"))
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: {"rng": None, "w": torch.zeros(3)}, verify="digests")
+    refusal.says("rng: ", ".distcp")
+
+
+def test_m20_an_untouched_checkpoint_verifies_in_any_layout(tmp_path: Path) -> None:
+    whole = arange(64, 16)
+    save_rows(tmp_path, whole, digests="full")
+    with without_warning():
+        loaded, reports = load(WORLD, tmp_path, local_template, rows, verify="digests")
+    assert [report.verified for report in reports] == [2, 2, 2, 2]
+    assert [report.unverified for report in reports] == [0, 0, 0, 0]
+    for rank in range(4):
+        assert same_bits(loaded[rank]["w"], whole.chunk(4)[rank])
+
+    with without_warning():
+        loaded, reports = load(ONE, tmp_path, template, verify="digests")
+    assert (reports[0].verified, reports[0].unverified) == (5, 0)
+    assert same_bits(loaded[0]["w"], whole)
+
+    def columns(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, tp=4)
+        return {"w": FakeDTensor.distribute(torch.zeros(64, 16), mesh, [Shard(1)])}
+
+    with without_warning():
+        loaded, reports = load(WORLD, tmp_path, columns, verify="digests")
+    # Each rank reads a part of each chunk: no digest speaks for that, and the report says so.
+    assert (reports[0].verified, reports[0].unverified) == (0, 4)
+    for rank in range(4):
+        assert same_bits(loaded[rank]["w"].to_local(), whole.chunk(4, 1)[rank])
+
+
+def test_m20_stock_torch_reads_a_checkpoint_with_digests(tmp_path: Path) -> None:
+    save_rows(tmp_path, arange(64, 16), digests="full")
+    assert_holds(tmp_path, {"w": arange(64, 16), "norm": arange(3)})
+
+
+@pytest.mark.parametrize("digests", ["sampled", "off"])
+def test_m20_verifying_a_checkpoint_without_digests_is_refused(
+    tmp_path: Path, digests: str
+) -> None:
+    save_rows(tmp_path, arange(64, 16), digests=digests)
+    target = template(0)
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: target, verify="digests")
+    refusal.says("no digests", "digests='full'")
+    assert not target["w"].any()
+
+
+def test_m20_verifying_a_checkpoint_of_stock_torch_is_refused(tmp_path: Path) -> None:
+    dcp.save({"w": arange(64, 16), "norm": arange(3)}, checkpoint_id=tmp_path, no_dist=True)
+    with refused() as refusal:
+        load(ONE, tmp_path, template, verify="digests")
+    refusal.says("no digests", "digests='full'")
+
+
+# M21: a truncated file.
+
+
+@pytest.mark.parametrize("verify", ["off", "digests"])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.9])
+def test_m21_a_truncated_file_is_loud(tmp_path: Path, verify: str, kept: float) -> None:
+    save_rows(tmp_path, arange(64, 16), digests="full")
+    file = tmp_path / "__3_0.distcp"
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
+    with pytest.raises(dcp.CheckpointException) as raised:
+        load(ONE, tmp_path, template, verify=verify)
+    assert sorted(raised.value.failures) == [0]
+
+
+def test_m21_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    save_rows(tmp_path, arange(64, 16))
+    (tmp_path / "__3_0.distcp").unlink()
+    with pytest.raises(dcp.CheckpointException, match=r"__3_0\.distcp"):
+        load(ONE, tmp_path, template)
+
+
+# M22, M23: optimizer state of a parameter that never took a step.
+
+
+def moments(name: str, step: float, start: int) -> dict[str, Any]:
+    return {
+        "step": torch.tensor(step),
+        "exp_avg": arange(4, 3, start=start),
+        "exp_avg_sq": arange(4, 3, start=2 * start),
+    }
+
+
+def nested(*stepped: str, step: float = 3.0) -> dict[str, Any]:
+    """A state dict as ``get_optimizer_state_dict`` makes it."""
+    state = {name: moments(name, step, 7) for name in stepped}
+    groups = [{"lr": 0.1, "params": ["layers.a", "layers.b"]}]
+    weights = {name: arange(4, 3) for name in ("layers.a", "layers.b")}
+    return {"model": weights, "optim": {"state": state, "param_groups": groups}}
+
+
+def flattened(*stepped: str, step: float = 3.0) -> dict[str, Any]:
+    """A state dict with flattened optimizer state."""
+    state = {
+        f"state.{name}.{key}": value
+        for name in stepped
+        for key, value in moments(name, step, 7).items()
+    }
+    state |= {f"param_groups.{name}.lr": 0.1 for name in ("layers.a", "layers.b")}
+    weights = {name: arange(4, 3) for name in ("layers.a", "layers.b")}
+    return {"model": weights, "optim": state}
+
+
+def fresh(build: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """A template whose optimizer has just made its state: moments 0, but ``step`` already 1."""
+    made = build("layers.a", "layers.b", step=1.0)
+    state = made["optim"].get("state", made["optim"])
+    for key, value in state.items():
+        for tensor in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                tensor.zero_()
+        assert key
+    for weight in made["model"].values():
+        weight.fill_(FILL)
+    return made
+
+
+def states_of(loaded: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
+    optim = loaded["optim"]
+    if "state" in optim:
+        return dict(optim["state"][name])
+    prefix = f"state.{name}."
+    return {k.removeprefix(prefix): v for k, v in optim.items() if k.startswith(prefix)}
+
+
+@pytest.mark.parametrize("build", [nested, flattened])
+@pytest.mark.parametrize("partial", [False, True], ids=["m22-strict", "m23-partial-load"])
+class TestNeverStepped:
+    def test_state_is_kept_listed_and_its_step_is_0(
+        self, tmp_path: Path, build: Callable[..., dict[str, Any]], partial: bool
+    ) -> None:
+        with without_warning():
+            saved = save(WORLD, tmp_path, lambda rank: build("layers.a"))
+        assert len(saved.stateless) == 1
+        assert saved.stateless[0].endswith("layers.b")
+        with without_warning():
+            loaded, reports = load(
+                WORLD, tmp_path, lambda rank: fresh(build), allow_partial_load=partial
+            )
+        for rank in range(4):
+            assert len(reports[rank].stateless) == 1
+            assert reports[rank].stateless[0].endswith("layers.b")
+            assert not [key for key in reports[rank].missing if "layers.a" in key]
+            assert same_bits(loaded[rank]["model"]["layers.b"], arange(4, 3))
+            for name, wanted in (
+                ("layers.a", moments("layers.a", 3.0, 7)),
+                ("layers.b", moments("layers.b", 0.0, 0)),
+            ):
+                found = states_of(loaded[rank], name)
+                wanted["exp_avg"] *= name == "layers.a"
+                wanted["exp_avg_sq"] *= name == "layers.a"
+                for key, value in wanted.items():
+                    assert same_bits(found[key], value), (name, key, found[key])
+
+    def test_step_0_lands_in_the_optimizers_own_tensor(
+        self, tmp_path: Path, build: Callable[..., dict[str, Any]], partial: bool
+    ) -> None:
+        save(ONE, tmp_path, lambda rank: build("layers.a"))
+        target = fresh(build)
+        step = states_of(target, "layers.b")["step"]
+        load(ONE, tmp_path, lambda rank: target, allow_partial_load=partial)
+        assert step.item() == 0
+
+    def test_a_step_that_is_a_number_is_0_too(
+        self, tmp_path: Path, build: Callable[..., dict[str, Any]], partial: bool
+    ) -> None:
+        def with_numbers(made: dict[str, Any]) -> dict[str, Any]:
+            optim = made["optim"]
+            for name, state in optim.get("state", {}).items():
+                state["step"] = int(state["step"])
+                assert name
+            for key in [key for key in optim if key.endswith(".step")]:
+                optim[key] = int(optim[key])
+            return made
+
+        save(ONE, tmp_path, lambda rank: with_numbers(build("layers.a")))
+        loaded, _ = load(
+            ONE, tmp_path, lambda rank: with_numbers(fresh(build)), allow_partial_load=partial
+        )
+        assert states_of(loaded[0], "layers.a")["step"] == 3
+        assert states_of(loaded[0], "layers.b")["step"] == 0
+
+    def test_state_that_is_there_in_part_is_refused(
+        self, tmp_path: Path, build: Callable[..., dict[str, Any]], partial: bool
+    ) -> None:
+        def state(rank: int) -> dict[str, Any]:
+            made = build("layers.a", "layers.b")
+            optim = made["optim"]
+            if "state" in optim:
+                del optim["state"]["layers.b"]["exp_avg_sq"]
+            else:
+                del optim["state.layers.b.exp_avg_sq"]
+            return made
+
+        save(ONE, tmp_path, state)
+        with refused() as refusal:
+            load(ONE, tmp_path, lambda rank: fresh(build), allow_partial_load=partial)
+        refusal.says("optim.state.layers.b.exp_avg_sq: ", "rank 0")
+        assert "layers.a" not in refusal.text
+
+
+def test_m22_no_optimizer_state_at_all_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    """A checkpoint of weights alone is no optimizer that never stepped."""
+    save(ONE, tmp_path, lambda rank: {"model": nested()["model"]})
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: fresh(nested))
+    refusal.says("optim.", "layers.a")
+    with without_warning():
+        loaded, reports = load(ONE, tmp_path, lambda rank: fresh(nested), optional=["optim"])
+    assert reports[0].missing
+    assert same_bits(loaded[0]["model"]["layers.a"], arange(4, 3))
+
+
+def test_m22_state_of_experts_under_a_rule_is_kept_too(tmp_path: Path) -> None:
+    def rules(rank: int) -> PlacementRules:
+        placement = CheckpointPlacement(WORLD.mesh(rank, ep=4), {"ep": Shard(0)})
+        return PlacementRules({"experts.*": placement})
+
+    def state(rank: int, *stepped: str) -> dict[str, Any]:
+        return {
+            "model": {f"experts.{n}": arange(8, 3).chunk(4)[rank].clone() for n in "ab"},
+            "optim": {
+                "state": {
+                    f"experts.{n}": {
+                        "step": torch.tensor(4.0),
+                        "exp_avg": arange(8, 3, start=9).chunk(4)[rank].clone(),
+                    }
+                    for n in stepped
+                }
+            },
+        }
+
+    def zeroed(rank: int) -> dict[str, Any]:
+        made = state(rank, "a", "b")
+        for moment in made["optim"]["state"].values():
+            moment["step"].fill_(1)
+            moment["exp_avg"].zero_()
+        return made
+
+    with without_warning():
+        save(WORLD, tmp_path, lambda rank: state(rank, "a"), rules)
+        loaded, reports = load(WORLD, tmp_path, zeroed, rules)
+    for rank in range(4):
+        optim = loaded[rank]["optim"]["state"]
+        assert same_bits(optim["experts.a"]["exp_avg"], arange(8, 3, start=9).chunk(4)[rank])
+        assert optim["experts.a"]["step"] == 4
+        assert not optim["experts.b"]["exp_avg"].any()
+        assert optim["experts.b"]["step"] == 0
+        assert [name.endswith("experts.b") for name in reports[rank].stateless] == [True]
+
+
+# Every load: what is refused leaves memory as it was, and old checkpoints stay loadable.
+
+
+def test_all_faults_of_a_load_are_told_at_once_in_order(tmp_path: Path) -> None:
+    save(ONE, tmp_path, lambda rank: {"a": arange(3), "b": arange(4), "c": arange(2)})
+    bad = {"c": torch.zeros(2, dtype=torch.int32), "b": torch.zeros(5), "d": torch.zeros(1)}
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: bad)
+    refusal.says("(3 faults)")
+    positions = [refusal.text.index(f"\n{name}: ") for name in "bcd"]
+    assert positions == sorted(positions)
+
+
+def test_options_that_there_are_not_are_refused() -> None:
+    for options in ({"verify": "yes"}, {"cast": "never"}):
+        with pytest.raises(PlacementError, match="choose one of"):
+            PlacementLoadPlanner(**options)  # type: ignore[arg-type]
+
+
+def test_a_stock_checkpoint_loads_into_any_rule(tmp_path: Path) -> None:
+    whole = arange(8, 3)
+    dcp.save({"w": whole, "norm": arange(3)}, checkpoint_id=tmp_path, no_dist=True)
+    with without_warning():
+        loaded, _ = load(
+            WORLD,
+            tmp_path,
+            lambda rank: blank({"w": torch.zeros(2, 3), "norm": torch.zeros(3)}),
+            rows,
+        )
+    for rank in range(4):
+        assert same_bits(loaded[rank]["w"], whole.chunk(4)[rank])

@@ -1,0 +1,278 @@
+"""Rows of ``hazards.md`` and the main job on four real gloo ranks, with real FSDP2 and AdamW.
+
+One launch of ``tests/ranks/hazard_worker.py`` runs all scenarios and writes what each rank saw;
+the tests assert on that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+WORKER = Path(__file__).parent / "ranks" / "hazard_worker.py"
+RANKS = range(4)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each rank saw, by scenario."""
+    out = tmp_path_factory.mktemp("ranks")
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONHASHSEED", "RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", str(len(RANKS)), str(WORKER), str(out)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in RANKS]
+
+
+class Seen:
+    """One scenario on all ranks."""
+
+    def __init__(self, outcomes: list[dict[str, Any]], name: str) -> None:
+        self.ranks = [outcome[name] for outcome in outcomes]
+        for rank, outcome in enumerate(self.ranks):
+            assert "failed" not in outcome, f"rank {rank}: {outcome['traceback']}"
+
+    def all(self, key: str) -> Any:
+        """Return what every rank saw, which is the same on all of them."""
+        values = [outcome[key] for outcome in self.ranks]
+        assert all(value == values[0] for value in values), values
+        return values[0]
+
+    def each(self, key: str) -> list[Any]:
+        """Return what each rank saw."""
+        return [outcome[key] for outcome in self.ranks]
+
+    def quiet(self) -> bool:
+        """Whether no rank was warned of anything."""
+        return all(not outcome["warnings"] for outcome in self.ranks)
+
+
+def assert_says(text: str, *parts: str) -> None:
+    for part in parts:
+        assert part in text, f"{part!r} is not in:\n{text}"
+
+
+def refusal(seen: Seen) -> str:
+    """Return the text that all ranks were refused with, by the coordinator."""
+    told = seen.all("refused")
+    assert list(told) == ["0"], told
+    return str(told["0"])
+
+
+def test_m1_plain_tensors_that_differ_are_refused(outcomes: list[dict[str, Any]]) -> None:
+    seen = Seen(outcomes, "m1")
+    assert_says(
+        refusal(seen), "layers.w: 2 different contents", "ranks 0-1", "ranks 2-3", "needs a rule"
+    )
+    assert seen.all("files") == []
+
+
+def test_m2_experts_without_a_rule_are_refused(outcomes: list[dict[str, Any]]) -> None:
+    seen = Seen(outcomes, "m2_without_rule")
+    assert_says(
+        refusal(seen),
+        "experts.w1: 2 different contents on 2 ranks",
+        "content A:   rank 0",
+        "content B:   rank 2",
+        "differs along 'ep'",
+        "needs a rule with Shard",
+        "CheckpointPlacement",
+    )
+    assert seen.all("files") == []
+    # The pre-flight refuses in the same words, and not wrapped by torch.
+    for rank, told in enumerate(seen.each("check")):
+        assert told == {str(rank): refusal(seen)}
+
+
+def test_m2_experts_with_a_rule_are_whole_in_the_file(outcomes: list[dict[str, Any]]) -> None:
+    seen = Seen(outcomes, "m2_with_rule")
+    assert seen.quiet()
+    assert seen.all("differing") == []
+    assert seen.all("check") == [4, 96, 96]
+    assert seen.all("files_after_check") == []
+
+
+def test_m11_replicas_that_drifted_are_refused_or_warned_of(outcomes: list[dict[str, Any]]) -> None:
+    seen = Seen(outcomes, "m11")
+    parts = ("w: 2 different contents", "rank 1", "rank 3", "'replicate'", "drifted apart")
+    assert_says(refusal(seen), *parts, 'on_conflict="warn"')
+    assert seen.all("files") == []
+    assert seen.all("kept_one")
+    assert seen.all("agreeing_differs") == []
+    (warning,) = seen.ranks[0]["warnings"]
+    assert_says(warning, *parts)
+    assert len(seen.ranks[0]["report"]) == 1
+
+
+def test_m17_rank_metadata_alone_loads_right_or_not_at_all(outcomes: list[dict[str, Any]]) -> None:
+    seen = Seen(outcomes, "m17")
+    assert "__3.metadata" in seen.all("files")
+    for rank, told in enumerate(seen.each("refused")):
+        if told:
+            assert_says(
+                told[str(rank)], "w: nobody stored [", "of (8, 3)", f"rank {rank}", "collectives"
+            )
+            assert seen.ranks[rank]["untouched"]
+        else:
+            assert seen.ranks[rank]["differing"] == []
+
+
+def test_m17_rank_metadata_loads_into_the_layout_it_was_saved_from(
+    outcomes: list[dict[str, Any]],
+) -> None:
+    seen = Seen(outcomes, "m17")
+    assert seen.all("same_layout_refused") == {}
+    assert seen.all("same_layout_differing") == []
+
+
+def test_m18_a_save_by_some_of_the_ranks_is_warned_of(outcomes: list[dict[str, Any]]) -> None:
+    told = Seen(outcomes, "m18").each("told")
+    for coordinator in (0, 2):
+        (text,) = told[coordinator]
+        assert_says(text, "2 of 4 ranks", "directory", "way out:")
+    assert told[1] == told[3] == []
+
+
+def test_m24_state_of_one_ep_group_is_named_before_anything_hangs(
+    outcomes: list[dict[str, Any]],
+) -> None:
+    seen = Seen(outcomes, "m24")
+    assert_says(
+        refusal(seen),
+        "optim.state.experts.w1.exp_avg: ",
+        "on ranks 0-1 and not on ranks 2-3",
+        "[4:8, :]",
+        "12 of 24 elements",
+        "'ep'",
+        "by rule:     'experts.w1'",
+        "way out:",
+    )
+    assert seen.all("files") == []
+    assert max(seen.each("seconds")) < 20
+
+
+@pytest.mark.parametrize("name", ["equal_objects", "equal_sets"])
+def test_objects_that_are_equal_on_all_ranks_pass(
+    outcomes: list[dict[str, Any]], name: str
+) -> None:
+    seen = Seen(outcomes, name)
+    assert len(set(seen.each("seed"))) > 1, "the ranks' hash seeds should differ"
+    assert seen.all("told") == []
+    assert seen.all("equal") == seen.all("keys")
+
+
+def test_m25_a_cached_plan_is_right_for_what_changes(outcomes: list[dict[str, Any]]) -> None:
+    seen = Seen(outcomes, "plan_cache")
+    assert seen.quiet()
+    told = seen.ranks[0]["seen"]
+    assert [differing for _, differing in told] == [[], [], [], []]
+    assert [text == "reused" for text, _ in told] == [False, True, False, False]
+
+
+def test_the_main_job_is_whole_in_the_file(outcomes: list[dict[str, Any]]) -> None:
+    seen = Seen(outcomes, "main_job")
+    assert seen.quiet()
+    assert seen.all("told") == []
+    assert seen.all("differing") == []
+    assert seen.all("experts") == [8, 3, 5]
+    names = seen.all("names")
+    assert "optim.state.experts.w2.exp_avg_sq" in names
+    assert "optim.state.dense.bias.step" in names
+    unique, whole = seen.ranks[0]["nbytes"]
+    assert unique == whole > 0
+
+
+def test_the_main_job_comes_back_bit_for_bit_and_trains_on(outcomes: list[dict[str, Any]]) -> None:
+    seen = Seen(outcomes, "main_job_comes_back")
+    assert seen.quiet()
+    assert seen.all("told") == []
+    assert seen.all("differing") == []
+    assert seen.all("compared") == 25
+    assert seen.all("differing_after_a_step") == []
+    assert seen.all("unverified") == 0
+    assert min(seen.each("verified")) >= 25
+
+
+@pytest.mark.parametrize("scenario", ["reshard_to_ep4", "reshard_to_ep1"])
+def test_the_main_job_loads_into_another_topology(
+    outcomes: list[dict[str, Any]], scenario: str
+) -> None:
+    seen = Seen(outcomes, scenario)
+    assert seen.quiet()
+    assert seen.all("told") == []
+    assert seen.all("shape") == [2, 3, 5]
+    assert seen.all("differing") == []
+    assert seen.all("compared") == 25
+
+
+def test_m22_the_save_report_lists_a_parameter_that_never_stepped(
+    outcomes: list[dict[str, Any]],
+) -> None:
+    (name,) = Seen(outcomes, "main_job").ranks[0]["stateless"]
+    assert name.endswith("unused")
+
+
+@pytest.mark.parametrize("how", ["strict", "partial"], ids=["m22-strict", "m23-partial"])
+def test_state_that_never_was_is_kept_with_step_0(outcomes: list[dict[str, Any]], how: str) -> None:
+    seen = Seen(outcomes, "m22_m23").all(how)
+    assert seen["step_of_the_template"] == 1
+    assert seen["step"] == 0
+    assert seen["moments"] == 0
+    assert seen["step_of_another"] == 3
+    assert seen["told"] == []
+    (name,) = seen["stateless"]
+    assert name.endswith("unused")
+
+
+@pytest.mark.parametrize("scenario", ["main_job_comes_back", "reshard_to_ep4", "reshard_to_ep1"])
+def test_m22_the_load_report_lists_a_parameter_without_state(
+    outcomes: list[dict[str, Any]], scenario: str
+) -> None:
+    (name,) = Seen(outcomes, scenario).all("stateless")
+    assert name.endswith("unused")
+
+
+def test_forgotten_rules_are_refused_at_save_and_at_load(outcomes: list[dict[str, Any]]) -> None:
+    seen = Seen(outcomes, "rules_forgotten")
+    assert_says(refusal(seen), "model.experts.w1", "optim.state.experts.w2.exp_avg_sq", "'ep'")
+    assert "dense" not in refusal(seen)
+    assert seen.all("files") == []
+    at_load = seen.all("refused_at_load")
+    assert sorted(at_load) == ["0", "1", "2", "3"]
+    assert_says(
+        at_load["3"], "model.experts.w1", "(8, 3, 5)", "(4, 3, 5)", "2 times", "axis of size 2"
+    )
+    assert seen.all("changed") == []
+
+
+@pytest.mark.parametrize("how", ["thread", "process"])
+def test_async_saves_hold_the_state_of_the_call(outcomes: list[dict[str, Any]], how: str) -> None:
+    seen = Seen(outcomes, f"async_save_in_a_{how}")
+    assert seen.quiet()
+    assert seen.all("differing") == [[], []]
+    assert seen.all("compared") == 24
+
+
+def test_an_async_save_that_is_refused_says_so_where_its_result_is_asked_for(
+    outcomes: list[dict[str, Any]],
+) -> None:
+    seen = Seen(outcomes, "async_save_refused")
+    assert_says(refusal(seen), "layers.w: 4 different contents on 4 ranks")
+    assert seen.all("files") == []

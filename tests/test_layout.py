@@ -1,0 +1,272 @@
+"""Layouts as a table: numbers that do not divide, nothing to hold, parts, and picked rows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dcp_placements.layout import (
+    Box,
+    Chunk,
+    Cut,
+    Intervals,
+    Layout,
+    LayoutError,
+    Pick,
+    Sharding,
+    part_sizes,
+    pick_intervals,
+    shard_intervals,
+)
+
+
+def rows(intervals: Intervals) -> list[int]:
+    return [row for start, stop in intervals for row in range(start, stop)]
+
+
+def rows_at(sharding: Sharding, coordinate: tuple[int, ...]) -> list[int]:
+    return rows(sharding.at(coordinate).intervals[0])
+
+
+def test_two_axes_on_one_dim_cut_one_after_the_other() -> None:
+    sharding = Sharding((5, 3), (2, 2), (Cut(0, 0), Cut(0, 1)))
+    table = {each: rows_at(sharding, each) for each in sharding.coordinates()}
+    assert table == {(0, 0): [0, 1], (0, 1): [2], (1, 0): [3], (1, 1): [4]}
+
+
+def test_cuts_apply_in_their_order_whatever_their_axes() -> None:
+    """FSDP on axis 0 cuts what tp on axis 1 has left."""
+    sharding = Sharding((8,), (2, 2), (Cut(0, 1), Cut(0, 0)))
+    table = {each: rows_at(sharding, each) for each in sharding.coordinates()}
+    assert table == {(0, 0): [0, 1], (0, 1): [4, 5], (1, 0): [2, 3], (1, 1): [6, 7]}
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "expected"),
+    [
+        (7, 3, [[0, 1, 2], [3, 4, 5], [6]]),
+        (5, 4, [[0, 1], [2, 3], [4], []]),
+        (2, 4, [[0], [1], [], []]),
+        (0, 2, [[], []]),
+        (3, 1, [[0, 1, 2]]),
+        (1, 1, [[0]]),
+    ],
+)
+def test_pieces_are_those_of_torch_chunk(total: int, ranks: int, expected: list[list[int]]) -> None:
+    whole = ((0, total),) if total else ()
+    assert [rows(shard_intervals(whole, ranks, i)) for i in range(ranks)] == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "interleaved", "expected"),
+    [
+        (1, False, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
+        (2, False, [[0, 1, 2, 5, 6, 7], [3, 4, 8, 9]]),
+        ((6, 2, 2), False, [[0, 1, 2, 6, 8], [3, 4, 5, 7, 9]]),
+        (2, True, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]),
+        ((5, 5), True, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]),
+        (3, False, [[0, 1, 4, 5, 8], [2, 3, 6, 7, 9]]),
+        (1, True, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
+        (20, False, [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], []]),
+    ],
+)
+def test_parts_are_cut_each_on_its_own(
+    parts: int | tuple[int, ...], interleaved: bool, expected: list[list[int]]
+) -> None:
+    found = [rows(shard_intervals(((0, 10),), 2, i, parts, interleaved)) for i in range(2)]
+    assert found == expected
+
+
+def test_parts_of_a_part_are_chunked_from_what_is_left() -> None:
+    """_StridedShard with split factor 2 inside the second half of an uneven cut."""
+    sharding = Sharding((7,), (2, 2), (Cut(0, 0), Cut(0, 1, parts=2)))
+    table = {each: rows_at(sharding, each) for each in sharding.coordinates()}
+    assert table == {(0, 0): [0, 2], (0, 1): [1, 3], (1, 0): [4, 6], (1, 1): [5]}
+
+
+def test_adjacent_intervals_merge_into_one_chunk() -> None:
+    whole = Sharding((6,), (1,), (Cut(0, 0, parts=3),)).at((0,))
+    assert whole.intervals == (((0, 6),),)
+    assert whole.chunks() == (Chunk((0,), (0,), (6,)),)
+    # Rows 2-3 of the first part and 4-5 of the second touch where the parts do.
+    assert shard_intervals(((0, 2), (2, 4)), 1, 0, 2) == ((0, 4),)
+
+
+def test_chunks_of_a_strided_shard_name_both_sides() -> None:
+    layout = Sharding((8, 4), (2, 2), (Cut(0, 0, parts=2), Cut(1, 1, parts=2))).at((1, 0))
+    assert layout.local_shape == (4, 2)
+    assert layout.chunks() == (
+        Chunk((0, 0), (2, 0), (2, 1)),
+        Chunk((0, 1), (2, 2), (2, 1)),
+        Chunk((2, 0), (6, 0), (2, 1)),
+        Chunk((2, 1), (6, 2), (2, 1)),
+    )
+
+
+def test_last_rank_of_uneven_shard_is_empty() -> None:
+    layout = Sharding((5, 3), (4,), (Cut(0, 0),)).at((3,))
+    assert layout.local_shape == (0, 3)
+    assert layout.chunks() == ()
+
+
+def test_empty_tensor_has_no_chunks_anywhere() -> None:
+    sharding = Sharding((3, 0), (2,), (Cut(0, 0),))
+    for coordinate in sharding.coordinates():
+        layout = sharding.at(coordinate)
+        assert layout.local_shape == (2 - coordinate[0], 0)
+        assert layout.chunks() == ()
+
+
+def test_scalar_is_one_chunk() -> None:
+    layout = Sharding((), (4, 2)).at((3, 1))
+    assert layout.local_shape == ()
+    assert layout.chunks() == (Chunk((), (), ()),)
+    assert layout.is_whole
+    assert layout.chunks()[0].box.numel == 1
+
+
+def test_axes_of_size_one_and_uncut_axes_leave_the_whole() -> None:
+    sharding = Sharding((5, 3), (1, 4), (Cut(0, 0), Cut(1, 0)))
+    for coordinate in sharding.coordinates():
+        layout = sharding.at(coordinate)
+        assert layout.is_whole
+        assert layout.chunks() == (Chunk((0, 0), (0, 0), (5, 3)),)
+
+
+@pytest.mark.parametrize(
+    ("layout", "whole"),
+    [
+        (Layout((4,), (((0, 4),),)), True),
+        (Layout((4,), (((0, 2),),)), False),
+        (Layout((4,), (((2, 4), (0, 2)),)), False),
+        (Layout((0, 3), ((), ((0, 3),))), True),
+        (Layout((4,), (((0, 6),),)), False),
+    ],
+)
+def test_a_layout_is_whole_in_its_own_order_and_without_padding(
+    layout: Layout, whole: bool
+) -> None:
+    assert layout.is_whole is whole
+
+
+def test_picked_rows_keep_their_order_and_stay_apart() -> None:
+    """A row is one chunk wherever it is held, whatever lies beside it on that rank."""
+    sharding = Sharding((6, 2), (2,), (Pick(0, (4, 1, 2)),))
+    layout = sharding.at((0,))
+    assert layout.intervals == (((4, 5), (1, 2), (2, 3)), ((0, 2),))
+    assert layout.chunks() == (
+        Chunk((0, 0), (4, 0), (1, 2)),
+        Chunk((1, 0), (1, 0), (1, 2)),
+        Chunk((2, 0), (2, 0), (1, 2)),
+    )
+    assert not sharding.is_uniform
+    assert Sharding((6,), (2,), (Cut(0, 0),)).is_uniform
+
+
+def test_picked_rows_are_cut_by_what_comes_after() -> None:
+    sharding = Sharding((6,), (3,), (Pick(0, (5, 0, 3)), Cut(0, 0)))
+    assert [rows_at(sharding, (i,)) for i in range(3)] == [[5], [0], [3]]
+
+
+def test_no_picked_rows_is_an_empty_shard() -> None:
+    assert Sharding((6, 2), (2,), (Pick(0, ()),)).at((0,)).local_shape == (0, 2)
+
+
+def test_padding_is_in_the_local_shape_and_in_no_chunk() -> None:
+    sharding = Sharding((5, 2), (2,), (Cut(0, 0),), padded_shape=(8, 2))
+    assert [sharding.at((i,)).local_shape for i in range(2)] == [(4, 2), (4, 2)]
+    assert sharding.at((0,)).chunks() == (Chunk((0, 0), (0, 0), (4, 2)),)
+    assert sharding.at((1,)).chunks() == (Chunk((0, 0), (4, 0), (1, 2)),)
+    assert sharding.cut_shape == (8, 2)
+
+
+def test_padding_in_the_middle_of_a_local_tensor_is_left_out() -> None:
+    """Parts of a padded tensor: local rows 2 and 3 are rows 6 and 7, beyond the real ones."""
+    layout = Sharding((6,), (2,), (Cut(0, 0, parts=2),), padded_shape=(8,)).at((1,))
+    assert layout.local_shape == (4,)
+    assert layout.chunks() == (Chunk((0,), (2,), (2,)),)
+
+
+def test_padding_before_real_rows_moves_them_on_in_the_local_tensor() -> None:
+    layout = Sharding((5,), (2,), (Pick(0, (6, 1, 7, 4)),), padded_shape=(8,)).at((0,))
+    assert layout.local_shape == (4,)
+    assert layout.chunks() == (Chunk((1,), (1,), (1,)), Chunk((3,), (4,), (1,)))
+
+
+def test_parts_that_do_not_add_up_are_refused_with_the_numbers() -> None:
+    with pytest.raises(LayoutError) as refused:
+        Sharding((10, 2), (2,), (Cut(0, 0, parts=(4, 4)),)).at((0,))
+    assert "(4, 4)" in str(refused.value)
+    assert "8" in str(refused.value)
+    assert "10 rows" in str(refused.value)
+
+
+def test_interleaved_parts_of_unequal_size_are_refused_with_the_numbers() -> None:
+    with pytest.raises(LayoutError, match=r"equal size.*7 rows.*\[4, 3\]"):
+        shard_intervals(((0, 7),), 2, 0, 2, interleaved=True)
+    with pytest.raises(LayoutError, match=r"equal size.*6 rows.*\[4, 2\]"):
+        shard_intervals(((0, 6),), 2, 0, (4, 2), interleaved=True)
+
+
+@pytest.mark.parametrize("index", [-1, 6, 100])
+def test_index_beyond_the_dim_is_refused_with_the_numbers(index: int) -> None:
+    with pytest.raises(LayoutError, match=rf"index {index} .*6 rows"):
+        pick_intervals(((0, 6),), (0, index))
+
+
+def test_part_sizes_are_those_of_torch_chunk_or_as_given() -> None:
+    assert part_sizes(2, 5) == [3, 2]
+    assert part_sizes(4, 5) == [2, 2, 1, 0]
+    assert part_sizes((4, 1, 1), 6) == [4, 1, 1]
+    assert part_sizes(3, 0) == [0, 0, 0]
+
+
+def test_layouts_are_values() -> None:
+    """Tensors that lie alike share a layout, so it must compare and hash by what it says."""
+    one, other = (Sharding((5, 3), (2,), (Cut(0, 0),)).at((1,)) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != Sharding((5, 3), (2,), (Cut(1, 0),)).at((1,))
+    assert Box((0, 1), (2, 3)).numel == 6
+    assert Chunk((0,), (4,), (2,)).box == Box((4,), (2,))
+
+
+def test_sixteen_thousand_coordinates_are_laid_out() -> None:
+    """No group, no tensors: any rank of any world can be worked out anywhere."""
+    sharding = Sharding((256, 2048, 7168), (16, 64, 16), (Cut(0, 0), Cut(1, 2), Cut(1, 1)))
+    chunks = {
+        chunk.offsets: chunk.sizes
+        for coordinate in sharding.coordinates()
+        for chunk in sharding.at(coordinate).chunks()
+    }
+    assert len(chunks) == 16 * 64 * 16
+    assert set(chunks.values()) == {(16, 2, 7168)}
+
+
+@pytest.mark.parametrize("module", ["layout", "mesh", "placement", "errors", "rules", "tiling"])
+def test_declaring_needs_no_torch(module: str) -> None:
+    """Names of the pure layers can be had where torch.distributed, or torch, cannot be."""
+    script = (
+        f"import sys, dcp_placements.{module}; "
+        "print([name for name in sys.modules if name.split('.')[0] == 'torch'])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "[]"
+
+
+def test_declaring_from_the_front_door_needs_no_torch() -> None:
+    script = (
+        "import sys; from dcp_placements import CheckpointPlacement, FusedShard, MeshCoordinate, "
+        "PlacementRules; "
+        "mesh = MeshCoordinate(('ep',), (2,), (1,)); "
+        "PlacementRules({'experts': CheckpointPlacement(mesh, {'ep': FusedShard(0, 2)})}); "
+        "print('torch.distributed' in sys.modules, 'torch' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["False", "False"]

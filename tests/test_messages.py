@@ -1,0 +1,595 @@
+"""Every refusal says where, what was found against what was declared, and the way out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    IndexShard,
+    PlacementError,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+    SaveReport,
+)
+from dcp_placements.errors import Fault, format_faults, raise_faults
+from fakes import FakeDTensor, FakeMesh, World
+
+Ranked = Callable[[int], Any]
+
+
+def refusals(run: Callable[[], Any]) -> dict[int, str]:
+    """Return what each rank was refused with."""
+    with pytest.raises(CheckpointException) as refused:
+        run()
+    found = {}
+    for rank, (error, _) in refused.value.failures.items():
+        assert isinstance(error, PlacementError), error
+        found[rank] = str(error)
+    return found
+
+
+def refused_saves(path: Path, world: World, state_dict: Ranked, rules: Ranked) -> dict[int, str]:
+    """Return what each rank was refused with; nothing may have been written."""
+    before = sorted(path.iterdir())
+    told = refusals(
+        lambda: world.save(path, state_dict, lambda rank: PlacementSavePlanner(rules(rank)))
+    )
+    assert sorted(path.iterdir()) == before
+    return told
+
+
+def refused_loads(path: Path, world: World, state_dict: Ranked, rules: Ranked) -> dict[int, str]:
+    return refusals(
+        lambda: world.load(path, state_dict, lambda rank: PlacementLoadPlanner(rules(rank)))
+    )
+
+
+def assert_told(text: str, *words: str) -> None:
+    for each in words:
+        assert each in text, f"{each!r} is not in:\n{text}"
+
+
+def ruled(
+    world: World,
+    pattern: str,
+    placements: dict[str, Any],
+    global_shape: tuple[int, ...] | None = None,
+    **axes: int,
+) -> Ranked:
+    """Return each rank's rules: one pattern, over the mesh of ``axes``."""
+    return lambda rank: PlacementRules(
+        {
+            pattern: CheckpointPlacement(
+                world.mesh(rank, **axes), placements, global_shape=global_shape
+            )
+        }
+    )
+
+
+def no_rules(rank: int) -> None:
+    return None
+
+
+# What one rank sees of its own.
+
+
+def test_a_local_shape_that_does_not_fit_names_every_factor(tmp_path: Path) -> None:
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, edp=2)
+        return {
+            "layers.0.experts.w1": FakeDTensor(torch.zeros(3, 5), mesh["edp"], [Shard(0)], (7, 5))
+        }
+
+    rules = ruled(world, "experts.*", {"ep": Shard(0)}, ep=2, edp=2)
+    told = refused_saves(tmp_path, world, state_dict, rules)
+    assert set(told) == {0, 2}  # of 7 rows the first edp rank should have 4, the second has its 3
+    assert_told(
+        told[2],
+        "layers.0.experts.w1: rank 2 holds a (3, 5) tensor where (4, 5) was declared",
+        "declared:    [Shard(0), Replicate()] on mesh (ep=2, edp=2)",
+        "the tensor:  DTensor of shape (7, 5), [Shard(0)] on mesh (edp=2)",
+        "coordinate:  (ep=1, edp=0)",
+        "whole tensor (14, 5), cut by ep (x2) on dim 0, then edp (x2) on dim 0",
+        "by rule:     'experts.*'",
+        "way out:",
+    )
+
+
+def test_a_global_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    world = World(2)
+    rules = ruled(world, "w", {"ep": Shard(0)}, (10, 3), ep=2)
+    told = refused_saves(tmp_path, world, lambda rank: {"w": torch.zeros(4, 3)}, rules)
+    assert_told(
+        told[1],
+        "w: rank 1 holds a (4, 3) tensor where (5, 3) was declared",
+        "global_shape (10, 3)",
+        "plain tensor of shape (4, 3)",
+        "correct global_shape=",
+    )
+
+
+def test_a_global_shape_of_other_dims_is_refused(tmp_path: Path) -> None:
+    world = World(2)
+    rules = ruled(world, "w", {"ep": Shard(0)}, (8,), ep=2)
+    told = refused_saves(tmp_path, world, lambda rank: {"w": torch.zeros(4, 3)}, rules)
+    assert_told(told[0], "w: rank 0", "2 dims", "global_shape=(8,)", "has 1")
+
+
+def test_dim_out_of_range_of_one_tensor_names_it_and_the_rule(tmp_path: Path) -> None:
+    world = World(2)
+    rules = ruled(world, "experts.*", {"ep": Shard(1)}, ep=2)
+    told = refused_saves(
+        tmp_path,
+        world,
+        lambda rank: {"experts.w": torch.zeros(4, 3), "experts.bias": torch.zeros(4)},
+        rules,
+    )
+    assert_told(
+        told[1],
+        "experts.bias: rank 1 holds a tensor of 1 dim, but Shard(1) over axis ep names dim 1",
+        "way out:     a more specific pattern above this rule",
+        "by rule:     'experts.*'",
+    )
+    assert "experts.w:" not in told[1]
+
+
+def test_the_same_axis_on_two_dims_is_refused(tmp_path: Path) -> None:
+    world = World(2)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, fsdp=2)
+        return {"w": FakeDTensor.distribute(torch.zeros(4, 6), mesh, [Shard(0)])}
+
+    rules = ruled(world, "w", {"fsdp": Shard(1)}, fsdp=2)
+    told = refused_saves(tmp_path, world, state_dict, rules)
+    assert_told(
+        told[0], "w: rank 0 has axis fsdp sharded on dim 0 by its own DTensor, but on dim 1"
+    )
+    assert_told(told[0], "way out:     the DTensor speaks for that axis; leave it out of the rule")
+
+
+def test_picked_rows_over_an_axis_that_the_tensor_shards_are_refused(tmp_path: Path) -> None:
+    world = World(2)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2)
+        return {"w": FakeDTensor.distribute(torch.zeros(4, 6), mesh, [Shard(0)])}
+
+    rules = ruled(world, "w", {"ep": IndexShard(0, (0, 1))}, (4, 6), ep=2)
+    told = refused_saves(tmp_path, world, state_dict, rules)
+    assert_told(
+        told[1], "w: rank 1 has axis ep sharded by its own DTensor on dim 0", "IndexShard(0"
+    )
+
+
+def test_one_axis_of_two_sizes_is_refused_with_both(tmp_path: Path) -> None:
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = FakeMesh((2, 2), ("other", "fsdp"), rank=rank)["fsdp"]
+        return {"w": FakeDTensor.distribute(torch.zeros(4, 6), mesh, [Shard(0)])}
+
+    rules = ruled(world, "w", {"fsdp": Replicate()}, fsdp=4)
+    told = refused_saves(tmp_path, world, state_dict, rules)
+    assert_told(told[3], "w: rank 3 has axis fsdp of size 2 in the tensor's own mesh", "size 4")
+
+
+def test_a_partial_sum_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    world = World(2)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {"w": FakeDTensor(torch.zeros(3), world.mesh(rank, tp=2), [Partial()], (3,))}
+
+    told = refused_saves(tmp_path, world, state_dict, no_rules)
+    assert_told(told[1], "w: rank 1 holds a partial sum over axis tp", "redistribute")
+
+
+def test_a_mesh_that_the_rank_is_not_part_of_is_refused(tmp_path: Path) -> None:
+    world = World(3)
+
+    def rules(rank: int) -> PlacementRules:
+        mesh = FakeMesh((2,), ("ep",), rank=rank)
+        return PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+    told = refused_saves(tmp_path, world, lambda rank: {"experts.w": torch.zeros(2)}, rules)
+    assert set(told) == {2}
+    assert_told(
+        told[2],
+        "experts.w: rank 2 is not part of the rule's mesh (ep=2)",
+        "way out:",
+        "by rule:     'experts'",
+    )
+
+
+def test_parts_that_do_not_add_up_name_the_numbers(tmp_path: Path) -> None:
+    world = World(2)
+    rules = ruled(world, "qkv", {"tp": FusedShard(0, (8, 2, 2))}, tp=2)
+    told = refused_saves(tmp_path, world, lambda rank: {"qkv": torch.zeros(5, 3)}, rules)
+    assert_told(told[0], "qkv: rank 0 parts (8, 2, 2) add up to 12, but 10 rows are being cut")
+    assert_told(told[0], "declared:    [FusedShard(0, (8, 2, 2))]", "coordinate:  (tp=0)")
+
+
+def test_rules_that_give_no_placement_are_refused_by_name(tmp_path: Path) -> None:
+    world = World(1)
+
+    def my_rules(fqn: str, tensor: Any) -> Any:
+        return Shard(0)
+
+    told = refused_saves(tmp_path, world, lambda rank: {"w": torch.zeros(3)}, lambda rank: my_rules)
+    assert_told(told[0], "w: rank 0 was given Shard(dim=0) by the rules", "my_rules()", "way out:")
+
+
+@pytest.mark.parametrize(
+    "order", [("embed.weight", "head.weight"), ("head.weight", "embed.weight")]
+)
+def test_two_names_of_one_storage_of_which_one_matches_are_refused(
+    order: tuple[str, str], tmp_path: Path
+) -> None:
+    world = World(2)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        tied = torch.zeros(3, 4)
+        return dict.fromkeys(order, tied)
+
+    rules = ruled(world, "embed", {"tp": Shard(0)}, tp=2)
+    told = refused_saves(tmp_path, world, state_dict, rules)
+    assert_told(
+        told[1],
+        "head.weight: rank 1 has it in one storage with embed.weight",
+        "embed.weight: rule 'embed', part of a (6, 4) tensor over (tp=2)",
+        "head.weight: no rule",
+        "rule 'embed' speaks for embed.weight and misses head.weight",
+        "way out:     name both in the rules",
+    )
+
+
+def test_two_names_of_one_storage_that_lie_alike_are_saved(tmp_path: Path) -> None:
+    world = World(2)
+    whole = torch.arange(24.0).reshape(6, 4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        tied = whole.chunk(2)[rank].clone()
+        return {"embed.weight": tied, "head.weight": tied}
+
+    rules = ruled(world, "weight", {"tp": Shard(0)}, tp=2)
+    world.save(tmp_path, state_dict, lambda rank: PlacementSavePlanner(rules(rank)))
+    read = {"embed.weight": torch.zeros(6, 4), "head.weight": torch.zeros(6, 4)}
+    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(tensor, whole) for tensor in read.values())
+
+
+def test_all_faults_of_a_rank_are_told_at_once_sorted_by_name(tmp_path: Path) -> None:
+    world = World(2)
+    mesh_of = world.mesh
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {
+            "z.bias": torch.zeros(3),
+            "a.w": FakeDTensor(torch.zeros(3), mesh_of(rank, tp=2), [Partial()], (3,)),
+            "m.w": FakeDTensor(torch.zeros(3, 1), mesh_of(rank, tp=2), [Shard(0)], (9, 1)),
+            "fine": torch.zeros(2),
+        }
+
+    rules = ruled(world, "z", {"tp": Shard(1)}, tp=2)
+    told = refused_saves(tmp_path, world, state_dict, rules)
+    assert set(told) == {0, 1}
+    for rank, text in told.items():
+        assert text.startswith(f"rank {rank} cannot be placed in the checkpoint (3 faults)\n")
+        places = [text.index(f"\n{name}: ") for name in ("a.w", "m.w", "z.bias")]
+        assert places == sorted(places)
+        assert "fine" not in text
+
+
+# What only all ranks together show.
+
+
+def test_experts_taken_for_replicas_name_the_axis_that_is_to_be_sharded(tmp_path: Path) -> None:
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, edp=2)
+        mine = torch.arange(12.0).reshape(4, 3) + 100 * (mesh.get_coordinate() or (0,))[0]
+        return {"layers.0.w1": mine}
+
+    rules = ruled(world, "layers.0.w1", {}, ep=2, edp=2)
+    told = refused_saves(tmp_path, world, state_dict, rules)[0]
+    assert_told(
+        told,
+        "layers.0.w1: 2 different contents on 4 ranks that claim to be replicas",
+        "[:, :] of (4, 3)",
+        "ranks 0-1",
+        "ranks 2-3",
+        "differs along 'ep', agrees along 'edp'",
+        "it is sharded over 'ep': it needs a rule with Shard on that axis",
+        "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})",
+        "by rule:     'layers.0.w1'",
+    )
+
+
+def test_shapes_that_differ_between_ranks_name_the_ranks(tmp_path: Path) -> None:
+    world = World(3)
+    told = refused_saves(
+        tmp_path, world, lambda rank: {"w": torch.zeros(4 if rank < 2 else 5, 3)}, no_rules
+    )[0]
+    assert_told(told, "w: ", "(4, 3) on ranks 0-1", "(5, 3) on rank 2", "way out:", "no rule")
+
+
+def test_dtypes_that_differ_between_ranks_name_the_ranks(tmp_path: Path) -> None:
+    world = World(2)
+    dtypes = (torch.float32, torch.bfloat16)
+    told = refused_saves(
+        tmp_path, world, lambda rank: {"w": torch.zeros(4, dtype=dtypes[rank])}, no_rules
+    )[0]
+    assert_told(told, "w: ", "float32 on rank 0", "bfloat16 on rank 1", "way out:     cast it")
+
+
+def test_a_tensor_here_and_an_object_there_is_refused(tmp_path: Path) -> None:
+    world = World(2)
+    told = refused_saves(
+        tmp_path, world, lambda rank: {"w": torch.zeros(2) if rank else 3}, no_rules
+    )[0]
+    assert_told(told, "w: is a tensor on rank 1, but another object on rank 0", "way out:")
+
+
+def test_parts_that_overlap_name_the_boxes_and_ranks(tmp_path: Path) -> None:
+    world = World(2)
+    whole = torch.arange(12.0).reshape(6, 2)
+
+    def rules(rank: int) -> PlacementRules | None:
+        return ruled(world, "w", {"tp": Shard(0)}, tp=2)(rank) if rank else None
+
+    told = refused_saves(
+        tmp_path, world, lambda rank: {"w": whole[3:].clone() if rank else whole.clone()}, rules
+    )[0]
+    assert_told(
+        told, "w: ", "(6, 2)", "overlap", "[:, :] by rank 0", "[3:6, :] by rank 1", "way out:"
+    )
+
+
+def test_elements_that_nobody_holds_name_the_hole_and_who_lacks_the_key(tmp_path: Path) -> None:
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {"other": torch.ones(2)} | ({"w": torch.ones(2, 3) * rank} if rank != 2 else {})
+
+    rules = ruled(world, "w", {"ep": Shard(0)}, ep=4)
+    told = refused_saves(tmp_path, world, state_dict, rules)[0]
+    assert_told(
+        told,
+        "w: nobody holds all of the (8, 3) tensor",
+        "[4:6, :] (6 of 24 elements)",
+        "ranks 0-1, 3",
+        "rank 2",
+        "way out:",
+        "by rule:     'w'",
+    )
+
+
+def test_what_is_wrong_over_all_ranks_is_told_at_once_sorted_by_name(tmp_path: Path) -> None:
+    world = World(2)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {
+            "z": torch.zeros(3 + rank),
+            "k": torch.zeros(2) if rank else "text",
+            "a": torch.full((2,), float(rank)),
+        }
+
+    told = refused_saves(tmp_path, world, state_dict, no_rules)
+    assert set(told) == {0}
+    assert "(3 faults)" in told[0]
+    assert [line[0] for line in told[0].splitlines() if line[1:3] == ": "] == ["a", "k", "z"]
+
+
+# What a checkpoint and a rank have against each other.
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    dcp.save(
+        {
+            "experts.w1": torch.arange(24.0).reshape(8, 3),
+            "norm": torch.arange(5.0),
+            "note": "text",
+        },
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    return tmp_path
+
+
+def test_a_load_that_lacks_a_rule_names_both_shapes_and_the_factor(saved: Path) -> None:
+    world = World(2)
+    told = refused_loads(saved, world, lambda rank: {"experts.w1": torch.zeros(4, 3)}, no_rules)
+    assert set(told) == {0, 1}
+    assert_told(
+        told[1],
+        "experts.w1: the checkpoint holds a (8, 3) tensor, but rank 1 needs (4, 3)",
+        "dim 0",
+        "2 times",
+        "axis of size 2",
+        "way out:",
+    )
+
+
+def test_keys_that_the_checkpoint_lacks_are_named_with_those_like_it(saved: Path) -> None:
+    world = World(1)
+    told = refused_loads(
+        saved,
+        world,
+        lambda rank: {"normal": torch.zeros(5), "elsewhere.b": torch.zeros(1)},
+        no_rules,
+    )[0]
+    assert_told(told, "elsewhere.b: the checkpoint lacks this key", "normal: the checkpoint lacks")
+    assert_told(told, "norm", "rename=", "optional=[pattern]", "(2 faults)")
+
+
+def test_objects_and_tensors_are_not_taken_for_each_other(saved: Path) -> None:
+    world = World(1)
+    rules = ruled(world, "note", {"tp": Replicate()}, tp=1)
+    told = refused_loads(saved, world, lambda rank: {"note": torch.zeros(2)}, rules)[0]
+    assert_told(told, "note: the checkpoint holds an object, but rank 0 a tensor", "way out:")
+    told = refused_loads(saved, world, lambda rank: {"norm": "text"}, no_rules)[0]
+    assert_told(told, "norm: the checkpoint holds a (5,) tensor, but rank 0 a str", "way out:")
+
+
+def test_a_refused_load_leaves_every_tensor_as_it_was(saved: Path) -> None:
+    world = World(2)
+    held = [
+        {"experts.w1": torch.full((4, 3), 7.0), "norm": torch.full((5,), 7.0)} for _ in range(2)
+    ]
+    told = refused_loads(saved, world, held.__getitem__, no_rules)
+    assert all("norm" not in text for text in told.values())
+    assert all(bool((tensor == 7).all()) for state in held for tensor in state.values())
+
+
+def test_faults_of_placing_and_reading_come_in_one_error(saved: Path) -> None:
+    world = World(2)
+    rules = ruled(world, "norm", {"tp": Shard(1)}, tp=2)
+    told = refused_loads(
+        saved, world, lambda rank: {"norm": torch.zeros(5), "absent": torch.zeros(1)}, rules
+    )
+    assert_told(told[1], "absent: the checkpoint lacks", "norm: rank 1 holds a tensor of 1 dim")
+
+
+# What is let pass, but said.
+
+
+def saving(
+    path: Path, world: World, state_dict: Ranked, rules: Ranked
+) -> tuple[SaveReport, list[str]]:
+    """Save; return the coordinator's report and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        planners = world.save(path, state_dict, lambda rank: PlacementSavePlanner(rules(rank)))
+    assert isinstance(planners[0], PlacementSavePlanner)
+    told = [str(each.message) for each in caught if "existing checkpoint" not in str(each.message)]
+    return planners[0].report, told
+
+
+def test_a_pattern_that_matches_nothing_anywhere_is_warned_about_and_reported(
+    tmp_path: Path,
+) -> None:
+    world = World(2)
+    rules = PlacementRules({"expert.w1": None, "norm": None})
+    report, told = saving(tmp_path, world, lambda rank: {"norm": torch.ones(3)}, lambda rank: rules)
+    assert report.unmatched == ("expert.w1",)
+    assert len(told) == 1
+    assert_told(told[0], "'expert.w1'", "no key on any rank matches", "norm", "way out:")
+    assert "unmatched" in str(report)
+
+
+def test_a_pattern_that_matches_on_one_rank_only_is_no_warning(tmp_path: Path) -> None:
+    """Pipeline stages share one set of rules."""
+    world = World(2)
+    rules = PlacementRules({"embed": None, "head": None})
+    names = ("embed", "head")
+    report, told = saving(
+        tmp_path, world, lambda rank: {names[rank]: torch.ones(3)}, lambda rank: rules
+    )
+    assert report.unmatched == ()
+    assert told == []
+    assert set(report.partial_keys) == {"embed", "head"}
+    assert report.partial_keys["head"] == (1,)
+
+
+def test_a_pattern_behind_a_more_general_one_never_speaks_and_is_warned_about(
+    tmp_path: Path,
+) -> None:
+    world = World(1)
+    rules = PlacementRules({"head": None, "hc_head.weight": None, "model.head.weight": None})
+    report, told = saving(
+        tmp_path,
+        world,
+        lambda rank: {"model.head.weight": torch.ones(3), "hc_head.weight": torch.ones(2)},
+        lambda rank: rules,
+    )
+    assert report.unmatched == ("model.head.weight",)
+    assert len(told) == 1
+
+
+def test_objects_that_differ_between_ranks_are_warned_about(tmp_path: Path) -> None:
+    world = World(3)
+    _, told = saving(tmp_path, world, lambda rank: {"rng": f"state of {rank > 0}"}, no_rules)
+    assert len(told) == 1
+    assert_told(told[0], "rng: this object differs", "rank 0", "ranks 1-2", "way out:")
+
+
+def test_a_sound_save_says_nothing_and_reports_what_it_wrote(tmp_path: Path) -> None:
+    world = World(4)
+    whole = torch.arange(48.0).reshape(8, 6)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, dp=2)
+        part = whole.chunk(2)[(mesh.get_coordinate() or (0,))[0]]
+        return {"experts": {"w1": part.clone()}, "step": 3}
+
+    rules = ruled(world, "experts.w1", {"ep": Shard(0)}, ep=2, dp=2)
+    report, told = saving(tmp_path, world, state_dict, rules)
+    assert told == []
+    assert report.ranks == 4
+    assert report.unique_nbytes == report.whole_nbytes == whole.nbytes
+    assert report.replica_nbytes == whole.nbytes
+    assert report.objects == ("step",)
+    assert report.rules == {"'experts.w1'": 1}
+    entry = report.keys["experts.w1"]
+    assert (entry.shape, entry.dtype, entry.chunks, entry.copies) == ((8, 6), "float32", 2, 2.0)
+    assert_told(str(report), "1 tensors and 1 objects from 4 ranks", "'experts.w1'")
+
+
+# The form of the text.
+
+
+def test_faults_are_sorted_counted_and_indented() -> None:
+    faults = [
+        Fault("b.w", "is wrong", ("found:  1", "way out: 2")),
+        Fault("a.w", "is worse"),
+        Fault("b.w", "is wrong", ("found:  1", "way out: 2")),
+    ]
+    assert format_faults("this cannot be", faults) == (
+        "this cannot be (2 faults)\na.w: is worse\nb.w: is wrong\n    found:  1\n    way out: 2"
+    )
+    assert format_faults("look", faults[:1], "note").startswith("look (1 note)\nb.w: is wrong")
+
+
+def test_keys_with_one_fault_are_told_together() -> None:
+    faults = [
+        Fault(f"layers.{i}.w", "is wrong", ("way out: 2",), (f"place: {i}",)) for i in range(3)
+    ]
+    assert format_faults("no", faults) == (
+        "no (3 faults)\n"
+        "layers.0.w, layers.1.w, layers.2.w: is wrong\n"
+        "    place: 0 (of layers.0.w)\n"
+        "    way out: 2"
+    )
+
+
+def test_a_thousand_faults_stay_readable() -> None:
+    same = [Fault(f"w{i:04}", "is wrong") for i in range(1000)]
+    different = [Fault(f"v{i:04}", f"is wrong by {i}") for i in range(1000)]
+    for faults in (same, different):
+        text = format_faults("no", faults)
+        assert "(1000 faults)" in text
+        assert len(text) < 5000
+        assert "more" in text
+
+
+def test_nothing_is_raised_where_nothing_is_wrong() -> None:
+    raise_faults("no", [])
+    with pytest.raises(PlacementError, match=r"no \(1 fault\)\nw: is wrong"):
+        raise_faults("no", iter([Fault("w", "is wrong")]))
+    assert issubclass(PlacementError, ValueError)

@@ -1,0 +1,639 @@
+"""The pair in place of torch's: every option, every storage, every way to be called."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    SavePlanner,
+    _version,
+)
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    MeshCoordinate,
+    PlacementError,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+)
+from fakes import FakeDTensor, World, real_dtensor
+
+SavePlanners = [DefaultSavePlanner, PlacementSavePlanner]
+LoadPlanners = [DefaultLoadPlanner, PlacementLoadPlanner]
+
+
+of_torch_s_own_making = pytest.mark.filterwarnings(
+    "ignore:`_get_pg_default_device` will be deprecated", "ignore:Multiple backends are registered"
+)
+
+
+@pytest.fixture
+def one_rank_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def mixed(sign: int = 1) -> dict[str, Any]:
+    """Return what state dicts may hold; with ``sign=-1`` a template with other values."""
+    return {
+        "model": {
+            "w": sign * torch.arange(15.0).reshape(5, 3),
+            "scalar": torch.tensor(sign * 3.5),
+            "empty": torch.zeros(0, 4),
+            "ints": sign * torch.arange(7),
+            "transposed": (sign * torch.arange(6.0).reshape(2, 3)).t(),
+            "half": (sign * torch.arange(5.0)).bfloat16(),
+        },
+        "optim": {
+            "state": [{"exp_avg": sign * torch.ones(3)}, {"exp_avg": sign * torch.zeros(2)}],
+            "param_groups": [{"lr": sign * 0.1, "params": [0, 1], "betas": (0.9, 0.95)}],
+        },
+        "tensors": [sign * torch.arange(3.0), sign * torch.arange(4.0)],
+        "numbers": [sign * 1, sign * 2],
+        "step": sign * 12,
+        "name": "run" if sign > 0 else "",
+        "pair": (sign * 1, "x"),
+        "array": np.arange(4) * sign,
+        "1.2": {"dotted.key": sign * torch.ones(2)},
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def save(path: Path, state_dict: dict[str, Any], planner: SavePlanner | None = None) -> None:
+    dcp.save(state_dict, checkpoint_id=path, planner=planner, no_dist=True)
+
+
+def load(path: Path, state_dict: dict[str, Any], planner: Any = None) -> dict[str, Any]:
+    dcp.load(state_dict, checkpoint_id=path, planner=planner, no_dist=True)
+    return state_dict
+
+
+def test_the_comparison_of_these_tests_finds_differences() -> None:
+    assert same(mixed(), mixed())
+    assert not same(mixed(), mixed(-1))
+    for key in mixed():
+        changed = {**mixed(), key: mixed(-1)[key]}
+        assert not same(mixed(), changed), key
+
+
+@pytest.mark.parametrize("loading", LoadPlanners)
+@pytest.mark.parametrize("saving", SavePlanners)
+def test_without_rules_the_pair_reads_and_writes_what_torch_s_does(
+    saving: Callable[[], Any], loading: Callable[[], Any], tmp_path: Path
+) -> None:
+    save(tmp_path, mixed(), saving())
+    template = mixed(-1)
+    held = template["model"]["w"]
+    load(tmp_path, template, loading())
+    assert same(template, mixed())
+    assert template["model"]["w"] is held
+
+
+@pytest.mark.parametrize("options", [{}, {"flatten_state_dict": False}])
+def test_without_rules_the_metadata_is_that_of_torch_s_planner(
+    options: dict[str, bool], tmp_path: Path
+) -> None:
+    state_dict = mixed() if not options else {"w": torch.ones(3, 2), "s": torch.tensor(1), "o": [1]}
+    found = []
+    for planner in (DefaultSavePlanner, PlacementSavePlanner):
+        path = tmp_path / planner.__name__
+        save(path, state_dict, planner(**options))
+        found.append(FileSystemReader(path).read_metadata())
+    ours, theirs = found[1], found[0]
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
+    assert ours.planner_data == theirs.planner_data
+    assert ours.storage_data == theirs.storage_data
+
+
+def test_without_rules_dtensors_are_stored_as_torch_stores_them(tmp_path: Path) -> None:
+    """FSDP over 4 ranks, uneven: the same chunks, and the same bytes."""
+    whole = torch.arange(10 * 3.0).reshape(10, 3)
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, fsdp=4)
+        local = FakeDTensor.distribute(whole, mesh, [Shard(0)]).to_local()
+        return {"w": real_dtensor(local, mesh, [Shard(0)], whole.shape), "step": 3}
+
+    found = []
+    for planner in (DefaultSavePlanner, PlacementSavePlanner):
+        path = tmp_path / planner.__name__
+        world.save(path, state_dict, lambda rank, planner=planner: planner())  # type: ignore[misc]
+        read = load(path, {"w": torch.zeros(10, 3), "step": 0})
+        assert torch.equal(read["w"], whole)
+        assert read["step"] == 3
+        entry = FileSystemReader(path).read_metadata().state_dict_metadata["w"]
+        found.append(
+            {(chunk.offsets, chunk.sizes) for chunk in entry.chunks if 0 not in chunk.sizes}
+        )
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
+def test_every_option_of_torch_s_planners_is_there_with_its_default() -> None:
+    for ours, theirs in (
+        (PlacementSavePlanner, DefaultSavePlanner),
+        (PlacementLoadPlanner, DefaultLoadPlanner),
+    ):
+        expected = inspect.signature(theirs.__init__).parameters
+        found = inspect.signature(ours.__init__).parameters
+        for name, parameter in expected.items():
+            if name != "self":
+                assert found[name].default == parameter.default, name
+                assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, name
+        assert issubclass(ours, theirs)
+
+
+def test_state_dicts_that_are_not_flattened_round_trip(tmp_path: Path) -> None:
+    state_dict = {"w": torch.arange(6.0), "group": {"lr": 0.1}, "step": 3}
+    save(tmp_path, dict(state_dict), PlacementSavePlanner(flatten_state_dict=False))
+    for planner in (DefaultLoadPlanner, PlacementLoadPlanner):
+        template = {"w": torch.zeros(6), "group": {"lr": 9.9}, "step": 9}
+        made = planner(flatten_state_dict=False)
+        load(tmp_path, template, made)
+        assert torch.equal(template["w"], state_dict["w"])
+        assert made.state_dict["group"] == {"lr": 0.1}
+        assert made.state_dict["step"] == 3
+
+
+def test_rules_speak_for_keys_that_are_not_flattened(tmp_path: Path) -> None:
+    whole = torch.arange(8.0).reshape(4, 2)
+    world = World(2)
+
+    def rules(rank: int) -> PlacementRules:
+        placement = CheckpointPlacement(world.mesh(rank, ep=2), {"ep": Shard(0)})
+        return PlacementRules({"layers.experts.w1": placement})
+
+    key = "layers.experts.w1"
+    world.save(
+        tmp_path,
+        lambda rank: {key: whole.chunk(2)[rank].clone()},
+        lambda rank: PlacementSavePlanner(rules(rank), flatten_state_dict=False),
+    )
+    assert torch.equal(load(tmp_path, {key: torch.zeros(4, 2)})[key], whole)
+    loaded = world.load(
+        tmp_path,
+        lambda rank: {key: torch.zeros(2, 2)},
+        lambda rank: PlacementLoadPlanner(rules(rank), flatten_state_dict=False),
+    )
+    assert [torch.equal(loaded[r][key], whole.chunk(2)[r]) for r in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize("lowest", [False, True])
+def test_replicas_go_to_the_lowest_rank_where_that_is_asked(lowest: bool, tmp_path: Path) -> None:
+    names = [f"layers.{i}.w" for i in range(4)]
+    big = {name: torch.arange(300_000.0) + i for i, name in enumerate(names)}
+    world = World(2)
+    planners = world.save(
+        tmp_path,
+        lambda rank: {**big, "small": torch.ones(3), "object": "same"},
+        lambda rank: PlacementSavePlanner(dedup_save_to_lowest_rank=lowest),
+    )
+    written = [
+        {item.index.fqn for item in planner.plan.items}
+        for planner in planners
+        if isinstance(planner, PlacementSavePlanner)
+    ]
+    assert written[0] | written[1] == {*names, "small", "object"}
+    assert not written[0] & written[1]
+    # Small ones stay together in one file; big ones are shared out, unless they must not be.
+    assert {"small", "object"} <= written[0]
+    assert len(written[1]) == (0 if lowest else 2)
+    read = load(tmp_path, {name: torch.zeros(300_000) for name in names})
+    assert all(torch.equal(read[name], big[name]) for name in names)
+
+
+def test_a_partial_load_takes_what_there_is_and_leaves_the_rest(tmp_path: Path) -> None:
+    save(tmp_path, {"a": torch.ones(2), "b": torch.ones(3), "extra": torch.ones(1)})
+    for options in ({"allow_partial_load": True}, {"optional": ["new*"]}, {"optional": "new"}):
+        planner = PlacementLoadPlanner(**options)  # type: ignore[arg-type]
+        state = load(tmp_path, {"a": torch.zeros(2), "new": torch.full((2,), 5.0)}, planner)
+        assert torch.equal(state["a"], torch.ones(2))
+        assert torch.equal(state["new"], torch.full((2,), 5.0))
+        assert planner.report.missing == ("new",)
+        assert set(planner.report.unread) == {"b", "extra"}
+
+
+def test_a_missing_key_is_refused_without_that(tmp_path: Path) -> None:
+    save(tmp_path, {"a": torch.ones(2), "weights": torch.ones(3)})
+    state = {"a": torch.zeros(2), "weight": torch.zeros(3)}
+    with pytest.raises(CheckpointException, match="weight: the checkpoint lacks this key"):
+        load(tmp_path, state, PlacementLoadPlanner())
+    assert torch.equal(state["a"], torch.zeros(2))
+
+
+def test_a_partial_load_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"model.a": torch.ones(2)})
+    with pytest.raises(CheckpointException, match=r"none of the 1 keys .*(\n.*)*model\.a"):
+        load(tmp_path, {"a": torch.zeros(2)}, PlacementLoadPlanner(allow_partial_load=True))
+
+
+@pytest.fixture
+def flattened_as_2_3(tmp_path: Path) -> Path:
+    """A checkpoint with the keys that torch 2.3 gave: dicts without tensors are one object."""
+    _version._derived_version = "2_3"
+    try:
+        save(tmp_path, old_state())
+    finally:
+        _version._derived_version = None
+    keys = set(FileSystemReader(tmp_path).read_metadata().state_dict_metadata)
+    assert "optim.param_groups" in keys
+    assert "optim.param_groups.lr" not in keys
+    return tmp_path
+
+
+def old_state(sign: int = 1) -> dict[str, Any]:
+    return {
+        "model": {"w": sign * torch.arange(6.0).reshape(3, 2)},
+        "optim": {
+            "state": {"w": {"exp_avg": sign * torch.ones(3, 2)}},
+            "param_groups": {"lr": sign * 0.1, "name": {"deep": sign * 3}},
+        },
+    }
+
+
+@pytest.mark.parametrize("loading", LoadPlanners)
+def test_checkpoints_of_torch_2_3_load(loading: Callable[[], Any], flattened_as_2_3: Path) -> None:
+    state = load(flattened_as_2_3, old_state(-1), loading())
+    assert same(state, old_state())
+    assert _version._derived_version is None
+
+
+def test_checkpoints_of_torch_2_3_load_with_rules(flattened_as_2_3: Path) -> None:
+    """The keys change under way; the tensors are placed after that."""
+    for rank in range(3):
+        mesh = MeshCoordinate(("ep",), (3,), (rank,))
+        rules = PlacementRules({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+        template = old_state(-1)
+        template["model"]["w"] = torch.zeros(1, 2)
+        template["optim"]["state"]["w"]["exp_avg"] = torch.zeros(1, 2)
+        state = load(flattened_as_2_3, template, PlacementLoadPlanner(rules))
+        assert torch.equal(state["model"]["w"], old_state()["model"]["w"][rank : rank + 1])
+        assert torch.equal(state["optim"]["state"]["w"]["exp_avg"], torch.ones(1, 2))
+        assert state["optim"]["param_groups"] == old_state()["optim"]["param_groups"]
+
+
+def expert_rules(world: World, rank: int, dim: int = 0) -> PlacementRules:
+    mesh = world.mesh(rank, ep=world.size)
+    return PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(dim)})})
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_planner_is_reused_for_many_saves(caching: bool, tmp_path: Path) -> None:
+    """New values, then a new key, then another shape; each file holds its own."""
+    world = World(2)
+    planners = [
+        PlacementSavePlanner(expert_rules(world, rank), enable_plan_caching=caching)
+        for rank in range(2)
+    ]
+    wholes = [
+        {"experts": torch.arange(12.0).reshape(4, 3)},
+        {"experts": torch.arange(12.0).reshape(4, 3) + 100},
+        {"experts": torch.arange(12.0).reshape(4, 3), "experts.more": torch.arange(6.0)},
+        {"experts": torch.arange(10.0).reshape(2, 5), "experts.more": torch.arange(6.0)},
+        {"experts": torch.arange(10.0).reshape(2, 5), "experts.more": torch.arange(6.0) + 1},
+    ]
+    for step, whole in enumerate(wholes):
+        path = tmp_path / str(step)
+        held = [
+            {key: tensor.chunk(2)[rank].clone() for key, tensor in whole.items()}
+            | {"step": torch.tensor(step)}
+            for rank in range(2)
+        ]
+        world.save(path, held.__getitem__, planners.__getitem__)
+        expected = {**whole, "step": torch.tensor(step)}
+        assert same(load(path, {k: torch.zeros_like(v) for k, v in expected.items()}), expected)
+        told = planners[0].report.plan_cache
+        assert (
+            told == "off"
+            if not caching
+            else told.startswith("reused" if step in (1, 4) else "made anew")
+        )
+        assert set(planners[0].report.keys) == set(expected)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_two_planners_work_side_by_side(caching: bool, tmp_path: Path) -> None:
+    """Other rules for the same keys: neither may take the other's plan."""
+    world = World(2)
+    held = [torch.arange(6.0).reshape(2, 3) + 10 * rank for rank in range(2)]
+    by_rows, by_columns = (
+        [
+            PlacementSavePlanner(expert_rules(world, rank, dim), enable_plan_caching=caching)
+            for rank in range(2)
+        ]
+        for dim in (0, 1)
+    )
+    for step in range(3):
+        for name, planners, dim in (("rows", by_rows, 0), ("columns", by_columns, 1)):
+            path = tmp_path / f"{name}{step}"
+            world.save(path, lambda rank: {"experts": held[rank]}, planners.__getitem__)
+            expected = torch.cat(held, dim)
+            read = load(path, {"experts": torch.zeros_like(expected)})
+            assert torch.equal(read["experts"], expected)
+
+
+def test_plan_caching_leaves_torch_s_own_caches_alone(tmp_path: Path) -> None:
+    caches = [value for name, value in vars(SavePlanner).items() if name.startswith("_cached_")]
+    assert caches
+    before = copy.deepcopy(caches)
+    planner = PlacementSavePlanner(enable_plan_caching=True)
+    for step in range(2):
+        save(tmp_path / str(step), {"w": torch.arange(3.0) + step}, planner)
+        assert torch.equal(
+            load(tmp_path / str(step), {"w": torch.zeros(3)})["w"], torch.arange(3.0) + step
+        )
+    assert caches == before
+
+
+def test_planners_travel_with_their_rules_and_options(tmp_path: Path) -> None:
+    """async_save in a process pickles the planner; before a save, and after one."""
+    world = World(2)
+    whole = torch.arange(12.0).reshape(4, 3)
+    planners = [
+        PlacementSavePlanner(expert_rules(world, rank), digests="full", waive={"experts": "a test"})
+        for rank in range(2)
+    ]
+    for step in range(2):
+        planners = [pickle.loads(pickle.dumps(planner)) for planner in planners]
+        path = tmp_path / str(step)
+        world.save(
+            path, lambda rank: {"experts": whole.chunk(2)[rank].clone()}, planners.__getitem__
+        )
+        assert torch.equal(load(path, {"experts": torch.zeros(4, 3)})["experts"], whole)
+        assert planners[0].digests == "full"
+        assert planners[0].waive == {"experts": "a test"}
+    loading = [
+        pickle.loads(pickle.dumps(PlacementLoadPlanner(expert_rules(world, rank), cast="error")))
+        for rank in range(2)
+    ]
+    loaded = world.load(path, lambda rank: {"experts": torch.zeros(2, 3)}, loading.__getitem__)
+    assert all(torch.equal(loaded[r]["experts"], whole.chunk(2)[r]) for r in range(2))
+    assert pickle.loads(pickle.dumps(loading[0])).cast == "error"
+
+
+def test_a_planner_that_travels_leaves_the_tensors_behind(tmp_path: Path) -> None:
+    planner = PlacementSavePlanner()
+    save(tmp_path, {"w": torch.zeros(100_000)}, planner)
+    assert len(pickle.dumps(planner)) < 10_000
+    loading = PlacementLoadPlanner()
+    load(tmp_path, {"w": torch.zeros(100_000)}, loading)
+    assert len(pickle.dumps(loading)) < 10_000
+
+
+def test_a_load_planner_is_reused(tmp_path: Path) -> None:
+    planner = PlacementLoadPlanner()
+    for step in range(3):
+        path = tmp_path / str(step)
+        save(path, {"w": torch.full((step + 2,), float(step))})
+        state = load(path, {"w": torch.full((step + 2,), -1.0)}, planner)
+        assert torch.equal(state["w"], torch.full((step + 2,), float(step)))
+        assert planner.report.items == 1
+        assert planner.report.read_nbytes == 4 * (step + 2)
+
+
+@of_torch_s_own_making
+@pytest.mark.usefixtures("one_rank_group")
+def test_meta_templates_are_made_as_torch_makes_them(tmp_path: Path) -> None:
+    save(tmp_path, mixed())
+    found = []
+    for planner in LoadPlanners:
+        with torch.device("meta"):
+            template: dict[str, Any] = {
+                "model": {"w": torch.empty(5, 3), "half": torch.empty(5, dtype=torch.bfloat16)},
+                "tensors": [torch.empty(3), torch.empty(4)],
+            }
+        dcp.load(template, checkpoint_id=tmp_path, planner=planner())
+        found.append(template)
+        assert template["model"]["w"].device.type == "cpu"
+        assert torch.equal(template["model"]["w"], mixed()["model"]["w"])
+    assert same(found[0], found[1])
+
+
+@of_torch_s_own_making
+@pytest.mark.usefixtures("one_rank_group")
+def test_meta_templates_with_rules_take_the_rank_s_part(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(4, 3)
+    save(tmp_path, {"experts": whole})
+    mesh = MeshCoordinate(("ep",), (2,), (1,))
+    rules = PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+    state = {"experts": torch.empty(2, 3, device="meta")}
+    dcp.load(state, checkpoint_id=tmp_path, planner=PlacementLoadPlanner(rules))
+    assert torch.equal(state["experts"], whole[2:])
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_an_async_save_in_a_thread_writes_what_was_there(tmp_path: Path) -> None:
+    state = {"w": torch.arange(6.0), "step": 3}
+    planner = PlacementSavePlanner(PlacementRules({"w": None}))
+    for step in range(2):
+        path = tmp_path / str(step)
+        future = dcp.async_save(state, checkpoint_id=path, planner=planner)
+        state["w"] += 100
+        future.result()
+        read = load(path, {"w": torch.zeros(6), "step": 0})
+        assert torch.equal(read["w"], torch.arange(6.0) + 100 * step)
+        assert read["step"] == 3
+
+
+@pytest.mark.parametrize("scheme", ["memory://", "file://"])
+def test_fsspec_paths_are_written_and_read(scheme: str, tmp_path: Path) -> None:
+    path = f"{scheme}{tmp_path}/checkpoint"
+    dcp.save(
+        mixed(),
+        storage_writer=FsspecWriter(path),
+        planner=PlacementSavePlanner(PlacementRules({"model": None})),
+        no_dist=True,
+    )
+    for planner in LoadPlanners:
+        template = mixed(-1)
+        dcp.load(template, storage_reader=FsspecReader(path), planner=planner(), no_dist=True)
+        assert same(template, mixed())
+
+
+def test_hugging_face_files_are_written_whole_by_one_rank(tmp_path: Path) -> None:
+    whole = {
+        "model.experts.w1": torch.arange(12.0).reshape(4, 3),
+        "model.norm.weight": torch.arange(5).to(torch.bfloat16),
+    }
+    dcp.save(
+        dict(whole),
+        storage_writer=HuggingFaceStorageWriter(str(tmp_path)),
+        planner=PlacementSavePlanner(PlacementRules({"experts.w1": None})),
+        no_dist=True,
+    )
+    (file,) = tmp_path.glob("*.safetensors")
+    assert same(load_file(file), whole)
+    # Any rank of any world reads its part of them.
+    mesh = MeshCoordinate(("ep",), (2,), (1,))
+    rules = PlacementRules({"experts.w1": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+    state = {
+        "model.experts.w1": torch.zeros(2, 3),
+        "model.norm.weight": torch.zeros(5, dtype=torch.bfloat16),
+    }
+    dcp.load(
+        state,
+        storage_reader=HuggingFaceStorageReader(str(tmp_path)),
+        planner=PlacementLoadPlanner(rules),
+        no_dist=True,
+    )
+    assert torch.equal(state["model.experts.w1"], whole["model.experts.w1"][2:])
+    assert torch.equal(state["model.norm.weight"], whole["model.norm.weight"])
+
+
+def test_one_process_loads_and_converts_parts_of_other_worlds(tmp_path: Path) -> None:
+    """no_dist=True: a fused tensor read by each coordinate in turn, with no world at all."""
+    whole = torch.arange(24.0).reshape(8, 3)
+    save(tmp_path, {"gate_up": whole})
+    parts = []
+    for position in range(2):
+        mesh = MeshCoordinate(("tp",), (2,), (position,))
+        rules = PlacementRules({"gate_up": CheckpointPlacement(mesh, {"tp": FusedShard(0, 2)})})
+        state = load(tmp_path, {"gate_up": torch.zeros(4, 3)}, PlacementLoadPlanner(rules))
+        parts.append(state["gate_up"])
+    gate, up = zip(*(part.chunk(2) for part in parts), strict=True)
+    assert torch.equal(torch.cat([*gate, *up]), whole)
+
+
+def test_one_process_that_saves_one_part_of_a_larger_world_is_refused(tmp_path: Path) -> None:
+    mesh = MeshCoordinate(("ep",), (2,), (1,))
+    rules = PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+    with pytest.raises(CheckpointException, match="experts: nobody holds all"):
+        save(tmp_path, {"experts": torch.ones(2, 3)}, PlacementSavePlanner(rules))
+    assert not list(tmp_path.glob("*"))
+
+
+def test_the_older_checkpoint_stays_as_it_was_when_a_save_is_refused(tmp_path: Path) -> None:
+    world = World(2)
+    whole = torch.arange(12.0).reshape(4, 3)
+    world.save(
+        tmp_path,
+        lambda rank: {"experts": whole.chunk(2)[rank].clone()},
+        lambda rank: PlacementSavePlanner(expert_rules(world, rank)),
+    )
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(CheckpointException):
+        world.save(
+            tmp_path,
+            lambda rank: {"experts": whole.chunk(2)[rank].clone()},
+            lambda rank: PlacementSavePlanner(),
+        )
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert torch.equal(load(tmp_path, {"experts": torch.zeros(4, 3)})["experts"], whole)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: PlacementSavePlanner(digests="some"), "digests='some': choose one of 'sampled'"),
+        (lambda: PlacementSavePlanner(on_conflict="x"), "on_conflict='x': choose one of 'error'"),
+        (lambda: PlacementLoadPlanner(cast="never"), "cast='never': choose one of 'error'"),
+        (lambda: PlacementLoadPlanner(verify="yes"), "verify='yes': choose one of 'off'"),
+        (lambda: PlacementLoadPlanner(optional=["a..b"]), "empty component"),
+        (lambda: PlacementSavePlanner({"w": None}), "not dict"),
+        (lambda: PlacementLoadPlanner("w"), "not str"),
+        (lambda: PlacementSavePlanner(waive={"w": ""}), "needs a reason"),
+        (lambda: PlacementSavePlanner(waive={"**": "all"}), "would silence every key"),
+    ],
+)
+def test_options_that_there_are_not_are_refused_with_those_that_there_are(
+    make: Callable[[], Any], told: str
+) -> None:
+    with pytest.raises(PlacementError) as refused:
+        make()
+    assert told in str(refused.value)
+
+
+def test_casts_are_made_warned_about_or_refused_as_asked(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.arange(5.0) + 0.1})
+    narrow = (torch.arange(5.0) + 0.1).bfloat16()
+
+    def half() -> dict[str, torch.Tensor]:
+        return {"w": torch.zeros(5, dtype=torch.bfloat16)}
+
+    assert torch.equal(load(tmp_path, half(), PlacementLoadPlanner(cast="allow"))["w"], narrow)
+    with pytest.warns(UserWarning, match="less precision than stored"):
+        state = load(tmp_path, half(), PlacementLoadPlanner())
+    assert torch.equal(state["w"], narrow)
+    with pytest.raises(CheckpointException, match="float32 -> bfloat16 loses precision"):
+        load(tmp_path, half(), PlacementLoadPlanner(cast="error"))
+    state = load(tmp_path, {"w": torch.zeros(5, dtype=torch.float64)}, PlacementLoadPlanner())
+    assert torch.equal(state["w"], (torch.arange(5.0) + 0.1).double())
+    for cast in ("allow", "warn", "error"):
+        planner = PlacementLoadPlanner(cast=cast)
+        with pytest.raises(CheckpointException, match="float32 -> int32 changes what"):
+            load(tmp_path, {"w": torch.zeros(5, dtype=torch.int32)}, planner)
+
+
+def test_full_digests_prove_a_file_or_name_what_is_damaged(tmp_path: Path) -> None:
+    state = {"a": torch.arange(500.0), "b": torch.arange(700.0), "note": "as it was"}
+    dcp.save(
+        dict(state),
+        storage_writer=FileSystemWriter(tmp_path),
+        planner=PlacementSavePlanner(digests="full", step=12),
+        no_dist=True,
+    )
+
+    def template() -> dict[str, Any]:
+        return {"a": torch.zeros(500), "b": torch.zeros(700), "note": ""}
+
+    planner = PlacementLoadPlanner(verify="digests")
+    assert same(load(tmp_path, template(), planner), state)
+    assert (planner.report.verified, planner.report.unverified) == (3, 0)
+    assert same(load(tmp_path, template()), state)
+
+    (file,) = tmp_path.glob("*.distcp")
+    damaged = bytearray(file.read_bytes())
+    at = bytes(damaged).index(torch.arange(700.0).numpy().tobytes())
+    damaged[at + 1601] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(CheckpointException) as refused:
+        load(tmp_path, template(), PlacementLoadPlanner(verify="digests"))
+    told = str(refused.value)
+    assert "b: rank 0 read [0:700], and it is not what was saved" in told
+    assert file.name in told
+    assert "step 12" in told
+
+
+def test_verifying_a_file_without_digests_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"a": torch.ones(2)}, PlacementSavePlanner())
+    with pytest.raises(CheckpointException, match="has no digests"):
+        load(tmp_path, {"a": torch.zeros(2)}, PlacementLoadPlanner(verify="digests"))

@@ -1,0 +1,231 @@
+"""README.md is what happens: its code runs, its output is printed, its tables hold.
+
+A ``python`` block runs after the ones before it in its section. Where the next block is ``text``,
+that is what it prints. Those marked ``torchrun`` are for two real ranks: the first is a program,
+and the others belong in it before its save.
+
+``python tests/test_readme.py`` writes what is printed into README.md, for a message that changed on
+purpose; what the two ranks print is to be written by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    IndexShard,
+    MeshCoordinate,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+)
+from dcp_placements.placing import place
+from fakes import cut
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DECISIONS = ROOT / "dcp_placements" / "README.md"
+LINES = README.read_text().splitlines()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of README.md.
+
+    Attributes:
+        section: The heading above it.
+        kind: What stands behind the opening fence.
+        line: Number of its first line, from 0.
+        text: What is inside.
+    """
+
+    section: str
+    kind: str
+    line: int
+    text: str
+
+
+def read_blocks() -> list[Block]:
+    """Return the fenced blocks in order."""
+    found = []
+    section, kind, start = "", None, 0
+    for number, line in enumerate(LINES):
+        if kind is None and line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif kind is None and line.startswith("```"):
+            kind, start = line.removeprefix("```"), number + 1
+        elif kind is not None and line == "```":
+            found.append(Block(section, kind, start, "\n".join(LINES[start:number]) + "\n"))
+            kind = None
+    assert kind is None, "a block of README.md is never closed"
+    return found
+
+
+BLOCKS = read_blocks()
+PROMISED = {
+    code.line: told.text
+    for code, told in pairwise(BLOCKS)
+    if told.kind == "text" and told.section == code.section
+}
+"""What a block prints, by its line."""
+
+SECTIONS = list(dict.fromkeys(block.section for block in BLOCKS if block.kind == "python"))
+
+
+def read_table(section: str, number: int = 0) -> list[list[str]]:
+    """Return the cells of a section's table, without its head."""
+    start = LINES.index(f"## {section}")
+    tables: list[list[list[str]]] = []
+    inside = False
+    for line in LINES[start + 1 :]:
+        if line.startswith("## "):
+            break
+        if line.startswith("|") and not inside:
+            tables.append([])
+        inside = line.startswith("|")
+        if inside:
+            cells = re.split(r"(?<!\\)\|", line.strip("|"))
+            tables[-1].append([cell.strip() for cell in cells])
+    return tables[number][2:]
+
+
+def code_of(cell: str) -> str:
+    return cell.strip("`")
+
+
+def run_section(section: str, folder: Path) -> dict[int, str]:
+    """Return what each block of a section prints, by its line; run in ``folder``."""
+    printed = {}
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    with contextlib.chdir(folder):
+        for block in BLOCKS:
+            if (block.section, block.kind) == (section, "python"):
+                # Empty lines in front, so that a traceback shows the lines of README.md.
+                program = compile("\n" * block.line + block.text, str(README), "exec")
+                with contextlib.redirect_stdout(io.StringIO()) as output:
+                    exec(program, namespace)
+                printed[block.line] = output.getvalue()
+    return printed
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_blocks_run_and_print_what_stands_below(section: str, tmp_path: Path) -> None:
+    for line, printed in run_section(section, tmp_path).items():
+        assert printed == PROMISED.get(line, "")
+
+
+@pytest.mark.dist
+def test_first_screen_runs_on_two_ranks_and_saves_whole_experts(tmp_path: Path) -> None:
+    blocks = [block for block in BLOCKS if block.kind == "python torchrun"]
+    program = tmp_path / "first_screen.py"
+    start, save, rest = blocks[0].text.partition("dcp.save(")
+    program.write_text("\n".join([start, *(block.text for block in blocks[1:]), save + rest]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", str(program)]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(PROMISED.get(block.line, "") for block in blocks)
+
+    found = {"experts.w1": torch.full((8, 3), 7.0)}
+    planner = dcp.DefaultLoadPlanner()
+    dcp.load(found, checkpoint_id=tmp_path / "step-1", planner=planner, no_dist=True)
+    assert found["experts.w1"].tolist() == [[0.0] * 3] * 4 + [[1.0] * 3] * 4
+
+
+def test_first_block_begins_on_the_first_screen() -> None:
+    assert BLOCKS[0].kind == "python torchrun"
+    assert BLOCKS[0].line <= 8
+
+
+@pytest.mark.parametrize("row", read_table("Placements"), ids=lambda row: code_of(row[0]))
+def test_placements_keep_the_rows_of_the_table(row: list[str]) -> None:
+    names = (FusedShard, IndexShard, Replicate, Shard, _StridedShard)
+    placement = eval(code_of(row[0]), {name.__name__: name for name in names})
+    for position, cell in enumerate(row[1:]):
+        if not cell:
+            continue
+        rows = [int(number) for number in cell.split()]
+        whole = torch.arange(10)
+        assert cut(whole, [placement], (2,), (position,)).tolist() == rows
+        mesh = MeshCoordinate(("tp",), (2,), (position,))
+        rules = PlacementRules({"w": CheckpointPlacement(mesh, [placement], global_shape=(10,))})
+        placing = place({"w": torch.empty(len(rows))}, rules, 0)
+        assert not placing.faults
+        found = [
+            whole[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
+            for chunk in placing.placed["w"].chunks
+        ]
+        assert torch.cat(found).tolist() == rows
+
+
+@pytest.mark.parametrize(
+    ("number", "planner"), [(0, PlacementSavePlanner), (1, PlacementLoadPlanner)]
+)
+def test_option_tables_name_every_option_and_its_default(number: int, planner: type) -> None:
+    told = {code_of(row[0]): code_of(row[1]) for row in read_table("Options", number)}
+    parameters = inspect.signature(planner).parameters
+    wanted = {name: repr(parameter.default) for name, parameter in parameters.items()}
+    assert {name: default.replace('"', "'") for name, default in told.items()} == wanted
+    assert list(told) == list(wanted)
+
+
+def test_hazard_table_has_every_hazard_of_a_save_and_a_load() -> None:
+    rows = read_table("No silent failure")
+    assert [row[0] for row in rows] == [f"M{number}" for number in range(1, len(rows) + 1)]
+    assert all(len(row) == 4 and all(row) for row in rows)
+
+
+@pytest.mark.parametrize("page", [README, DECISIONS], ids=lambda page: page.parent.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert links
+    for link in links:
+        if link.startswith("#"):
+            assert link.removeprefix("#") in anchors, link
+        else:
+            assert (page.parent / link).exists(), link
+
+
+def test_scripts_that_are_named_exist() -> None:
+    for name in sorted(set(re.findall(r"`(scripts/\w+)`", README.read_text()))):
+        assert (ROOT / name).is_file(), name
+
+
+def rewrite() -> None:
+    """Put what the blocks print into README.md."""
+    printed: dict[int, str] = {}
+    for section in SECTIONS:
+        with tempfile.TemporaryDirectory() as folder:
+            printed |= run_section(section, Path(folder))
+    for code, told in reversed(list(pairwise(BLOCKS))):
+        if code.line in printed and code.line in PROMISED:
+            stop = told.line + told.text.count("\n")
+            LINES[told.line : stop] = printed[code.line].splitlines()
+    README.write_text("\n".join(LINES) + "\n")
+
+
+if __name__ == "__main__":
+    rewrite()

@@ -1,0 +1,127 @@
+"""Which stored chunks fill a destination, held against a search through all of them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import SMALL_SHAPES, arange, boxes_in, count, examples, tilings
+
+from dcp_placements.interop import (
+    ChunkStorageMetadata,
+    LoadItemType,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from dcp_placements.layout import Box
+from dcp_placements.reads import StoredChunks, read_items, read_object
+from dcp_placements.tiling import intersection
+
+
+def stored(shape: tuple[int, ...], boxes: list[Box]) -> StoredChunks:
+    chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
+    properties = TensorProperties(dtype=torch.float32)
+    return StoredChunks(TensorStorageMetadata(properties, torch.Size(shape), chunks))
+
+
+def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+
+
+@given(SMALL_SHAPES, st.data())
+@examples(150)
+def test_meeting_finds_what_looking_at_all_finds(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    boxes = data.draw(tilings(shape))
+    chunks = stored(shape, boxes)
+    for wanted in data.draw(boxes_in(shape)):
+        expected = {
+            (index, shared)
+            for index, box in enumerate(boxes)
+            if (shared := intersection(box, wanted)) is not None
+        }
+        found = chunks.meeting(wanted)
+        assert set(found) == expected
+        assert len(found) == len(expected)
+
+
+@given(SMALL_SHAPES, st.data())
+@examples(150)
+def test_reading_the_items_fills_every_destination(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    """Copy as a storage reader does; every destination element is read exactly once."""
+    boxes = data.draw(tilings(shape))
+    destinations = data.draw(boxes_in(shape))
+    items, holes = read_items("w", stored(shape, boxes), destinations)
+    assert holes == []
+    whole = arange(shape)
+    filled = [torch.full(box.sizes, -1.0) for box in destinations]
+    copied = [torch.zeros(box.sizes) for box in destinations]
+    for item in items:
+        assert item.type == LoadItemType.TENSOR
+        assert item.dest_index.fqn == item.storage_index.fqn == "w"
+        assert item.dest_index.index is not None
+        assert item.storage_index.index is not None
+        source = boxes[item.storage_index.index]
+        assert item.storage_index.offset == torch.Size(source.offsets)
+        assert item.dest_index.offset == torch.Size(destinations[item.dest_index.index].offsets)
+        held = whole[slices(source.offsets, source.sizes)]
+        part = held[slices(tuple(item.storage_offsets), tuple(item.lengths))]
+        at = slices(tuple(item.dest_offsets), tuple(item.lengths))
+        filled[item.dest_index.index][at] = part
+        copied[item.dest_index.index][at] += 1
+    for box, tensor, copies in zip(destinations, filled, copied, strict=True):
+        assert torch.equal(tensor, whole[slices(box.offsets, box.sizes)])
+        assert bool((copies == 1).all())
+
+
+@given(SMALL_SHAPES, st.data())
+@examples(150)
+def test_holes_are_what_no_stored_chunk_holds(shape: tuple[int, ...], data: st.DataObject) -> None:
+    boxes = data.draw(tilings(shape))
+    kept = [box for box in boxes if data.draw(st.booleans())]
+    (wanted, *_) = data.draw(boxes_in(shape, max_count=3)) or [Box((0,) * len(shape), shape)]
+    _, holes = read_items("w", stored(shape, kept), [wanted])
+    missing = (count(shape, [wanted]) == 1) & (count(shape, kept) == 0)
+    assert torch.equal(count(shape, holes).bool(), missing)
+
+
+def test_an_equal_chunk_is_read_by_itself() -> None:
+    boxes = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
+    items, holes = read_items("w", stored((4, 3), boxes), [boxes[1]])
+    assert holes == []
+    assert [(i.storage_index.index, tuple(i.lengths)) for i in items] == [(1, (2, 3))]
+
+
+def test_empty_stored_chunks_are_not_read() -> None:
+    boxes = [Box((0, 0), (0, 3)), Box((0, 0), (4, 3)), Box((4, 0), (0, 3))]
+    items, holes = read_items("w", stored((4, 3), boxes), [Box((1, 0), (2, 3))])
+    assert holes == []
+    assert [item.storage_index.index for item in items] == [1]
+
+
+def test_two_destinations_are_told_apart_by_their_place_in_the_list() -> None:
+    whole = [Box((0,), (6,))]
+    items, _ = read_items("w", stored((6,), whole), [Box((4,), (2,)), Box((0,), (1,))])
+    assert [(i.dest_index.index, tuple(i.storage_offsets)) for i in items] == [(0, (4,)), (1, (0,))]
+    assert [tuple(i.dest_offsets) for i in items] == [(0,), (0,)]
+
+
+def test_a_scalar_is_read_whole() -> None:
+    items, holes = read_items("s", stored((), [Box((), ())]), [Box((), ())])
+    assert holes == []
+    assert len(items) == 1
+    assert items[0].lengths == torch.Size(())
+    assert read_items("s", stored((), []), [Box((), ())])[1] == [Box((), ())]
+
+
+def test_nothing_wanted_is_nothing_read() -> None:
+    assert read_items("w", stored((4,), [Box((0,), (4,))]), []) == ([], [])
+
+
+def test_objects_are_read_by_name() -> None:
+    item = read_object("optim.lr")
+    assert item.type == LoadItemType.BYTE_IO
+    assert item.dest_index.fqn == item.storage_index.fqn == "optim.lr"
