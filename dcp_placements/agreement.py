@@ -320,7 +320,7 @@ class _Checker:
         renamed = any(part.isdigit() for part in fqn.split("."))
         if not size:
             yield "likely:      a number that each rank counts for itself, under one name"
-            yield "way out:     a name per rank (the rank in its key), or one number for all before saving"
+            yield "way out:     a name per rank (the rank in its key), or one number for all ranks"
         elif differs and declared.issuperset(differs):
             along = _quoted(differs)
             yield (
@@ -329,8 +329,8 @@ class _Checker:
             )
         elif differs:
             yield (
-                f"likely:      it is sharded over {_quoted(differs)}: it needs a rule with Shard on "
-                "that axis; if these are meant to be replicas, they have drifted apart"
+                f"likely:      it is sharded over {_quoted(differs)}: it needs a rule with Shard "
+                "on that axis; if these are meant to be replicas, they have drifted apart"
             )
         else:
             renamed = True

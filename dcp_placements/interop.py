@@ -72,6 +72,7 @@ __all__ = [
     "create_default_global_save_plan",
     "create_read_items_for_chunk_list",
     "default_write_items",
+    "dtensor_facts",
     "files_by_name",
     "flatten_as_2_3",
     "global_rank",
@@ -113,6 +114,17 @@ def local_tensor(value: Any) -> torch.Tensor:
         local = value.to_local()
     wait = getattr(local, "wait", None)
     return local if wait is None else wait()  # type: ignore[no-any-return]
+
+
+def dtensor_facts(value: Any) -> tuple[torch.Tensor, Any, tuple[Any, ...], torch.Size]:
+    """Return ``(local tensor, mesh, placements, shape)`` of a DTensor or DTensor-like."""
+    if type(value) is DTensor:
+        # A plan asks thousands of tensors: the properties would double its time.
+        spec, local = value._spec, value._local_tensor
+        if type(local) is torch.Tensor and spec.tensor_meta is not None:
+            return local, spec.mesh, spec.placements, spec.tensor_meta.shape
+    shape = torch.Size(value.shape)
+    return local_tensor(value), value.device_mesh, tuple(value.placements), shape
 
 
 def default_write_items(fqn: str, value: Any) -> list[WriteItem]:

@@ -30,10 +30,17 @@ DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 def lint(placed: Iterable[Placed]) -> Iterator[Fault]:
     """Yield a finding for each tensor that is declared in a way that is likely wrong."""
     judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
+    # Most tensors lie so that no name could be wrong: they are not looked at.
+    doubtful: dict[int, bool] = {}
     for tensor in placed:
+        binding = tensor.binding
+        if id(binding) not in doubtful:
+            doubtful[id(binding)] = any(_findings(tensor, fused=True, expert=True))
+        if not doubtful[id(binding)]:
+            continue
         fused = FUSED_NAME.search(tensor.fqn) is not None
         expert = EXPERT_NAME.search(tensor.fqn) is not None
-        key = (id(tensor.binding), tensor.rule, fused, expert)
+        key = (id(binding), tensor.rule, fused, expert)
         if key not in judged:
             judged[key] = list(_findings(tensor, fused, expert))
         for headline, details in judged[key]:

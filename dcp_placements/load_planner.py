@@ -106,6 +106,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._placing = Placing()
         self._provenance: Mapping[str, Any] | None = None
         self._stateless: list[str] = []
+        self._own_keys: set[str] = set()
 
     def set_up_planner(
         self,
@@ -127,6 +128,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             key = ".".join(map(str, path))
             if key in self.state_dict:
                 self.state_dict[key] = value
+        self._own_keys = set(self.state_dict)
         self.state_dict, self.mappings = rename_keys(self.state_dict, self.mappings, self.rename)
 
     def create_local_plan(self) -> LoadPlan:
@@ -216,6 +218,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.mappings = {}
         self._placing = Placing()
         self._provenance = None
+        self._own_keys = set()
 
     def _verify_faults(self, metadata: Metadata) -> list[Fault]:
         self._provenance = None
@@ -273,7 +276,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if not unasked:
             return
         flat, mappings = flatten_as_2_3(self.original_state_dict)
-        if unasked & set(flat):
+        # Only a key that today's flattening does not make is a sign of an old checkpoint: under
+        # rename=, a local name may well be the checkpoint's name of another rank's tensor.
+        if unasked & (set(flat) - self._own_keys):
             self.state_dict, self.mappings = rename_keys(flat, mappings, self.rename)
 
 
@@ -283,6 +288,7 @@ _OF_ONE_LOAD = frozenset(
         "original_state_dict",
         "mappings",
         "metadata",
+        "_own_keys",
         "_placing",
         "_provenance",
     )

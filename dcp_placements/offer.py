@@ -35,7 +35,7 @@ from dcp_placements.interop import (
     known_world_size,
     named_axes,
 )
-from dcp_placements.items import TableItems, look_of, placed_items
+from dcp_placements.items import TableItems, placed_items
 from dcp_placements.layout import Pick, Sharding
 from dcp_placements.lint import lint
 from dcp_placements.naming import Path
@@ -80,7 +80,7 @@ class RankTable:
     first: bool | None
     coordinates: list[int] = field(default_factory=list)
     _classes: dict[Any, int] = field(default_factory=dict)
-    _looks: dict[Look, int] = field(default_factory=dict)
+    _looks: dict[Any, int] = field(default_factory=dict)
     _rules: dict[str, int] = field(default_factory=dict)
     _paths: dict[tuple[int, ...], int] = field(default_factory=dict)
 
@@ -99,27 +99,29 @@ class RankTable:
             table.look_of.append(0)
             table.rule_of.append(-1)
         else:
-            table.class_of.append(self._class(tensor, placed))
-            table.look_of.append(_position(self._looks, look_of(tensor), table.looks))
+            key: Any = tuple(tensor.shape) if placed is None else id(placed.binding)
+            found = self._classes.get(key)
+            table.class_of.append(self._class(key, placed) if found is None else found)
+            looks = (tensor.dtype, tensor.layout, tensor.requires_grad)
+            look = self._looks.get(looks)
+            if look is None:
+                look = self._looks[looks] = len(table.looks)
+                table.looks.append(Look(*looks))
+            table.look_of.append(look)
             rule = None if placed is None else placed.rule
             table.rule_of.append(-1 if rule is None else _position(self._rules, rule, table.rules))
-        counts = path_counts(path if path is not None else (fqn,))
+        counts = path_counts((fqn,) if path is None else path)
         table.path_of.append(_position(self._paths, counts, table.paths))
 
-    def _class(self, tensor: torch.Tensor, placed: Placed | None) -> int:
-        key: Any = tuple(tensor.shape) if placed is None else id(placed.binding)
-        found = self._classes.get(key)
-        if found is None:
-            if placed is None:
-                known = LayoutClass(Sharding(tuple(tensor.shape)), (), plain=True)
-                coordinate: tuple[int, ...] = ()
-            else:
-                names = tuple(axis.name for axis in placed.binding.axes)
-                known = LayoutClass(placed.binding.sharding, names)
-                coordinate = placed.binding.coordinate
-            self.table.classes.append(known)
-            self.coordinates.extend(coordinate)
-            found = self._classes[key] = len(self.table.classes) - 1
+    def _class(self, key: Any, placed: Placed | None) -> int:
+        if placed is None:
+            known = LayoutClass(Sharding(key), (), plain=True)
+        else:
+            names = tuple(axis.name for axis in placed.binding.axes)
+            known = LayoutClass(placed.binding.sharding, names)
+            self.coordinates.extend(placed.binding.coordinate)
+        self.table.classes.append(known)
+        found = self._classes[key] = len(self.table.classes) - 1
         return found
 
 
@@ -218,7 +220,7 @@ def offering_of(
             if placed is not None:
                 _note_picks(offering.loose, placed)
             continue
-        mesh = getattr(value, "device_mesh", None) if placed is not None else None
+        mesh = None if placed is None else placed.mesh
         key = None if mesh is None else id(mesh)
         if key not in by_mesh:
             by_mesh[key] = len(offering.tables)
@@ -266,7 +268,7 @@ def make_offer(
         tables.append(
             TableOffer(name, tuple(kept.coordinates), packed=compressed(packed) if send else None)
         )
-    axes = _axes(state_dict, placing)
+    axes = _axes(placing)
     story = None
     if tells:
         story = Story(
@@ -321,6 +323,8 @@ def add_digests(
         maker = TableItems(table, kept.coordinates)
         stored.append([])
         unique = {index for index, known in enumerate(table.classes) if known.cells == world}
+        if not full and len(unique) == len(table.classes) and OBJECT not in table.class_of:
+            continue
         for entry, index in enumerate(table.class_of):
             if index in unique and not full:
                 continue
@@ -417,17 +421,16 @@ def _loose_digests(
     loose.digests = [None if d is None else d[:DIGEST_NBYTES] for d in loose.digests]
 
 
-def _axes(state_dict: Mapping[str, Any], placing: Placing) -> dict[str, tuple[int, int]]:
-    meshes = {}
-    for fqn in placing.placed:
-        mesh = getattr(state_dict[fqn], "device_mesh", None)
-        if mesh is not None:
-            meshes[id(mesh)] = mesh
+def _axes(placing: Placing) -> dict[str, tuple[int, int]]:
+    """Return ``{name: (position, size)}`` of every named axis that the tensors tell of."""
+    placed = {(id(p.binding), id(p.mesh)): p for p in placing.placed.values()}
     axes: dict[str, tuple[int, int]] = {}
-    for mesh in meshes.values():
+    for mesh in {id(p.mesh): p.mesh for p in placed.values() if p.mesh is not None}.values():
         axes.update(named_axes(mesh))
-    for binding in {id(p.binding): p.binding for p in placing.placed.values()}.values():
-        axes.update({a.name: (a.position, a.size) for a in binding.axes if a.name is not None})
+    for known in placed.values():
+        for axis in known.binding.axes:
+            if axis.name is not None:
+                axes[axis.name] = (axis.position, axis.size)
     return axes
 
 

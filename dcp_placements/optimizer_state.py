@@ -43,6 +43,8 @@ def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
     Adam and its kin make the state of a parameter at its first step, so a parameter that never
     had a gradient has none.
     """
+    if not any("param_groups" in fqn for fqn in state_dict):
+        return []
     known: dict[str, None] = {}
     with_state: set[str] = set()
     for fqn, value in state_dict.items():

@@ -15,14 +15,14 @@ import torch
 
 from dcp_placements.binding import BindError, Binding, Own, bind, fault_of
 from dcp_placements.errors import Fault
-from dcp_placements.interop import has_hooks, is_dtensor_like, local_tensor
+from dcp_placements.interop import DTensor, dtensor_facts, has_hooks, is_dtensor_like
 from dcp_placements.layout import Chunk
 from dcp_placements.optimizer_state import parameters_of
 from dcp_placements.placement import CheckpointPlacement
 from dcp_placements.rules import PlacementRules, Rules, rule_name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placed:
     """One tensor of this rank and its place in the checkpoint.
 
@@ -32,6 +32,7 @@ class Placed:
         binding: Its place; shared by all tensors that lie alike.
         chunks: The non-empty pieces, in C order of the local tensor; shared likewise.
         rule: What to call the rule that spoke; None where none did.
+        mesh: The mesh of its DTensor; None for a plain tensor.
     """
 
     fqn: str
@@ -39,6 +40,7 @@ class Placed:
     binding: Binding
     chunks: tuple[Chunk, ...]
     rule: str | None
+    mesh: Any = None
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -98,14 +100,19 @@ class _Placer:
         self.placing = Placing()
         # Most tensors lie like another one: keyed by all that a binding is worked out from.
         self._bound: dict[Any, tuple[Binding, tuple[Chunk, ...]] | None] = {}
+        self._dtensor_kinds: dict[type, bool] = {}
+        self._names: dict[str, str] = {}
 
     def add(self, fqn: str, value: Any) -> None:
         """Bind one value, if it is a tensor that has a place."""
-        dtensor = is_dtensor_like(value)
+        kind = type(value)
+        dtensor = self._dtensor_kinds.get(kind)
+        if dtensor is None:
+            dtensor = self._dtensor_kinds[kind] = is_dtensor_like(value)
         if not dtensor and not isinstance(value, torch.Tensor):
             return
         try:
-            placement = self._ask(fqn, value)
+            placement, rule = self._ask(fqn, value)
             if has_hooks(value):
                 if placement is not None:
                     raise BindError(
@@ -115,10 +122,13 @@ class _Placer:
                     )
                 return
             if dtensor:
-                self._bind_dtensor(fqn, value, placement)
+                self._bind_dtensor(fqn, value, placement, rule)
             elif placement is not None:
                 shape = tuple(value.shape)
-                self._bind(fqn, value, Own(shape), placement, (shape, id(placement)))
+                key = (shape, id(placement))
+                if key not in self._bound:
+                    self._bind(Own(shape), shape, placement, key)
+                self._place(fqn, value, self._bound[key], rule)
         except BindError as error:
             self._fault(error, fqn)
 
@@ -127,7 +137,8 @@ class _Placer:
         plain = [
             (fqn, value, runs)
             for fqn, value in state_dict.items()
-            if isinstance(value, torch.Tensor)
+            if type(value) is not DTensor
+            and isinstance(value, torch.Tensor)
             and value.dim()
             and (runs := parameters_of(fqn))
             and not is_dtensor_like(value)
@@ -161,13 +172,13 @@ class _Placer:
         for fqn, value in state_dict.items():
             placed = self.placing.placed.get(fqn)
             tensor = placed.tensor if placed is not None else value
-            if not isinstance(tensor, torch.Tensor) or has_hooks(tensor) or is_dtensor_like(tensor):
+            if not isinstance(tensor, torch.Tensor) or has_hooks(tensor):
                 continue
             pointer = _data_ptr(tensor)
-            if not pointer or not tensor.numel():
+            if not pointer:
                 continue
             first = seen.setdefault((pointer, tensor.shape), fqn)
-            if first == fqn:
+            if first == fqn or not tensor.numel():
                 continue
             other = self.placing.placed.get(first)
             if _lies_alike(placed, other):
@@ -188,54 +199,69 @@ class _Placer:
                 )
             )
 
-    def _ask(self, fqn: str, value: Any) -> CheckpointPlacement | None:
-        if self.rules is None or not len(value.shape):
-            return None
-        placement = self.rules(fqn, value)
-        if placement is not None and not isinstance(placement, CheckpointPlacement):
-            raise BindError(
-                f"was given {placement!r} by the rules, which is no CheckpointPlacement",
-                "way out:     return a CheckpointPlacement, or None to keep the tensor's own",
-            )
-        # A pattern that says None has spoken, too: it is not one that matches nothing.
-        name = rule_name(self.rules, fqn)
-        if name is not None and (placement is not None or isinstance(self.rules, PlacementRules)):
-            self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
-        return placement
+    def _ask(self, fqn: str, value: Any) -> tuple[CheckpointPlacement | None, str | None]:
+        """Return what the rules say of a tensor, and what to call the one that spoke."""
+        if self.rules is None or not value.shape:
+            return None, None
+        if isinstance(self.rules, PlacementRules):
+            found = self.rules.find(fqn)
+            if found is None:
+                return None, None
+            # A pattern that says None has spoken, too: it is not one that matches nothing.
+            name, placement = self._names.setdefault(found[0], repr(found[0])), found[1]
+        else:
+            placement = self.rules(fqn, value)
+            if placement is None:
+                return None, None
+            if not isinstance(placement, CheckpointPlacement):
+                raise BindError(
+                    f"was given {placement!r} by the rules, which is no CheckpointPlacement",
+                    "way out:     return a CheckpointPlacement, or None to keep the tensor's own",
+                )
+            name = rule_name(self.rules, fqn) or ""
+        self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
+        return placement, None if placement is None else name
 
-    def _bind_dtensor(self, fqn: str, value: Any, placement: CheckpointPlacement | None) -> None:
-        placements = tuple(value.placements)
-        shape = tuple(value.shape)
-        local = local_tensor(value)
-        key = (
-            shape,
-            tuple(local.shape),
-            id(value.device_mesh),
-            placements,
-            id(placement),
-        )
-        self._bind(fqn, local, Own(shape, value.device_mesh, placements), placement, key)
+    def _bind_dtensor(
+        self, fqn: str, value: Any, placement: CheckpointPlacement | None, rule: str | None
+    ) -> None:
+        local, mesh, placements, shape = dtensor_facts(value)
+        key = (shape, local.shape, id(mesh), placements, id(placement))
+        found = self._bound.get(key, _UNBOUND)
+        if found is _UNBOUND:
+            own = Own(tuple(shape), mesh, placements)
+            found = self._bind(own, tuple(local.shape), placement, key)
+        self._place(fqn, local, found, rule, mesh)
 
     def _bind(
         self,
-        fqn: str,
-        tensor: torch.Tensor,
         own: Own,
+        local_shape: tuple[int, ...],
         placement: CheckpointPlacement | None,
         key: Any,
+    ) -> tuple[Binding, tuple[Chunk, ...]] | None:
+        binding = bind(own, local_shape, placement)
+        found = self._bound[key] = None if binding is None else (binding, binding.layout.chunks())
+        return found
+
+    def _place(
+        self,
+        fqn: str,
+        tensor: torch.Tensor,
+        found: tuple[Binding, tuple[Chunk, ...]] | None,
+        rule: str | None,
+        mesh: Any = None,
     ) -> None:
-        if key not in self._bound:
-            binding = bind(own, tuple(tensor.shape), placement)
-            self._bound[key] = None if binding is None else (binding, binding.layout.chunks())
-        found = self._bound[key]
         if found is None:
             self.placing.absent.add(fqn)
-            return
-        rule = rule_name(self.rules, fqn) if placement is not None else None
-        self.placing.placed[fqn] = Placed(fqn, tensor, found[0], found[1], rule)
+        else:
+            self.placing.placed[fqn] = Placed(fqn, tensor, found[0], found[1], rule, mesh)
 
     def _fault(self, error: BindError, fqn: str) -> None:
         self.placing.faults.append(fault_of(error, fqn, self.rank, rule_name(self.rules, fqn)))
+
+
+_UNBOUND: Any = object()
 
 
 def _lies_alike(one: Placed | None, other: Placed | None) -> bool:

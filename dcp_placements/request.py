@@ -176,7 +176,8 @@ class Request:
         )
         self._fault(
             fqn,
-            f"the checkpoint holds a {stored} tensor, but rank {self.rank} needs {wanted}",
+            f"the checkpoint holds a {stored} tensor, but rank {self.rank} needs {wanted} "
+            "(torch: Size mismatch)",
             *details,
         )
 
@@ -301,7 +302,8 @@ class Request:
             )
         self._fault(
             fqn,
-            f"the checkpoint lacks this key, which rank {self.rank} has",
+            f"the checkpoint lacks this key, which rank {self.rank} has "
+            "(torch: Missing key in checkpoint)",
             *details,
             "way out:     rename= where it goes by another name; optional=[pattern] where it may "
             "be missing",

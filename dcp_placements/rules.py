@@ -55,6 +55,11 @@ class PlacementRules:
         found = self._find(fqn)
         return None if found is None else self._rules[found][2]
 
+    def find(self, fqn: str) -> tuple[str, CheckpointPlacement | None] | None:
+        """Return the pattern that speaks for ``fqn`` and what it says, or None."""
+        found = self._find(fqn)
+        return None if found is None else (self._rules[found][0], self._rules[found][2])
+
     def pattern_of(self, fqn: str) -> str | None:
         """Return the pattern that speaks for ``fqn``, or None."""
         found = self._find(fqn)

@@ -246,6 +246,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     def _paths(self) -> dict[str, Any]:
         """Return where each key stands in the nested dict."""
+        if self.rename is None:
+            return self.mappings
         return {key: checkpoint_path(key, path) for key, path in self.mappings.items()}
 
     def _begin(self, cache: PlanCache | None) -> frozenset[bytes]:

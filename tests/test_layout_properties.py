@@ -67,7 +67,7 @@ def counts(shape: tuple[int, ...], boxes: set[Box]) -> torch.Tensor:
 
 
 @given(cases())
-@examples(150)
+@examples(100)
 def test_chunks_put_every_element_where_slicing_finds_it(case: Case) -> None:
     whole = arange(case.shape)
     sharding = sharding_of(case)
@@ -206,7 +206,7 @@ def bound(
 
 
 @given(st.data())
-@examples(150)
+@examples(100)
 def test_rule_cuts_first_then_the_tensor_s_own_placements(data: st.DataObject) -> None:
     """Whatever position the tensor's own axes have in the checkpoint's mesh."""
     sizes = data.draw(mesh_sizes(max_ranks=32))

@@ -150,3 +150,33 @@ def test_rules_see_the_checkpoint_s_names(tmp_path: Any) -> None:
         no_dist=True,
     )
     assert set(asked) == {"layers.6"}
+
+
+def test_a_local_name_that_another_stage_s_key_has_is_no_sign_of_an_old_checkpoint(
+    tmp_path: Any,
+) -> None:
+    """On rank 1 ``layers.0`` is layer 2, and the checkpoint has a ``layers.0``, of rank 0."""
+    world = World(2)
+
+    def rename(rank: int) -> Any:
+        def renamed(key: str) -> str:
+            return global_name(rank)(key) if key.startswith("layers") else key
+
+        return renamed
+
+    def held(rank: int, sign: int) -> dict[str, Any]:
+        weights = {str(i): torch.full((3,), sign * (10.0 * rank + i + 1)) for i in range(2)}
+        return {"layers": weights, "hyper": {"lr": sign * 0.1}}
+
+    world.save(
+        tmp_path, lambda rank: held(rank, 1), lambda rank: PlacementSavePlanner(rename=rename(rank))
+    )
+    loaded = world.load(
+        tmp_path,
+        lambda rank: held(rank, -1),
+        lambda rank: PlacementLoadPlanner(rename=rename(rank)),
+    )
+    for rank in range(2):
+        assert loaded[rank]["hyper"] == {"lr": 0.1}
+        for i in range(2):
+            assert torch.equal(loaded[rank]["layers"][str(i)], held(rank, 1)["layers"][str(i)])

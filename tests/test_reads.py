@@ -29,7 +29,7 @@ def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
 
 
 @given(SMALL_SHAPES, st.data())
-@examples(150)
+@examples(100)
 def test_meeting_finds_what_looking_at_all_finds(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
@@ -47,7 +47,7 @@ def test_meeting_finds_what_looking_at_all_finds(
 
 
 @given(SMALL_SHAPES, st.data())
-@examples(150)
+@examples(100)
 def test_reading_the_items_fills_every_destination(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
@@ -78,7 +78,7 @@ def test_reading_the_items_fills_every_destination(
 
 
 @given(SMALL_SHAPES, st.data())
-@examples(150)
+@examples(100)
 def test_holes_are_what_no_stored_chunk_holds(shape: tuple[int, ...], data: st.DataObject) -> None:
     boxes = data.draw(tilings(shape))
     kept = [box for box in boxes if data.draw(st.booleans())]
