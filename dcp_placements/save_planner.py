@@ -182,9 +182,14 @@ class PlacementSavePlanner(DefaultSavePlanner):
             tables = Tables() if self._cache is None else self._cache.tables
             tables.learn(offers)
             made = self._planned(offers, tables)
+            # What a writer put into a local plan stays in it: without collectives, its file names.
             self.global_plan = [
-                SavePlan(_owned_lazily(tables, offer, answer), planner_data=answer)  # type: ignore[arg-type]
-                for offer, answer in zip(offers, made.answers, strict=True)
+                dataclasses.replace(
+                    plan,
+                    items=_owned_lazily(tables, offer, answer),
+                    planner_data=answer,
+                )
+                for plan, offer, answer in zip(all_plans, offers, made.answers, strict=True)
             ]
             self.metadata = Metadata(
                 dict(made.metadata), planner_data=self._planner_data(offers, tables, made)
