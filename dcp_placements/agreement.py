@@ -30,6 +30,7 @@ class Witness:
         sizes: The sizes of those axes.
         rules_of: The rule that spoke, by key.
         replicated: Named axes along which a key is declared equal, by key.
+        row_maps: The rows that an ``IndexShard`` names here, by key.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Witness:
     sizes: Mapping[str, int] = field(default_factory=dict)
     rules_of: Mapping[str, str] = field(default_factory=dict)
     replicated: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    row_maps: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 Claim = tuple[int, bytes | None]
@@ -158,7 +160,7 @@ class _Checker:
             sizes = {tuple(size): plans for size, plans in claims.sizes.items()}
             told = "; ".join(f"{size} on {self._ranks(plans)}" for size, plans in sizes.items())
             headline = f"the ranks do not agree on the shape of the whole tensor: {told}"
-            details += self._shape_details(sizes, claims)
+            details += self._shape_details(fqn, sizes, claims)
         else:
             told = "; ".join(
                 f"{dtype} on {self._ranks(plans)}" for dtype, plans in claims.dtypes.items()
@@ -167,7 +169,9 @@ class _Checker:
             details.append("way out:     cast it to one dtype on all ranks before saving")
         return Fault(fqn, headline, (*details, *self._rule_lines(fqn, claims.plans)))
 
-    def _shape_details(self, sizes: dict[tuple[int, ...], list[int]], claims: Claims) -> list[str]:
+    def _shape_details(
+        self, fqn: str, sizes: dict[tuple[int, ...], list[int]], claims: Claims
+    ) -> list[str]:
         details = []
         if len({len(size) for size in sizes}) == 1:
             largest = tuple(max(size[d] for size in sizes) for d in range(len(next(iter(sizes)))))
@@ -175,6 +179,14 @@ class _Checker:
             if holes:
                 told = ", ".join(format_box(hole, largest) for hole in holes)
                 details.append(f"nobody holds {told} of {largest}")
+        if any(self.witnesses[plan].rules_of.get(fqn) for plan in claims.plans):
+            return [
+                *details,
+                "likely:      a rule without global_shape= over shards of unequal size: each rank "
+                "takes its own size times the axis for the whole",
+                "way out:     global_shape= in the rule; where torch.chunk would cut otherwise, "
+                "IndexShard(dim, rows), too",
+            ]
         details += [
             "likely:      DTensor.from_local() of uneven shards without shape= and stride=, so "
             "that each rank infers a whole of its own; or one name for different tensors on "
@@ -254,10 +266,16 @@ class _Checker:
             axes = [name for name in axes if self._apart(name, having, lacking)] or axes
             told = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
             details.append(f"likely:      {factor} times too little is held{told}")
-        details.append(
-            "way out:     save with all ranks that hold a part and with the key on each of them; "
-            "where the tensor is not sharded over that axis, drop the axis from its rule"
-        )
+        if any(fqn in self.witnesses[plan].row_maps for plan in having):
+            details.append(
+                "way out:     no rank's IndexShard names these rows: every row must be on one of "
+                "them"
+            )
+        else:
+            details.append(
+                "way out:     save with all ranks that hold a part and with the key on each of "
+                "them; where the tensor is not sharded over that axis, drop the axis from its rule"
+            )
         return Fault(
             fqn,
             f"nobody holds all of the {whole.sizes} tensor",

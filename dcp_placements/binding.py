@@ -218,7 +218,10 @@ def _rule_cuts(
             if own_cut is not None:
                 raise BindError(
                     f"has axis {_axis_name(axis)} sharded by its own DTensor on dim {own_cut.dim}, "
-                    f"but the rule says {format_placement(entry)}"
+                    f"but the rule says {format_placement(entry)}",
+                    "way out:     the DTensor speaks for that axis: leave it out of the rule; or "
+                    "hold a plain tensor, or a DTensor over the other axes alone, and let the rule "
+                    "speak",
                 )
             cuts.append(Pick(dim, entry.indices, j))
             continue
@@ -292,19 +295,21 @@ def _mismatch_advice(
     found: tuple[int, ...],
     declared: tuple[int, ...],
 ) -> tuple[str, ...]:
-    if placement is not None and placement.global_shape is not None:
-        return (
-            "way out:     correct global_shape= (and padded_shape=): it is the whole tensor over "
-            "all axes",
-        )
+    rows = "IndexShard(dim, rows) with global_shape= in the rule says which rows this rank holds"
     if own.mesh is not None:
         return (
             "likely:      DTensor.from_local() with shards that torch.chunk would not make; only "
-            "those can be described by placements",
-            "way out:     shard as torch.chunk does, or say which rows this rank holds with "
-            "IndexShard and global_shape=",
+            "those can be described by Shard",
+            f"way out:     shard as torch.chunk does; or {rows}, for a plain tensor or a DTensor "
+            "over the other axes alone",
         )
-    return ("way out:     correct the placement, or give global_shape=",)
+    if placement is not None and placement.global_shape is not None:
+        return (
+            "likely:      a wrong global_shape= (padded_shape=), which is the whole over all "
+            "axes; or shards that torch.chunk would not make",
+            f"way out:     correct global_shape=; or {rows}",
+        )
+    return (f"way out:     global_shape= in the rule; or {rows}",)
 
 
 def _axis_name(axis: Axis) -> str:

@@ -79,17 +79,22 @@ class SaveReport:
 
     def __str__(self) -> str:
         lines = [
-            f"save of {len(self.keys)} tensors and {len(self.objects)} objects from "
-            f"{self.ranks} rank{'s' if self.ranks != 1 else ''}",
+            f"save of {_count(len(self.keys), 'tensor')} and {_count(len(self.objects), 'object')} "
+            f"from {_count(self.ranks, 'rank')}",
             f"    unique:    {format_nbytes(self.unique_nbytes)} of "
             f"{format_nbytes(self.whole_nbytes)} in the whole tensors",
             f"    replicas:  {format_nbytes(self.replica_nbytes)} held beyond that",
         ]
-        lines += [f"    rule:      {rule} for {count} keys" for rule, count in self.rules.items()]
+        lines += [
+            f"    rule:      {rule} for {_count(count, 'key')}"
+            for rule, count in self.rules.items()
+        ]
         if self.unmatched:
             lines.append(f"    unmatched: {format_names(self.unmatched)}")
         if self.partial_keys:
-            lines.append(f"    partial:   {len(self.partial_keys)} keys are on some ranks only")
+            lines.append(
+                f"    partial:   {_count(len(self.partial_keys), 'key')} on some ranks only"
+            )
         if self.stateless:
             lines.append(f"    stateless: no optimizer state for {format_names(self.stateless)}")
         lines += [f"    waived:    {name}: {reason}" for name, reason in self.waived.items()]
@@ -135,7 +140,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         lines = [
-            f"load of {self.items} items: {format_nbytes(self.read_nbytes)} read for "
+            f"load of {_count(self.items, 'item')}: {format_nbytes(self.read_nbytes)} read for "
             f"{format_nbytes(self.wanted_nbytes)} wanted"
         ]
         for name, keys in (
@@ -164,3 +169,7 @@ class LoadReport:
             f"{len(self.unread)} not asked for by this rank, "
             f"{len(self.casts)} cast"
         )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

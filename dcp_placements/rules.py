@@ -71,7 +71,11 @@ class PlacementRules:
         return tuple(pattern for pattern, _, _ in self._rules)
 
     def __repr__(self) -> str:
-        return f"PlacementRules({{{', '.join(map(repr, self.patterns))}}})"
+        told = (
+            f"{pattern!r}: {'None' if placement is None else placement.format()}"
+            for pattern, _, placement in self._rules
+        )
+        return f"PlacementRules({{{', '.join(told)}}})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_rules": self._rules, "_found": {}}

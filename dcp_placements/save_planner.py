@@ -48,7 +48,7 @@ from dcp_placements.provenance import RESERVED_KEY, provenance, written_digests
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules import Rules
-from dcp_placements.summary import summarise
+from dcp_placements.summary import summarise, summarise_rank
 from dcp_placements.world_plan import WorldPlan, compare, plan_world
 
 logger = logging.getLogger(__name__)
@@ -81,13 +81,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
             by this planner.
 
     Attributes:
-        report: After planning, a ``SaveReport``; of all ranks on the coordinator.
+        report: After planning, a ``SaveReport``; of all ranks on the coordinator, of what this
+            rank holds on the others.
 
     Raises:
         PlacementError: An option that there is not.
     """
 
-    report: SaveReport
     _objects: Objects
     _names: list[bytes]
 
@@ -121,10 +121,19 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self.on_conflict = on_conflict
         self.waive = check_waivers(waive)
         self.step = step
-        self.report = SaveReport()
+        self._report: SaveReport | None = None
+        self._reuse = "off"
         self._cache = PlanCache() if enable_plan_caching else None
         self._exact = False
         self._start_over()
+
+    @property
+    def report(self) -> SaveReport:
+        """What the save comes to."""
+        if self._report is None:
+            self._report = summarise_rank(self._offering, self._placing, self.waive)
+            self._report.plan_cache = self._reuse
+        return self._report
 
     def set_up_planner(
         self,
@@ -186,7 +195,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             self.global_plan = [
                 dataclasses.replace(
                     plan,
-                    items=_owned_lazily(tables, offer, answer),
+                    items=_owned_lazily(tables, offer, answer),  # type: ignore[arg-type]
                     planner_data=answer,
                 )
                 for plan, offer, answer in zip(all_plans, offers, made.answers, strict=True)
@@ -248,6 +257,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self._offering = Offering()
         self._objects = {}
         self._names = []
+        self._report = None
 
     def _paths(self) -> dict[str, Any]:
         """Return where each key stands in the nested dict."""
@@ -260,8 +270,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if cache is None:
             return frozenset()
         why = cache.begin([kept.table for kept in self._offering.tables])
-        self.report.plan_cache = "reused" if why is None else f"made anew: {why}"
-        logger.info("plan %s", self.report.plan_cache)
+        self._reuse = "reused" if why is None else f"made anew: {why}"
+        logger.info("plan %s", self._reuse)
         return cache.known
 
     def _planned(self, offers: Sequence[Offer], tables: Tables) -> WorldPlan:
@@ -282,8 +292,10 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 complete=not alone,
                 lowest_rank=self.dedup_save_to_lowest_rank,
                 known=cache is not None,
+                # A rank that has no coordinator of its own (no_dist=True) saves for itself alone.
+                replica_of=world_size() if alone and not self.is_coordinator else None,
             )
-        self.report = self._judge(made, offers)
+        self._report = self._judge(made, offers)
         if cache is not None:
             cache.standings, cache.plan = standings, made
         return made
@@ -294,7 +306,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         (faults if self.on_conflict == "error" else notes).extend(made.conflicts)
         raise_faults("the ranks' plans do not make a checkpoint", faults)
         report = summarise(made, offers, self.waive)
-        report.plan_cache = self.report.plan_cache
+        report.plan_cache = self._reuse
         if report.unmatched:
             notes.append(
                 Fault(
@@ -348,6 +360,7 @@ _OF_ONE_SAVE = frozenset(
         "_offering",
         "_objects",
         "_names",
+        "_report",
     )
 )
 

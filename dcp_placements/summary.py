@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from dcp_placements.evidence import Offer
-from dcp_placements.report import SaveReport
+from dcp_placements.offer import Offering
+from dcp_placements.placing import Placing
+from dcp_placements.report import KeyReport, SaveReport
+from dcp_placements.table import OBJECT, boxes
 from dcp_placements.world_plan import WorldPlan
 
 
@@ -27,3 +31,32 @@ def summarise(plan: WorldPlan, offers: Sequence[Offer], waived: Mapping[str, str
         stateless=tuple(dict.fromkeys(name for story in stories for name in story.stateless)),
         waived=dict(waived),
     )
+
+
+def summarise_rank(offering: Offering, placing: Placing, waived: Mapping[str, str]) -> SaveReport:
+    """Return what one rank holds, for a rank that sees no plan but its own."""
+    report = SaveReport(ranks=1, rules=dict(placing.matched), waived=dict(waived))
+    objects = []
+    for kept in offering.tables:
+        table, start, held = kept.table, 0, []
+        for known in table.classes:
+            stop = start + len(known.sharding.axis_sizes)
+            held.append(boxes(known, kept.coordinates[start:stop]))
+            start = stop
+        for entry, (fqn, index) in enumerate(zip(table.fqns, table.class_of, strict=True)):
+            if index == OBJECT:
+                objects.append(fqn)
+                continue
+            look = table.looks[table.look_of[entry]]
+            shape = table.classes[index].sharding.global_shape
+            numel = sum(box.numel for box in held[index])
+            report.keys[fqn] = KeyReport(
+                shape=shape,
+                dtype=str(look.dtype).removeprefix("torch."),
+                chunks=len(held[index]),
+                unique_nbytes=numel * look.dtype.itemsize,
+                whole_nbytes=prod(shape) * look.dtype.itemsize,
+                copies=numel / prod(shape) if prod(shape) else 1.0,
+            )
+    report.objects = tuple(objects)
+    return report

@@ -102,7 +102,13 @@ class WorldPlan:
 
 
 def plan_world(
-    offers: Sequence[Offer], tables: Tables, *, complete: bool, lowest_rank: bool, known: bool
+    offers: Sequence[Offer],
+    tables: Tables,
+    *,
+    complete: bool,
+    lowest_rank: bool = False,
+    known: bool = False,
+    replica_of: int | None = None,
 ) -> WorldPlan:
     """Return the plan of a save: who writes what, and the metadata; or what is wrong.
 
@@ -113,8 +119,12 @@ def plan_world(
             element.
         lowest_rank: Leave every replica to its lowest rank.
         known: Whether the tables are kept for the next save.
+        replica_of: For a rank that plans alone in a world of so many: leave to others what the
+            axes say that they write.
     """
-    return _Coordinator(offers, tables, complete, lowest_rank, known).plan()
+    coordinator = _Coordinator(offers, tables, complete, lowest_rank, known)
+    coordinator.world = replica_of
+    return coordinator.plan()
 
 
 def compare(offers: Sequence[Offer], tables: Tables) -> WorldPlan:
@@ -139,6 +149,7 @@ class _Coordinator:
         self.complete = complete
         self.lowest_rank = lowest_rank
         self.known = known
+        self.world: int | None = None
         self.made = WorldPlan()
         self.members: dict[bytes, Members] = {}
         self.first: dict[str, tuple[bytes, int]] = {}
@@ -153,6 +164,8 @@ class _Coordinator:
             return self.made
         self.survey()
         self.settle_odd()
+        if self.world is not None:
+            self._leave_to_others(self.world)
         if not self.made.faults:
             self._describe()
             self._answer()
@@ -420,9 +433,31 @@ class _Coordinator:
             items += offer.loose.items
             digests += offer.loose.digests or [None] * len(offer.loose.items)
             rules_of.update(offer.loose.rules_of)
+        rows = {} if offer.loose is None else offer.loose.row_maps
         return items, Witness(
-            offer.rank, digests, offer.positions, offer.sizes, rules_of, replicated
+            offer.rank, digests, offer.positions, offer.sizes, rules_of, replicated, rows
         )
+
+    def _leave_to_others(self, world: int) -> None:
+        """Drop what the axes alone say that another rank writes.
+
+        The ranks of a class hold replicas along the axes that do not cut it. Where those axes make
+        up the whole world, the first rank along them writes. Where they do not, or where no mesh is
+        told of (plain tensors, objects: other ranks may not even have the key), nothing is left.
+        """
+        offer = self.offers[0]
+        for members in self.members.values():
+            start = 0
+            told = members.offers[0].coordinates
+            left = set()
+            for index, known in enumerate(members.table.classes):
+                stop = start + len(known.sharding.axis_sizes)
+                if not known.plain and not _is_first(known, told[start:stop], offer, world):
+                    left.add(index)
+                start = stop
+            for entry, index in enumerate(members.table.class_of):
+                if index in left:
+                    members.drop(entry)
 
     def _describe(self) -> None:
         """Make the metadata and the report of all keys."""
@@ -616,6 +651,18 @@ class _Coordinator:
             if count > 1:
                 return self.offers[plan].rank, count
         return None
+
+
+def _is_first(known: LayoutClass, coordinate: Sequence[int], offer: Offer, world: int) -> bool:
+    """Whether the axes say that no other rank writes what this one holds of a class."""
+    others = {name: size for name, size in offer.sizes.items() if name not in known.axis_names}
+    here = prod(known.sharding.axis_sizes)
+    at = [coordinate[i] for i in range(len(coordinate)) if i not in known.cut_axes]
+    if here == world:
+        return not any(at)
+    if here * prod(others.values()) == world:
+        return not any(at) and not any(offer.positions[name] for name in others)
+    return True
 
 
 def _ordinals(cell: Ints) -> Ints:

@@ -57,6 +57,8 @@ class World:
         state_dict: Callable[[int], dict[str, Any]],
         planner: Callable[[int], SavePlanner],
         writer: Callable[[int], StorageWriter] | None = None,
+        *,
+        use_collectives: bool = True,
     ) -> list[SavePlanner]:
         """Save as ``dcp.save`` does on all ranks; return the planners, one per rank.
 
@@ -65,6 +67,7 @@ class World:
             state_dict: What each rank saves.
             planner: Each rank's planner; may be the same object from save to save.
             writer: Each rank's storage writer; a ``FileSystemWriter`` by default.
+            use_collectives: False: every rank plans and finishes for itself.
 
         Raises:
             CheckpointException: An error on any rank.
@@ -79,9 +82,22 @@ class World:
                 storage_meta=writers[rank].storage_meta(),
                 is_coordinator=rank == 0,
             )
-            writers[rank].set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+            writers[rank].set_up_storage_writer(
+                rank == 0, rank=rank, use_collectives=use_collectives
+            )
             return writers[rank].prepare_local_plan(planners[rank].create_local_plan())
 
+        def alone(rank: int) -> None:
+            plan = local_step(rank)
+            plans, metadata = planners[rank].create_global_plan([plan])
+            final = planners[rank].finish_plan(writers[rank].prepare_global_plan(plans)[0])
+            written = writers[rank].write_data(final, planners[rank])
+            written.wait()
+            writers[rank].finish(metadata, [written.value()])
+
+        if not use_collectives:
+            self._on_all("write", alone)
+            return planners
         plans = self._on_all("plan", local_step)
 
         def global_step() -> tuple[list[SavePlan], Metadata]:
@@ -140,6 +156,28 @@ class World:
 
         self._on_all("read", read)
         return state_dicts
+
+    def check(
+        self,
+        state_dict: Callable[[int], dict[str, Any]],
+        planner: Callable[[int], SavePlanner],
+    ) -> SavePlanner:
+        """Plan a save as ``dcp.save`` does, and write nothing; return the coordinator's planner.
+
+        Its ``report`` tells what the save would come to.
+
+        Raises:
+            CheckpointException: What a save would refuse.
+        """
+        planners = [planner(rank) for rank in range(self.size)]
+
+        def local_step(rank: int) -> SavePlan:
+            planners[rank].set_up_planner(state_dict=state_dict(rank), is_coordinator=rank == 0)
+            return planners[rank].create_local_plan()
+
+        plans = self._on_all("check", local_step)
+        self._on_one("check", lambda: planners[0].create_global_plan(plans))
+        return planners[0]
 
     def _on_all(self, step: str, work: Callable[[int], T]) -> list[T]:
         """Run ``work`` on every rank; what it returns is sent to the coordinator."""

@@ -548,7 +548,7 @@ def test_a_sound_save_says_nothing_and_reports_what_it_wrote(tmp_path: Path) -> 
     assert report.rules == {"'experts.w1'": 1}
     entry = report.keys["experts.w1"]
     assert (entry.shape, entry.dtype, entry.chunks, entry.copies) == ((8, 6), "float32", 2, 2.0)
-    assert_told(str(report), "1 tensors and 1 objects from 4 ranks", "'experts.w1'")
+    assert_told(str(report), "1 tensor and 1 object from 4 ranks", "'experts.w1'")
 
 
 # The form of the text.

@@ -213,6 +213,11 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / link).exists(), link
 
 
+def test_file_table_names_every_file() -> None:
+    named = set(re.findall(r"\]\((\w+\.py)\)", DECISIONS.read_text()))
+    assert named == {file.name for file in DECISIONS.parent.glob("*.py")} - {"__init__.py"}
+
+
 def test_scripts_that_are_named_exist() -> None:
     for name in sorted(set(re.findall(r"`(scripts/\w+)`", README.read_text()))):
         assert (ROOT / name).is_file(), name

@@ -83,7 +83,10 @@ def test_first_match_wins() -> None:
     assert rules("model.head.weight") is ROWS
     assert rules("model.norm.weight") is COLUMNS
     assert rules.patterns == ("hc_head.*", "head", "**")
-    assert repr(rules) == "PlacementRules({'hc_head.*', 'head', '**'})"
+    assert repr(rules) == (
+        "PlacementRules({'hc_head.*': None, 'head': [Shard(0)] on mesh (ep=2), "
+        "'**': [Shard(1)] on mesh (ep=2)})"
+    )
 
 
 def test_order_of_the_mapping_is_the_order_of_the_rules() -> None:

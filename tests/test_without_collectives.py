@@ -1,0 +1,70 @@
+"""``use_collectives=False``: every rank writes by itself, and what it holds of replicas once."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import CheckpointPlacement, PlacementRules, PlacementSavePlanner
+from fakes import FakeDTensor, World
+
+WHOLE = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)
+WORLD = World(8)
+
+
+def save(path: Path, state_dict: Any, rules: Any = lambda rank: None) -> Counter[tuple[str, Any]]:
+    """Return how often each chunk is written, over all ranks' own metadata."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        WORLD.save(
+            path,
+            state_dict,
+            lambda rank: PlacementSavePlanner(rules(rank)),
+            use_collectives=False,
+        )
+    written: Counter[tuple[str, Any]] = Counter()
+    for file in path.glob("__*.metadata"):
+        written.update(
+            (index.fqn, index.offset) for index in pickle.loads(file.read_bytes()).storage_data
+        )
+    return written
+
+
+def test_hsdp_replicas_are_written_once(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
+
+    written = save(tmp_path, state_dict)
+    assert set(written.values()) == {1}
+    assert len(written) == 4
+
+
+def test_replicas_outside_the_tensor_s_own_mesh_are_written_once(tmp_path: Path) -> None:
+    """Experts over the edp slice of (replicate, ep, edp), placed over ep by a rule."""
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, ep=2, edp=2)
+        part = WHOLE.chunk(2)[(mesh.get_coordinate() or [])[1]]
+        return {"w": FakeDTensor.distribute(part, mesh["edp"], [Shard(0)])}
+
+    def rules(rank: int) -> PlacementRules:
+        mesh = WORLD.mesh(rank, replicate=2, ep=2, edp=2)
+        return PlacementRules({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+    written = save(tmp_path, state_dict, rules)
+    assert set(written.values()) == {1}
+    assert len(written) == 4
+
+
+def test_what_no_mesh_speaks_of_is_written_by_all_that_hold_it(tmp_path: Path) -> None:
+    """Another rank may not have the key: nobody can know without asking."""
+    written = save(tmp_path, lambda rank: {"norm": WHOLE[0].clone(), f"own.{rank}": rank})
+    assert written[("norm", torch.Size([0]))] == 8
+    assert sum(count for (key, _), count in written.items() if key.startswith("own.")) == 8
