@@ -80,6 +80,7 @@ class RankTable:
     first: bool | None
     coordinates: list[int] = field(default_factory=list)
     _classes: dict[Any, int] = field(default_factory=dict)
+    _standings: dict[Any, int] = field(default_factory=dict)
     _looks: dict[Any, int] = field(default_factory=dict)
     _rules: dict[str, int] = field(default_factory=dict)
     _paths: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -114,14 +115,19 @@ class RankTable:
         table.path_of.append(_position(self._paths, counts, table.paths))
 
     def _class(self, key: Any, placed: Placed | None) -> int:
+        coordinate: tuple[int, ...] = ()
         if placed is None:
             known = LayoutClass(Sharding(key), (), plain=True)
         else:
             names = tuple(axis.name for axis in placed.binding.axes)
             known = LayoutClass(placed.binding.sharding, names)
-            self.coordinates.extend(placed.binding.coordinate)
-        self.table.classes.append(known)
-        found = self._classes[key] = len(self.table.classes) - 1
+            coordinate = placed.binding.coordinate
+        found = self._standings.get((known, coordinate))
+        if found is None:
+            self.table.classes.append(known)
+            self.coordinates.extend(coordinate)
+            found = self._standings[known, coordinate] = len(self.table.classes) - 1
+        self._classes[key] = found
         return found
 
 
@@ -205,7 +211,9 @@ def offering_of(
         paths: Where the keys stand in the nested dict; None where it was not flattened.
     """
     offering = Offering()
-    by_mesh: dict[int | None, int] = {}
+    by_mesh: dict[Any, int] = {}
+    # A mesh may be sliced anew for every module: meshes are told apart by what they are.
+    what: dict[int, Any] = {}
     for fqn, value in state_dict.items():
         if fqn in placing.absent:
             continue
@@ -221,7 +229,11 @@ def offering_of(
                 _note_picks(offering.loose, placed)
             continue
         mesh = None if placed is None else placed.mesh
-        key = None if mesh is None else id(mesh)
+        key = None
+        if mesh is not None:
+            key = what.get(id(mesh))
+            if key is None:
+                key = what[id(mesh)] = _mesh_content(mesh)
         if key not in by_mesh:
             by_mesh[key] = len(offering.tables)
             first = None if mesh is None else not any(mesh.get_coordinate())
@@ -357,6 +369,13 @@ def add_digests(
             )
     _loose_digests(offering.loose, lookup, full, objects)
     return objects
+
+
+def _mesh_content(mesh: Any) -> Any:
+    """Return what makes a mesh another one: names, sizes, ranks, and where this rank stands."""
+    ranks = getattr(mesh, "mesh", None)
+    known = None if ranks is None else ranks.numpy().tobytes()
+    return mesh.mesh_dim_names, tuple(mesh.shape), tuple(mesh.get_coordinate()), known
 
 
 def _is_loose(value: Any, placed: Placed | None) -> bool:
