@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dcp_placements.errors import Fault
-from dcp_placements.interop import has_hooks, is_dtensor_like, local_tensor
+from dcp_placements.interop import DTensor, has_hooks, is_dtensor_like, local_tensor
 from dcp_placements.optimizer_state import parameters_of
 from dcp_placements.placing import Placing
 from dcp_placements.report import LoadReport
@@ -60,6 +60,29 @@ def live_faults(
             )
     report.copies = tuple(copies)
     return faults
+
+
+def fleeting_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fault]:
+    """Return the DTensor-likes whose ``to_local()`` makes another tensor each time.
+
+    What is read into such a one is gone when the load ends.
+    """
+    return [
+        Fault(
+            fqn,
+            f"to_local() of this {type(value).__name__} makes a copy: what is read would be lost",
+            (
+                "likely:      it casts, gathers or unpacks what it holds",
+                "way out:     load into the tensor that it holds, and let it make its copy after",
+            ),
+        )
+        for fqn, value in state_dict.items()
+        if is_dtensor_like(value)
+        and type(value) is not DTensor
+        and (placed := placing.placed.get(fqn)) is not None
+        and placed.tensor.numel()
+        and _range(local_tensor(value)) != _range(placed.tensor)
+    ]
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from dcp_placements.interop import (
     set_element,
 )
 from dcp_placements.layout import Box
-from dcp_placements.live import live_faults
+from dcp_placements.live import fleeting_faults, live_faults
 from dcp_placements.naming import Rename, rename_keys
 from dcp_placements.options import check_choice, check_rules
 from dcp_placements.placing import Placing, place
@@ -146,6 +146,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         plan = request.plan()
         self.report = request.report
         faults = [*self._placing.faults, *request.faults, *self._verify_faults(self.metadata)]
+        faults += fleeting_faults(self.state_dict, self._placing)
         if self.live is not None:
             faults += live_faults(self.state_dict, self._placing, self.live, self.report)
         raise_faults(f"rank {rank} cannot be loaded from this checkpoint", faults)
