@@ -67,11 +67,13 @@ class Binding:
         sharding: How the whole tensor is cut over all the axes that either source knows.
         axes: Those axes seen from this rank, in the order of ``sharding.axis_sizes``.
         layout: Where this rank's local tensor lies.
+        is_uniform: Whether the same sharding describes all ranks (no ``IndexShard``).
     """
 
     sharding: Sharding
     axes: tuple[Axis, ...]
     layout: Layout
+    is_uniform: bool
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -147,7 +149,7 @@ def bind(
             + (_format_cuts(sharding, axes) or "nothing"),
             *_mismatch_advice(own, placement, local_shape, layout.local_shape),
         )
-    return Binding(sharding, tuple(axes), layout)
+    return Binding(sharding, tuple(axes), layout, sharding.is_uniform)
 
 
 def fault_of(error: BindError, fqn: str, rank: int, rule: str | None) -> Fault:

@@ -15,6 +15,7 @@ import torch
 from dcp_placements.interop import (
     ChunkStorageMetadata,
     MetadataIndex,
+    ReadItem,
     TensorProperties,
     TensorWriteData,
     WriteItem,
@@ -72,6 +73,13 @@ class LazyItems(Sequence[WriteItem]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LazyItems, ()
+
+
+class LazyReads(list[ReadItem]):
+    """A load plan's items; pickled without them, since nobody but this rank needs them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LazyReads, ()
 
 
 class TableItems:

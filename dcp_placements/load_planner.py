@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import warnings
@@ -25,12 +26,14 @@ from dcp_placements.interop import (
     leaves,
     set_element,
 )
+from dcp_placements.items import LazyReads
 from dcp_placements.layout import Box
 from dcp_placements.live import fleeting_faults, live_faults
 from dcp_placements.naming import Rename, rename_keys
 from dcp_placements.options import check_choice, check_rules
 from dcp_placements.placing import Placing, place
 from dcp_placements.provenance import stored, stored_digest
+from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.request import Policy, Request
 from dcp_placements.rules import Rules, compile_pattern
@@ -107,6 +110,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._provenance: Mapping[str, Any] | None = None
         self._stateless: list[str] = []
         self._own_keys: set[str] = set()
+        self._items = LazyReads()
 
     def set_up_planner(
         self,
@@ -143,7 +147,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._placing = place(self.state_dict, self.rules, rank)
         policy = Policy(self.allow_partial_load, self.optional, self.cast)
         request = Request(self.state_dict, self._placing, self.metadata, policy, rank)
-        plan = request.plan()
+        with quiet_gc():
+            plan = request.plan()
         self.report = request.report
         faults = [*self._placing.faults, *request.faults, *self._verify_faults(self.metadata)]
         faults += fleeting_faults(self.state_dict, self._placing)
@@ -154,13 +159,17 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.report.warnings = tuple(map(str, request.notes))
         if request.notes:
             warnings.warn(format_faults("look at this load", request.notes, "note"), stacklevel=2)
-        return plan
+        self._items = LazyReads(plan.items)
+        return LoadPlan(self._items)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Return what this rank reads, all ranks having agreed. Called on every rank."""
         for fqn in self._stateless:
             self._reset_step(fqn)
         logger.info("load: %s", self.report.line)
+        if isinstance(new_plan.items, LazyReads):
+            # They stayed here: the coordinator changes nothing of what a rank reads.
+            new_plan = dataclasses.replace(new_plan, items=list(self._items))
         return new_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
@@ -220,6 +229,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._placing = Placing()
         self._provenance = None
         self._own_keys = set()
+        self._items = LazyReads()
 
     def _verify_faults(self, metadata: Metadata) -> list[Fault]:
         self._provenance = None
@@ -289,6 +299,7 @@ _OF_ONE_LOAD = frozenset(
         "original_state_dict",
         "mappings",
         "metadata",
+        "_items",
         "_own_keys",
         "_placing",
         "_provenance",

@@ -381,7 +381,7 @@ def _mesh_content(mesh: Any) -> Any:
 def _is_loose(value: Any, placed: Placed | None) -> bool:
     if placed is None:
         return has_hooks(value)
-    return not placed.binding.sharding.is_uniform
+    return not placed.binding.is_uniform
 
 
 def _note_picks(loose: Loose, placed: Placed) -> None:

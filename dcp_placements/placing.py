@@ -172,7 +172,7 @@ class _Placer:
         for fqn, value in state_dict.items():
             placed = self.placing.placed.get(fqn)
             tensor = placed.tensor if placed is not None else value
-            if not isinstance(tensor, torch.Tensor) or has_hooks(tensor):
+            if placed is None and (not isinstance(tensor, torch.Tensor) or has_hooks(tensor)):
                 continue
             pointer = _data_ptr(tensor)
             if not pointer:

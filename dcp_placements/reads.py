@@ -7,7 +7,7 @@ chunk that nobody stored leaves old values behind.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ class StoredChunks:
     """
 
     def __init__(self, metadata: TensorStorageMetadata) -> None:
+        self.chunks = metadata.chunks
         self.boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in metadata.chunks]
         self._exact = {box: index for index, box in enumerate(self.boxes)}
         order = [index for index, box in enumerate(self.boxes) if box.numel]
@@ -54,37 +55,101 @@ class StoredChunks:
         return [(index, piece) for index, piece in shared if piece is not None]
 
 
-def read_items(
-    fqn: str, stored: StoredChunks, destinations: Sequence[Box]
-) -> tuple[list[ReadItem], list[Box]]:
-    """Return the reads that fill ``destinations``, and the boxes that no stored chunk holds.
+class Reads:
+    """Makes read items. Tensors that lie alike find their chunks alike, so one search serves many.
 
-    Args:
-        fqn: The checkpoint's key.
-        stored: Its stored chunks.
-        destinations: Boxes of the checkpoint's tensor; a read item's ``dest_index`` carries the
-            position in this list, and its offsets are relative to that box.
+    In a checkpoint of thousands of tensors on thousands of ranks, looking at all chunks of each is
+    what planning a load costs.
     """
-    items: list[ReadItem] = []
-    holes: list[Box] = []
-    for position, box in enumerate(destinations):
-        found = stored.meeting(box)
-        for index, piece in found:
-            origin = stored.boxes[index].offsets
-            items.append(
-                ReadItem(
-                    type=LoadItemType.TENSOR,
-                    dest_index=MetadataIndex(fqn, box.offsets, position),
-                    dest_offsets=_relative(piece.offsets, box.offsets),
-                    storage_index=MetadataIndex(fqn, origin, index),
-                    storage_offsets=_relative(piece.offsets, origin),
-                    lengths=torch.Size(piece.sizes),
-                )
-            )
-        pieces = [piece for _, piece in found]
-        if pieces != [box] and not tiles(box, pieces):
-            holes += uncovered(box, pieces)
-    return items, holes
+
+    def __init__(self) -> None:
+        # Lists are found by identity (metadata may share one), then by what they hold.
+        self._by_list: dict[int, StoredChunks] = {}
+        self._by_size: dict[tuple[torch.Size, int], StoredChunks] = {}
+        self._at: dict[tuple[Hashable, int], int] = {}
+
+    def of(
+        self,
+        fqn: str,
+        stored: TensorStorageMetadata,
+        destinations: Sequence[Box],
+        *,
+        like: Hashable = None,
+    ) -> tuple[list[ReadItem], list[Box]]:
+        """Return the reads that fill ``destinations``, and the boxes that no stored chunk holds.
+
+        Args:
+            fqn: The checkpoint's key.
+            stored: Its metadata.
+            destinations: Boxes of the checkpoint's tensor; a read item's ``dest_index`` carries the
+                position in this list, and its offsets are relative to that box.
+            like: What tensors with these destinations have in common.
+        """
+        items: list[ReadItem] = []
+        holes: list[Box] = []
+        for position, box in enumerate(destinations):
+            at = self._at.get((like, position)) if like is not None else None
+            if at is not None and _is_at(stored, at, box):
+                items.append(_whole_read(fqn, box, position, at))
+                continue
+            known = self._chunks(stored)
+            found = known.meeting(box)
+            if len(found) == 1 and known.boxes[found[0][0]] == box:
+                self._at[like, position] = found[0][0]
+                items.append(_whole_read(fqn, box, position, found[0][0]))
+                continue
+            items += [_read(fqn, box, position, i, known.boxes[i], piece) for i, piece in found]
+            pieces = [piece for _, piece in found]
+            if pieces != [box] and not tiles(box, pieces):
+                holes += uncovered(box, pieces)
+        return items, holes
+
+    def _chunks(self, stored: TensorStorageMetadata) -> StoredChunks:
+        known = self._by_list.get(id(stored.chunks))
+        if known is not None:
+            return known
+        alike = self._by_size.get((stored.size, len(stored.chunks)))
+        if alike is None or alike.chunks != stored.chunks:
+            alike = self._by_size[stored.size, len(stored.chunks)] = StoredChunks(stored)
+        self._by_list[id(stored.chunks)] = alike
+        return alike
+
+
+def _is_at(stored: TensorStorageMetadata, at: int, box: Box) -> bool:
+    if at >= len(stored.chunks):
+        return False
+    chunk = stored.chunks[at]
+    return chunk.offsets == box.offsets and chunk.sizes == box.sizes
+
+
+def _whole_read(fqn: str, box: Box, position: int, at: int) -> ReadItem:
+    origin = _ORIGINS[len(box.sizes)] if len(box.sizes) < len(_ORIGINS) else _origin(len(box.sizes))
+    return ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex(fqn, box.offsets, position),
+        origin,
+        MetadataIndex(fqn, box.offsets, at),
+        origin,
+        torch.Size(box.sizes),
+    )
+
+
+def _read(fqn: str, box: Box, position: int, at: int, stored: Box, piece: Box) -> ReadItem:
+    return ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex(fqn, box.offsets, position),
+        _relative(piece.offsets, box.offsets),
+        MetadataIndex(fqn, stored.offsets, at),
+        _relative(piece.offsets, stored.offsets),
+        torch.Size(piece.sizes),
+    )
+
+
+def _origin(ndim: int) -> torch.Size:
+    return torch.Size([0] * ndim)
+
+
+_ORIGINS = [_origin(ndim) for ndim in range(8)]
 
 
 def read_object(fqn: str) -> ReadItem:

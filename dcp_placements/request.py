@@ -25,7 +25,7 @@ from dcp_placements.interop import (
 from dcp_placements.layout import Box
 from dcp_placements.optimizer_state import parameters_of, states_of_parameters
 from dcp_placements.placing import Placed, Placing
-from dcp_placements.reads import StoredChunks, read_items, read_object
+from dcp_placements.reads import Reads, read_object
 from dcp_placements.report import LoadReport
 from dcp_placements.tiling import format_box
 
@@ -85,7 +85,7 @@ class Request:
         self.stateless: list[str] = []
         self.faults: list[Fault] = []
         self.notes: list[Fault] = []
-        self._chunks: dict[int, StoredChunks] = {}
+        self._reads = Reads()
 
     def plan(self) -> LoadPlan:
         items: list[ReadItem] = []
@@ -139,7 +139,8 @@ class Request:
                     self.report.padded += (fqn,)
         else:
             destinations = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunk_list(value)]
-        items, holes = read_items(fqn, self._stored_chunks(stored), destinations)
+        like = None if placed is None else id(placed.binding)
+        items, holes = self._reads.of(fqn, stored, destinations, like=like)
         if holes:
             self._hole_fault(fqn, wanted, holes, len(stored.chunks))
         self.report.wanted_nbytes += sum(box.numel for box in destinations) * dtype.itemsize
@@ -147,13 +148,6 @@ class Request:
             sum(item.lengths.numel() for item in items) * stored.properties.dtype.itemsize
         )
         return items
-
-    def _stored_chunks(self, stored: TensorStorageMetadata) -> StoredChunks:
-        # Tensors that lie alike may share one chunk list in the metadata.
-        key = id(stored.chunks)
-        if key not in self._chunks:
-            self._chunks[key] = StoredChunks(stored)
-        return self._chunks[key]
 
     def _shape_fault(
         self, fqn: str, stored: tuple[int, ...], wanted: tuple[int, ...], placed: Placed | None

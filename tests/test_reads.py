@@ -10,18 +10,25 @@ from strategies import SMALL_SHAPES, arange, boxes_in, count, examples, tilings
 from dcp_placements.interop import (
     ChunkStorageMetadata,
     LoadItemType,
+    ReadItem,
     TensorProperties,
     TensorStorageMetadata,
 )
 from dcp_placements.layout import Box
-from dcp_placements.reads import StoredChunks, read_items, read_object
+from dcp_placements.reads import Reads, StoredChunks, read_object
 from dcp_placements.tiling import intersection
 
 
-def stored(shape: tuple[int, ...], boxes: list[Box]) -> StoredChunks:
+def read_items(
+    fqn: str, metadata: TensorStorageMetadata, destinations: list[Box]
+) -> tuple[list[ReadItem], list[Box]]:
+    return Reads().of(fqn, metadata, destinations)
+
+
+def stored(shape: tuple[int, ...], boxes: list[Box]) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
     properties = TensorProperties(dtype=torch.float32)
-    return StoredChunks(TensorStorageMetadata(properties, torch.Size(shape), chunks))
+    return TensorStorageMetadata(properties, torch.Size(shape), chunks)
 
 
 def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
@@ -34,7 +41,7 @@ def test_meeting_finds_what_looking_at_all_finds(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     boxes = data.draw(tilings(shape))
-    chunks = stored(shape, boxes)
+    chunks = StoredChunks(stored(shape, boxes))
     for wanted in data.draw(boxes_in(shape)):
         expected = {
             (index, shared)
@@ -125,3 +132,19 @@ def test_objects_are_read_by_name() -> None:
     item = read_object("optim.lr")
     assert item.type == LoadItemType.BYTE_IO
     assert item.dest_index.fqn == item.storage_index.fqn == "optim.lr"
+
+
+def test_tensors_that_lie_alike_are_found_in_chunk_lists_of_another_order() -> None:
+    """What was found for one tensor is looked at anew for the next, not taken for granted."""
+    boxes = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3)), Box((4, 0), (1, 3))]
+    reads = Reads()
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        listed = [boxes[i] for i in order]
+        items, holes = reads.of("w", stored((5, 3), listed), [boxes[2]], like="a class")
+        assert holes == []
+        (item,) = items
+        assert item.storage_index.index == listed.index(boxes[2])
+        assert item.storage_index.offset == torch.Size((4, 0))
+        assert item.lengths == torch.Size((1, 3))
+    _, holes = reads.of("w", stored((5, 3), boxes[:2]), [boxes[2]], like="a class")
+    assert holes == [boxes[2]]
