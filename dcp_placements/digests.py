@@ -44,7 +44,7 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
     for index, tensor in enumerate(tensors):
         if not _readable(tensor):
             continue
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             digests[index] = _sampled_on_host(tensor)
         else:
             on_device.setdefault(tensor.device, []).append(index)
@@ -107,7 +107,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _readable(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if tensor.layout is not torch.strided or tensor.is_meta:
         return False
     if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
         return True

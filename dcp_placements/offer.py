@@ -35,7 +35,7 @@ from dcp_placements.interop import (
     known_world_size,
     named_axes,
 )
-from dcp_placements.items import TableItems, placed_items
+from dcp_placements.items import TableItems, placed_items, written_chunks, written_data
 from dcp_placements.layout import Pick, Sharding
 from dcp_placements.lint import lint
 from dcp_placements.naming import Path
@@ -302,9 +302,11 @@ def make_offer(
 def add_digests(
     offer: Offer,
     offering: Offering,
-    lookup: Callable[[MetadataIndex], Any],
     kind: str,
     *,
+    state_dict: Mapping[str, Any],
+    placing: Placing,
+    lookup: Callable[[MetadataIndex], Any],
     exact: bool,
 ) -> Objects:
     """Put digests of what this rank holds into its offer; return the objects as files hold them.
@@ -315,8 +317,10 @@ def add_digests(
     Args:
         offer: Where the digests go.
         offering: What this rank has to offer.
-        lookup: Gives the data of an item: a tensor, a view, or an object.
         kind: ``"sampled"``, ``"full"`` or ``"off"``; only full ones are worth storing.
+        state_dict: Flat, with the checkpoint's keys.
+        placing: Its tensors' places.
+        lookup: Gives the data of a loose item: a tensor, a view, or an object.
         exact: Whether every item keeps a digest of its own.
     """
     offer.digests = kind
@@ -332,7 +336,6 @@ def add_digests(
     stored: list[list[bytes | int]] = []
     for position, kept in enumerate(offering.tables):
         table = kept.table
-        maker = TableItems(table, kept.coordinates)
         stored.append([])
         unique = {index for index, known in enumerate(table.classes) if known.cells == world}
         if not full and len(unique) == len(table.classes) and OBJECT not in table.class_of:
@@ -341,14 +344,14 @@ def add_digests(
             if index in unique and not full:
                 continue
             if index == OBJECT:
-                data = lookup(MetadataIndex(table.fqns[entry]))
+                data = state_dict[table.fqns[entry]]
                 found.setdefault((position, OBJECT), []).append(_known(object_digest(data)))
                 if full:
                     stored[position].append(_object_bytes(table.fqns[entry], data, objects))
                 continue
-            for item in maker.of(entry):
+            for piece in _pieces(table.fqns[entry], state_dict, placing):
                 stored[position].append(len(wanted))
-                wanted.append(lookup(item.index))
+                wanted.append(piece)
                 slots.append((position, index))
     made = [full_digest(t) for t in wanted] if full else sampled_digests(wanted)
     for slot, digest in zip(slots, made, strict=True):
@@ -369,6 +372,16 @@ def add_digests(
             )
     _loose_digests(offering.loose, lookup, full, objects)
     return objects
+
+
+def _pieces(fqn: str, state_dict: Mapping[str, Any], placing: Placing) -> list[torch.Tensor]:
+    """Return what is written of one key, piece by piece: views."""
+    placed = placing.placed.get(fqn)
+    if placed is None:
+        return [state_dict[fqn]]
+    if len(placed.chunks) == 1 and placed.chunks[0].sizes == placed.tensor.shape:
+        return [placed.tensor]
+    return [written_data(placed, chunk) for chunk in written_chunks(placed)]
 
 
 def _mesh_content(mesh: Any) -> Any:

@@ -173,7 +173,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 exact=exact,
             )
             self._objects = add_digests(
-                offer, offering, self.lookup_object, self.digests, exact=exact
+                offer,
+                offering,
+                self.digests,
+                state_dict=self.state_dict,
+                placing=self._placing,
+                lookup=self.lookup_object,
+                exact=exact,
             )
         self._names = [told.table_id for told in offer.tables]
         self.plan = SavePlan(LazyItems(offering.items), planner_data=offer)  # type: ignore[arg-type]
