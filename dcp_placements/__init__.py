@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dcp_placements.report import LoadReport, SaveReport
     from dcp_placements.rules import PlacementRules
     from dcp_placements.save_planner import PlacementSavePlanner
+    from dcp_placements.storage_reader import PlacementFileSystemReader
+    from dcp_placements.storage_writer import PlacementFileSystemWriter
 
 __all__ = [
     "CheckpointPlacement",
@@ -24,6 +26,8 @@ __all__ = [
     "LoadReport",
     "MeshCoordinate",
     "PlacementError",
+    "PlacementFileSystemReader",
+    "PlacementFileSystemWriter",
     "PlacementLoadPlanner",
     "PlacementRules",
     "PlacementSavePlanner",
@@ -39,6 +43,8 @@ _HOMES = {
     "LoadReport": "report",
     "MeshCoordinate": "mesh",
     "PlacementError": "errors",
+    "PlacementFileSystemReader": "storage_reader",
+    "PlacementFileSystemWriter": "storage_writer",
     "PlacementLoadPlanner": "load_planner",
     "PlacementRules": "rules",
     "PlacementSavePlanner": "save_planner",

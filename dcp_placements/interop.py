@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException, _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -20,6 +21,17 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    SerializationFormat,
+    _OverlappingCpuLoader,
+    _SerialCpuLoader,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,8 +44,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
+    LoadPlanner,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -44,31 +58,43 @@ from torch.distributed.checkpoint.planner_helpers import (
     create_read_items_for_chunk_list,
 )
 from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "CURRENT_DCP_VERSION",
+    "DEFAULT_SUFFIX",
     "BytesStorageMetadata",
     "CheckpointException",
     "ChunkStorageMetadata",
     "DTensor",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "FileSystem",
+    "FileSystemReader",
+    "FileSystemWriter",
     "LoadItemType",
     "LoadPlan",
+    "LoadPlanner",
     "Metadata",
     "MetadataIndex",
     "ReadItem",
     "SavePlan",
+    "SavePlanner",
+    "SerializationFormat",
     "ShardedTensor",
+    "StorageInfo",
     "StorageMeta",
     "TensorProperties",
     "TensorStorageMetadata",
     "TensorWriteData",
     "WriteItem",
     "WriteItemType",
+    "WriteResult",
     "agreed",
     "chunk_list",
+    "cpu_tensors",
     "create_default_global_save_plan",
     "create_read_items_for_chunk_list",
     "default_write_items",
@@ -82,6 +108,7 @@ __all__ = [
     "leaves",
     "local_tensor",
     "named_axes",
+    "narrow_tensor_by_index",
     "set_element",
     "state_dicts_of_statefuls",
     "world_size",
@@ -214,3 +241,29 @@ def state_dicts_of_statefuls(state_dict: dict[str, Any]) -> dict[str, Any]:
 def known_world_size() -> int | None:
     """Return the number of processes; None where no process group says so."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+
+
+def cpu_tensors(
+    items: list[WriteItem],
+    sizes: list[int],
+    resolve: Callable[[WriteItem], Any],
+    *,
+    threads: int,
+    ahead_nbytes: int,
+) -> Iterator[tuple[torch.Tensor, WriteItem]]:
+    """Yield the tensors of ``items`` on the CPU, each in a storage of its own size.
+
+    On a machine with an accelerator one thread copies while the tensors before are written, as
+    torch's writer does; the smallest come first then.
+    """
+    backend = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
+    accelerated = torch.cuda.is_available() or (backend is not None and backend.is_available())
+    loader: Any
+    if threads == 1 and accelerated and ahead_nbytes > 0:
+        loader = _OverlappingCpuLoader(resolve, inflight_threshhold=ahead_nbytes)
+    else:
+        loader = _SerialCpuLoader(resolve)
+    for size, item in zip(sizes, items, strict=True):
+        loader.add(size, item)
+    loader.start_loading()
+    return loader.values()  # type: ignore[no-any-return]

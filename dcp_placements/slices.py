@@ -7,10 +7,18 @@ what lies between. Integers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+
+Gap = Callable[[int], int]
+"""From the length of a run of wanted bytes to how many bytes may be read along up to the next."""
+
+
+def no_gap(run_nbytes: int) -> int:
+    """Read nothing but what is wanted."""
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +46,28 @@ class Segments:
         """Bytes of all segments."""
         return self.nbytes * prod(self.counts)
 
-    def positions(self) -> Iterator[int]:
-        """Yield where each segment begins, in the slice's C order."""
+    @property
+    def distance(self) -> int:
+        """Bytes from one segment to the next, where there is a next; 0 where there is one only."""
+        return next(
+            (s for n, s in zip(self.counts[::-1], self.steps[::-1], strict=True) if n > 1), 0
+        )
+
+    def positions(self, chunk: int = 0) -> Iterator[int]:
+        """Yield where each segment begins, in the slice's C order.
+
+        Args:
+            chunk: Where the chunk itself begins.
+        """
+        first = chunk + self.start
+        if not self.counts:
+            yield first
+            return
         ranges = [range(0, n * step, step) for n, step in zip(self.counts, self.steps, strict=True)]
-        return (self.start + sum(steps) for steps in product(*ranges))
+        last = ranges.pop()
+        for steps in product(*ranges):
+            at = first + sum(steps)
+            yield from range(at, at + last.stop, last.step)
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -64,17 +90,14 @@ def segments(
     offsets: Sequence[int],
     lengths: Sequence[int],
     itemsize: int,
-    gap_nbytes: int,
+    gap: Gap = no_gap,
 ) -> Segments:
     """Return the reads of a non-empty slice of a contiguous chunk.
 
-    What lies between two runs is read along with them where it is at most ``gap_nbytes``: so many
-    bytes cost less than another call.
-
-    >>> rows = segments((8, 4), offsets=(2, 0), lengths=(3, 4), itemsize=2, gap_nbytes=0)
+    >>> rows = segments((8, 4), offsets=(2, 0), lengths=(3, 4), itemsize=2)
     >>> rows.start, rows.nbytes, rows.counts
     (16, 24, ())
-    >>> columns = segments((8, 4), offsets=(0, 1), lengths=(3, 2), itemsize=2, gap_nbytes=0)
+    >>> columns = segments((8, 4), offsets=(0, 1), lengths=(3, 2), itemsize=2)
     >>> columns.nbytes, list(columns.positions())
     (4, [2, 10, 18])
 
@@ -83,7 +106,7 @@ def segments(
         offsets: Where the slice begins in the chunk.
         lengths: Its sizes; none of them 0.
         itemsize: Bytes of an element.
-        gap_nbytes: Bytes that are rather read than left out.
+        gap: How many bytes between two runs are read along with them.
     """
     strides = c_strides(shape)
     start = sum(offset * step for offset, step in zip(offsets, strides, strict=True)) * itemsize
@@ -91,7 +114,7 @@ def segments(
     nbytes = itemsize
     for dim in reversed(range(len(shape))):
         step = strides[dim] * itemsize
-        if lengths[dim] > 1 and step - nbytes > gap_nbytes:
+        if lengths[dim] > 1 and step - nbytes > gap(nbytes):
             break
         nbytes += (lengths[dim] - 1) * step
         level = dim

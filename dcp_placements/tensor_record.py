@@ -1,8 +1,7 @@
 """One tensor as ``torch.save`` writes it: a zip file with the bytes of its storage uncompressed.
 
-The bytes can therefore be read where they lie, and for a tensor like one that was written before
-the file can be made without going through ``torch.save`` again (which costs 100 us and more,
-however small the tensor). Neither guesses: what is not exactly as expected is left to torch.
+The bytes can therefore be read where they lie, as many of them as are wanted. Nothing is guessed:
+what is not exactly as expected is left to ``torch.load``.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import io
 import pickle
 import struct
 import sys
-import zipfile
-import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +20,9 @@ from dcp_placements.slices import c_strides
 
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
-_LOCAL_NBYTES = 30
+LOCAL_NBYTES = 30
 _DESCRIPTOR_NBYTES = 16
 _SIZES_FOLLOW = 8
-_U64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,7 @@ def _entry(head: bytes, position: int) -> tuple[str, int, int | None, int]:
     name_length, extra_length = struct.unpack_from("<HH", head, position + 26)
     if method != 0:
         raise ValueError("compressed")
-    at = position + _LOCAL_NBYTES
+    at = position + LOCAL_NBYTES
     name = head[at : at + name_length].decode()
     start = at + name_length + extra_length
     if start > len(head):
@@ -218,142 +214,3 @@ class _Unpickler(pickle.Unpickler):
         if kind != "storage":
             raise ValueError("no storage")
         return _Storage(dtype, key)
-
-
-class Stamp:
-    """Writes tensors that are alike as ``torch.save`` would, byte for byte.
-
-    Only the elements, three checksums and an id made of them differ between two such files. The
-    constructor makes one of its own and compares, so that another torch's files are never faked.
-
-    Args:
-        saved: What ``torch.save`` made of one such tensor.
-        data: The bytes of that tensor's storage; not empty.
-
-    Raises:
-        ValueError: ``torch.save`` writes something else than is known here.
-    """
-
-    def __init__(self, saved: bytes, data: bytes) -> None:
-        try:
-            self._cut(saved, len(data))
-        except (KeyError, struct.error, zipfile.BadZipFile) as error:
-            raise ValueError("torch.save writes no zip file that is known here") from error
-        if b"".join(self.parts(data)) != saved:
-            raise ValueError("torch.save writes other bytes than are made here")
-
-    def parts(self, data: bytes) -> list[bytes]:
-        """Return the file of a tensor with these bytes, in parts."""
-        crc = zlib.crc32(data)
-        told = struct.pack("<I", crc)
-        combined = _combine(self._before, crc)
-        for other in self._after:
-            combined = _combine(combined, other)
-        name = b"%020d" % combined
-        name_told = struct.pack("<I", zlib.crc32(name, self._name_crc))
-        head, after_data, after_crc, after_name, after_name_crc, after_dir, rest = self._fixed
-        return [
-            *(head, data, after_data, told, after_crc, name, after_name, name_told),
-            *(after_name_crc, told, after_dir, name_told, rest),
-        ]
-
-    def _cut(self, saved: bytes, nbytes: int) -> None:
-        """Find what differs from file to file."""
-        with zipfile.ZipFile(io.BytesIO(saved)) as file:
-            entries = file.infolist()
-            directory = file.start_dir
-        starts: dict[str, int] = {}
-        told: dict[str, int] = {}
-        for entry in entries:
-            name_length, extra_length = struct.unpack_from("<HH", saved, entry.header_offset + 26)
-            last = entry.filename.partition("/")[2]
-            starts[last] = entry.header_offset + _LOCAL_NBYTES + name_length + extra_length
-            told[last] = directory + 16
-            directory += 46 + sum(struct.unpack_from("<HHH", saved, directory + 28))
-        order = [entry.filename.partition("/")[2] for entry in entries]
-        at = order.index("data/0")
-        if order[-1] != ".data/serialization_id" or at > len(order) - 2:
-            raise ValueError("other entries than are known here")
-        data, name = starts["data/0"], starts[order[-1]]
-        # The id is 20 digits of the entries' names, then 20 of their contents.
-        middle, end = name + 20, name + 40
-        crc = data + nbytes + len(DESCRIPTOR)
-        spots = [
-            (data, data + nbytes),
-            (crc, crc + 4),
-            (middle, end),
-            (end + 4, end + 8),
-            (told["data/0"], told["data/0"] + 4),
-            (told[order[-1]], told[order[-1]] + 4),
-        ]
-        fixed = []
-        position = 0
-        for start, stop in spots:
-            fixed.append(saved[position:start])
-            position = stop
-        self._fixed = (*fixed, saved[position:])
-        crcs = [entry.CRC for entry in entries]
-        self._before = 0
-        for known in crcs[:at]:
-            self._before = _combine(self._before, known)
-        self._after = crcs[at + 1 : -1]
-        self._name_crc = zlib.crc32(saved[name:middle])
-
-
-def _combine(seed: int, value: int) -> int:
-    """Return torch's running hash of checksums (``c10::hash_combine``)."""
-    return seed ^ ((value + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & _U64)
-
-
-class TensorSaver:
-    """Makes the file of one tensor after another; small ones that are alike by ``Stamp``.
-
-    Args:
-        small_nbytes: What counts as small; checksums of larger ones cost more than is won.
-    """
-
-    def __init__(self, small_nbytes: int = 32 * 1024) -> None:
-        self.small_nbytes = small_nbytes
-        self._stamps: dict[Any, Stamp | None] = {}
-
-    def save(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Write what ``torch.save(tensor, stream)`` writes."""
-        if not self._is_small_and_plain(tensor):
-            torch.save(tensor, stream)
-            return
-        key = (tensor.dtype, tensor.shape, tensor.stride())
-        data = _storage_bytes(tensor)
-        if key not in self._stamps:
-            buffer = io.BytesIO()
-            torch.save(tensor, buffer)
-            saved = buffer.getvalue()
-            try:
-                self._stamps[key] = Stamp(saved, data)
-            except ValueError:
-                self._stamps[key] = None
-            stream.write(saved)
-            return
-        stamp = self._stamps[key]
-        if stamp is None:
-            torch.save(tensor, stream)
-        else:
-            stream.write(b"".join(stamp.parts(data)))
-
-    def _is_small_and_plain(self, tensor: torch.Tensor) -> bool:
-        return (
-            type(tensor) is torch.Tensor
-            and tensor.layout == torch.strided
-            and tensor.is_cpu
-            and not tensor.requires_grad
-            and not (tensor.is_nested or tensor.is_quantized)
-            and not (tensor.is_conj() or tensor.is_neg())
-            and 0 < tensor.nbytes <= self.small_nbytes
-            and tensor.storage_offset() == 0
-            and tensor.untyped_storage().nbytes() == tensor.nbytes
-            and not tensor.__dict__
-        )
-
-
-def _storage_bytes(tensor: torch.Tensor) -> bytes:
-    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return flat.numpy().tobytes()

@@ -20,12 +20,14 @@ ORDER = [
     *("placing", "items", "evidence", "agreement", "ownership", "reads", "report", "live"),
     *("lint", "offer", "provenance", "world_plan", "request", "summary", "options"),
     *("plan_cache", "save_planner", "load_planner"),
+    *("slices", "tensor_record", "tensor_stamp", "storage_table", "metadata_file"),
+    *("rank_metadata", "file_reads", "chunk_reads", "storage_writer", "storage_reader", "offline"),
     *("preflight", "__init__"),
 ]
 """Every file of the package. A file stands below all that it imports."""
 
 WITHOUT_TORCH = {"errors", "layout", "mesh", "placement", "rules", "tiling", "naming", "report"}
-WITHOUT_TORCH |= {"binding", "optimizer_state", "__init__"}
+WITHOUT_TORCH |= {"binding", "optimizer_state", "slices", "__init__"}
 """Files that name nothing of torch, so that they can be had without it."""
 
 FAKES_ORDER = ["mesh", "reference", "tensor", "world", "__init__"]

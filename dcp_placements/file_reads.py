@@ -1,0 +1,171 @@
+"""Reads from one data file, counted."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable
+from typing import Any
+
+ANNOUNCED_NBYTES = 16 << 20
+"""How much of a file is announced at once."""
+
+
+class CountedFile:
+    """An open file that is read by position.
+
+    Args:
+        stream: What a checkpoint's file system opened; has to be seekable.
+
+    Attributes:
+        nbytes: Bytes read so far.
+        reads: Calls so far.
+        size: Of the file.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.nbytes = 0
+        self.reads = 0
+        self._stream = stream
+        # Only of a plain file is it sure that its descriptor and its stream say the same.
+        plain = isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO)
+        self._fd = stream.fileno() if plain and hasattr(os, "preadv") else None
+        self.size = int(stream.seek(0, io.SEEK_END))
+
+    def read_into(self, buffer: memoryview, position: int) -> None:
+        """Fill ``buffer`` with what the file has from ``position`` on.
+
+        Raises:
+            EOFError: The file ends before.
+        """
+        while buffer.nbytes:
+            if self._fd is not None:
+                count = os.preadv(self._fd, [buffer], position)
+            else:
+                self._stream.seek(position)
+                count = self._stream.readinto(buffer) or 0
+            if count == 0:
+                raise EOFError(f"the file ends at {position}, {buffer.nbytes} bytes too early")
+            self.reads += 1
+            self.nbytes += count
+            position += count
+            buffer = buffer[count:]
+
+    def read_each(
+        self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
+    ) -> None:
+        """Fill ``buffer`` with ``nbytes`` from each position, one after another.
+
+        Args:
+            buffer: Where to.
+            nbytes: To read from each position.
+            positions: In the file, ascending.
+            near: Whether most of the pages from the first to the last are needed. Reads that
+                leave gaps look random to the system, and it would fetch page by page for them.
+
+        Raises:
+            EOFError: The file ends before.
+        """
+        fd = self._fd
+        announces = near and hasattr(os, "posix_fadvise")
+        start = announced = 0
+        for position in positions:
+            if announces and fd is not None and position >= announced:
+                announced = position + ANNOUNCED_NBYTES
+                os.posix_fadvise(fd, position, ANNOUNCED_NBYTES, os.POSIX_FADV_WILLNEED)
+            stop = start + nbytes
+            # What read_into does, without the price of a call: there may be a million.
+            if fd is not None and os.preadv(fd, [buffer[start:stop]], position) == nbytes:
+                self.reads += 1
+                self.nbytes += nbytes
+            else:
+                self.read_into(buffer[start:stop], position)
+            start = stop
+
+
+class FilePart:
+    """A part of a file, read as it is asked for.
+
+    Args:
+        file: The file.
+        start: Where the part begins.
+        length: Its length.
+    """
+
+    def __init__(self, file: CountedFile, start: int, length: int) -> None:
+        self._file = file
+        self._start = start
+        self._length = length
+
+    def read_into(self, buffer: memoryview, position: int) -> None:
+        """Fill ``buffer`` from a position in the part on."""
+        self._file.read_into(buffer, self._start + position)
+
+    def read_each(
+        self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
+    ) -> None:
+        """Fill ``buffer`` with ``nbytes`` from each position in the part."""
+        start = self._start
+        self._file.read_each(buffer, nbytes, (start + at for at in positions), near=near)
+
+    def stream(self) -> io.BufferedIOBase:
+        """Return the part as a file of its own."""
+        return io.BufferedReader(_View(self._file, self._start, self._length))
+
+
+class HeldPart:
+    """A part of a file that is in memory.
+
+    Args:
+        held: Its bytes.
+    """
+
+    def __init__(self, held: memoryview) -> None:
+        self._held = held
+
+    def read_into(self, buffer: memoryview, position: int) -> None:
+        """Fill ``buffer`` from a position in the part on."""
+        buffer[:] = self._held[position : position + buffer.nbytes]
+
+    def read_each(
+        self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
+    ) -> None:
+        """Fill ``buffer`` with ``nbytes`` from each position in the part."""
+        start = 0
+        for position in positions:
+            buffer[start : start + nbytes] = self._held[position : position + nbytes]
+            start += nbytes
+
+    def stream(self) -> io.BufferedIOBase:
+        """Return the part as a file of its own."""
+        return io.BytesIO(self._held)
+
+
+class _View(io.RawIOBase):
+    def __init__(self, file: CountedFile, start: int, length: int) -> None:
+        super().__init__()
+        self._file = file
+        self._start = start
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        left = max(self._length - self._position, 0)
+        view = memoryview(buffer).cast("B")[:left]
+        self._file.read_into(view, self._start + self._position)
+        self._position += view.nbytes
+        return view.nbytes

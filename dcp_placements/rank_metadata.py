@@ -1,0 +1,230 @@
+"""The metadata of a checkpoint that every rank described for itself.
+
+``dcp.save(..., use_collectives=False)`` leaves no ``.metadata`` but one ``__<rank>.metadata`` per
+rank, which tells of that rank's chunks only. Together they tell of all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dcp_placements.errors import Fault, format_names, format_ranks, raise_faults
+from dcp_placements.interop import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    TensorStorageMetadata,
+)
+from dcp_placements.layout import Box
+from dcp_placements.provenance import RESERVED_KEY
+from dcp_placements.storage_table import StorageTable, rows_of_entries
+from dcp_placements.tiling import format_box, overlaps, tiles, uncovered
+
+_NAME = re.compile(r"__(\d+)\.metadata")
+
+
+def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
+    """Return ``(rank, file)`` of every rank's own metadata in a checkpoint, by rank.
+
+    Args:
+        fs: The checkpoint's file system, torch's or one of its kind.
+        path: The checkpoint.
+    """
+    if hasattr(fs, "ls"):
+        if not fs.exists(path):
+            return []
+        names = [os.path.basename(str(entry)) for entry in fs.ls(path)]
+        ranks = sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
+        return [(rank, fs.concat_path(path, f"__{rank}.metadata")) for rank in ranks]
+    probed: list[tuple[int, Any]] = []
+    while fs.exists(file := fs.concat_path(path, f"__{len(probed)}.metadata")):
+        probed.append((len(probed), file))
+    return probed
+
+
+def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = False) -> Metadata:
+    """Return the metadata of the checkpoint that ranks described each for itself.
+
+    Of a chunk that several ranks wrote the lowest rank's is kept.
+
+    Args:
+        parts: ``(rank, metadata)``, by rank.
+        whole: Whether the chunks of every tensor have to cover it.
+
+    Raises:
+        PlacementError: Ranks contradict each other, chunks overlap, or (``whole``) leave holes;
+            all of them in one error.
+    """
+    merger = _Merger()
+    for rank, metadata in parts:
+        merger.add(rank, metadata)
+    ranks = [rank for rank, _ in parts]
+    merger.settle(ranks, whole=whole)
+    first = parts[0][1]
+    return Metadata(
+        merger.stored,
+        planner_data=_merged_data([metadata.planner_data for _, metadata in parts]),
+        storage_data=StorageTable(rows_of_entries(merger.places.items())),
+        storage_meta=first.storage_meta,
+        version=first.version,
+    )
+
+
+class _Merger:
+    def __init__(self) -> None:
+        self.stored: dict[str, Any] = {}
+        self.places: dict[MetadataIndex, StorageInfo] = {}
+        self.faults: list[Fault] = []
+        self._first: dict[str, int] = {}
+        self._boxes: dict[str, dict[Box, int]] = {}
+
+    def add(self, rank: int, metadata: Metadata) -> None:
+        """Take in what one rank says."""
+        data: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
+        for fqn, told in metadata.state_dict_metadata.items():
+            if fqn not in self.stored:
+                self._first[fqn] = rank
+                self.stored[fqn] = _without_chunks(told)
+            elif not _agree(self.stored[fqn], told):
+                self._contradiction(fqn, rank, told)
+                continue
+            if isinstance(told, TensorStorageMetadata):
+                self._add_chunks(fqn, rank, told, data)
+            else:
+                index = MetadataIndex(fqn)
+                if index in data:
+                    self.places.setdefault(index, data[index])
+
+    def _add_chunks(
+        self,
+        fqn: str,
+        rank: int,
+        told: TensorStorageMetadata,
+        data: Mapping[MetadataIndex, StorageInfo],
+    ) -> None:
+        boxes = self._boxes.setdefault(fqn, {})
+        for chunk in told.chunks:
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            # An empty chunk can stand where another rank's real one begins. Of a tensor without
+            # elements one is kept.
+            empty = not box.numel and (told.size.numel() or boxes)
+            index = MetadataIndex(fqn, chunk.offsets)
+            if empty or box in boxes or index not in data:
+                continue
+            boxes[box] = rank
+            if index not in self.places:
+                self.places[index] = data[index]
+                self.stored[fqn].chunks.append(ChunkStorageMetadata(chunk.offsets, chunk.sizes))
+
+    def settle(self, ranks: Sequence[int], *, whole: bool) -> None:
+        """Prove what was taken in.
+
+        Raises:
+            PlacementError: What does not make a checkpoint.
+        """
+        for fqn, boxes in self._boxes.items():
+            extent = tuple(self.stored[fqn].size)
+            all_of_it = Box((0,) * len(extent), extent)
+            real = [box for box in boxes if box.numel]
+            if not all_of_it.numel or tiles(all_of_it, real):
+                continue
+            pairs = overlaps(real, limit=1)
+            if pairs:
+                self._overlap(fqn, extent, *pairs[0])
+            elif whole:
+                self._hole(fqn, extent, uncovered(all_of_it, real), ranks)
+        raise_faults("the ranks' metadata do not make a checkpoint", self.faults)
+
+    def _contradiction(self, fqn: str, rank: int, told: Any) -> None:
+        self.faults.append(
+            Fault(
+                fqn,
+                f"rank {self._first[fqn]} stored {_told(self.stored[fqn])}, rank {rank} "
+                f"{_told(told)}",
+                ("way out:     save with rules, so that all ranks mean the same tensor by a key",),
+            )
+        )
+
+    def _overlap(self, fqn: str, shape: tuple[int, ...], one: Box, other: Box) -> None:
+        boxes = self._boxes[fqn]
+        self.faults.append(
+            Fault(
+                fqn,
+                f"rank {boxes[one]} stored {format_box(one, shape)} of {shape}, rank "
+                f"{boxes[other]} {format_box(other, shape)}, which overlaps it",
+                (
+                    "likely:      an older save of more ranks into the same directory left its "
+                    "__<rank>.metadata files behind",
+                    "way out:     move the files of ranks that the last save did not have away",
+                ),
+            )
+        )
+
+    def _hole(
+        self, fqn: str, shape: tuple[int, ...], holes: Sequence[Box], ranks: Sequence[int]
+    ) -> None:
+        told = format_names([format_box(hole, shape) for hole in holes], 4)
+        self.faults.append(
+            Fault(
+                fqn,
+                f"no rank stored {told} of {shape}",
+                (
+                    f"there are:   the metadata of {format_ranks(ranks)}",
+                    "likely:      a rank's __<rank>.metadata is missing, because it failed or "
+                    "wrote to another disk",
+                    "way out:     bring the files of all ranks into one directory",
+                ),
+            )
+        )
+
+
+def _without_chunks(told: Any) -> Any:
+    if isinstance(told, TensorStorageMetadata):
+        return TensorStorageMetadata(told.properties, told.size, [])
+    return told
+
+
+def _agree(one: Any, other: Any) -> bool:
+    if isinstance(one, TensorStorageMetadata) and isinstance(other, TensorStorageMetadata):
+        return one.size == other.size and one.properties.dtype == other.properties.dtype
+    return type(one) is type(other)
+
+
+def _told(stored: Any) -> str:
+    if isinstance(stored, BytesStorageMetadata):
+        return "an object"
+    return f"a {tuple(stored.size)} {stored.properties.dtype} tensor"
+
+
+def _merged_data(data: Sequence[Any]) -> Any:
+    """Return the planners' data of all ranks in one; where they differ, the lowest rank's."""
+    merged: dict[str, Any] = {}
+    for told in reversed(data):
+        if isinstance(told, Mapping):
+            merged.update({key: value for key, value in told.items() if key != RESERVED_KEY})
+    known = [told for told in data if isinstance(told, Mapping)]
+    own = [told[RESERVED_KEY] for told in known if RESERVED_KEY in told]
+    if own:
+        merged[RESERVED_KEY] = _merged_provenance(own)
+    return merged if known else data[0]
+
+
+def _merged_provenance(told: Sequence[Any]) -> dict[str, Any]:
+    merged = dict(told[0])
+    for name in ("rules", "row_maps", "digests"):
+        joined: dict[str, Any] = {}
+        for one in told:
+            for fqn, value in one.get(name, {}).items():
+                if isinstance(value, Mapping):
+                    joined[fqn] = {**value, **joined.get(fqn, {})}
+                else:
+                    joined.setdefault(fqn, value)
+        if joined or name in merged:
+            merged[name] = joined
+    merged["world_size"] = max(len(told), merged.get("world_size", 1))
+    return merged

@@ -1,0 +1,123 @@
+"""A ``FileSystemReader`` that reads what is asked for, in file order, straight to where it belongs.
+
+Torch's reader loads every stored chunk whole, whatever slice of it is wanted, and seeks through
+its zip directory first. This one finds the elements by the few hundred bytes before them. What it
+does not know (other formats, strides, extensions) it leaves to ``torch.load``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.futures import Future
+
+from dcp_placements.chunk_reads import ChunkReader, Record
+from dcp_placements.errors import PlacementError
+from dcp_placements.file_reads import CountedFile
+from dcp_placements.interop import (
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    StorageMeta,
+)
+from dcp_placements.metadata_file import read_metadata
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.rank_metadata import merge_rank_metadata, rank_files
+
+
+class PlacementFileSystemReader(FileSystemReader):
+    """Reads whatever ``FileSystemReader`` reads; takes the same arguments.
+
+    ``dcp.load(state_dict, storage_reader=PlacementFileSystemReader(path), planner=...)``, with any
+    planner. A directory without ``.metadata`` in which every rank wrote its own
+    (``dcp.save(..., use_collectives=False)``) is read as one checkpoint, in any topology.
+
+    Attributes:
+        bytes_read: Of data files, so far.
+        opens: Data files opened so far.
+        reads: Calls that read from them so far.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bytes_read = 0
+        self.opens = 0
+        self.reads = 0
+        self._stored: Mapping[str, Any] = {}
+        self._unmerged: PlacementError | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checkpoint's metadata. Called on every rank.
+
+        Raises:
+            PlacementError: Ranks' own metadata that contradict each other.
+        """
+        rank = kwargs.get("rank")
+        if rank is not None and self._unmerged is not None:
+            # torch asks for this rank's own where there is no metadata of all; where these do not
+            # fit together they are no checkpoint, and a part of them is none either.
+            raise self._unmerged
+        path = self._get_metadata_path(rank)
+        if rank is None and not self.fs.exists(path):
+            files = rank_files(self.fs, self.path)
+            if files:
+                return self._identified(self._merged(files))
+        with self.fs.create_stream(path, "rb") as stream:
+            return self._identified(read_metadata(stream))  # type: ignore[arg-type]
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the checkpoint's metadata. Called on every rank."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._stored = metadata.state_dict_metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items. Called on every rank.
+
+        Raises:
+            PlacementError: Files that do not hold what the metadata says.
+        """
+        wanted: dict[str, dict[tuple[int, int], Record]] = {}
+        with quiet_gc():
+            for item in plan.items:
+                info = self.storage_data[item.storage_index]
+                records = wanted.setdefault(info.relative_path, {})
+                place = (info.offset, info.length)
+                if place not in records:
+                    records[place] = Record(info)
+                records[place].items.append(item)
+        work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream)
+        for path, records in sorted(wanted.items()):
+            with self.fs.create_stream(self.fs.concat_path(self.path, path), "rb") as stream:
+                file = CountedFile(stream)
+                self.opens += 1
+                try:
+                    work.read(file, path, [records[place] for place in sorted(records)])
+                finally:
+                    self.bytes_read += file.nbytes
+                    self.reads += file.reads
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _merged(self, files: Sequence[tuple[int, Any]]) -> Metadata:
+        self._unmerged = None
+        parts = []
+        for rank, path in files:
+            with self.fs.create_stream(path, "rb") as stream:
+                parts.append((rank, read_metadata(stream)))  # type: ignore[arg-type]
+        try:
+            return merge_rank_metadata(parts)
+        except PlacementError as error:
+            self._unmerged = error
+            raise
+
+    def _identified(self, metadata: Metadata) -> Metadata:
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

@@ -1,0 +1,198 @@
+"""A ``FileSystemWriter`` for many small tensors and many ranks; what it writes, torch reads.
+
+The files are those of torch's writer. Other are: what counts when items are spread over the files
+of several threads (the chunk, not the whole tensor), how small tensors become bytes (without
+``torch.save``), and that what was written where travels, and stands in ``.metadata``, in columns.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from io import BytesIO, UnsupportedOperation
+from typing import Any
+
+from torch.futures import Future
+
+from dcp_placements.interop import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    FileSystem,
+    FileSystemWriter,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    SerializationFormat,
+    StorageInfo,
+    WriteItem,
+    WriteItemType,
+    WriteResult,
+    cpu_tensors,
+)
+from dcp_placements.metadata_file import write_metadata
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage_table import RowsBuilder, StorageTable, WriteResults, join, rows_of
+from dcp_placements.tensor_stamp import TensorSaver
+
+
+class PlacementFileSystemWriter(FileSystemWriter):
+    """Writes a checkpoint that any reader of torch's reads; takes what ``FileSystemWriter`` takes.
+
+    ``dcp.save(state_dict, storage_writer=PlacementFileSystemWriter(path), planner=...)``, with
+    any planner. ``Metadata.storage_data`` of what ``dcp.save`` returns is a read-only mapping
+    instead of a dict; ``dict()`` makes one of it.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items. Called on every rank.
+
+        Returns:
+            A future of a sequence of ``WriteResult`` that is small to send.
+
+        Raises:
+            Exception: Whatever the planner or the file system raised, in any thread.
+        """
+        if self.transforms.extensions or (
+            self.serialization_format != SerializationFormat.TORCH_SAVE
+        ):
+            return super().write_data(plan, planner)
+        items = list(plan.items)
+        if self.single_file_per_rank:
+            buckets = split_by_chunk(self.thread_count, items)
+        else:
+            buckets = [[item] for item in items]
+        files: queue.Queue[tuple[str, list[WriteItem]]] = queue.Queue()
+        for number, bucket in enumerate(buckets):
+            files.put((f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}", bucket))
+        builders = [RowsBuilder() for _ in range(max(self.thread_count, 1))]
+        failures: list[BaseException] = []
+
+        def work(builder: RowsBuilder) -> None:
+            try:
+                self._write_files(files, planner, builder)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(builder,)) for builder in builders[1:]]
+        for thread in threads:
+            thread.start()
+        work(builders[0])
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(WriteResults(join(builder.rows() for builder in builders)))  # type: ignore[arg-type]
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write ``.metadata``, which makes a checkpoint of the files. Called on the coordinator.
+
+        Without collectives every rank writes one of its own.
+        """
+        if not all(map(_is_known, results)):
+            super().finish(metadata, results)
+            return
+        with quiet_gc():
+            table = StorageTable(join(map(rows_of, results)))
+            metadata.version = CURRENT_DCP_VERSION
+            metadata.storage_data = table
+            metadata.storage_meta = self.storage_meta()
+            path = self._get_metadata_path(None if self.use_collectives else self.rank)
+            written = self.fs.concat_path(self.path, f"{os.path.basename(path)}.tmp")
+            with self.fs.create_stream(written, "wb") as stream:
+                write_metadata(metadata, table, stream)  # type: ignore[arg-type]
+                self._sync(stream)
+        if type(self.fs) is FileSystem:
+            # In one step: a job that is killed here leaves the older checkpoint or the new one.
+            os.replace(written, path)
+            return
+        if self.fs.exists(path):
+            self.fs.rm_file(path)
+        self.fs.rename(written, path)
+
+    def _write_files(
+        self,
+        files: queue.Queue[tuple[str, list[WriteItem]]],
+        planner: SavePlanner,
+        builder: RowsBuilder,
+    ) -> None:
+        """Write files until none is left. Runs in every thread."""
+        saver = TensorSaver()
+        while True:
+            try:
+                name, items = files.get_nowait()
+            except queue.Empty:
+                return
+            tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+            loaded = cpu_tensors(
+                tensors,
+                [chunk_nbytes(item) for item in tensors],
+                planner.resolve_data,
+                threads=self.thread_count,
+                ahead_nbytes=self.per_thread_copy_ahead,
+            )
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+                start = stream.tell()
+                for item in items:
+                    if item.type == WriteItemType.BYTE_IO:
+                        data = planner.resolve_data(item)
+                        assert isinstance(data, BytesIO)
+                        stream.write(data.getbuffer())
+                        start = _note(builder, item, name, start, stream.tell())
+                for tensor, item in loaded:
+                    saver.save(tensor, stream)
+                    start = _note(builder, item, name, start, stream.tell())
+                self._sync(stream)
+
+    def _sync(self, stream: Any) -> None:
+        if not self.sync_files:
+            return
+        stream.flush()
+        try:
+            os.fsync(stream.fileno())
+        except (AttributeError, UnsupportedOperation):
+            os.sync()
+
+
+def _note(builder: RowsBuilder, item: WriteItem, path: str, start: int, end: int) -> int:
+    builder.add(item.index, path=path, start=start, length=end - start)
+    return end
+
+
+def _is_known(results: Sequence[WriteResult]) -> bool:
+    """Whether results are of torch's writer or this one, not of a subclass with its own."""
+    return isinstance(results, WriteResults) or all(
+        type(result.storage_data) is StorageInfo for result in results
+    )
+
+
+def chunk_nbytes(item: WriteItem) -> int:
+    """Return what a tensor's item puts into a file."""
+    assert item.tensor_data is not None
+    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
+
+
+def split_by_chunk(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Return the items in bins of about equal bytes, the largest placed first.
+
+    Torch's own function takes every chunk to be as large as its whole tensor.
+    """
+    if bins == 1:
+        return [list(items)]
+    buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
+    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    for number, item in enumerate(objects):
+        buckets[number % bins].append(item)
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    sized = sorted(((chunk_nbytes(item), item) for item in tensors), key=lambda s: -s[0])
+    filled = [(0, number) for number in range(bins)]
+    heapify(filled)
+    for nbytes, item in sized:
+        held, number = filled[0]
+        buckets[number].append(item)
+        heapreplace(filled, (held + nbytes, number))
+    return buckets
