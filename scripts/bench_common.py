@@ -1,0 +1,143 @@
+"""What the benches share: children to measure in, memory, tables. Prints nothing by itself."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Child:
+    """Calls a function in a forked process, so that caches and memory start as clean as here."""
+
+    def __init__(self, work: Callable[..., Any], *args: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(sender, work, args), daemon=True)
+        self._process.start()
+        sender.close()
+
+    def result(self) -> Any:
+        """Wait for it; return what the function returned, or raise what went wrong."""
+        try:
+            ok, value = self._receiver.recv()
+        except EOFError:
+            self._process.join()
+            raise SystemExit(
+                f"bench: a child ended with exit code {self._process.exitcode}; out of memory?"
+            ) from None
+        self._process.join()
+        if not ok:
+            raise SystemExit(f"bench: a child failed\n{value}")
+        return value
+
+
+def _run(sender: Any, work: Callable[..., Any], args: Sequence[Any]) -> None:
+    try:
+        sent = True, work(*args)
+    except BaseException:
+        sent = False, traceback.format_exc()
+    sender.send(sent)
+    sender.close()
+
+
+def in_child(work: Callable[..., Any], *args: Any) -> Any:
+    """Return what ``work(*args)`` returns in a forked process."""
+    return Child(work, *args).result()
+
+
+def rss_bytes() -> int:
+    """Return the memory of this process that is resident now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class PeakMemory:
+    """How far the resident memory of this process rises above where it was at the start."""
+
+    def __init__(self) -> None:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        self._before = rss_bytes()
+
+    def growth_bytes(self) -> int:
+        """Return the rise up to now."""
+        return max(_high_water_bytes() - self._before, 0)
+
+
+def _high_water_bytes() -> int:
+    with suppress(OSError), open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def machine() -> dict[str, Any]:
+    """Return what the numbers were measured on."""
+    return {
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; the first column stands left, all others right."""
+    print(f"\n{title}")
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+        for row in (head, *rows):
+            cells = [
+                cell.rjust(width) if index else cell.ljust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            print("  ".join(cells).rstrip())
+        return
+    table = Table(box=None, pad_edge=False)
+    for index, name in enumerate(head):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, markup=False)
+    Console(width=max(console.width, 200), highlight=False, markup=False).print(table)
+
+
+def three(value: float | None) -> str:
+    """Return a number with about three digits.
+
+    >>> three(0.01234), three(1234.5), three(None)
+    ('0.0123', '1,234', '-')
+    """
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    digits = 2
+    scaled = abs(value)
+    while scaled < 10 and digits < 6:
+        scaled *= 10
+        digits += 1
+    return f"{value:.{max(digits - 1, 0)}f}"
+
+
+def write_json(path: str | None, told: dict[str, Any]) -> None:
+    """Write ``told`` to a file, if there is one to write to."""
+    if path:
+        Path(path).write_text(json.dumps(told, indent=1) + "\n")

@@ -1,0 +1,405 @@
+"""scripts/bench io [--cases big small reshard] [--rounds N] [--nproc N] [--json FILE]
+
+Saves and loads real tensors under torchrun with gloo, by torch's default planners and by ours in
+turn (and with our storage writer and reader, where the package has them), and prints a table per
+case: wall seconds of a whole save and a whole load with their parts, the ratio to stock, peak
+memory, bytes and opened files of a rank, and for comparison each rank writing and reading the same
+bytes with plain write() and read().
+
+    big       40 tensors [4096, 2048], Shard(0): 1.34 GB
+    small     4,000 tensors [8, 32], Shard(0)
+    reshard   the big ones, loaded as Shard(1)
+
+All processes start together and the slowest counts. Files are synced after each write and dropped
+from the page cache before each read. Ratios are medians of the ratios within a round; the order of
+the sides changes from round to round.
+
+With --json a file of machine, options, seconds and cases: by name the nbytes, tensors, rounds and
+sides ("stock", "ours", maybe "ours+storage", and "raw"), each with medians of save_s, save_plan_s,
+save_write_s, save_finish_s, load_s, load_plan_s, load_read_s, save_rss_bytes, load_rss_bytes (peak
+above the start, the largest rank), save_bytes, load_bytes, save_opens, load_opens (the largest
+rank), save_ratio, load_ratio (to stock); 0 where a side has no such part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from bench_common import PeakMemory, machine, show, three, write_json
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp_placements
+from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+
+CASES = ("big", "small", "reshard")
+SHAPES = {"big": (40, (4096, 2048)), "small": (4000, (8, 32)), "reshard": (40, (4096, 2048))}
+TINY_SHAPES = {"big": (4, (64, 32)), "small": (40, (8, 32)), "reshard": (4, (64, 32))}
+
+
+class Opened:
+    """Counts the files below a directory that this process opens."""
+
+    def __init__(self, directory: Path) -> None:
+        self.count = 0
+        self._below = str(directory)
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], str) and args[0].startswith(self._below):
+            self.count += 1
+
+
+def _io_bytes() -> tuple[int, int]:
+    """Return the bytes that this process has read and written, by its system calls."""
+    found = {}
+    with open("/proc/self/io") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            found[name] = int(value)
+    return found["rchar"], found["wchar"]
+
+
+class Timed:
+    """Notes when one method of a storage writer or reader begins and ends."""
+
+    def __init__(self, storage: Any, method: str) -> None:
+        self.began = self.ended = 0.0
+        self._inner = getattr(storage, method)
+        setattr(storage, method, self._call)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self.began = time.perf_counter()
+        result = self._inner(*args, **kwargs)
+        result.wait()
+        self.ended = time.perf_counter()
+        return result
+
+
+class Worker:
+    """One process of a run."""
+
+    def __init__(self, args: argparse.Namespace, directory: Path) -> None:
+        self.args = args
+        self.directory = directory
+        self.opened = Opened(directory)
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        self.sides: dict[str, tuple[Callable[[], Any], ...]] = {
+            "stock": (
+                DefaultSavePlanner,
+                DefaultLoadPlanner,
+                lambda: dcp.FileSystemWriter(self.path),
+                lambda: dcp.FileSystemReader(self.path),
+            ),
+            "ours": (
+                PlacementSavePlanner,
+                PlacementLoadPlanner,
+                lambda: dcp.FileSystemWriter(self.path),
+                lambda: dcp.FileSystemReader(self.path),
+            ),
+        }
+        writer = getattr(dcp_placements, "PlacementFileSystemWriter", None)
+        reader = getattr(dcp_placements, "PlacementFileSystemReader", None)
+        if writer is not None and reader is not None:
+            self.sides["ours+storage"] = (
+                PlacementSavePlanner,
+                PlacementLoadPlanner,
+                lambda: writer(self.path),
+                lambda: reader(self.path),
+            )
+
+    @property
+    def path(self) -> Path:
+        """Of the checkpoint."""
+        return self.directory / "checkpoint"
+
+    def run(self, case: str) -> dict[str, Any]:
+        """Return the entry of a case; complete on rank 0."""
+        count, shape = (TINY_SHAPES if self.args.tiny else SHAPES)[case]
+        saved = _state_dict(self.mesh, count, shape, 0, fill=True)
+        target = _state_dict(self.mesh, count, shape, int(case == "reshard"), fill=False)
+        taken: dict[str, list[dict[str, float]]] = {name: [] for name in (*self.sides, "raw")}
+        self._once("stock", saved, target, case, check=True)
+        start = time.perf_counter()
+        names = list(self.sides)
+        for turn in range(self.args.rounds):
+            order = names if turn % 2 else names[::-1]
+            for name in order:
+                check = turn == 0
+                taken[name].append(self._once(name, saved, target, case, check=check))
+            taken["raw"].append(self._raw(saved))
+            if self._is_late(start):
+                break
+        nbytes = sum(t.numel() * t.element_size() for t in saved["model"].values())
+        sides = {}
+        for name, rows in taken.items():
+            sides[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+            for what in ("save", "load"):
+                key = f"{what}_s"
+                ratios = [a[key] / b[key] for a, b in zip(rows, taken["stock"], strict=True)]
+                sides[name][f"{what}_ratio"] = statistics.median(ratios)
+        return {
+            "nbytes": nbytes,
+            "tensors": count,
+            "rounds": len(taken["raw"]),
+            "sides": sides,
+        }
+
+    def _once(
+        self, side: str, saved: dict[str, Any], target: dict[str, Any], case: str, *, check: bool
+    ) -> dict[str, float]:
+        save_planner, load_planner, make_writer, make_reader = self.sides[side]
+        found: dict[str, float] = {}
+
+        def save() -> tuple[float, float]:
+            writer = make_writer()
+            timed = Timed(writer, "write_data")
+            dcp.save(saved, storage_writer=writer, planner=save_planner())
+            return timed.began, timed.ended
+
+        def load() -> tuple[float, float]:
+            reader = make_reader()
+            timed = Timed(reader, "read_data")
+            dcp.load(target, storage_reader=reader, planner=load_planner())
+            return timed.began, timed.ended
+
+        found.update(self._measured("save", "write", save))
+        for tensor in target["model"].values():
+            tensor._local_tensor.fill_(-1)
+        self._forget_pages(self.path)
+        found.update(self._measured("load", "read", load))
+        if check:
+            _compare(saved, target, case)
+        self._remove()
+        return found
+
+    def _raw(self, saved: dict[str, Any]) -> dict[str, float]:
+        """Write and read what a rank has in one file of its own."""
+        tensors = [tensor._local_tensor for tensor in saved["model"].values()]
+        path = self.path / f"raw{dist.get_rank()}"
+        buffer = bytearray(max(tensor.nbytes for tensor in tensors))
+
+        def save() -> tuple[float, float]:
+            began = time.perf_counter()
+            with open(path, "wb", buffering=1 << 20) as file:
+                for tensor in tensors:
+                    file.write(memoryview(tensor.numpy()).cast("B"))
+                file.flush()
+                os.fsync(file.fileno())
+            return began, time.perf_counter()
+
+        def load() -> tuple[float, float]:
+            began = time.perf_counter()
+            with open(path, "rb", buffering=0) as file:
+                for tensor in tensors:
+                    file.readinto(memoryview(buffer)[: tensor.nbytes])
+            return began, time.perf_counter()
+
+        self.path.mkdir(exist_ok=True)
+        found = self._measured("save", "write", save)
+        self._forget_pages(self.path)
+        found.update(self._measured("load", "read", load))
+        self._remove()
+        return found
+
+    def _measured(
+        self, what: str, part: str, work: Callable[[], tuple[float, float]]
+    ) -> dict[str, float]:
+        gc.collect()
+        dist.barrier()
+        opened = self.opened.count
+        read, written = _io_bytes()
+        memory = PeakMemory()
+        dist.barrier()
+        start = time.perf_counter()
+        began, ended = work()
+        mine = time.perf_counter()
+        dist.barrier()
+        stop = time.perf_counter()
+        growth = memory.growth_bytes()
+        read_after, written_after = _io_bytes()
+        nbytes = written_after - written if what == "save" else read_after - read
+        found = {
+            f"{what}_s": stop - start,
+            f"{what}_plan_s": began - start,
+            f"{what}_{part}_s": ended - began,
+            f"{what}_finish_s": mine - ended,
+            f"{what}_rss_bytes": float(growth),
+            f"{what}_bytes": float(nbytes),
+            f"{what}_opens": float(self.opened.count - opened),
+        }
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, found)
+        return {key: max(row[key] for row in rows) for key in found}
+
+    def _forget_pages(self, path: Path) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for file in path.iterdir():
+                handle = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(handle)
+        dist.barrier()
+
+    def _remove(self) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.path)
+        dist.barrier()
+
+    def _is_late(self, start: float) -> bool:
+        """Whether the time of a case is over; the same answer on all ranks."""
+        late = [time.perf_counter() - start > self.args.seconds]
+        dist.broadcast_object_list(late)
+        return bool(late[0])
+
+
+def _state_dict(
+    mesh: DeviceMesh, count: int, shape: tuple[int, int], dim: int, *, fill: bool
+) -> dict[str, Any]:
+    local = list(shape)
+    local[dim] //= mesh.size()
+    torch.manual_seed(dist.get_rank())
+    model = {}
+    for index in range(count):
+        tensor = torch.rand(local) if fill else torch.zeros(local)
+        model[f"layers.{index}.weight"] = DTensor.from_local(
+            tensor,
+            mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=(shape[1], 1),
+        )
+    return {"model": model}
+
+
+def _compare(saved: dict[str, Any], target: dict[str, Any], case: str) -> None:
+    """Stop the run when a load did not bring back what was saved."""
+    names = list(saved["model"])[:: max(len(saved["model"]) // 8, 1)]
+    for name in names:
+        wanted = saved["model"][name]
+        if case == "reshard":
+            wanted = wanted.redistribute(placements=[Shard(1)])
+        if not torch.equal(wanted.to_local(), target["model"][name].to_local()):
+            raise SystemExit(f"bench: {name} came back different")
+
+
+def work(args: argparse.Namespace) -> None:
+    """Be one process of torchrun."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    worker = Worker(args, Path(args.worker))
+    cases = {}
+    for case in args.cases:
+        if dist.get_rank() == 0:
+            print(f"bench: {case}", file=sys.stderr, flush=True)
+        cases[case] = worker.run(case)
+    if dist.get_rank() == 0:
+        (Path(args.worker) / "cases.json").write_text(json.dumps(cases))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the processes measured."""
+    with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.directory) as directory:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(args.nproc), __file__, "--worker", directory),
+            *("--cases", *args.cases, "--rounds", str(args.rounds)),
+            *("--seconds", str(args.seconds)),
+            *(("--tiny",) if args.tiny else ()),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, check=False, stdout=sys.stderr)
+        if done.returncode:
+            raise SystemExit(f"bench: torchrun ended with exit code {done.returncode}")
+        found: dict[str, Any] = json.loads((Path(directory) / "cases.json").read_text())
+        return found
+
+
+def show_case(case: str, entry: dict[str, Any], nproc: int) -> None:
+    """Print the table of a case."""
+    rows = []
+    for name, side in entry["sides"].items():
+        row = [name]
+        for what, part in (("save", "write"), ("load", "read")):
+            row += [three(side[f"{what}_s"]), f"{side[f'{what}_ratio']:.2f}x"]
+            row += [three(side[f"{what}_{key}_s"]) for key in ("plan", part, "finish")]
+            row += [
+                three(side[f"{what}_rss_bytes"] / 1e6),
+                three(side[f"{what}_bytes"] / 1e6),
+                f"{side[f'{what}_opens']:.0f}",
+            ]
+        rows.append(row)
+    parts = ("plan", "write", "finish", "RSS MB", "MB", "opens")
+    show(
+        f"{case}: {entry['tensors']:,} tensors, {entry['nbytes'] / 1e6:,.0f} MB, {nproc} "
+        f"processes, {entry['rounds']} rounds; wall seconds, largest rank",
+        ("", "save s", "ratio", *parts, "load s", "ratio", "plan", "read", *parts[2:]),
+        rows,
+    )
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench io",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=120, help="a case ends after these (120)")
+    parser.add_argument("--nproc", type=int, default=4)
+    parser.add_argument("--directory", help="where to write (a temporary one)")
+    parser.add_argument("--tiny", action="store_true", help="next to no data, 2 processes, 1 round")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.tiny:
+        args.rounds, args.nproc = 1, 2
+    return args
+
+
+def main() -> int:
+    args = parse()
+    if args.worker:
+        work(args)
+        return 0
+    start = time.perf_counter()
+    cases = launch(args)
+    for case, entry in cases.items():
+        show_case(case, entry, args.nproc)
+    options = {key: value for key, value in vars(args).items() if key != "worker"}
+    told = {
+        "machine": machine(),
+        "options": options,
+        "seconds": time.perf_counter() - start,
+        "cases": cases,
+    }
+    write_json(args.json, told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

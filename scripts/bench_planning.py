@@ -1,0 +1,411 @@
+"""The work that ``scripts/bench plan`` measures: plans of all ranks, the coordinator, single ranks.
+
+Prints nothing but profiles, where they are asked for. ``scripts/bench_plan.py`` calls
+``make_plans``, ``coordinate`` and ``as_ranks``, each in a process of its own, which leave plans and
+metadata to one another in files.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import dataclasses
+import gc
+import hashlib
+import pickle
+import pstats
+import statistics
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_common import PeakMemory
+from bench_workloads import (
+    Column,
+    Memory,
+    StockPlans,
+    Workload,
+    real_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all children are told.
+
+    Attributes:
+        digests: As the planner's option.
+        planner: Further options of ``PlacementSavePlanner``.
+        samples: Ranks to take a rank's own times of.
+        load_seconds: No further rank is sampled for load plans after these.
+        profile: Whether to print where the time goes.
+        whole_plans: Whether no plan is derived from another one.
+    """
+
+    digests: str
+    planner: dict[str, Any]
+    samples: int
+    load_seconds: float
+    profile: bool
+    whole_plans: bool
+
+    def save_planner(self, **other: Any) -> PlacementSavePlanner:
+        """Return a planner of ours."""
+        return PlacementSavePlanner(**{"digests": self.digests, **self.planner, **other})
+
+
+class _World:
+    """What torch.distributed says of this process, to be any rank of a world without others."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.size = 1
+
+    def enter(self, size: int) -> None:
+        """Be part of a world of ``size`` ranks from now on."""
+        self.size = size
+        dist.is_initialized = lambda: True
+        dist.get_rank = lambda group=None: self.rank
+        dist.get_world_size = lambda group=None: self.size
+
+
+def fake_digests() -> None:
+    """Let digests come from nowhere, where the plans of thousands of ranks are made.
+
+    As many and as large as real ones; equal on all ranks. What real ones cost is in the times of
+    single ranks.
+    """
+    from dcp_placements import offer
+
+    def made(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
+        return [
+            struct.pack("<Q", index * 0x9E3779B97F4A7C15 % 2**64) for index in range(len(tensors))
+        ]
+
+    if hasattr(offer, "sampled_digests"):
+        offer.sampled_digests = made
+
+
+def profiled(wanted: bool, title: str, work: Callable[[], Any]) -> Any:
+    """Return what ``work`` returns; print where its time went if that is wanted."""
+    if not wanted:
+        return work()
+    profile = cProfile.Profile()
+    value = profile.runcall(work)
+    print(f"\n--- profile: {title}")
+    pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(18)
+    sys.stdout.flush()
+    return value
+
+
+def make_plans(
+    workload: Workload, ours: bool, ranks: Sequence[int], path: Path, options: Options
+) -> float:
+    """Write the pickled local plans of some ranks to a file; return the median seconds of one."""
+    taken = []
+    with open(path, "wb") as file:
+        for rank, plan in _ours(workload, ranks, options) if ours else _stock(workload, ranks):
+            start = time.perf_counter()
+            data = pickle.dumps(plan())
+            taken.append(time.perf_counter() - start)
+            file.write(struct.pack("<QQ", rank, len(data)))
+            file.write(data)
+    return statistics.median(taken)
+
+
+def _ours(
+    workload: Workload, ranks: Sequence[int], options: Options
+) -> Iterable[tuple[int, Callable[[], Any]]]:
+    world = _World()
+    world.enter(workload.ranks)
+    fake_digests()
+    memory = Memory()
+    small = workload.of_each_lay()
+    by_column: dict[int, list[int]] = {}
+    for rank in ranks:
+        by_column.setdefault(rank % workload.columns, []).append(rank)
+    for column, members in by_column.items():
+        whole = _Moving(workload, column, memory, world, options)
+        if options.whole_plans or len(small.parameters) * 4 > len(workload.parameters):
+            yield from ((rank, partial(whole.plan, rank)) for rank in members)
+            continue
+        few = _Moving(small, column, memory, world, options)
+        # The first rank of a mesh may speak for all of it, and it has the lowest number.
+        if column in members:
+            yield column, partial(whole.plan, column)
+        others = [rank for rank in members if rank != column]
+        if others:
+            template = whole.plan(others[0])
+            _check_derived(few, template, whole.plan(others[-1]), others[-1])
+            yield from ((rank, partial(_derived_at, few, template, rank)) for rank in others)
+
+
+class _Moving:
+    """One planner that stands on one rank after the other."""
+
+    def __init__(
+        self, workload: Workload, column: int, memory: Memory, world: _World, options: Options
+    ) -> None:
+        self._world = world
+        self._fakes = Column(workload, column, memory)
+        self._planner = options.save_planner()
+        self._planner.set_up_planner(self._fakes.state_dict, None, column == 0)
+
+    def plan(self, rank: int) -> Any:
+        """Return the local plan of a rank."""
+        self._world.rank = rank
+        self._fakes.move(rank)
+        return self._planner.create_local_plan()
+
+
+def derived(few: Any, template: Any) -> Any:
+    """Return a rank's plan, from its plan of one tensor of each kind and another's whole plan.
+
+    What a rank says of itself (where it stands) it says of a few tensors as of thousands; what it
+    says of the tensors, another rank says alike. Tens of times faster than planning.
+    """
+    said, other = few.planner_data, template.planner_data
+    tables = [
+        dataclasses.replace(whole, coordinates=part.coordinates)
+        for whole, part in zip(other.tables, said.tables, strict=True)
+    ]
+    offer = dataclasses.replace(other, rank=said.rank, positions=said.positions, tables=tables)
+    return dataclasses.replace(template, planner_data=offer)
+
+
+def _derived_at(few: _Moving, template: Any, rank: int) -> Any:
+    return derived(few.plan(rank), template)
+
+
+def _check_derived(few: _Moving, template: Any, real: Any, rank: int) -> None:
+    made = derived(few.plan(rank), template)
+    if _but_digests(made.planner_data) != _but_digests(real.planner_data):
+        raise SystemExit(
+            "bench: plans are not what derived() takes them for; run with --whole-plans"
+        )
+
+
+def _but_digests(offer: Any) -> Any:
+    """Return what a rank says, but for digests: none where it holds nothing of a tensor."""
+    tables = [dataclasses.replace(table, digests={}) for table in offer.tables]
+    return dataclasses.replace(offer, tables=tables)
+
+
+def _stock(workload: Workload, ranks: Sequence[int]) -> Iterable[tuple[int, Callable[[], Any]]]:
+    plans = StockPlans(workload)
+    for rank in ranks:
+        yield rank, partial(plans.plan, rank)
+
+
+def read_plans(paths: Iterable[Path]) -> list[bytes]:
+    """Return the pickled plans of all ranks, in their order."""
+    found: dict[int, bytes] = {}
+    for path in paths:
+        with open(path, "rb") as file:
+            while head := file.read(16):
+                rank, length = struct.unpack("<QQ", head)
+                found[rank] = file.read(length)
+    return [found[rank] for rank in sorted(found)]
+
+
+def coordinate(
+    workload: Workload,
+    ours: bool,
+    paths: Sequence[Path],
+    results: Path,
+    part: set[str],
+    options: Options,
+) -> dict[str, Any]:
+    """Plan for all ranks; leave the metadata and the plans of some ranks in a directory.
+
+    Returns:
+        The entry of the table, and ``boxes``: a hash of what the keys in ``part`` consist of.
+    """
+    world = _World()
+    world.enter(workload.ranks)
+    planner: Any = options.save_planner() if ours else DefaultSavePlanner()
+    planner.set_up_planner(real_state_dict(workload, 0, Memory()), None, True)
+    if ours:
+        fake_digests()
+        planner.create_local_plan()
+    writer = FileSystemWriter(results)
+    gc.collect()
+    memory = PeakMemory()
+    gathered = read_plans(paths)
+    clock = [time.process_time()]
+    plans = [pickle.loads(data) for data in gathered]
+    clock.append(time.process_time())
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        title = f"create_global_plan, {workload.name}, {workload.ranks} ranks"
+        profile = options.profile and ours
+        central, metadata = profiled(profile, title, lambda: planner.create_global_plan(plans))
+    clock.append(time.process_time())
+    central = writer.prepare_global_plan(central)
+    clock.append(time.process_time())
+    scattered = [pickle.dumps(plan) for plan in central]
+    clock.append(time.process_time())
+    unpickle_s, plan_s, _, pickle_s = (b - a for a, b in pairwise(clock))
+    growth = memory.growth_bytes()
+    if ours:
+        with open(results / "metadata", "wb") as file:
+            pickle.dump(metadata, file)
+        for rank in sample_ranks(workload.ranks, options.samples):
+            (results / f"plan{rank}").write_bytes(scattered[rank])
+    return {
+        "workload": workload.name,
+        "ranks": workload.ranks,
+        "side": "ours" if ours else "stock",
+        "kind": "measured",
+        "tensors": workload.tensors,
+        "planned_tensors": workload.tensors,
+        "cpu_s": unpickle_s + plan_s + pickle_s,
+        "unpickle_s": unpickle_s,
+        "plan_s": plan_s,
+        "pickle_s": pickle_s,
+        "gathered_bytes": sum(map(len, gathered)),
+        "largest_gathered_bytes": max(map(len, gathered)),
+        "scattered_bytes": sum(map(len, scattered)),
+        "rss_bytes": growth,
+        "metadata_bytes": len(pickle.dumps(metadata.state_dict_metadata)),
+        "warnings": sorted({str(note.message) for note in noted}),
+        "boxes": boxes_hash(metadata, part),
+    }
+
+
+def boxes_hash(metadata: Metadata, part: set[str]) -> str:
+    """Return a hash of the boxes with elements that the keys in ``part`` consist of."""
+    digest = hashlib.sha256()
+    for fqn in sorted(part):
+        kept = metadata.state_dict_metadata.get(fqn)
+        told: Any = None
+        if isinstance(kept, TensorStorageMetadata):
+            boxes = {(tuple(c.offsets), tuple(c.sizes)) for c in kept.chunks}
+            told = tuple(kept.size), sorted(box for box in boxes if 0 not in box[1])
+        digest.update(repr((fqn, told)).encode())
+    return digest.hexdigest()
+
+
+def sample_ranks(ranks: int, count: int) -> list[int]:
+    """Return some ranks, spread over all.
+
+    >>> sample_ranks(256, 3)
+    [0, 127, 255]
+    """
+    return sorted({(ranks - 1) * i // max(count - 1, 1) for i in range(count)})
+
+
+def cpu_ms(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the CPU milliseconds of a call and what it returned."""
+    start = time.process_time()
+    value = work()
+    return (time.process_time() - start) * 1e3, value
+
+
+def as_ranks(
+    make: Callable[[int, bool], Workload],
+    workload: Workload,
+    part_only: bool,
+    results: Path,
+    options: Options,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the times of single ranks, ours and stock alternating, and what differs."""
+    part = make(workload.ranks, True).fqns()
+    world = _World()
+    world.enter(workload.ranks)
+    memory = Memory()
+    times: dict[str, dict[str, list[float]]] = {"ours": {}, "stock": {}}
+    faults: list[str] = []
+
+    def note(side: str, what: str, value: float) -> None:
+        times[side].setdefault(what, []).append(value)
+
+    def save(side: str, rank: int, state_dict: dict[str, Any], **options_of: Any) -> Any:
+        planner: Any = (
+            options.save_planner(**options_of) if side == "ours" else DefaultSavePlanner()
+        )
+        suffix = "_off" if options_of else ""
+        flatten, _ = cpu_ms(lambda: planner.set_up_planner(state_dict, None, rank == 0))
+        local, plan = cpu_ms(planner.create_local_plan)
+        note(side, f"local{suffix}_ms", local)
+        if options_of:
+            return None
+        note(side, "flatten_ms", flatten)
+        note(side, "local_bytes", len(pickle.dumps(plan)))
+        if side == "ours":
+            sent = (results / f"plan{rank}").read_bytes()
+            note(side, "finish_ms", cpu_ms(lambda: planner.finish_plan(pickle.loads(sent)))[0])
+        else:
+            note(side, "finish_ms", cpu_ms(lambda: planner.finish_plan(plan))[0])
+        return plan
+
+    chosen = sample_ranks(workload.ranks, options.samples)
+    closed = StockPlans(workload)
+    for turn, rank in enumerate(chosen):
+        world.rank = rank
+        state_dict = real_state_dict(workload, rank, memory)
+        gc.collect()
+        sides = ("ours", "stock") if turn % 2 else ("stock", "ours")
+        for side in sides:
+            plan = save(side, rank, state_dict)
+            if side == "stock" and plan != closed.plan(rank):
+                faults.append(f"{workload.name}: the stock plan of rank {rank} is not as assumed")
+        save("ours", rank, state_dict, digests="off")
+    if options.profile:
+        planner = options.save_planner()
+        planner.set_up_planner(state_dict, None, False)
+        profiled(True, f"create_local_plan, {workload.name}", planner.create_local_plan)
+    stored = (results / "metadata").read_bytes()
+    kept = pickle.loads(stored).state_dict_metadata
+    some = pickle.dumps(Metadata({fqn: told for fqn, told in kept.items() if fqn in part}))
+    del kept
+    for what, ranks in (("load", workload.ranks), ("reshard", max(workload.ranks // 2, 1))):
+        world.size = ranks
+        targets = {"ours": make(ranks, part_only), "stock": make(ranks, True)}
+        factor = targets["ours"].items() / targets["stock"].items()
+        start = time.perf_counter()
+        for turn, rank in enumerate(sample_ranks(ranks, options.samples)):
+            if time.perf_counter() - start > options.load_seconds:
+                break
+            world.rank = rank
+            found = {}
+            for side in ("ours", "stock") if turn % 2 else ("stock", "ours"):
+                state_dict = real_state_dict(targets[side], rank, memory)
+                loads: Any = PlacementLoadPlanner() if side == "ours" else DefaultLoadPlanner()
+                # Read for every load, so that nothing is known of it beforehand.
+                metadata = pickle.loads(stored if side == "ours" else some)
+                gc.collect()
+                flatten, _ = cpu_ms(partial(loads.set_up_planner, state_dict, metadata, False))
+                title = f"{what} plan, {workload.name}, {workload.ranks} ranks"
+                profile = options.profile and turn == 0 and side == "ours"
+                local, plan = cpu_ms(partial(profiled, profile, title, loads.create_local_plan))
+                sent = pickle.dumps(plan)
+                scale = 1.0 if side == "ours" else factor
+                note(side, f"{what}_ms", local * scale)
+                note(side, f"{what}_flatten_ms", flatten * scale)
+                note(side, f"{what}_bytes", len(sent) * scale)
+                found[side] = {
+                    (i.dest_index.fqn, tuple(i.dest_offsets), tuple(i.lengths))
+                    for i in loads.finish_plan(pickle.loads(sent)).items
+                    if i.dest_index.fqn in part and i.lengths.numel()
+                }
+            if found["ours"] != found["stock"]:
+                faults.append(f"{workload.name}: {what} plans of rank {rank} differ")
+    medians = {
+        side: {name: statistics.median(values) for name, values in found.items()}
+        for side, found in times.items()
+    }
+    return {"workload": workload.name, "ranks": workload.ranks, **medians}, faults

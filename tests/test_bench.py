@@ -1,0 +1,84 @@
+"""Each bench runs in its smallest configuration, and writes what its docstring says it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def bench(name: str, tmp_path: Path, *more: str) -> tuple[str, dict[str, Any]]:
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / f"bench_{name}.py", "--tiny", "--json", report, *more],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    left = [path.name for path in tmp_path.iterdir() if path.name.startswith("bench-")]
+    assert not left, "temporary directories are removed"
+    return done.stdout, json.loads(report.read_text())
+
+
+def test_bench_plan_plans_the_same_boxes_as_stock_and_tells_both_costs(tmp_path: Path) -> None:
+    printed, told = bench("plan", tmp_path)
+    assert "Coordinator" in printed
+    assert "w4" in printed
+    assert {"machine", "options", "seconds", "exponents"} <= set(told)
+    assert told["faults"] == []
+    cells = {(e["workload"], e["ranks"], e["side"]): e for e in told["coordinator"]}
+    assert set(cells) == {("w4", n, side) for n in (4, 8) for side in ("ours", "stock")}
+    for entry in cells.values():
+        assert entry["kind"] == "measured"
+        assert entry["warnings"] == []
+        parts = entry["unpickle_s"] + entry["plan_s"] + entry["pickle_s"]
+        assert entry["cpu_s"] == pytest.approx(parts)
+        assert entry["gathered_bytes"] > 0
+        assert entry["scattered_bytes"] > 0
+        assert entry["metadata_bytes"] > 0
+        assert entry["rss_bytes"] >= 0
+    assert [(e["workload"], e["ranks"]) for e in told["rank"]] == [("w4", 4), ("w4", 8)]
+    for entry in told["rank"]:
+        names = {"local_ms", "flatten_ms", "finish_ms", "load_ms", "reshard_ms"}
+        names |= {"local_bytes", "load_bytes"}
+        assert names | {"local_off_ms"} <= set(entry["ours"])
+        assert names <= set(entry["stock"])
+    assert set(told["exponents"]["w4"]) == {"ours", "stock"}
+
+
+def test_bench_digests_tells_the_share_of_each_kind(tmp_path: Path) -> None:
+    printed, told = bench("digests", tmp_path)
+    assert "sampled" in printed
+    assert {"machine", "options", "seconds"} <= set(told)
+    assert set(told["cases"]) == {"big", "small"}
+    for entry in told["cases"].values():
+        assert entry["rounds"] >= 1
+        for kind in ("off", "sampled", "full"):
+            names = {"save_s", "save_cpu_s", "plan_cpu_s", "whole_percent", "added_percent"}
+            assert set(entry[kind]) == names
+
+
+@pytest.mark.dist
+def test_bench_io_tells_both_sides_and_the_raw_cost(tmp_path: Path) -> None:
+    printed, told = bench("io", tmp_path, "--cases", "small", "reshard")
+    assert "small" in printed
+    assert {"machine", "options", "seconds"} <= set(told)
+    assert set(told["cases"]) == {"small", "reshard"}
+    for entry in told["cases"].values():
+        assert {"stock", "ours", "raw"} <= set(entry["sides"])
+        for side in entry["sides"].values():
+            for what, part in (("save", "write"), ("load", "read")):
+                names = ("s", "plan_s", f"{part}_s", "finish_s", "rss_bytes", "bytes", "opens")
+                assert {f"{what}_{name}" for name in (*names, "ratio")} <= set(side)
+        assert entry["sides"]["stock"]["save_ratio"] == 1
+        assert entry["sides"]["raw"]["save_bytes"] >= entry["nbytes"] / 2
