@@ -324,11 +324,15 @@ class PlacementSavePlanner(DefaultSavePlanner):
                     ),
                 )
             )
-        if len(offers) < world_size():
+        if 1 < len(offers) < world_size():
             notes.append(_too_few(len(offers), world_size()))
         report.warnings = tuple(map(str, notes))
         if notes:
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
+        if len(offers) == 1 and world_size() > 1:
+            # Asked for (use_collectives=False, no_dist=True), so it is told of and not warned of.
+            logger.info("%s", _alone(world_size()))
+            report.warnings += (str(_alone(world_size())),)
         return report
 
     def _planner_data(self, offers: Sequence[Offer], tables: Tables, made: WorldPlan) -> Any:
@@ -408,17 +412,18 @@ def _merged_notes(offers: Sequence[Offer]) -> list[Fault]:
     )
 
 
+def _alone(world: int) -> Fault:
+    return Fault(
+        "this save",
+        f"planned by 1 of {world} ranks, by itself",
+        (
+            "reason:      with use_collectives=False, no_dist=True or a group of one nobody sees "
+            "what the others hold: replicas are not compared, and what is missing is not found",
+        ),
+    )
+
+
 def _too_few(ranks: int, world: int) -> Fault:
-    if ranks == 1:
-        return Fault(
-            "this save",
-            f"planned by 1 of {world} ranks, by itself",
-            (
-                "reason:      with use_collectives=False, no_dist=True or a group of one nobody "
-                "sees what the others hold: replicas are not compared, and what is missing is not "
-                "found",
-            ),
-        )
     return Fault(
         "this save",
         f"{ranks} of {world} ranks take part",
