@@ -4,13 +4,14 @@ Saves with digests="off", "sampled" and "full" in turn, in one process and into 
 prints a table: whole dcp.save, its part that makes the local plan (where digests are made), and
 what sampled and full cost in percent of a whole save without digests.
 
-Writing varies by more from save to save than digests take, so there are two ratios: of the whole
-save (median of the ratios within a round), and the CPU time that digests add to the local plan over
-the wall time of a whole save without. The second is the finer one.
+Writing varies by more from save to save than digests take, so there are three ratios: of the whole
+save (median of the ratios within a round), and the CPU time that digests add to the local plan,
+over the wall time and over the CPU time of a whole save without. The last is the finest, and the
+most that a save of nothing but CPU time would lose.
 
 With --json a file of machine, options, seconds and cases: by name the nbytes, tensors, rounds and
-per kind ("off", "sampled", "full") save_s, save_cpu_s, plan_cpu_s (medians), whole_percent and
-added_percent.
+per kind ("off", "sampled", "full") save_s, save_cpu_s, plan_cpu_s (medians), whole_percent,
+added_percent and added_cpu_percent.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def measure(case: str, args: argparse.Namespace, directory: Path) -> dict[str, A
             "plan_cpu_s": plan_cpu_s,
             "whole_percent": (statistics.median(ratios) - 1) * 100,
             "added_percent": (plan_cpu_s - medians["off"][2]) / medians["off"][0] * 100,
+            "added_cpu_percent": (plan_cpu_s - medians["off"][2]) / medians["off"][1] * 100,
         }
     return {
         "nbytes": sum(tensor.nbytes for tensor in tensors),
@@ -135,7 +137,8 @@ def main() -> int:
         what = f"{case}: {entry['tensors']:,} tensors, {entry['nbytes'] / 1e6:,.0f} MB"
         for kind in KINDS:
             told = entry[kind]
-            percents = [f"{told[name]:+.2f} %" for name in ("whole_percent", "added_percent")]
+            names = ("whole_percent", "added_percent", "added_cpu_percent")
+            percents = [f"{told[name]:+.2f} %" for name in names]
             rows.append(
                 (
                     what,
@@ -143,13 +146,16 @@ def main() -> int:
                     three(told["save_s"] * 1e3),
                     three(told["save_cpu_s"] * 1e3),
                     three(told["plan_cpu_s"] * 1e3),
-                    *(percents if kind != "off" else ("", "")),
+                    *(percents if kind != "off" else ("",) * 3),
                 )
             )
             what = ""
     show(
         f"Digests: medians of up to {args.rounds} saves, in turn",
-        ("state dict", "digests", "save ms", "its CPU ms", "plan CPU ms", "whole save", "added"),
+        (
+            *("state dict", "digests", "save ms", "its CPU ms", "plan CPU ms"),
+            *("whole save", "added/wall", "added/CPU"),
+        ),
         rows,
     )
     told = {
