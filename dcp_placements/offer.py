@@ -280,7 +280,7 @@ def make_offer(
         tables.append(
             TableOffer(name, tuple(kept.coordinates), packed=compressed(packed) if send else None)
         )
-    axes = _axes(placing)
+    axes = _axes(placing, rules)
     story = None
     if tells:
         story = Story(
@@ -453,10 +453,12 @@ def _loose_digests(
     loose.digests = [None if d is None else d[:DIGEST_NBYTES] for d in loose.digests]
 
 
-def _axes(placing: Placing) -> dict[str, tuple[int, int]]:
-    """Return ``{name: (position, size)}`` of every named axis that the tensors tell of."""
+def _axes(placing: Placing, rules: Rules | None) -> dict[str, tuple[int, int]]:
+    """Return ``{name: (position, size)}`` of every named axis that tensors and rules tell of."""
     placed = {(id(p.binding), id(p.mesh)): p for p in placing.placed.values()}
     axes: dict[str, tuple[int, int]] = {}
+    for mesh in rules.meshes if isinstance(rules, PlacementRules) else ():
+        axes.update(named_axes(mesh))
     for mesh in {id(p.mesh): p.mesh for p in placed.values() if p.mesh is not None}.values():
         axes.update(named_axes(mesh))
     for known in placed.values():

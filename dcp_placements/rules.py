@@ -66,6 +66,12 @@ class PlacementRules:
         return None if found is None else self._rules[found][0]
 
     @property
+    def meshes(self) -> list[Any]:
+        """The meshes that the rules name, each once."""
+        placements = [placement for _, _, placement in self._rules if placement is not None]
+        return list({id(placement.mesh): placement.mesh for placement in placements}.values())
+
+    @property
     def patterns(self) -> tuple[str, ...]:
         """The patterns, in the order in which they are tried."""
         return tuple(pattern for pattern, _, _ in self._rules)

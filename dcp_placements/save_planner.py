@@ -310,20 +310,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
         faults = list(made.faults)
         notes = [*made.notes, *_merged_notes(offers)]
         (faults if self.on_conflict == "error" else notes).extend(made.conflicts)
-        raise_faults("the ranks' plans do not make a checkpoint", faults)
         report = summarise(made, offers, self.waive)
         report.plan_cache = self._reuse
         if report.unmatched:
-            notes.append(
-                Fault(
-                    ", ".join(map(repr, report.unmatched)),
-                    "no key on any rank matches",
-                    (
-                        f"the keys are {format_names([*made.keys, *made.objects], 4)}",
-                        "way out:     correct the pattern, or drop it",
-                    ),
-                )
-            )
+            # Told with the faults, too: a pattern with a slip in it is the likely cause of them.
+            (faults or notes).append(_unmatched(report.unmatched, made))
+        raise_faults("the ranks' plans do not make a checkpoint", faults)
         if 1 < len(offers) < world_size():
             notes.append(_too_few(len(offers), world_size()))
         report.warnings = tuple(map(str, notes))
@@ -409,6 +401,16 @@ def _merged_notes(offers: Sequence[Offer]) -> list[Fault]:
         dict.fromkeys(
             note for offer in offers if offer.story is not None for note in offer.story.notes
         )
+    )
+
+
+def _unmatched(patterns: Sequence[str], made: WorldPlan) -> Fault:
+    keys = [*made.keys, *made.objects]
+    told = (f"the keys are {format_names(keys, 4)}",) if keys else ()
+    return Fault(
+        ", ".join(map(repr, patterns)),
+        "no key on any rank matches",
+        (*told, "way out:     correct the pattern, or drop it"),
     )
 
 

@@ -593,3 +593,23 @@ def test_nothing_is_raised_where_nothing_is_wrong() -> None:
     with pytest.raises(PlacementError, match=r"no \(1 fault\)\nw: is wrong"):
         raise_faults("no", iter([Fault("w", "is wrong")]))
     assert issubclass(PlacementError, ValueError)
+
+
+def test_a_pattern_with_a_slip_is_told_of_with_what_it_leads_to(tmp_path: Path) -> None:
+    """The refusal is about replicas; its cause is the pattern, which so far was only warned of."""
+    world = World(2)
+
+    def rules(rank: int) -> PlacementRules:
+        return PlacementRules({"expert": CheckpointPlacement(world.mesh(rank, ep=2), [Shard(0)])})
+
+    with pytest.raises(CheckpointException) as caught:
+        world.save(
+            tmp_path,
+            lambda rank: {"experts.w1": torch.full((4, 3), float(rank))},
+            lambda rank: PlacementSavePlanner(rules(rank)),
+        )
+    told = str(caught.value.failures[0][0])
+    assert "'expert': no key on any rank matches" in told
+    assert "experts.w1: 2 different contents" in told
+    assert "rank 1 (ep=1)" in told
+    assert "differs along 'ep'" in told
