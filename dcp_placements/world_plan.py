@@ -9,18 +9,18 @@ items make a whole all the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
-from dcp_placements.agreement import Witness, examine, object_note
-from dcp_placements.errors import Fault, format_names, format_ranks
-from dcp_placements.evidence import DIGEST_NBYTES, Answer, Offer, TableOffer, Tables
+from dcp_placements.agreement import Witness, examine
+from dcp_placements.comparison import Comparison, digest_slice, places_in_class
+from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.evidence import Answer, Offer, Tables
 from dcp_placements.interop import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,48 +31,14 @@ from dcp_placements.interop import (
 )
 from dcp_placements.items import TableItems, chunk_metadata, tensor_properties
 from dcp_placements.layout import Cut, Interval
+from dcp_placements.members import Members
 from dcp_placements.ownership import (
     drop_replicas,
     in_bitmap,
     owner_slots,
-    set_in_bitmap,
 )
 from dcp_placements.report import KeyReport
-from dcp_placements.table import OBJECT, LayoutClass, Table, boxes, grid
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(slots=True)
-class Members:
-    """The ranks that have one table.
-
-    Attributes:
-        table: The table.
-        plans: Their plans' positions, ascending.
-        offers: What each says of the table.
-        cells: By class, which part each holds; parts that are equal boxes have equal numbers.
-        counts: By class, how many hold each part.
-        replicas: By class, the holders that every part has.
-        slots: By class, each one's number among the holders of its part. Objects stand last in
-            this and in ``replicas``: all of them hold all.
-        elsewhere: Bitmap of the entries that are not written by way of this table.
-    """
-
-    table: Table
-    plans: list[int]
-    offers: list[TableOffer]
-    cells: list[Ints] = field(default_factory=list)
-    counts: list[Ints] = field(default_factory=list)
-    replicas: list[int] = field(default_factory=list)
-    slots: list[Ints] = field(default_factory=list)
-    elsewhere: bytearray = field(default_factory=bytearray)
-
-    def drop(self, entry: int) -> None:
-        """Note that an entry is not written by way of this table."""
-        if not self.elsewhere:
-            self.elsewhere = bytearray((len(self.table.fqns) + 7) // 8)
-        set_in_bitmap(self.elsewhere, entry)
+from dcp_placements.table import OBJECT, LayoutClass, boxes, grid
 
 
 @dataclass(slots=True)
@@ -180,13 +146,16 @@ class _Coordinator:
                 self.members[told.table_id].plans.append(plan)
                 self.members[told.table_id].offers.append(told)
         for name, members in self.members.items():
-            self._stand(members)
+            members.stand()
             self._meet(name, members)
+        comparison = Comparison(self.offers, self.members)
         for members in self.members.values():
-            self._compare_within(members)
+            comparison.within(members)
         for fqn, others in self.repeated.items():
-            if fqn not in self.odd:
-                self._compare_across(fqn, self.first[fqn], others)
+            comparison.across(fqn, self.first[fqn], others)
+        self.odd.update(comparison.odd)
+        self.made.conflicts += comparison.conflicts
+        self.made.notes += comparison.notes
 
     def _unknown_tables(self) -> Fault | None:
         lost: dict[bytes, list[int]] = {}
@@ -222,25 +191,6 @@ class _Coordinator:
             ("way out:     give every rank's PlacementSavePlanner the same options",),
         )
 
-    def _stand(self, members: Members) -> None:
-        """Work out who of a table's ranks holds which part."""
-        count = len(members.plans)
-        coordinates = np.array([told.coordinates for told in members.offers], dtype=np.int64)
-        start = 0
-        for known in members.table.classes:
-            sizes = known.sharding.axis_sizes
-            cell = np.zeros(count, dtype=np.int64)
-            for axis in known.cut_axes:
-                cell = cell * sizes[axis] + coordinates[:, start + axis]
-            start += len(sizes)
-            holders = np.bincount(cell, minlength=known.cells)
-            members.cells.append(cell)
-            members.counts.append(holders)
-            members.replicas.append(int(holders[holders > 0].min()))
-            members.slots.append(_ordinals(cell))
-        members.replicas.append(count)
-        members.slots.append(np.arange(count))
-
     def _meet(self, name: bytes, members: Members) -> None:
         """Note keys that another table has too, and classes that do not tile."""
         table = members.table
@@ -271,108 +221,6 @@ class _Coordinator:
             a.classes[i] == b.classes[j]
             and a.looks[a.look_of[one[1]]].dtype == b.looks[b.look_of[other[1]]].dtype
         )
-
-    def _compare_within(self, members: Members) -> None:
-        """Note classes of which two ranks that hold one part say different things."""
-        for index in (*range(len(members.table.classes)), OBJECT):
-            cells = members.cells[index] if index != OBJECT else np.zeros(len(members.plans), int)
-            if index != OBJECT and int(members.counts[index].max()) < 2:
-                continue
-            first: dict[int, bytes] = {}
-            differing: dict[int, None] = {}
-            for cell, told in zip(cells.tolist(), members.offers, strict=True):
-                digests = told.digests.get(index)
-                if digests is not None and first.setdefault(cell, digests) != digests:
-                    differing[cell] = None
-            if not differing:
-                continue
-            entries = members.table.entries_of(index)
-            if index == OBJECT:
-                self._note_objects(members, entries)
-            elif self.offers[members.plans[0]].bucketed:
-                self._bucket_conflict(members, index, entries, list(differing))
-            else:
-                for cell in differing:
-                    told_here = [
-                        told.digests[index]
-                        for at, told in zip(cells.tolist(), members.offers, strict=True)
-                        if at == cell and index in told.digests
-                    ]
-                    for fqn in _differing(members.table, entries, told_here):
-                        self.odd[fqn] = None
-
-    def _note_objects(self, members: Members, entries: Sequence[int]) -> None:
-        for position, entry in enumerate(entries):
-            groups: dict[bytes, list[int]] = {}
-            for plan, told in zip(members.plans, members.offers, strict=True):
-                digest = _slice(told.digests.get(OBJECT, b""), position, 1)
-                if any(digest):
-                    groups.setdefault(digest, []).append(self.offers[plan].rank)
-            if len(groups) > 1:
-                self.made.notes.append(
-                    object_note(members.table.fqns[entry], list(groups.values()))
-                )
-
-    def _bucket_conflict(
-        self, members: Members, index: int, entries: Sequence[int], cells: Sequence[int]
-    ) -> None:
-        here = [
-            (self.offers[plan].rank, told.digests[index])
-            for plan, told, at in zip(
-                members.plans, members.offers, members.cells[index].tolist(), strict=True
-            )
-            if at == cells[0] and index in told.digests
-        ]
-        size = len(here[0][1]) // DIGEST_NBYTES
-        differing = {
-            bucket
-            for bucket in range(size)
-            if len({_slice(digests, bucket, 1) for _, digests in here}) > 1
-        }
-        names = [members.table.fqns[e] for i, e in enumerate(entries) if i % size in differing]
-        self.made.conflicts.append(
-            Fault(
-                names[0],
-                f"different contents on {format_ranks(rank for rank, _ in here)}, which claim to "
-                "be replicas",
-                (
-                    f"it is one or more of {len(names)} keys: {format_names(names)}",
-                    "likely:      a rule with Shard on an axis is missing; or the replicas have "
-                    "drifted apart",
-                    "way out:     dcp_placements.check(state_dict, rules) compares key by key",
-                    'by rule:     on_conflict="warn" saves one of the copies anyway',
-                ),
-            )
-        )
-
-    def _compare_across(
-        self, fqn: str, one: tuple[bytes, int], others: Sequence[tuple[bytes, int]]
-    ) -> None:
-        """Note a key of which the ranks of two tables say different things."""
-        known = self._digests_by_cell(*one)
-        for other in others:
-            for cell, digests in self._digests_by_cell(*other).items():
-                if known.setdefault(cell, digests) != digests:
-                    self.odd[fqn] = None
-                    return
-
-    def _digests_by_cell(self, name: bytes, entry: int) -> dict[int, bytes]:
-        members = self.members[name]
-        index = members.table.class_of[entry]
-        if self.offers[members.plans[0]].bucketed and index != OBJECT:
-            return {}
-        entries = members.table.entries_of(index)
-        position = entries.index(entry)
-        found: dict[int, bytes] = {}
-        cells = members.cells[index].tolist() if index != OBJECT else [0] * len(members.plans)
-        for cell, told in zip(cells, members.offers, strict=True):
-            digests = told.digests.get(index)
-            if digests is not None and cell not in found:
-                width = len(digests) // DIGEST_NBYTES // len(entries)
-                digest = _slice(digests, position, width)
-                if any(digest):
-                    found[cell] = digest
-        return found
 
     def settle_odd(self) -> None:
         """Take what is odd apart item by item."""
@@ -416,14 +264,14 @@ class _Coordinator:
                 continue
             table = self.tables[told.table_id]
             maker = TableItems(table, told.coordinates)
-            places = _places(table)
+            places = places_in_class(table)
             for entry in entries[told.table_id]:
                 index = table.class_of[entry]
                 made = maker.of(entry)
                 items += made
                 blob = b"" if offer.bucketed and index != OBJECT else told.digests.get(index, b"")
                 for i in range(len(made)):
-                    digest = _slice(blob, places[entry] * len(made) + i, 1)
+                    digest = digest_slice(blob, places[entry] * len(made) + i, 1)
                     digests.append(digest if any(digest) else None)
                 if table.rule_of[entry] >= 0:
                     rules_of[table.fqns[entry]] = table.rules[table.rule_of[entry]]
@@ -663,41 +511,6 @@ def _is_first(known: LayoutClass, coordinate: Sequence[int], offer: Offer, world
     if here * prod(others.values()) == world:
         return not any(at) and not any(offer.positions[name] for name in others)
     return True
-
-
-def _ordinals(cell: Ints) -> Ints:
-    """Return each one's number among those of its cell, in order."""
-    order = np.argsort(cell, kind="stable")
-    ordered = cell[order]
-    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    ordinals = np.arange(len(cell)) - np.repeat(begins, np.diff(np.r_[begins, len(cell)]))
-    slots = np.empty_like(ordinals)
-    slots[order] = ordinals
-    return slots
-
-
-def _differing(table: Table, entries: Sequence[int], blobs: Sequence[bytes]) -> Iterable[str]:
-    """Return the keys of which digests of one cell differ."""
-    width = len(blobs[0]) // DIGEST_NBYTES // len(entries)
-    for position, entry in enumerate(entries):
-        told = {_slice(blob, position, width) for blob in blobs}
-        if len({digest for digest in told if any(digest)}) > 1:
-            yield table.fqns[entry]
-
-
-def _places(table: Table) -> list[int]:
-    """Return each entry's number among those of its class."""
-    seen: dict[int, int] = {}
-    places = []
-    for index in table.class_of:
-        places.append(seen.get(index, 0))
-        seen[index] = places[-1] + 1
-    return places
-
-
-def _slice(blob: bytes, position: int, width: int) -> bytes:
-    step = DIGEST_NBYTES * width
-    return blob[position * step : (position + 1) * step]
 
 
 def _replicated(known: LayoutClass) -> frozenset[str]:

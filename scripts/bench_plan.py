@@ -362,7 +362,7 @@ def plot(bench: Bench, path: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5.5))
+    figure, axes = plt.subplots(figsize=(10, 5.5))
     colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
     for name, color in zip(bench.args.workloads, colors, strict=False):
         for side, style in (("ours", "-"), ("stock", "--")):
@@ -392,7 +392,7 @@ def plot(bench: Bench, path: str) -> None:
     axes.set_ylabel("CPU seconds of the coordinator")
     axes.set_title("Planning one save (hollow: extrapolated)")
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize=8, ncols=2)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
