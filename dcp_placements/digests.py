@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from io import BytesIO
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -126,19 +127,20 @@ def _sampled_on_host(tensor: torch.Tensor) -> bytes:
         return xxhash.xxh3_64_digest(ctypes.string_at(pointer, nbytes))
     itemsize = tensor.itemsize
     block = (SAMPLE_BLOCK_NBYTES // itemsize) * itemsize
-    return xxhash.xxh3_64_digest(
-        b"".join(
-            [
-                ctypes.string_at(pointer + start * itemsize, block)
-                for start in _block_starts(tensor.numel(), itemsize)
-            ]
-        )
-    )
+    starts = _block_starts(tensor.numel(), itemsize)
+    # All blocks but the last are evenly spaced: one strided view of the memory.
+    memory = (ctypes.c_char * nbytes).from_address(pointer)
+    spaced = np.ndarray(
+        (SAMPLE_BLOCKS - 1, block), np.uint8, memoryview(memory), 0, (starts[1] * itemsize, 1)
+    ).tobytes()
+    return xxhash.xxh3_64_digest(spaced + ctypes.string_at(pointer + starts[-1] * itemsize, block))
 
 
 def _block_starts(numel: int, itemsize: int) -> list[int]:
+    """Return where the blocks begin, in elements: evenly spaced, and one at the very end."""
     last = numel - SAMPLE_BLOCK_NBYTES // itemsize
-    return [last * i // (SAMPLE_BLOCKS - 1) for i in range(SAMPLE_BLOCKS)]
+    step = last // (SAMPLE_BLOCKS - 1)
+    return [*range(0, (SAMPLE_BLOCKS - 1) * step, step), last]
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

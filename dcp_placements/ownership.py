@@ -31,15 +31,18 @@ def owner_slots(table: Table, replicas: Sequence[int], *, lowest_rank: bool = Fa
     owners = [0] * len(table.fqns)
     if lowest_rank or all(count == 1 for count in replicas):
         return owners
+    cells = [known.cells for known in table.classes]
     shared: dict[int, list[tuple[int, int]]] = {}
     load: dict[int, list[tuple[int, int]]] = {}
     for entry, index in enumerate(table.class_of):
         count = 1 if index == OBJECT else replicas[index]
         if count == 1:
             continue
-        slots = load.setdefault(count, [(0, slot) for slot in range(count)])
+        if count not in load:
+            load[count] = [(0, slot) for slot in range(count)]
+        slots = load[count]
         # By what one rank holds: the whole, over the number of different parts.
-        nbytes = table.nbytes(entry) // table.classes[index].cells
+        nbytes = table.nbytes(entry) // cells[index]
         if nbytes < SMALL_NBYTES:
             slots[0] = (slots[0][0] + nbytes, 0)
         else:

@@ -92,12 +92,14 @@ class Reads:
             if at is not None and _is_at(stored, at, box):
                 items.append(_whole_read(fqn, box, position, at))
                 continue
+            # Often the chunk is stored as it is wanted: found without sorting all the others.
+            at = _find(stored, box)
+            if at is not None:
+                self._at[like, position] = at
+                items.append(_whole_read(fqn, box, position, at))
+                continue
             known = self._chunks(stored)
             found = known.meeting(box)
-            if len(found) == 1 and known.boxes[found[0][0]] == box:
-                self._at[like, position] = found[0][0]
-                items.append(_whole_read(fqn, box, position, found[0][0]))
-                continue
             items += [_read(fqn, box, position, i, known.boxes[i], piece) for i, piece in found]
             pieces = [piece for _, piece in found]
             if pieces != [box] and not tiles(box, pieces):
@@ -113,6 +115,15 @@ class Reads:
             alike = self._by_size[stored.size, len(stored.chunks)] = StoredChunks(stored)
         self._by_list[id(stored.chunks)] = alike
         return alike
+
+
+def _find(stored: TensorStorageMetadata, box: Box) -> int | None:
+    matches = (
+        at
+        for at, chunk in enumerate(stored.chunks)
+        if chunk.offsets == box.offsets and chunk.sizes == box.sizes
+    )
+    return next(matches, None)
 
 
 def _is_at(stored: TensorStorageMetadata, at: int, box: Box) -> bool:

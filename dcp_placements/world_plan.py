@@ -339,6 +339,7 @@ class _Coordinator:
         properties = [tensor_properties(look) for look in table.looks]
         sizes = [torch.Size(known.sharding.global_shape) for known in table.classes]
         held_by = len(members.plans)
+        cells = [known.cells for known in table.classes]
         for entry, (fqn, index) in enumerate(zip(table.fqns, table.class_of, strict=True)):
             if in_bitmap(members.elsewhere, entry):
                 continue
@@ -364,7 +365,7 @@ class _Coordinator:
                 table.looks[look].dtype,
                 len(chunks[index]),
                 unique,
-                whole * count // known.cells,
+                whole * count // cells[index],
             )
 
     def _chunks(
