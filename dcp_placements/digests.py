@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -124,7 +125,7 @@ def _sampled_on_host(tensor: torch.Tensor) -> bytes:
     nbytes = tensor.nbytes
     pointer = tensor.data_ptr()
     if nbytes <= SAMPLE_NBYTES:
-        return xxhash.xxh3_64_digest(ctypes.string_at(pointer, nbytes))
+        return xxhash.xxh3_64_digest(_chars(nbytes).from_address(pointer)) if nbytes else _EMPTY
     itemsize = tensor.itemsize
     block = (SAMPLE_BLOCK_NBYTES // itemsize) * itemsize
     starts = _block_starts(tensor.numel(), itemsize)
@@ -134,6 +135,14 @@ def _sampled_on_host(tensor: torch.Tensor) -> bytes:
         (SAMPLE_BLOCKS - 1, block), np.uint8, memoryview(memory), 0, (starts[1] * itemsize, 1)
     ).tobytes()
     return xxhash.xxh3_64_digest(spaced + ctypes.string_at(pointer + starts[-1] * itemsize, block))
+
+
+@lru_cache(maxsize=1024)
+def _chars(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * nbytes
+
+
+_EMPTY = xxhash.xxh3_64_digest(b"")
 
 
 def _block_starts(numel: int, itemsize: int) -> list[int]:

@@ -330,8 +330,8 @@ def add_digests(
     world = known_world_size()
     objects: Objects = {}
     wanted: list[torch.Tensor] = []
-    # Where each tensor digest goes: (table, class), in order.
-    slots: list[tuple[int, int]] = []
+    # Which of them a class of a table has, and digests of objects.
+    places: dict[tuple[int, int], list[int]] = {}
     found: dict[tuple[int, int], list[bytes]] = {}
     stored: list[list[bytes | int]] = []
     for position, kept in enumerate(offering.tables):
@@ -349,13 +349,18 @@ def add_digests(
                 if full:
                     stored[position].append(_object_bytes(table.fqns[entry], data, objects))
                 continue
-            for piece in _pieces(table.fqns[entry], state_dict, placing):
-                stored[position].append(len(wanted))
-                wanted.append(piece)
-                slots.append((position, index))
+            known = places.get((position, index))
+            if known is None:
+                known = places[position, index] = []
+            pieces = _pieces(table.fqns[entry], state_dict, placing)
+            numbers = range(len(wanted), len(wanted) + len(pieces))
+            known += numbers
+            wanted += pieces
+            if full:
+                stored[position] += numbers
     made = [full_digest(t) for t in wanted] if full else sampled_digests(wanted)
-    for slot, digest in zip(slots, made, strict=True):
-        found.setdefault(slot, []).append(_known(digest))
+    for slot, indices in places.items():
+        found[slot] = [_known(made[i]) if full else made[i] or _NO_DIGEST for i in indices]
     offer.bucketed = not exact
     for (position, index), digests in found.items():
         # An object may differ by rank and is only told of, key by key.
@@ -413,8 +418,11 @@ def _position(known: dict[Any, int], value: Any, values: list[Any]) -> int:
     return found
 
 
+_NO_DIGEST = bytes(DIGEST_NBYTES)
+
+
 def _known(digest: bytes | None) -> bytes:
-    return bytes(DIGEST_NBYTES) if digest is None else digest[:DIGEST_NBYTES]
+    return _NO_DIGEST if digest is None else digest[:DIGEST_NBYTES]
 
 
 def _folded(digests: list[bytes]) -> bytes:
