@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -43,7 +42,18 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
     """
     digests: list[bytes | None] = [None] * len(tensors)
     on_device: dict[torch.device, list[int]] = {}
+    chars: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
     for index, tensor in enumerate(tensors):
+        # The common case in place: of thousands of small tensors a call more would be felt.
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if plain and tensor.is_cpu and tensor.is_contiguous():
+            nbytes = tensor.nbytes
+            if 0 < nbytes <= SAMPLE_NBYTES:
+                kind = chars.get(nbytes)
+                if kind is None:
+                    kind = chars[nbytes] = ctypes.c_char * nbytes
+                digests[index] = xxhash.xxh3_64_digest(kind.from_address(tensor.data_ptr()))
+                continue
         if not _readable(tensor):
             continue
         if tensor.is_cpu:
@@ -125,7 +135,7 @@ def _sampled_on_host(tensor: torch.Tensor) -> bytes:
     nbytes = tensor.nbytes
     pointer = tensor.data_ptr()
     if nbytes <= SAMPLE_NBYTES:
-        return xxhash.xxh3_64_digest(_chars(nbytes).from_address(pointer)) if nbytes else _EMPTY
+        return xxhash.xxh3_64_digest(ctypes.string_at(pointer, nbytes))
     itemsize = tensor.itemsize
     block = (SAMPLE_BLOCK_NBYTES // itemsize) * itemsize
     starts = _block_starts(tensor.numel(), itemsize)
@@ -135,14 +145,6 @@ def _sampled_on_host(tensor: torch.Tensor) -> bytes:
         (SAMPLE_BLOCKS - 1, block), np.uint8, memoryview(memory), 0, (starts[1] * itemsize, 1)
     ).tobytes()
     return xxhash.xxh3_64_digest(spaced + ctypes.string_at(pointer + starts[-1] * itemsize, block))
-
-
-@lru_cache(maxsize=1024)
-def _chars(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    return ctypes.c_char * nbytes
-
-
-_EMPTY = xxhash.xxh3_64_digest(b"")
 
 
 def _block_starts(numel: int, itemsize: int) -> list[int]:

@@ -352,7 +352,11 @@ def add_digests(
             known = places.get((position, index))
             if known is None:
                 known = places[position, index] = []
-            pieces = _pieces(table.fqns[entry], state_dict, placing)
+            placed = placing.placed.get(table.fqns[entry])
+            if placed is None:
+                pieces = [state_dict[table.fqns[entry]]]
+            else:
+                pieces = _pieces(placed)
             numbers = range(len(wanted), len(wanted) + len(pieces))
             known += numbers
             wanted += pieces
@@ -379,11 +383,8 @@ def add_digests(
     return objects
 
 
-def _pieces(fqn: str, state_dict: Mapping[str, Any], placing: Placing) -> list[torch.Tensor]:
-    """Return what is written of one key, piece by piece: views."""
-    placed = placing.placed.get(fqn)
-    if placed is None:
-        return [state_dict[fqn]]
+def _pieces(placed: Placed) -> list[torch.Tensor]:
+    """Return what is written of one placed tensor, piece by piece: views."""
     if len(placed.chunks) == 1 and placed.chunks[0].sizes == placed.tensor.shape:
         return [placed.tensor]
     return [written_data(placed, chunk) for chunk in written_chunks(placed)]
