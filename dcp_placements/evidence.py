@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dcp_placements.digests import SAMPLED_NBYTES
 from dcp_placements.errors import Fault
 from dcp_placements.interop import WriteItem
 from dcp_placements.table import Table, unpacked
@@ -13,7 +14,7 @@ Digests = dict[int, bytes]
 """By layout class of a table (``OBJECT`` included): 8 bytes per item, zeros for no evidence; or so
 many buckets of 8 bytes where a world is too large for digests of every item."""
 
-DIGEST_NBYTES = 8
+DIGEST_NBYTES = SAMPLED_NBYTES
 
 
 @dataclass(slots=True)

@@ -55,7 +55,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import (
     _create_chunk_list,
     _create_write_items,
-    create_read_items_for_chunk_list,
 )
 from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -96,7 +95,6 @@ __all__ = [
     "chunk_list",
     "cpu_tensors",
     "create_default_global_save_plan",
-    "create_read_items_for_chunk_list",
     "default_write_items",
     "dtensor_facts",
     "files_by_name",
