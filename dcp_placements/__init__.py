@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dcp_placements.mesh import MeshCoordinate
     from dcp_placements.placement import CheckpointPlacement, FusedShard, IndexShard
     from dcp_placements.preflight import check
+    from dcp_placements.renaming import Renames, Renumber, Replace, contiguous
     from dcp_placements.report import LoadReport, SaveReport
     from dcp_placements.rules import PlacementRules
     from dcp_placements.save_planner import PlacementSavePlanner
@@ -31,8 +32,12 @@ __all__ = [
     "PlacementLoadPlanner",
     "PlacementRules",
     "PlacementSavePlanner",
+    "Renames",
+    "Renumber",
+    "Replace",
     "SaveReport",
     "check",
+    "contiguous",
 ]
 
 # Names are fetched when asked for, so that the layout algebra and a mesh can be had without torch.
@@ -48,8 +53,12 @@ _HOMES = {
     "PlacementLoadPlanner": "load_planner",
     "PlacementRules": "rules",
     "PlacementSavePlanner": "save_planner",
+    "Renames": "renaming",
+    "Renumber": "renaming",
+    "Replace": "renaming",
     "SaveReport": "report",
     "check": "preflight",
+    "contiguous": "renaming",
 }
 
 

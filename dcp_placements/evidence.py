@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dcp_placements.digests import SAMPLED_NBYTES
 from dcp_placements.errors import Fault
 from dcp_placements.interop import WriteItem
+from dcp_placements.renaming import Numbered
 from dcp_placements.table import Table, unpacked
 
 Digests = dict[int, bytes]
@@ -46,12 +47,14 @@ class Story:
         patterns: All rules there are, where they are known.
         stateless: Parameters without optimizer state where others have it.
         notes: What is let pass here but ought to be known.
+        numbered: What its rename says of numbers of experts and layers.
     """
 
     matched: Mapping[str, int] = field(default_factory=dict)
     patterns: tuple[str, ...] = ()
     stateless: tuple[str, ...] = ()
     notes: tuple[Fault, ...] = ()
+    numbered: tuple[Numbered, ...] = ()
 
 
 @dataclass(slots=True)

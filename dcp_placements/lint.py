@@ -22,13 +22,20 @@ FUSED_NAME = re.compile(
     r"|W_pack|w13)(?:_weight|_bias)?(?:\.|$)"
 )
 EXPERT_NAME = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
+# One tensor per expert, told apart by its name where names are renamed to global ones.
+NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)")
 TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
 EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
 DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
 
-def lint(placed: Iterable[Placed]) -> Iterator[Fault]:
-    """Yield a finding for each tensor that is declared in a way that is likely wrong."""
+def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
+    """Yield a finding for each tensor that is declared in a way that is likely wrong.
+
+    Args:
+        placed: The tensors, with the checkpoint's keys.
+        renamed: Whether these are others than the rank's own, so that a number in them is global.
+    """
     judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
     # Most tensors lie so that no name could be wrong: they are not looked at.
     doubtful: dict[int, bool] = {}
@@ -40,6 +47,7 @@ def lint(placed: Iterable[Placed]) -> Iterator[Fault]:
             continue
         fused = FUSED_NAME.search(tensor.fqn) is not None
         expert = EXPERT_NAME.search(tensor.fqn) is not None
+        expert = expert and not (renamed and NUMBERED_EXPERT.search(tensor.fqn))
         key = (id(binding), tensor.rule, fused, expert)
         if key not in judged:
             judged[key] = list(_findings(tensor, fused, expert))

@@ -31,7 +31,7 @@ from dcp_placements.layout import Box
 from dcp_placements.live import fleeting_faults, live_faults
 from dcp_placements.naming import Rename, rename_keys
 from dcp_placements.options import check_choice, check_rules
-from dcp_placements.placing import Placing, place
+from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.provenance import stored, stored_digest
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
@@ -152,6 +152,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.report = request.report
         faults = [*self._placing.faults, *request.faults, *self._verify_faults(self.metadata)]
         faults += fleeting_faults(self.state_dict, self._placing)
+        if self.rename is not None or self.rules is not None:
+            faults += counted_faults(self.state_dict, self._placing, self.rename)
         if self.live is not None:
             faults += live_faults(self.state_dict, self._placing, self.live, self.report)
         raise_faults(f"rank {rank} cannot be loaded from this checkpoint", faults)

@@ -9,10 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dcp_placements.errors import Fault, raise_faults
+from dcp_placements.errors import Fault, PlacementError, raise_faults
 
 Rename = Callable[[str], str]
 Path = tuple[str | int, ...]
+
+
+class RenameError(PlacementError):
+    """Why a key has no name in the checkpoint; becomes a ``Fault`` with the key."""
+
+    def __init__(self, headline: str, *details: str) -> None:
+        super().__init__("\n    ".join((headline, *details)))
+        self.headline = headline
+        self.details = details
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RenameError, (self.headline, *self.details)
 
 
 def rename_keys(
@@ -26,14 +38,18 @@ def rename_keys(
         rename: This rank's key to the checkpoint's; None changes nothing.
 
     Raises:
-        PlacementError: Two keys of this rank become one, or ``rename`` returns no string.
+        PlacementError: Two keys of this rank become one, or ``rename`` has no name for one.
     """
     if rename is None:
         return state_dict, mappings
     source: dict[str, str] = {}
     faults = []
     for key in state_dict:
-        new = rename(key)
+        try:
+            new = rename(key)
+        except RenameError as error:
+            faults.append(Fault(key, error.headline, error.details))
+            continue
         if not isinstance(new, str):
             faults.append(Fault(key, f"rename() gave {new!r} for it, which is no string"))
         elif new in source:

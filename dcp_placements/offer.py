@@ -38,10 +38,11 @@ from dcp_placements.interop import (
 from dcp_placements.items import TableItems, placed_items, written_chunks, written_data
 from dcp_placements.layout import Pick, Sharding
 from dcp_placements.lint import lint
-from dcp_placements.naming import Path
+from dcp_placements.naming import Path, Rename
 from dcp_placements.optimizer_state import stateless_parameters
 from dcp_placements.ownership import owned_entries
 from dcp_placements.placing import Placed, Placing
+from dcp_placements.renaming import numbering
 from dcp_placements.rules import PlacementRules, Rules, compile_pattern
 from dcp_placements.table import (
     OBJECT,
@@ -253,6 +254,7 @@ def make_offer(
     state_dict: Mapping[str, Any],
     placing: Placing,
     rules: Rules | None,
+    rename: Rename | None,
     waived: Mapping[str, str],
     known: Collection[bytes],
     exact: bool,
@@ -265,6 +267,7 @@ def make_offer(
         state_dict: Flat, with the checkpoint's keys.
         placing: Its tensors' places.
         rules: The user's rules.
+        rename: The user's renaming.
         waived: Patterns of keys whose lints are silenced.
         known: Names of tables that the coordinator keeps from the last save.
         exact: Whether every rank sends its tables, whatever the size of the world.
@@ -287,7 +290,8 @@ def make_offer(
             matched=placing.matched,
             patterns=rules.patterns if isinstance(rules, PlacementRules) else (),
             stateless=tuple(stateless_parameters(state_dict)),
-            notes=tuple(_lints(placing, waived)),
+            notes=tuple(_lints(placing, waived, renamed=rename is not None)),
+            numbered=numbering(rename),
         )
     return Offer(
         rank=rank,
@@ -477,10 +481,10 @@ def _axes(placing: Placing, rules: Rules | None) -> dict[str, tuple[int, int]]:
     return axes
 
 
-def _lints(placing: Placing, waived: Mapping[str, str]) -> list[Fault]:
+def _lints(placing: Placing, waived: Mapping[str, str], *, renamed: bool) -> list[Fault]:
     patterns = [compile_pattern(pattern) for pattern in waived]
     return [
         note
-        for note in lint(placing.placed.values())
+        for note in lint(placing.placed.values(), renamed=renamed)
         if not any(pattern.search(f".{note.fqn}") for pattern in patterns)
     ]

@@ -7,8 +7,11 @@ stands before it; hyperparameters stand in ``param_groups.<parameter>.<name>`` o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from dcp_placements.errors import Fault, PlacementError
 
 
 def parameters_of(fqn: str) -> list[str]:
@@ -59,3 +62,59 @@ def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
         elif len(rest) > 1:
             known[".".join(rest[:-1])] = None
     return [name for name in known if name not in with_state] if with_state else []
+
+
+def counted_state(state_dict: Mapping[str, Any]) -> list[str]:
+    """Return the state keys that know their parameter by its number in ``optimizer.state_dict()``.
+
+    ``state.0.exp_avg`` is one, unless the state dict has a parameter that is called ``0``.
+    """
+    found = [fqn for fqn in state_dict if "state." in fqn and _COUNTED.search(fqn) is not None]
+    if not found:
+        return []
+    parameters = {fqn.rpartition(".")[2] for fqn in state_dict if not parameters_of(fqn)}
+    return [fqn for fqn in found if fqn.split(".")[-2] not in parameters]
+
+
+def counted_fault(fqn: str, why: str) -> Fault:
+    """Return the fault that a state key knows its parameter by a number, and why that matters."""
+    return Fault(
+        fqn.rpartition(".")[0],
+        f"this optimizer state knows its parameter by a number, which does not tell where it "
+        f"belongs: {why}",
+        FLATTEN,
+    )
+
+
+def listed_faults(state_dict: Mapping[str, Any], rename: Callable[[str], Any]) -> list[Fault]:
+    """Return the parameter groups that list parameters by names which ``rename`` changes."""
+    return [
+        Fault(
+            fqn,
+            "it lists parameters by this rank's names, which rename= changes: another rank would "
+            "not find its own in it",
+            FLATTEN,
+        )
+        for fqn, value in state_dict.items()
+        if fqn.endswith(".params")
+        and isinstance(value, list)
+        and "param_groups." in fqn
+        and any(isinstance(name, str) and _changes(rename, name) for name in value)
+    ]
+
+
+def _changes(rename: Callable[[str], Any], name: str) -> bool:
+    try:
+        return bool(rename(name) != name)
+    except PlacementError:
+        return True
+
+
+_COUNTED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
+
+FLATTEN = (
+    "likely:      optimizer.state_dict(), or an optimizer state dict that is not flattened",
+    "way out:     torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, "
+    "optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)): its keys are the "
+    "parameters' names",
+)

@@ -17,7 +17,13 @@ from dcp_placements.binding import BindError, Binding, Own, bind, fault_of
 from dcp_placements.errors import Fault
 from dcp_placements.interop import DTensor, dtensor_facts, has_hooks, is_dtensor_like
 from dcp_placements.layout import Chunk
-from dcp_placements.optimizer_state import parameters_of
+from dcp_placements.naming import Rename
+from dcp_placements.optimizer_state import (
+    counted_fault,
+    counted_state,
+    listed_faults,
+    parameters_of,
+)
 from dcp_placements.placement import CheckpointPlacement
 from dcp_placements.rules import PlacementRules, Rules, rule_name
 
@@ -259,6 +265,38 @@ class _Placer:
 
     def _fault(self, error: BindError, fqn: str) -> None:
         self.placing.faults.append(fault_of(error, fqn, self.rank, rule_name(self.rules, fqn)))
+
+
+def counted_faults(
+    state_dict: Mapping[str, Any], placing: Placing, rename: Rename | None
+) -> list[Fault]:
+    """Return the optimizer state that knows its parameters by position, where that is wrong.
+
+    Wrong it is where keys are renamed, and where a rule says that ranks hold different parts of a
+    parameter while none speaks for state of that shape.
+    """
+    state = counted_state(state_dict)
+    if rename is not None:
+        faults = [counted_fault(fqn, "keys are renamed") for fqn in state]
+        faults += listed_faults(state_dict, rename)
+        return list(dict.fromkeys(faults))
+    if not state:
+        return []
+    parts = {
+        placed.tensor.shape: fqn
+        for fqn, placed in placing.placed.items()
+        if placed.rule is not None and not placed.binding.layout.is_whole
+    }
+    faults = []
+    for fqn in state:
+        known = placing.placed.get(fqn)
+        tensor = state_dict[fqn] if known is None else known.tensor
+        shape = getattr(tensor, "shape", None)
+        if shape in parts and (known is None or known.rule is None):
+            faults.append(
+                counted_fault(fqn, f"{parts[shape]}, of that shape, is sharded by a rule")
+            )
+    return list(dict.fromkeys(faults))
 
 
 _UNBOUND: Any = object()

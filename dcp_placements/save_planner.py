@@ -32,6 +32,7 @@ from dcp_placements.interop import (
 )
 from dcp_placements.items import LazyItems, written_chunks, written_data
 from dcp_placements.naming import Rename, checkpoint_path, rename_keys
+from dcp_placements.numbering import numbering_faults
 from dcp_placements.offer import (
     EXACT_WORLD,
     Objects,
@@ -42,7 +43,7 @@ from dcp_placements.offer import (
     owned_items,
 )
 from dcp_placements.options import check_choice, check_rules, check_waivers
-from dcp_placements.placing import Placing, place
+from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.plan_cache import PlanCache, standing
 from dcp_placements.provenance import RESERVED_KEY, provenance, written_digests
 from dcp_placements.quiet_gc import quiet_gc
@@ -158,7 +159,10 @@ class PlacementSavePlanner(DefaultSavePlanner):
         rank = global_rank()
         with quiet_gc():
             self._placing = place(self.state_dict, self.rules, rank)
-            raise_faults(f"rank {rank} cannot be placed in the checkpoint", self._placing.faults)
+            faults = self._placing.faults
+            if self.rename is not None or self.rules is not None:
+                faults += counted_faults(self.state_dict, self._placing, self.rename)
+            raise_faults(f"rank {rank} cannot be placed in the checkpoint", faults)
             paths = self._paths() if self.flatten_state_dict else None
             offering = self._offering = offering_of(self.state_dict, self._placing, paths)
             exact = self._exact or (known_world_size() or 1) <= EXACT_WORLD
@@ -168,6 +172,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 state_dict=self.state_dict,
                 placing=self._placing,
                 rules=self.rules,
+                rename=self.rename,
                 waived=self.waive,
                 known=self._begin(self._cache),
                 exact=exact,
@@ -301,6 +306,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 # A rank that has no coordinator of its own (no_dist=True) saves for itself alone.
                 replica_of=world_size() if alone and not self.is_coordinator else None,
             )
+            if not alone:
+                made.faults += numbering_faults(offers, tables)
         self._report = self._judge(made, offers)
         if cache is not None:
             cache.standings, cache.plan = standings, made

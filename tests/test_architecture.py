@@ -16,9 +16,9 @@ FAKES = Path(fakes.__file__).parent
 
 ORDER = [
     *("errors", "layout", "mesh", "placement", "rules", "interop", "quiet_gc"),
-    *("tiling", "digests", "casting", "binding", "optimizer_state", "naming", "table"),
+    *("tiling", "digests", "casting", "binding", "optimizer_state", "naming", "renaming", "table"),
     *("placing", "items", "evidence", "agreement", "ownership", "reads", "report", "live"),
-    *("lint", "offer", "provenance", "members", "comparison", "world_plan"),
+    *("lint", "offer", "provenance", "numbering", "members", "comparison", "world_plan"),
     *("request", "summary", "options"),
     *("plan_cache", "save_planner", "load_planner"),
     *("slices", "tensor_record", "tensor_stamp", "storage_table", "metadata_file"),
@@ -28,7 +28,7 @@ ORDER = [
 """Every file of the package. A file stands below all that it imports."""
 
 WITHOUT_TORCH = {"errors", "layout", "mesh", "placement", "rules", "tiling", "naming", "report"}
-WITHOUT_TORCH |= {"binding", "optimizer_state", "slices", "__init__"}
+WITHOUT_TORCH |= {"binding", "optimizer_state", "renaming", "slices", "__init__"}
 """Files that name nothing of torch, so that they can be had without it."""
 
 FAKES_ORDER = ["mesh", "reference", "tensor", "world", "__init__"]

@@ -1,0 +1,317 @@
+"""Ready-made renames: this rank's numbers of experts and layers as the numbers of the whole.
+
+A pipeline stage calls its first layer 0, as an expert-parallel rank does its first expert.
+``Renumber`` says which ones they are; ``Renames`` chains several. All are small values that can be
+pickled, and they find their pattern anywhere in a key, so that optimizer state is renamed with its
+parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dcp_placements.errors import PlacementError
+from dcp_placements.naming import Rename, RenameError
+from dcp_placements.rules import compile_pattern
+
+Ids = Sequence[int]
+
+
+def contiguous(counts: Sequence[int], at: int) -> range:
+    """Return the numbers of one part where the parts follow each other.
+
+    >>> contiguous([3, 5, 2], at=1)
+    range(3, 8)
+
+    Args:
+        counts: How many each part has, in order: per ``ep`` rank, per pipeline stage, or for
+            interleaved stages per chunk: ``contiguous(counts, at=chunk * stages + stage)``.
+        at: Which part.
+
+    Raises:
+        PlacementError: No such part.
+    """
+    if not 0 <= at < len(counts):
+        raise PlacementError(f"there is no part {at} of {len(counts)}: counts are {list(counts)}")
+    start = sum(counts[:at])
+    return range(start, start + counts[at])
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """What a ``Renumber`` says of the checkpoint's keys, for the check of all ranks together.
+
+    Attributes:
+        pattern: Where the number stands in the checkpoint's keys.
+        total: How many there are.
+        ranges: Numbers that this rank has to itself, as ``(selector, start, stop)``.
+    """
+
+    pattern: str
+    total: int
+    ranges: tuple[tuple[str, int, int], ...]
+
+
+class Renumber:
+    """Renames a local number in a key to the number that it has in the whole.
+
+    >>> rename = Renumber("experts.{}", [6, 1], total=8)
+    >>> rename("layers.3.mlp.experts.0.w1.weight")
+    'layers.3.mlp.experts.6.w1.weight'
+    >>> rename("optim.state.layers.3.mlp.experts.1.w1.weight.exp_avg")
+    'optim.state.layers.3.mlp.experts.1.w1.weight.exp_avg'
+    >>> print(rename)
+    experts.{}: 0 -> 6, 1 -> 1 (of 8)
+
+    A pattern with a second placeholder takes the numbers by what stands there: another expert map
+    per layer, or the layers of each chunk of an interleaved pipeline stage.
+
+    >>> rename = Renumber("model{chunk}.layers.{}", {0: [0, 1], 1: [4, 5]}, total=8)
+    >>> rename("model1.layers.0.mlp.weight")
+    'model1.layers.4.mlp.weight'
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number (a component
+            or a part of one, ``weight{}``) and at most one ``{name}`` that selects among ``ids``.
+        ids: This rank's numbers in the whole, in local order; any order, and the same number on
+            several ranks for replicas. A ``range`` (as ``contiguous`` gives) says that no other
+            range has a part of it. By what ``{name}`` stands for, where the pattern has one.
+        total: How many there are on all ranks together: a save is refused where any is missing.
+            None where some are left out on purpose.
+
+    Raises:
+        PlacementError: A pattern without ``{}``, or numbers outside ``0 .. total - 1``.
+    """
+
+    __slots__ = ("_by", "_maps", "_regex", "ids", "pattern", "total")
+
+    def __init__(self, pattern: str, ids: Ids | Mapping[int | str, Ids], total: int | None) -> None:
+        placeholders = re.findall(r"\{(\w*)\}", pattern)
+        selectors = [name for name in placeholders if name]
+        if placeholders.count("") != 1 or len(selectors) > 1:
+            raise PlacementError(
+                f"pattern {pattern!r} must have one {{}} where the number stands, and at most one "
+                "{name} beside it, as in 'layers.{layer}.experts.{}'"
+            )
+        if bool(selectors) != isinstance(ids, Mapping):
+            wanted = "needs ids by what {name} stands for" if selectors else "needs ids as a list"
+            raise PlacementError(f"pattern {pattern!r} {wanted}, not {ids!r}")
+        self.pattern = pattern
+        self.ids = ids
+        self.total = total
+        self._by = selectors[0] if selectors else None
+        self._regex = _with_numbers(pattern, self._by)
+        by = {str(k): v for k, v in ids.items()} if isinstance(ids, Mapping) else {"": ids}
+        for known in by.values():
+            for number in known:
+                if number < 0 or (total is not None and number >= total):
+                    among = "0 and up" if total is None else f"0 .. {total - 1}"
+                    raise PlacementError(f"number {number} of {pattern!r} is not among {among}")
+        self._maps = {
+            selector: {str(local): str(number) for local, number in enumerate(known)}
+            for selector, known in by.items()
+        }
+
+    def __call__(self, key: str) -> str:
+        found = self._regex.search("." + key)
+        if found is None:
+            return key
+        selector = found["by"] if self._by else ""
+        known = self._maps.get(selector)
+        number = None if known is None else known.get(found[NUMBER])
+        if number is None:
+            raise self._unknown(selector, found[NUMBER])
+        start, stop = found.span(NUMBER)
+        return f"{key[: start - 1]}{number}{key[stop - 1 :]}"
+
+    def _unknown(self, selector: str, local: str) -> RenameError:
+        if selector not in self._maps:
+            return RenameError(
+                f"{self.pattern} has no ids where {{{self._by}}} is {selector}",
+                f"it has them for {', '.join(self._maps)}",
+                "way out:     give ids for it, an empty list where this rank has none",
+            )
+        known = self._maps[selector]
+        return RenameError(
+            f"local number {local} of {self.pattern} is none of the {len(known)} of this rank",
+            f"ids:         {_format_map(known) or 'none'}"
+            + ("" if self.total is None else f" (of {self.total})"),
+            "likely:      ids= of another rank, or of a model with fewer of them",
+            "way out:     one id for every local number, in local order",
+        )
+
+    @property
+    def numbered(self) -> tuple[Numbered, ...]:
+        """What all ranks together are checked for."""
+        if self.total is None:
+            return ()
+        by = self.ids.items() if isinstance(self.ids, Mapping) else [("", self.ids)]
+        ranges = [
+            (str(selector), known.start, known.stop)
+            for selector, known in by
+            if isinstance(known, range) and known.step == 1 and len(known)
+        ]
+        return (Numbered(self.pattern, self.total, tuple(ranges)),)
+
+    def table(self, keys: Iterable[str]) -> str:
+        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
+        return table(self, keys)
+
+    def __str__(self) -> str:
+        of = "" if self.total is None else f" (of {self.total})"
+        if self._by is None:
+            return f"{self.pattern}: {_format_map(self._maps['']) or 'none'}{of}"
+        return "\n".join(
+            f"{self.pattern.replace(f'{{{self._by}}}', selector)}: {_format_map(known) or 'none'}"
+            f"{of}"
+            for selector, known in self._maps.items()
+        )
+
+    def __repr__(self) -> str:
+        return f"Renumber({self.pattern!r}, {self.ids!r}, total={self.total})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Renumber, (self.pattern, self.ids, self.total)
+
+
+class Replace:
+    """Renames a run of components, or drops it: a stage's prefix that the whole does not have.
+
+    >>> Replace("model_pp*", "model")("model_pp3.layers.0.weight")
+    'model.layers.0.weight'
+    >>> Replace("module", "")("module.layers.0.weight")
+    'layers.0.weight'
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``; the first run that matches is replaced.
+        by: The components to put there; empty for none.
+    """
+
+    __slots__ = ("_regex", "by", "pattern")
+
+    def __init__(self, pattern: str, by: str) -> None:
+        self.pattern = pattern
+        self.by = by
+        self._regex = compile_pattern(pattern)
+
+    def __call__(self, key: str) -> str:
+        found = self._regex.search("." + key)
+        if found is None:
+            return key
+        start, stop = found.span()
+        parts = (key[: max(start - 1, 0)], self.by, key[stop:])
+        return ".".join([part for part in parts if part])
+
+    def table(self, keys: Iterable[str]) -> str:
+        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
+        return table(self, keys)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} -> {self.by or 'dropped'}"
+
+    def __repr__(self) -> str:
+        return f"Replace({self.pattern!r}, {self.by!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Replace, (self.pattern, self.by)
+
+
+class Renames:
+    """Renames by several functions, one after the other.
+
+    >>> rename = Renames(
+    ...     Renumber("model_pp1.layers.{}", [2, 3], total=4), Replace("model_pp*", "model")
+    ... )
+    >>> rename("model_pp1.layers.0.weight")
+    'model.layers.2.weight'
+    >>> print(rename)
+    model_pp1.layers.{}: 0-1 -> 2-3 (of 4)
+    model_pp* -> model
+
+    Args:
+        steps: ``Renumber``, ``Replace``, or any function of a key.
+    """
+
+    __slots__ = ("steps",)
+
+    def __init__(self, *steps: Rename) -> None:
+        self.steps = steps
+
+    def __call__(self, key: str) -> str:
+        for step in self.steps:
+            key = step(key)
+        return key
+
+    @property
+    def numbered(self) -> tuple[Numbered, ...]:
+        """What all ranks together are checked for, by the names that the last step leaves."""
+        found = []
+        for at, step in enumerate(self.steps):
+            for known in numbering(step):
+                pattern = known.pattern
+                for later in self.steps[at + 1 :]:
+                    if isinstance(later, Replace):
+                        pattern = later(pattern)
+                found.append(replace(known, pattern=pattern))
+        return tuple(found)
+
+    def table(self, keys: Iterable[str]) -> str:
+        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
+        return table(self, keys)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.steps))
+
+    def __repr__(self) -> str:
+        return f"Renames({', '.join(map(repr, self.steps))})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Renames, self.steps
+
+
+NUMBER = "number"
+
+
+def table(rename: Callable[[str], object], keys: Iterable[str]) -> str:
+    """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
+    changed = [(key, str(new)) for key in keys if (new := rename(key)) != key]
+    width = max((len(key) for key, _ in changed), default=0)
+    return "\n".join(f"{key:{width}} -> {new}" for key, new in changed)
+
+
+def numbering(rename: object) -> tuple[Numbered, ...]:
+    """Return what a rename says of numbers; nothing for a function that is none of the above."""
+    return rename.numbered if isinstance(rename, Renumber | Renames) else ()
+
+
+def number_finder(pattern: str) -> re.Pattern[str]:
+    """Return what finds the number of ``pattern`` in ``"." + key``, as its group ``NUMBER``."""
+    named = re.findall(r"\{(\w+)\}", pattern)
+    return _with_numbers(pattern, named[0] if named else None)
+
+
+def _with_numbers(pattern: str, selector: str | None) -> re.Pattern[str]:
+    # The placeholders pass through compile_pattern as characters that it leaves alone.
+    plain = pattern.replace("{}", "\0")
+    if selector is not None:
+        plain = plain.replace(f"{{{selector}}}", "\1")
+    regex = compile_pattern(plain).pattern
+    # Beside a * of the same component the number is all of the digits.
+    regex = regex.replace("\0", rf"(?<!\d)(?P<{NUMBER}>\d+)(?!\d)")
+    return re.compile(regex.replace("\1", "(?P<by>[^.]+)"))
+
+
+def _format_map(known: Mapping[str, str]) -> str:
+    runs: list[list[int]] = []
+    for local, number in ((int(a), int(b)) for a, b in known.items()):
+        if runs and number == runs[-1][2] + runs[-1][1] - runs[-1][0] + 1:
+            runs[-1][1] = local
+        else:
+            runs.append([local, local, number])
+    told = [
+        f"{a} -> {number}" if a == b else f"{a}-{b} -> {number}-{number + b - a}"
+        for a, b, number in runs
+    ]
+    return ", ".join(told)
