@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -60,10 +61,13 @@ from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dic
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
+from torch.serialization import _get_layout
 
 __all__ = [
     "CURRENT_DCP_VERSION",
     "DEFAULT_SUFFIX",
+    "METADATA_CLASSES",
+    "METADATA_HELPERS",
     "BytesStorageMetadata",
     "CheckpointException",
     "ChunkStorageMetadata",
@@ -114,6 +118,31 @@ __all__ = [
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_OLDER = "torch.distributed._shard.sharded_tensor.metadata"
+
+METADATA_CLASSES: dict[tuple[str, str], type[Any]] = {
+    **{
+        (_METADATA, made.__name__): made
+        for made in (
+            *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
+            *(TensorProperties, TensorStorageMetadata),
+        )
+    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
+    (_OLDER, "TensorProperties"): TensorProperties,
+    # Megatron-Core adds a field.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+}
+"""The classes that a ``.metadata`` file names, by module and name."""
+
+METADATA_HELPERS: dict[tuple[str, str], Callable[..., Any]] = {
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
+    (_OLDER, "MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
+    ("torch.serialization", "_get_layout"): _get_layout,
+}
+"""What it has called, all of them look-ups."""
 
 
 def is_dtensor_like(value: Any) -> bool:

@@ -13,7 +13,7 @@ import io
 import pickle
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -28,12 +28,15 @@ from dcp_placements.interop import (
     TensorStorageMetadata,
 )
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.safe_pickle import load_restricted
 from dcp_placements.storage_table import ROW, Array, Rows, StorageTable
 
 MAGIC = b"dcp_placements/1"
 _TRAILER = struct.Struct("<QQ16s")
 _PART_ROWS = 1 << 20
 _I32 = 1 << 31
+_END = b"sb."
+_END_NBYTES = len(_END)
 
 
 def write_metadata(metadata: Metadata, table: StorageTable, stream: IO[bytes]) -> None:
@@ -57,33 +60,52 @@ def write_metadata(metadata: Metadata, table: StorageTable, stream: IO[bytes]) -
                 stream.write(_records(part, named, chosen[start : start + _PART_ROWS]))
             position += layout.itemsize * len(chosen)
         # The dict goes into what follows "storage_data", and that into the Metadata.
-        stream.write(b"sb.")
+        stream.write(_END)
         footer = _footer(table.rows, named, parts)
         stream.write(footer)
-        stream.write(_TRAILER.pack(len(head), position + 3, MAGIC))
+        stream.write(_TRAILER.pack(len(head), position + _END_NBYTES, MAGIC))
 
 
-def read_metadata(stream: IO[bytes]) -> Metadata:
-    """Return what a ``.metadata`` file says, whoever wrote it; with the collector quiet."""
+def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
+    """Return what a ``.metadata`` file says, whoever wrote it; with the collector quiet.
+
+    Args:
+        stream: The file.
+        restricted: Whether it may be anybody's: nothing but DCP's own classes is made then, and
+            what ``pickle.load`` would do with the records is looked at, too.
+
+    Raises:
+        RefusedGlobal: It is restricted and names something else.
+        pickle.UnpicklingError: It is restricted, and its records are no records.
+    """
+    load: Callable[[IO[bytes]], Any] = load_restricted if restricted else pickle.load
     with quiet_gc():
         trailer = _trailer(stream)
         if trailer is None:
             stream.seek(0)
-            plain: Metadata = pickle.load(stream)
+            plain: Metadata = load(stream)
             return plain
         head_end, footer_start = trailer
         stream.seek(0)
         head = stream.read(head_end)
         # The empty dict that the records would go into, put where it belongs.
-        metadata: Metadata = pickle.loads(head + b"sb.")
+        metadata: Metadata = load(io.BytesIO(head + _END))
         stream.seek(footer_start)
-        told = pickle.loads(zlib.decompress(stream.read()[: -_TRAILER.size]))
+        told = load(io.BytesIO(zlib.decompress(stream.read()[: -_TRAILER.size])))
         arrays = []
+        reached = head_end
         for part, position, count in told["parts"]:
             layout = Part(*part).layout(None)
             stream.seek(position)
             records = np.frombuffer(stream.read(layout.itemsize * count), layout, count)
+            if restricted and (position != reached or not Part(*part).is_form_of(records)):
+                raise pickle.UnpicklingError("its records are not those of chunks")
+            reached += records.nbytes
             arrays.append(_rows_of_records(records, told))
+        if restricted:
+            stream.seek(reached)
+            if stream.read(_END_NBYTES) != _END or reached + _END_NBYTES != footer_start:
+                raise pickle.UnpicklingError("something stands behind its records")
         rows = np.concatenate(arrays) if arrays else np.empty(0, ROW)
         metadata.storage_data = StorageTable(
             Rows(told["fqns"], told["offsets"], told["paths"], told["transforms"], rows)
@@ -212,6 +234,26 @@ class Part:
         """Return the bytes that all records have in common."""
         fields = self._fields(named)
         return {name: np.frombuffer(data, np.uint8) for name, _, data in fields if data}
+
+    def is_form_of(self, records: Array) -> bool:
+        """Whether records read from a file are such: they make an index and a place, no more.
+
+        The numbers of shared names may be any, but the same in all records.
+        """
+        for name, data in self._fixed_unnamed().items():
+            found = records[name]
+            if not len(found):
+                continue
+            wanted = np.frombuffer(data, np.uint8).copy()
+            # What follows "h" is the number of a name.
+            numbers = np.flatnonzero(wanted[:-1] == ord("h")) + 1
+            wanted[numbers] = found[0][numbers]
+            if not (found == wanted).all():
+                return False
+        return True
+
+    def _fixed_unnamed(self) -> dict[str, bytes]:
+        return {name: data for name, _, data in self._fields(None) if data}
 
     def _fields(self, named: _Named | None) -> list[tuple[str, tuple[Any, ...], bytes]]:
         made: list[tuple[str, tuple[Any, ...], bytes]] = []

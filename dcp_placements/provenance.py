@@ -49,7 +49,7 @@ def provenance(
     return {
         "save_id": uuid.uuid4().hex,
         "step": step,
-        "versions": {"dcp_placements": _own_version(), "torch": torch.__version__},
+        "versions": {"dcp_placements": _own_version(), "torch": str(torch.__version__)},
         "world_size": len(offers),
         "axes": {name: size for offer in offers for name, size in offer.sizes.items()},
         "rules": rules,

@@ -38,13 +38,23 @@ def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
     if hasattr(fs, "ls"):
         if not fs.exists(path):
             return []
-        names = [os.path.basename(str(entry)) for entry in fs.ls(path)]
-        ranks = sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
+        told = [rank_file_rank(os.path.basename(str(entry))) for entry in fs.ls(path)]
+        ranks = sorted(rank for rank in told if rank is not None)
         return [(rank, fs.concat_path(path, f"__{rank}.metadata")) for rank in ranks]
     probed: list[tuple[int, Any]] = []
     while fs.exists(file := fs.concat_path(path, f"__{len(probed)}.metadata")):
         probed.append((len(probed), file))
     return probed
+
+
+def rank_file_rank(name: str) -> int | None:
+    """Return the rank whose own metadata a file is, by its name; None for other files.
+
+    >>> rank_file_rank("__3.metadata"), rank_file_rank("__3_0.distcp")
+    (3, None)
+    """
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = False) -> Metadata:

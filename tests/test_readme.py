@@ -214,8 +214,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_file_table_names_every_file() -> None:
-    named = set(re.findall(r"\]\((\w+\.py)\)", DECISIONS.read_text()))
-    assert named == {file.name for file in DECISIONS.parent.glob("*.py")} - {"__init__.py"}
+    named = set(re.findall(r"\]\(([\w/]+\.py)\)", DECISIONS.read_text()))
+    files = {file.relative_to(DECISIONS.parent) for file in DECISIONS.parent.rglob("*.py")}
+    assert named == {file.as_posix() for file in files if file.name != "__init__.py"}
 
 
 def test_scripts_that_are_named_exist() -> None:

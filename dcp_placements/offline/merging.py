@@ -1,15 +1,16 @@
-"""Work on checkpoint directories, without a process group."""
+"""One ``.metadata`` out of the ranks' own."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from dcp_placements.errors import PlacementError
-from dcp_placements.interop import FileSystem, Metadata
-from dcp_placements.metadata_file import read_metadata, write_metadata
+from dcp_placements.interop import Metadata
+from dcp_placements.metadata_file import write_metadata
+from dcp_placements.offline.checkpoint import rank_parts
+from dcp_placements.offline.directory import CannotLook, Directory
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.rank_metadata import merge_rank_metadata, rank_files
+from dcp_placements.rank_metadata import merge_rank_metadata
 
 
 def merge_metadata(path: str | os.PathLike[str]) -> Metadata:
@@ -26,21 +27,19 @@ def merge_metadata(path: str | os.PathLike[str]) -> Metadata:
         What was written.
 
     Raises:
-        PlacementError: There is no rank's metadata; or together they are no checkpoint, because
-            chunks overlap, or some elements nobody stored. Nothing is written then.
+        CannotLook: There is no rank's metadata, or it cannot be read or is refused.
+        PlacementError: Together they are no checkpoint, because chunks overlap, or some elements
+            nobody stored. Nothing is written then.
     """
     directory = Path(path)
-    files = rank_files(FileSystem(), directory)
-    if not files:
-        raise PlacementError(
+    with quiet_gc():
+        parts = rank_parts(Directory(path))
+    if not parts:
+        raise CannotLook(
             f"{directory}: no __<rank>.metadata files, so there is nothing to merge\n"
             "    way out:     give the directory of a save with use_collectives=False"
         )
     with quiet_gc():
-        parts = []
-        for rank, file in files:
-            with open(file, "rb") as stream:
-                parts.append((rank, read_metadata(stream)))
         merged = merge_rank_metadata(parts, whole=True)
         target = directory / ".metadata"
         written = directory / ".metadata.tmp"

@@ -1,0 +1,71 @@
+"""All commands, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import typer
+
+from dcp_placements.cli.inspecting import inspect_command
+from dcp_placements.cli.merging import merge_metadata_command
+from dcp_placements.cli.printing import complain
+from dcp_placements.errors import PlacementError
+from dcp_placements.offline import CannotLook
+
+PROGRAM = "dcp-placements"
+
+app = typer.Typer(
+    name=PROGRAM,
+    help="Look into, check, compare, rehearse and repair a checkpoint. Exit code 0: sound or same; "
+    "1: faults or different; 2: could not look.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _command(name: str, function: Callable[..., int]) -> None:
+    """Make a command of a function that returns its exit code."""
+
+    @wraps(function)
+    def command(*args: Any, **kwargs: Any) -> None:
+        raise typer.Exit(_exit_code(lambda: function(*args, **kwargs)))
+
+    app.command(name)(command)
+
+
+def _exit_code(work: Callable[[], int]) -> int:
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except CannotLook as error:
+        complain(str(error))
+        return 2
+    except PlacementError as error:
+        complain(str(error))
+        return 1
+    except BrokenPipeError:
+        # Somebody reads the first lines only. Nothing is left to be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        complain(str(error))
+        return 2
+
+
+_command("inspect", inspect_command)
+_command("merge-metadata", merge_metadata_command)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code."""
+    try:
+        app(None if arguments is None else list(arguments), prog_name=PROGRAM)
+    except SystemExit as exited:
+        return exited.code if isinstance(exited.code, int) else 0
+    return 0

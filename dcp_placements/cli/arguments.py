@@ -1,0 +1,45 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+CheckpointPath = Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint's directory.")]
+Fqn = Annotated[
+    str | None,
+    typer.Option(metavar="PATTERN", help="Only keys that match: dotted names, * and ** as wild."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def _nbytes(text: str | int) -> int:
+    if isinstance(text, int):
+        return text
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no size: write for instance 512MiB or 2GiB")
+    # Binary units, whatever the spelling: memory is counted so.
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+
+
+Memory = Annotated[
+    int,
+    typer.Option(
+        parser=_nbytes, metavar="SIZE", help="How much memory data may take, such as 512MiB."
+    ),
+]
+MEMORY = 2 << 30
+RulesSpec = Annotated[
+    str | None,
+    typer.Option("--rules", metavar="MODULE:FUNC", help="A function: mesh -> PlacementRules."),
+]
+RenameSpec = Annotated[
+    str | None,
+    typer.Option("--rename", metavar="MODULE:FUNC", help="A function: key -> key."),
+]
+MeshSpec = Annotated[
+    str | None, typer.Option("--mesh", metavar="AXIS=SIZE,...", help="Such as ep=8,edp=2.")
+]

@@ -1,0 +1,11 @@
+"""Work on checkpoint directories: no process group, no model code, no GPU.
+
+What the command line prints, as dataclasses. Nothing that a checkpoint's pickles name is executed.
+"""
+
+from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.directory import CannotLook
+from dcp_placements.offline.inspection import inspect
+from dcp_placements.offline.merging import merge_metadata
+
+__all__ = ["CannotLook", "Checkpoint", "inspect", "merge_metadata"]

@@ -1,0 +1,186 @@
+"""The elements of any box of any tensor, read with bounded memory, whatever the format."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_placements.chunk_reads import ChunkReader, Part, Record
+from dcp_placements.errors import Fault, PlacementError, format_faults
+from dcp_placements.file_reads import CountedFile
+from dcp_placements.interop import (
+    FileSystemReader,
+    LoadItemType,
+    MetadataIndex,
+    ReadItem,
+    StorageInfo,
+)
+from dcp_placements.layout import Box
+from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
+from dcp_placements.tensor_record import TensorRecord
+from dcp_placements.tiling import intersection
+
+MAX_OPEN_FILES = 32
+
+
+@dataclass
+class _Target:
+    """Stands where the reader expects a planner: everything goes into one tensor.
+
+    Attributes:
+        tensor: Where to.
+    """
+
+    tensor: torch.Tensor
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        spans = zip(item.dest_offsets, item.lengths, strict=True)
+        return self.tensor[tuple(slice(start, start + size) for start, size in spans)]
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing is left to do: what was resolved is a view."""
+
+
+class _RawReader(ChunkReader):
+    """Reads records that are the elements and nothing else."""
+
+    def __init__(self, target: Any, stored: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+        super().__init__(target, stored, _no_transform)
+        self._tensors = checkpoint.tensors
+
+    def _known_head(self, record: Record, part: Part) -> TensorRecord | None:
+        index = record.items[0].storage_index
+        tensor = self._tensors[index.fqn]
+        box = next(box for box in tensor.boxes if box.offsets == index.offset)
+        return TensorRecord(tensor.dtype, box.sizes, 0)
+
+
+def _no_transform(item: ReadItem, descriptors: Sequence[str], stream: Any) -> Any:
+    return stream
+
+
+class BoxReader(AbstractContextManager["BoxReader"]):
+    """Reads boxes of a checkpoint's tensors. Keeps a few files open; close it.
+
+    Args:
+        checkpoint: The checkpoint.
+
+    Attributes:
+        nbytes: Bytes read so far.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.nbytes = 0
+        self._checkpoint = checkpoint
+        self._files: OrderedDict[str, tuple[Any, CountedFile]] = OrderedDict()
+        self._target = _Target(torch.empty(0))
+        planner: Any = self._target
+        stored = checkpoint.metadata.state_dict_metadata
+        if checkpoint.format == SAFETENSORS:
+            self._reader: ChunkReader = _RawReader(planner, stored, checkpoint)
+        else:
+            # Of torch's reader only what undoes the transforms of streams.
+            transforms = FileSystemReader(".").transforms
+            self._reader = ChunkReader(planner, stored, transforms.transform_load_stream)
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for stream, _ in self._files.values():
+            stream.close()
+        self._files.clear()
+
+    def read(self, tensor: StoredTensor, box: Box) -> torch.Tensor:
+        """Return the elements of a box; where no chunk covers it they are zeros.
+
+        Args:
+            tensor: One of the checkpoint's.
+            box: Within it; memory for it is taken, and 20 MiB besides.
+
+        Raises:
+            PlacementError: A file is missing, too short, or holds something else.
+        """
+        into = torch.zeros(box.sizes, dtype=tensor.dtype)
+        self._target.tensor = into
+        by_file: dict[str, list[Record]] = {}
+        for chunk in tensor.chunks:
+            shared = intersection(chunk.box, box) if chunk.box.sizes else chunk.box
+            if shared is not None and chunk.file is not None:
+                record = _record(tensor.fqn, chunk, shared, box)
+                by_file.setdefault(chunk.file, []).append(record)
+        for name, records in sorted(by_file.items()):
+            records.sort(key=lambda record: record.info.offset)
+            file = self._open(name, tensor.fqn)
+            before = file.nbytes
+            try:
+                self._reader.read(file, name, records)
+            except (OSError, EOFError) as error:
+                raise _unread(tensor.fqn, name, str(error)) from error
+            finally:
+                self.nbytes += file.nbytes - before
+        return into
+
+    def _open(self, name: str, fqn: str) -> CountedFile:
+        if name in self._files:
+            self._files.move_to_end(name)
+            return self._files[name][1]
+        try:
+            stream = self._checkpoint.directory.open(name)
+        except OSError as error:
+            raise _unread(fqn, name, str(error)) from error
+        while len(self._files) >= MAX_OPEN_FILES:
+            self._files.popitem(last=False)[1][0].close()
+        file = CountedFile(stream)
+        self._files[name] = stream, file
+        return file
+
+
+def _record(fqn: str, chunk: StoredChunk, shared: Box, box: Box) -> Record:
+    index = MetadataIndex(fqn, torch.Size(chunk.box.offsets))
+    item = ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=index,
+        dest_offsets=_minus(shared, box),
+        storage_index=index,
+        storage_offsets=_minus(shared, chunk.box),
+        lengths=torch.Size(shared.sizes),
+    )
+    assert chunk.file is not None
+    info = StorageInfo(chunk.file, chunk.start, chunk.nbytes, list(chunk.transforms) or None)
+    return Record(info, [item])
+
+
+def _minus(box: Box, origin: Box) -> torch.Size:
+    return torch.Size([a - b for a, b in zip(box.offsets, origin.offsets, strict=True)])
+
+
+def _unread(fqn: str, name: str, told: str) -> PlacementError:
+    fault = Fault(fqn, f"{name} cannot be read: {told}")
+    return PlacementError(format_faults("the checkpoint is damaged", [fault]))
+
+
+def pieces(box: Box, limit: int) -> Iterator[Box]:
+    """Yield a box in pieces of up to ``limit`` elements each, in C order; none of an empty box.
+
+    >>> [piece.offsets for piece in pieces(Box((0, 4), (3, 2)), 4)]
+    [(0, 4), (2, 4)]
+    """
+    if not box.numel:
+        return
+    if box.numel <= max(limit, 1):
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    row = box.numel // box.sizes[dim]
+    step = max(limit // row, 1)
+    for start in range(0, box.sizes[dim], step):
+        size = min(step, box.sizes[dim] - start)
+        offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+        yield from pieces(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), limit)

@@ -1,0 +1,128 @@
+"""Rules and renames that the command line is given by name, as ``MODULE:FUNC``."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from dcp_placements.errors import PlacementError
+from dcp_placements.mesh import MeshCoordinate
+from dcp_placements.offline.directory import CannotLook
+from dcp_placements.rules import Rules, compile_pattern
+
+Rename = Callable[[str], str]
+MeshAxes = dict[str, int]
+"""Axis name to size, the outermost first."""
+
+
+def resolve(spec: str) -> Callable[..., Any]:
+    """Return the function that ``MODULE:FUNC`` names; the working directory is looked in first.
+
+    Raises:
+        CannotLook: There is no such module or function, or importing it fails.
+    """
+    module_name, _, path = spec.partition(":")
+    if not module_name or not path:
+        raise CannotLook(f"{spec!r} names no function: write MODULE:FUNC, as in my_rules:rules")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = import_module(module_name)
+    except Exception as error:
+        # Whatever somebody's module raises while it is imported.
+        raise CannotLook(
+            f"{spec}: module {module_name} cannot be imported: {type(error).__name__}: {error}\n"
+            f"    looked in:   {here} and the installed packages"
+        ) from error
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    if not callable(found):
+        raise CannotLook(f"{spec}: {module_name} has no function {path}")
+    return found  # type: ignore[no-any-return]
+
+
+def rules_at(
+    function: Callable[..., Any], axes: MeshAxes, rank: int
+) -> tuple[Rules, Rename | None]:
+    """Return the rules of one rank, and its rename where they come with one.
+
+    Args:
+        function: ``mesh -> rules``: called with a ``MeshCoordinate`` of the rank. It returns
+            ``PlacementRules``, any callable of that kind, or an object with ``rules`` and
+            ``rename``.
+        axes: The mesh; ranks count in C order, the last axis fastest.
+        rank: From 0.
+
+    Raises:
+        CannotLook: The function fails, or returns something else.
+    """
+    mesh = mesh_at(axes, rank)
+    try:
+        found = function(mesh)
+    except PlacementError:
+        raise
+    except Exception as error:
+        raise CannotLook(
+            f"{getattr(function, '__qualname__', function)} fails for {mesh}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    rules = getattr(found, "rules", found)
+    if not callable(rules):
+        raise CannotLook(
+            f"{getattr(function, '__qualname__', function)} returns {found!r}, which are no rules\n"
+            "    way out:     a function mesh -> PlacementRules"
+        )
+    return rules, getattr(found, "rename", None)
+
+
+def parse_mesh(text: str) -> MeshAxes:
+    """Return the axes of ``"ep=8,edp=2"``.
+
+    >>> parse_mesh("ep=8,edp=2")
+    {'ep': 8, 'edp': 2}
+
+    Raises:
+        CannotLook: It is not of that form, or names an axis twice.
+    """
+    axes: MeshAxes = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part)
+        if found is None or found[1] in axes:
+            raise CannotLook(f"{text!r} is no mesh: write axis=size,..., as in ep=8,edp=2")
+        axes[found[1]] = int(found[2])
+    return axes
+
+
+def mesh_at(axes: MeshAxes, rank: int) -> MeshCoordinate:
+    """Return the mesh seen from a rank; the last axis is the fastest.
+
+    >>> mesh_at({"ep": 4, "edp": 2}, 3).get_coordinate()
+    (1, 1)
+    """
+    coordinate: list[int] = []
+    for size in reversed(axes.values()):
+        rank, position = divmod(rank, size)
+        coordinate.append(position)
+    if rank:
+        raise CannotLook(f"the mesh {axes} has no rank that high")
+    return MeshCoordinate(tuple(axes), tuple(axes.values()), tuple(reversed(coordinate)))
+
+
+def matcher(pattern: str | None) -> Callable[[str], bool]:
+    """Return whether a key matches a pattern of ``PlacementRules``; every key does for None.
+
+    Raises:
+        CannotLook: The pattern has an empty component.
+    """
+    if pattern is None:
+        return lambda fqn: True
+    try:
+        compiled = compile_pattern(pattern)
+    except PlacementError as error:
+        raise CannotLook(str(error)) from error
+    return lambda fqn: fqn == pattern or compiled.search("." + fqn) is not None

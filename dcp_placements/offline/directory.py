@@ -1,0 +1,104 @@
+"""The files of a checkpoint: a local directory, or whatever fsspec opens (``s3://...``)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from dcp_placements.errors import PlacementError, format_names
+
+
+class CannotLook(PlacementError):
+    """There is nothing to look at, or it is not to be read: no such path, no checkpoint in it,
+    metadata that is refused. Said of the question, where faults are said of the checkpoint."""
+
+
+class Directory:
+    """Names, sizes and contents of the files of a checkpoint.
+
+    Args:
+        path: A directory, or a URL that fsspec knows.
+
+    Raises:
+        CannotLook: There is no such directory, or fsspec is needed and not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._fs: Any = None
+        root = self.path
+        if "://" in self.path:
+            try:
+                from fsspec.core import url_to_fs
+            except ModuleNotFoundError as error:
+                raise CannotLook(
+                    f"{self.path}: a URL needs fsspec\n    way out:     pip install fsspec"
+                ) from error
+            self._fs, root = url_to_fs(self.path)
+        self._root = root.rstrip("/") or "/"
+        self._sizes: dict[str, int | None] = {}
+        exists = self._fs.exists(root) if self._fs else os.path.exists(root)
+        if not exists:
+            raise CannotLook(f"{self.path}: there is no such path")
+        if not (self._fs.isdir(root) if self._fs else os.path.isdir(root)):
+            raise CannotLook(
+                f"{self.path}: this is a file\n    way out:     give the checkpoint's directory"
+            )
+
+    def names(self) -> list[str]:
+        """Return the names of what is in the directory itself, sorted."""
+        if self._fs is None:
+            return sorted(os.listdir(self._root))
+        return sorted(os.path.basename(str(p).rstrip("/")) for p in self._fs.ls(self._root, False))
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file; None where there is no such file."""
+        if name not in self._sizes:
+            path = self._path(name)
+            if self._fs is None:
+                found = os.path.getsize(path) if os.path.isfile(path) else None
+            else:
+                found = int(self._fs.size(path)) if self._fs.isfile(path) else None
+            self._sizes[name] = found
+        return self._sizes[name]
+
+    def modified(self, name: str) -> float | None:
+        """Return when a file was last written, in seconds since 1970; None where nobody knows."""
+        return os.path.getmtime(self._path(name)) if self._fs is None else None
+
+    def open(self, name: str) -> IO[bytes]:
+        """Return a file, open for reading by position.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        path = self._path(name)
+        return open(path, "rb") if self._fs is None else self._fs.open(path, "rb")
+
+    def local(self, name: str) -> Path | None:
+        """Return where a file is on this machine's disk; None where it is elsewhere."""
+        return Path(self._path(name)) if self._fs is None else None
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+
+def no_checkpoint(directory: Directory, *, inside: list[str]) -> CannotLook:
+    """Return the error of a directory that holds no checkpoint.
+
+    Args:
+        directory: Where nothing was found.
+        inside: Its subdirectories that look like checkpoints.
+    """
+    names = directory.names()
+    if inside:
+        way = f"give one of the checkpoints inside: {format_names(inside)}"
+    elif not names:
+        way = "give another directory, this one is empty"
+    else:
+        way = "give a directory with .metadata, or with *.safetensors files"
+    found = format_names(names, 6) if names else "nothing"
+    return CannotLook(
+        f"{directory.path}: no checkpoint in it\n    found:       {found}\n    way out:     {way}"
+    )

@@ -1,0 +1,200 @@
+"""What is in a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_placements.offline.checkpoint import Checkpoint, writer_of
+from dcp_placements.offline.declared import matcher
+from dcp_placements.offline.experts import ExpertLayer, find_experts
+
+TOLD_OF_MAKING = ("save_id", "step", "world_size", "axes", "versions", "options")
+"""Keys of the provenance that are told; rules and digests are one entry for each tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dtype: Its torch name without ``torch.``.
+        chunks: Boxes that it is stored as.
+        files: Names of the files that hold any of it.
+        ranks: Ranks that wrote any of it, where the files' names say so.
+        nbytes: Bytes of the whole tensor's elements.
+        rule: The rule that spoke for it when it was saved, where that is stored.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: int
+    files: tuple[str, ...]
+    ranks: tuple[int, ...]
+    nbytes: int
+    rule: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "chunks": self.chunks,
+            "files": list(self.files),
+            "ranks": list(self.ranks),
+            "bytes": self.nbytes,
+            "rule": self.rule,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One key that is no tensor.
+
+    Attributes:
+        file: Name of its file; None where the metadata says no place.
+        nbytes: Its length there.
+    """
+
+    file: str | None
+    nbytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {"files": [self.file] if self.file is not None else [], "bytes": self.nbytes}
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One file.
+
+    Attributes:
+        nbytes: Its size; None where it is missing.
+        rank: The rank that wrote it, where its name says so.
+        data: Whether it holds tensors or objects.
+    """
+
+    nbytes: int | None
+    rank: int | None
+    data: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {"bytes": self.nbytes, "rank": self.rank, "data": self.data}
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is in a checkpoint.
+
+    Attributes:
+        path: Where it is.
+        format: ``"dcp"``, ``"torch_dist"`` (Megatron) or ``"safetensors"``.
+        tensors: By key.
+        objects: By key.
+        files: By name; those that hold data, and the others beside them.
+        provenance: What it says of its own making (``save_id``, ``step``, ``world_size``,
+            ``axes``, ``versions``, ``options``); None where it says nothing.
+        digests: Chunks and objects of which a digest is stored.
+        experts: Layer by layer, where that was asked for.
+    """
+
+    path: str
+    format: str
+    tensors: Mapping[str, TensorInfo]
+    objects: Mapping[str, ObjectInfo]
+    files: Mapping[str, FileInfo]
+    provenance: Mapping[str, Any] | None
+    digests: int
+    experts: tuple[ExpertLayer, ...] | None = None
+
+    @property
+    def chunks(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.chunks for tensor in self.tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors' elements."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that wrote any tensor."""
+        return tuple(sorted({rank for tensor in self.tensors.values() for rank in tensor.ranks}))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values, in the schema that README.md documents."""
+        told: dict[str, Any] = {
+            "path": self.path,
+            "format": self.format,
+            "tensors": {fqn: tensor.as_json() for fqn, tensor in self.tensors.items()},
+            "objects": {fqn: known.as_json() for fqn, known in self.objects.items()},
+            "files": {name: file.as_json() for name, file in self.files.items()},
+            "totals": {
+                "tensors": len(self.tensors),
+                "objects": len(self.objects),
+                "chunks": self.chunks,
+                "bytes": self.nbytes,
+                "digests": self.digests,
+                "ranks": list(self.ranks),
+            },
+            "provenance": None if self.provenance is None else dict(self.provenance),
+        }
+        if self.experts is not None:
+            told["experts"] = {layer.layer: layer.as_json() for layer in self.experts}
+        return told
+
+
+def inspect(
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    fqn: str | None = None,
+    experts: bool = False,
+) -> Inspection:
+    """Return what is in a checkpoint, as its metadata say; no data is read.
+
+    Args:
+        path: The checkpoint.
+        fqn: A pattern, as in ``PlacementRules``: only the keys that match it are told.
+        experts: Whether to list the experts of each layer.
+
+    Raises:
+        CannotLook: There is no checkpoint, or it cannot be read.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    wanted = matcher(fqn)
+    told = checkpoint.provenance or {}
+    rules: Mapping[str, str] = told.get("rules") or {}
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if wanted(name)}
+    return Inspection(
+        path=checkpoint.path,
+        format=checkpoint.format,
+        tensors={
+            name: TensorInfo(
+                tensor.shape,
+                str(tensor.dtype).removeprefix("torch."),
+                len(tensor.boxes),
+                tensor.files,
+                tensor.ranks,
+                tensor.nbytes,
+                rules.get(name),
+            )
+            for name, tensor in tensors.items()
+        },
+        objects={
+            name: ObjectInfo(known.file, known.nbytes)
+            for name, known in checkpoint.objects.items()
+            if wanted(name)
+        },
+        files={
+            name: FileInfo(size, writer_of(name), name in checkpoint.files)
+            for name, size in sorted({**checkpoint.files, **checkpoint.other_files}.items())
+        },
+        provenance={key: told[key] for key in TOLD_OF_MAKING if key in told} if told else None,
+        digests=sum(len(known) for known in (told.get("digests") or {}).values()),
+        experts=find_experts(tensors.values()) if experts else None,
+    )

@@ -1,0 +1,119 @@
+"""Checkpoints to look at, and the command line run on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementFileSystemWriter,
+    PlacementRules,
+    PlacementSavePlanner,
+)
+from dcp_placements.cli import main
+from fakes import FakeDTensor, World, cut
+from tests.strategies import arange
+
+
+def wholes() -> dict[str, torch.Tensor]:
+    """Return whole tensors: stacked experts, dense weights, one scalar."""
+    return {
+        "layers.0.experts.w1": arange((8, 5, 3)),
+        "layers.0.experts.w2": arange((8, 3, 5)) + 1000,
+        "layers.0.norm": arange((7,)).to(torch.bfloat16),
+        "layers.1.attention": arange((6, 10)) + 2000,
+        "scale": torch.tensor(3.5),
+    }
+
+
+def save_sharded(
+    path: Path,
+    *,
+    lean: bool = True,
+    digests: Any = "full",
+    step: int = 1,
+    add: float = 0.0,
+    ep: int = 2,
+    collectives: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Save from ``ep`` x 2 ranks: experts over ep and then fsdp, dense weights over fsdp."""
+    whole = {fqn: tensor + add for fqn, tensor in wholes().items()}
+    world = World(2 * ep)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=ep, fsdp=2)
+        made: dict[str, Any] = {"step": step}
+        for fqn, tensor in whole.items():
+            local = tensor
+            if "experts" in fqn:
+                local = cut(tensor, [Shard(0)], (ep,), mesh["ep"].get_coordinate())
+            made[fqn] = (
+                FakeDTensor.distribute(local, mesh["fsdp"], [Shard(0)]) if local.ndim else local
+            )
+        return made
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        mesh = world.mesh(rank, ep=ep, fsdp=2)
+        rules = PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+        return PlacementSavePlanner(rules, digests=digests, step=step)
+
+    def writer(rank: int) -> Any:
+        return (PlacementFileSystemWriter if lean else dcp.FileSystemWriter)(path)
+
+    world.save(path, state_dict, planner, writer, use_collectives=collectives)
+    return whole
+
+
+def save_hugging_face(path: Path, tensors: dict[str, torch.Tensor], files: int = 2) -> None:
+    """Save as a Hugging Face directory of several files and an index."""
+    path.mkdir(parents=True, exist_ok=True)
+    index = {}
+    for number in range(files):
+        name = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        part = {
+            k: v.contiguous() for i, (k, v) in enumerate(tensors.items()) if i % files == number
+        }
+        save_file(part, path / name)
+        index.update(dict.fromkeys(part, name))
+    told = {"metadata": {}, "weight_map": index}
+    (path / "model.safetensors.index.json").write_text(json.dumps(told))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of the command line."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """What was printed, as JSON."""
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs the command line in this process."""
+
+    def runs(*arguments: Any) -> Ran:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        told = capsys.readouterr()
+        return Ran(code, told.out, told.err)
+
+    return runs
