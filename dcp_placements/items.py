@@ -8,14 +8,13 @@ behind, because that process can make its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
 from dcp_placements.interop import (
     ChunkStorageMetadata,
     MetadataIndex,
-    ReadItem,
     TensorProperties,
     TensorWriteData,
     WriteItem,
@@ -25,20 +24,22 @@ from dcp_placements.layout import Chunk
 from dcp_placements.placing import Placed
 from dcp_placements.table import OBJECT, Look, Table, boxes
 
+T = TypeVar("T")
 
-class LazyItems(Sequence[WriteItem]):
+
+class LazyItems(Sequence[T]):
     """A plan's items, made when they are first looked at; pickled without them.
 
     Args:
         make: Makes the items; None where they were left behind in another process.
     """
 
-    def __init__(self, make: Callable[[], list[WriteItem]] | None = None) -> None:
+    def __init__(self, make: Callable[[], list[T]] | None = None) -> None:
         self._make = make
-        self._made: list[WriteItem] | None = None
+        self._made: list[T] | None = None
 
     @property
-    def all(self) -> list[WriteItem]:
+    def all(self) -> list[T]:
         """The items."""
         if self._made is None:
             if self._make is None:
@@ -50,16 +51,16 @@ class LazyItems(Sequence[WriteItem]):
         return len(self.all)
 
     @overload
-    def __getitem__(self, index: int) -> WriteItem: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, index: slice) -> list[WriteItem]: ...
-    def __getitem__(self, index: int | slice) -> WriteItem | list[WriteItem]:
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
         return self.all[index]
 
-    def __iter__(self) -> Iterator[WriteItem]:
+    def __iter__(self) -> Iterator[T]:
         return iter(self.all)
 
-    def __add__(self, other: Iterable[WriteItem]) -> list[WriteItem]:
+    def __add__(self, other: Iterable[T]) -> list[T]:
         return [*self.all, *other]
 
     def __eq__(self, other: object) -> bool:
@@ -73,13 +74,6 @@ class LazyItems(Sequence[WriteItem]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LazyItems, ()
-
-
-class LazyReads(list[ReadItem]):
-    """A load plan's items; pickled without them, since nobody but this rank needs them."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LazyReads, ()
 
 
 class TableItems:

@@ -77,8 +77,8 @@ def fleeting_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fau
             ),
         )
         for fqn, value in state_dict.items()
-        if is_dtensor_like(value)
-        and type(value) is not DTensor
+        if type(value) is not DTensor
+        and is_dtensor_like(value)
         and (placed := placing.placed.get(fqn)) is not None
         and placed.tensor.numel()
         and _range(local_tensor(value)) != _range(placed.tensor)

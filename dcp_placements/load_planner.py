@@ -26,7 +26,7 @@ from dcp_placements.interop import (
     leaves,
     set_element,
 )
-from dcp_placements.items import LazyReads
+from dcp_placements.items import LazyItems
 from dcp_placements.layout import Box
 from dcp_placements.live import fleeting_faults, live_faults
 from dcp_placements.naming import Rename, rename_keys
@@ -110,7 +110,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._provenance: Mapping[str, Any] | None = None
         self._stateless: list[str] = []
         self._own_keys: set[str] = set()
-        self._items = LazyReads()
+        self._items: LazyItems[ReadItem] = LazyItems()
 
     def set_up_planner(
         self,
@@ -144,11 +144,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         self._adopt_old_keys(self.metadata)
         rank = global_rank()
-        self._placing = place(self.state_dict, self.rules, rank)
         policy = Policy(self.allow_partial_load, self.optional, self.cast)
-        request = Request(self.state_dict, self._placing, self.metadata, policy, rank)
         with quiet_gc():
-            plan = request.plan()
+            self._placing = place(self.state_dict, self.rules, rank)
+            request = Request(self.state_dict, self._placing, self.metadata, policy, rank)
+            self._items = request.items()
         self.report = request.report
         faults = [*self._placing.faults, *request.faults, *self._verify_faults(self.metadata)]
         faults += fleeting_faults(self.state_dict, self._placing)
@@ -161,17 +161,17 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.report.warnings = tuple(map(str, request.notes))
         if request.notes:
             warnings.warn(format_faults("look at this load", request.notes, "note"), stacklevel=2)
-        self._items = LazyReads(plan.items)
-        return LoadPlan(self._items)
+        return LoadPlan(self._items)  # type: ignore[arg-type]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Return what this rank reads, all ranks having agreed. Called on every rank."""
         for fqn in self._stateless:
             self._reset_step(fqn)
         logger.info("load: %s", self.report.line)
-        if isinstance(new_plan.items, LazyReads):
+        if isinstance(new_plan.items, LazyItems):
             # They stayed here: the coordinator changes nothing of what a rank reads.
-            new_plan = dataclasses.replace(new_plan, items=list(self._items))
+            with quiet_gc():
+                new_plan = dataclasses.replace(new_plan, items=self._items.all)
         return new_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
@@ -231,7 +231,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._placing = Placing()
         self._provenance = None
         self._own_keys = set()
-        self._items = LazyReads()
+        self._items = LazyItems()
 
     def _verify_faults(self, metadata: Metadata) -> list[Fault]:
         self._provenance = None

@@ -175,14 +175,21 @@ class _Placer:
     def check_aliases(self, state_dict: Mapping[str, Any]) -> None:
         """Note two names of one storage that lie differently."""
         seen: dict[Any, str] = {}
+        at: dict[int, tuple[str, torch.Tensor]] = {}
+        placed_of = self.placing.placed.get
         for fqn, value in state_dict.items():
-            placed = self.placing.placed.get(fqn)
+            placed = placed_of(fqn)
             tensor = placed.tensor if placed is not None else value
             if placed is None and (not isinstance(tensor, torch.Tensor) or has_hooks(tensor)):
                 continue
             pointer = _data_ptr(tensor)
             if not pointer:
                 continue
+            # Nearly always the only one there: its shape is looked at when a second comes.
+            name, there = at.setdefault(pointer, (fqn, tensor))
+            if name == fqn:
+                continue
+            seen.setdefault((pointer, there.shape), name)
             first = seen.setdefault((pointer, tensor.shape), fqn)
             if first == fqn or not tensor.numel():
                 continue

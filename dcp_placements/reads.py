@@ -7,13 +7,43 @@ chunk that nobody stored leaves old values behind.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from dcp_placements.interop import LoadItemType, MetadataIndex, ReadItem, TensorStorageMetadata
+from dcp_placements.interop import (
+    ChunkStorageMetadata,
+    LoadItemType,
+    MetadataIndex,
+    ReadItem,
+    TensorStorageMetadata,
+    filled,
+)
 from dcp_placements.layout import Box
 from dcp_placements.tiling import intersection, tiles, uncovered
+
+
+class Read(NamedTuple):
+    """A part of a stored chunk and where it goes; the same for all tensors that lie alike.
+
+    Attributes:
+        position: Which destination.
+        dest: Where the destination begins in the checkpoint's tensor.
+        dest_offsets: Where in the destination the part begins.
+        at: Which stored chunk.
+        stored: The stored chunk.
+        stored_offsets: Where in the stored chunk the part begins.
+        lengths: Sizes of the part.
+    """
+
+    position: int
+    dest: torch.Size
+    dest_offsets: torch.Size
+    at: int
+    stored: Box
+    stored_offsets: torch.Size
+    lengths: torch.Size
 
 
 class StoredChunks:
@@ -24,143 +54,154 @@ class StoredChunks:
     """
 
     def __init__(self, metadata: TensorStorageMetadata) -> None:
-        self.chunks = metadata.chunks
-        self.boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in metadata.chunks]
-        self._exact = {box: index for index, box in enumerate(self.boxes)}
-        order = [index for index, box in enumerate(self.boxes) if box.numel]
-        ndim = len(metadata.size)
+        self._chunks = chunks = metadata.chunks
+        order = [at for at, chunk in enumerate(chunks) if 0 not in chunk.sizes]
         self._dim = max(
-            range(ndim),
-            key=lambda dim: len({self.boxes[index].offsets[dim] for index in order}),
+            range(len(metadata.size)),
+            key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}),
             default=None,
         )
         if self._dim is not None:
             dim = self._dim
-            order.sort(key=lambda index: self.boxes[index].offsets[dim])
-            self._starts = [self.boxes[index].offsets[dim] for index in order]
-            self._longest = max((self.boxes[index].sizes[dim] for index in order), default=0)
+            order.sort(key=lambda at: chunks[at].offsets[dim])
+            self._starts = [chunks[at].offsets[dim] for at in order]
+            self._longest = max((chunks[at].sizes[dim] for at in order), default=0)
         self._order = order
 
-    def meeting(self, box: Box) -> list[tuple[int, Box]]:
-        """Return ``(chunk index, shared box)`` for every stored chunk that meets ``box``."""
-        exact = self._exact.get(box)
-        if exact is not None:
-            return [(exact, box)]
+    def meeting(self, box: Box) -> list[tuple[int, Box, Box]]:
+        """Return ``(chunk index, chunk, shared box)`` of the stored chunks that meet ``box``.
+
+        One that is ``box`` itself is enough: no other is returned then.
+        """
         candidates: Sequence[int] = self._order
         if self._dim is not None:
             start = box.offsets[self._dim]
             low = bisect_right(self._starts, start - self._longest)
             candidates = self._order[low : bisect_left(self._starts, start + box.sizes[self._dim])]
-        shared = ((index, intersection(self.boxes[index], box)) for index in candidates)
-        return [(index, piece) for index, piece in shared if piece is not None]
+        found = []
+        for at in candidates:
+            stored = _box(self._chunks[at])
+            if stored == box:
+                return [(at, box, box)]
+            shared = intersection(stored, box)
+            if shared is not None:
+                found.append((at, stored, shared))
+        return found
 
 
 class Reads:
-    """Makes read items. Tensors that lie alike find their chunks alike, so one search serves many.
+    """Finds reads. Tensors that lie alike find their chunks alike, so one search serves many.
 
     In a checkpoint of thousands of tensors on thousands of ranks, looking at all chunks of each is
     what planning a load costs.
     """
 
     def __init__(self) -> None:
-        # Lists are found by identity (metadata may share one), then by what they hold.
+        # Lists of chunks by identity: metadata may share one.
         self._by_list: dict[int, StoredChunks] = {}
-        self._by_size: dict[tuple[torch.Size, int], StoredChunks] = {}
-        self._at: dict[tuple[Hashable, int], int] = {}
+        self._alike: dict[tuple[Hashable, torch.Size, int], tuple[Read, ...]] = {}
+        self._lately: list[int] = []
 
     def of(
         self,
-        fqn: str,
         stored: TensorStorageMetadata,
         destinations: Sequence[Box],
         *,
         like: Hashable = None,
-    ) -> tuple[list[ReadItem], list[Box]]:
+    ) -> tuple[tuple[Read, ...], list[Box]]:
         """Return the reads that fill ``destinations``, and the boxes that no stored chunk holds.
 
         Args:
-            fqn: The checkpoint's key.
-            stored: Its metadata.
-            destinations: Boxes of the checkpoint's tensor; a read item's ``dest_index`` carries the
-                position in this list, and its offsets are relative to that box.
+            stored: The metadata of the checkpoint's tensor.
+            destinations: Boxes of that tensor.
             like: What tensors with these destinations have in common.
         """
-        items: list[ReadItem] = []
+        key = (like, stored.size, len(stored.chunks))
+        known = None if like is None else self._alike.get(key)
+        # That these chunks fill the destinations is proved, whatever the others are.
+        if known is not None and all(_is_at(stored.chunks, read.at, read.stored) for read in known):
+            return known, []
+        found: list[Read] = []
         holes: list[Box] = []
         for position, box in enumerate(destinations):
-            at = self._at.get((like, position)) if like is not None else None
-            if at is not None and _is_at(stored, at, box):
-                items.append(_whole_read(fqn, box, position, at))
-                continue
             # Often the chunk is stored as it is wanted: found without sorting all the others.
-            at = _find(stored, box)
-            if at is not None:
-                self._at[like, position] = at
-                items.append(_whole_read(fqn, box, position, at))
-                continue
-            known = self._chunks(stored)
-            found = known.meeting(box)
-            items += [_read(fqn, box, position, i, known.boxes[i], piece) for i, piece in found]
-            pieces = [piece for _, piece in found]
+            at = self._find(stored.chunks, box) if len(destinations) == 1 else None
+            meeting = [(at, box, box)] if at is not None else self._chunks(stored).meeting(box)
+            found += [_read(position, box, *piece) for piece in meeting]
+            pieces = [piece for _, _, piece in meeting]
             if pieces != [box] and not tiles(box, pieces):
                 holes += uncovered(box, pieces)
-        return items, holes
+        reads = tuple(found)
+        if like is not None and not holes:
+            self._alike[key] = reads
+        return reads, holes
 
     def _chunks(self, stored: TensorStorageMetadata) -> StoredChunks:
         known = self._by_list.get(id(stored.chunks))
-        if known is not None:
-            return known
-        alike = self._by_size.get((stored.size, len(stored.chunks)))
-        if alike is None or alike.chunks != stored.chunks:
-            alike = self._by_size[stored.size, len(stored.chunks)] = StoredChunks(stored)
-        self._by_list[id(stored.chunks)] = alike
-        return alike
+        if known is None:
+            known = self._by_list[id(stored.chunks)] = StoredChunks(stored)
+        return known
+
+    def _find(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> int | None:
+        """Return where in the list a box is; first where the last ones were, by rank as a rule."""
+        for at in self._lately:
+            if _is_at(chunks, at, box):
+                return at
+        offsets, sizes = box
+        for at, chunk in enumerate(chunks):
+            if chunk.offsets == offsets and chunk.sizes == sizes:
+                self._lately = [at, *self._lately[:3]]
+                return at
+        return None
 
 
-def _find(stored: TensorStorageMetadata, box: Box) -> int | None:
-    matches = (
-        at
-        for at, chunk in enumerate(stored.chunks)
-        if chunk.offsets == box.offsets and chunk.sizes == box.sizes
-    )
-    return next(matches, None)
-
-
-def _is_at(stored: TensorStorageMetadata, at: int, box: Box) -> bool:
-    if at >= len(stored.chunks):
+def _is_at(chunks: Sequence[ChunkStorageMetadata], at: int, box: Box) -> bool:
+    if at >= len(chunks):
         return False
-    chunk = stored.chunks[at]
+    chunk = chunks[at]
     return chunk.offsets == box.offsets and chunk.sizes == box.sizes
 
 
-def _whole_read(fqn: str, box: Box, position: int, at: int) -> ReadItem:
-    origin = _ORIGINS[len(box.sizes)] if len(box.sizes) < len(_ORIGINS) else _origin(len(box.sizes))
-    return ReadItem(
-        LoadItemType.TENSOR,
-        MetadataIndex(fqn, box.offsets, position),
-        origin,
-        MetadataIndex(fqn, box.offsets, at),
-        origin,
-        torch.Size(box.sizes),
-    )
+def _box(chunk: ChunkStorageMetadata) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _read(fqn: str, box: Box, position: int, at: int, stored: Box, piece: Box) -> ReadItem:
-    return ReadItem(
-        LoadItemType.TENSOR,
-        MetadataIndex(fqn, box.offsets, position),
+def _read(position: int, box: Box, at: int, stored: Box, piece: Box) -> Read:
+    return Read(
+        position,
+        torch.Size(box.offsets),
         _relative(piece.offsets, box.offsets),
-        MetadataIndex(fqn, stored.offsets, at),
+        at,
+        Box(torch.Size(stored.offsets), torch.Size(stored.sizes)),
         _relative(piece.offsets, stored.offsets),
         torch.Size(piece.sizes),
     )
 
 
-def _origin(ndim: int) -> torch.Size:
-    return torch.Size([0] * ndim)
+def _relative(offsets: Sequence[int], origin: Sequence[int]) -> torch.Size:
+    return torch.Size([a - b for a, b in zip(offsets, origin, strict=True)])
 
 
-_ORIGINS = [_origin(ndim) for ndim in range(8)]
+def read_items(reads: Iterable[tuple[str, Sequence[Read] | None]]) -> list[ReadItem]:
+    """Return torch's items of reads, ``(key, reads)`` each; None for an object."""
+    items: list[ReadItem] = []
+    for fqn, parts in reads:
+        if parts is None:
+            items.append(read_object(fqn))
+            continue
+        for position, dest, dest_offsets, at, stored, stored_offsets, lengths in parts:
+            into = filled(MetadataIndex, {"fqn": fqn, "offset": dest, "index": position})
+            of = filled(MetadataIndex, {"fqn": fqn, "offset": stored.offsets, "index": at})
+            attributes = {
+                "type": LoadItemType.TENSOR,
+                "dest_index": into,
+                "dest_offsets": dest_offsets,
+                "storage_index": of,
+                "storage_offsets": stored_offsets,
+                "lengths": lengths,
+            }
+            items.append(filled(ReadItem, attributes))
+    return items
 
 
 def read_object(fqn: str) -> ReadItem:
@@ -173,7 +214,3 @@ def read_object(fqn: str) -> ReadItem:
         storage_offsets=torch.Size((0,)),
         lengths=torch.Size((0,)),
     )
-
-
-def _relative(offsets: Sequence[int], origin: Sequence[int]) -> torch.Size:
-    return torch.Size([a - b for a, b in zip(offsets, origin, strict=True)])

@@ -14,7 +14,6 @@ from dcp_placements.casting import cast_kind
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.interop import (
     BytesStorageMetadata,
-    LoadPlan,
     Metadata,
     ReadItem,
     TensorStorageMetadata,
@@ -22,10 +21,11 @@ from dcp_placements.interop import (
     has_hooks,
     is_dtensor_like,
 )
+from dcp_placements.items import LazyItems
 from dcp_placements.layout import Box
 from dcp_placements.optimizer_state import parameters_of, states_of_parameters
 from dcp_placements.placing import Placed, Placing
-from dcp_placements.reads import Reads, read_object
+from dcp_placements.reads import Read, Reads, read_items
 from dcp_placements.report import LoadReport
 from dcp_placements.tiling import format_box
 
@@ -48,6 +48,27 @@ class Policy:
     def names(self, fqn: str) -> bool:
         """Whether a pattern names this key as one that may be missing."""
         return any(pattern.search(f".{fqn}") for pattern in self.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """What fills a tensor; the same for all that lie alike, here and in the checkpoint.
+
+    Attributes:
+        size: Of the whole tensor; None for an object.
+        reads: None for an object.
+        wanted_nbytes: Of the destinations.
+        read_nbytes: Of what is read into them.
+        cast: How the dtype changes.
+        padded: Whether there is padding that keeps what it has.
+    """
+
+    size: torch.Size | None = None
+    reads: Sequence[Read] | None = None
+    wanted_nbytes: int = 0
+    read_nbytes: int = 0
+    cast: str | None = None
+    padded: bool = False
 
 
 class Request:
@@ -86,25 +107,62 @@ class Request:
         self.faults: list[Fault] = []
         self.notes: list[Fault] = []
         self._reads = Reads()
+        # By all that it is worked out from; most tensors lie like another one.
+        self._alike: dict[Any, _Filling] = {}
+        self._casts: dict[str, str] = {}
 
-    def plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
+    def items(self) -> LazyItems[ReadItem]:
+        """Work it all out, and return what is read."""
+        report = self.report
+        reads: list[tuple[str, Sequence[Read] | None]] = []
         missing = []
+        padded = []
         for fqn, value in self.state_dict.items():
-            if fqn in self.placing.absent:
+            stored = self.stored.get(fqn)
+            if stored is None:
+                if fqn not in self.placing.absent:
+                    missing.append(fqn)
                 continue
-            if fqn not in self.stored:
-                missing.append(fqn)
-            else:
-                items += self._reads_of(fqn, value, self.stored[fqn])
-        self._settle_missing(missing, matched=len(items))
+            placed = self.placing.placed.get(fqn)
+            key = known = None
+            if placed is not None and type(stored) is TensorStorageMetadata:
+                key = (
+                    id(placed.binding),
+                    id(placed.chunks),
+                    placed.tensor.dtype,
+                    id(stored.chunks),
+                    stored.properties.dtype,
+                )
+                known = self._alike.get(key)
+                if known is not None and known.size != stored.size:
+                    known = None
+            if known is None:
+                if fqn in self.placing.absent:
+                    continue
+                faults = len(self.faults)
+                known = self._filling(fqn, value, placed, stored)
+                if known is None:
+                    continue
+                if key is not None and len(self.faults) == faults:
+                    self._alike[key] = known
+            reads.append((fqn, known.reads))
+            report.items += 1 if known.reads is None else len(known.reads)
+            report.wanted_nbytes += known.wanted_nbytes
+            report.read_nbytes += known.read_nbytes
+            if known.cast is not None:
+                self._casts[fqn] = known.cast
+            if known.padded:
+                padded.append(fqn)
+        report.casts = self._casts
+        report.padded = tuple(padded)
+        if missing:
+            self._settle_missing(missing, matched=len(reads))
         self._settle_casts()
-        self.report.items = len(items)
-        self.report.unread = tuple(fqn for fqn in self.stored if fqn not in self.state_dict)
-        return LoadPlan(items)
+        report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
+        return LazyItems(lambda: read_items(reads))
 
-    def _reads_of(self, fqn: str, value: Any, stored: Any) -> list[ReadItem]:
-        placed = self.placing.placed.get(fqn)
+    def _filling(self, fqn: str, value: Any, placed: Placed | None, stored: Any) -> _Filling | None:
+        """Return what fills a value; None where nothing does, which is a fault."""
         if isinstance(stored, BytesStorageMetadata):
             if placed is not None and len(placed.global_shape):
                 self._fault(
@@ -112,42 +170,45 @@ class Request:
                     f"the checkpoint holds an object, but rank {self.rank} a tensor",
                     "way out:     load it under a key of its own, or give the tensor another name",
                 )
-                return []
-            return [read_object(fqn)]
+                return None
+            return _Filling()
         assert isinstance(stored, TensorStorageMetadata)
         if placed is None and not isinstance(value, torch.Tensor) and not has_hooks(value):
             if is_dtensor_like(value):
-                return []  # its fault is noted already
+                return None  # its fault is noted already
             self._fault(
                 fqn,
                 f"the checkpoint holds a {tuple(stored.size)} tensor, but rank {self.rank} a "
                 f"{type(value).__name__}",
                 "way out:     put a tensor of that shape into the state dict",
             )
-            return []
+            return None
         wanted = placed.global_shape if placed is not None else tuple(value.size())
         if tuple(stored.size) != wanted:
             self._shape_fault(fqn, tuple(stored.size), wanted, placed)
-            return []
+            return None
         dtype = placed.tensor.dtype if placed is not None else value.dtype
-        self._note_cast(fqn, stored.properties.dtype, dtype)
+        padded = False
+        like: Any = None
         if placed is not None:
             destinations = [chunk.box for chunk in placed.chunks]
+            like = (id(placed.binding), id(placed.chunks))
             if placed.binding.sharding.padded_shape is not None:
-                held = sum(box.numel for box in destinations)
-                if held < placed.tensor.numel():
-                    self.report.padded += (fqn,)
+                padded = sum(box.numel for box in destinations) < placed.tensor.numel()
         else:
             destinations = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunk_list(value)]
-        like = None if placed is None else id(placed.binding)
-        items, holes = self._reads.of(fqn, stored, destinations, like=like)
+        reads, holes = self._reads.of(stored, destinations, like=like)
         if holes:
             self._hole_fault(fqn, wanted, holes, len(stored.chunks))
-        self.report.wanted_nbytes += sum(box.numel for box in destinations) * dtype.itemsize
-        self.report.read_nbytes += (
-            sum(item.lengths.numel() for item in items) * stored.properties.dtype.itemsize
+        stored_dtype = stored.properties.dtype
+        return _Filling(
+            stored.size,
+            reads,
+            sum(box.numel for box in destinations) * dtype.itemsize,
+            sum(read.lengths.numel() for read in reads) * stored_dtype.itemsize,
+            self._cast(fqn, stored_dtype, dtype),
+            padded,
         )
-        return items
 
     def _shape_fault(
         self, fqn: str, stored: tuple[int, ...], wanted: tuple[int, ...], placed: Placed | None
@@ -199,12 +260,12 @@ class Request:
             f"way out:     load a complete checkpoint; this one holds {stored} chunks of the key",
         )
 
-    def _note_cast(self, fqn: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+    def _cast(self, fqn: str, stored: torch.dtype, wanted: torch.dtype) -> str | None:
+        """Return what becomes of the dtype, where it changes."""
         kind = cast_kind(stored, wanted)
         if kind == "same":
-            return
+            return None
         told = f"{stored} -> {wanted}".replace("torch.", "")
-        self.report.casts = {**self.report.casts, fqn: told}
         if kind == "wrong" or (kind == "narrowing" and self.policy.cast == "error"):
             what = "changes what the numbers mean" if kind == "wrong" else "loses precision"
             self._fault(
@@ -213,6 +274,7 @@ class Request:
                 f"way out:     give rank {self.rank} a {str(stored).removeprefix('torch.')} tensor"
                 + ("" if kind == "wrong" else ', or say cast="allow"'),
             )
+        return told
 
     def _settle_casts(self) -> None:
         if self.policy.cast != "warn":

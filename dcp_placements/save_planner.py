@@ -374,7 +374,7 @@ _OF_ONE_SAVE = frozenset(
 )
 
 
-def _owned_lazily(tables: Tables, offer: Offer, answer: Answer) -> LazyItems:
+def _owned_lazily(tables: Tables, offer: Offer, answer: Answer) -> LazyItems[WriteItem]:
     return LazyItems(lambda: owned_items(tables, offer, answer))
 
 

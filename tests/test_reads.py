@@ -15,14 +15,15 @@ from dcp_placements.interop import (
     TensorStorageMetadata,
 )
 from dcp_placements.layout import Box
-from dcp_placements.reads import Reads, StoredChunks, read_object
+from dcp_placements.reads import Reads, StoredChunks, read_items, read_object
 from dcp_placements.tiling import intersection
 
 
-def read_items(
+def found_items(
     fqn: str, metadata: TensorStorageMetadata, destinations: list[Box]
 ) -> tuple[list[ReadItem], list[Box]]:
-    return Reads().of(fqn, metadata, destinations)
+    reads, holes = Reads().of(metadata, destinations)
+    return read_items([(fqn, reads)]), holes
 
 
 def stored(shape: tuple[int, ...], boxes: list[Box]) -> TensorStorageMetadata:
@@ -48,7 +49,9 @@ def test_meeting_finds_what_looking_at_all_finds(
             for index, box in enumerate(boxes)
             if (shared := intersection(box, wanted)) is not None
         }
-        found = chunks.meeting(wanted)
+        meeting = chunks.meeting(wanted)
+        assert all(boxes[index] == box for index, box, _ in meeting)
+        found = [(index, shared) for index, _, shared in meeting]
         assert set(found) == expected
         assert len(found) == len(expected)
 
@@ -61,7 +64,7 @@ def test_reading_the_items_fills_every_destination(
     """Copy as a storage reader does; every destination element is read exactly once."""
     boxes = data.draw(tilings(shape))
     destinations = data.draw(boxes_in(shape))
-    items, holes = read_items("w", stored(shape, boxes), destinations)
+    items, holes = found_items("w", stored(shape, boxes), destinations)
     assert holes == []
     whole = arange(shape)
     filled = [torch.full(box.sizes, -1.0) for box in destinations]
@@ -90,42 +93,42 @@ def test_holes_are_what_no_stored_chunk_holds(shape: tuple[int, ...], data: st.D
     boxes = data.draw(tilings(shape))
     kept = [box for box in boxes if data.draw(st.booleans())]
     (wanted, *_) = data.draw(boxes_in(shape, max_count=3)) or [Box((0,) * len(shape), shape)]
-    _, holes = read_items("w", stored(shape, kept), [wanted])
+    _, holes = found_items("w", stored(shape, kept), [wanted])
     missing = (count(shape, [wanted]) == 1) & (count(shape, kept) == 0)
     assert torch.equal(count(shape, holes).bool(), missing)
 
 
 def test_an_equal_chunk_is_read_by_itself() -> None:
     boxes = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
-    items, holes = read_items("w", stored((4, 3), boxes), [boxes[1]])
+    items, holes = found_items("w", stored((4, 3), boxes), [boxes[1]])
     assert holes == []
     assert [(i.storage_index.index, tuple(i.lengths)) for i in items] == [(1, (2, 3))]
 
 
 def test_empty_stored_chunks_are_not_read() -> None:
     boxes = [Box((0, 0), (0, 3)), Box((0, 0), (4, 3)), Box((4, 0), (0, 3))]
-    items, holes = read_items("w", stored((4, 3), boxes), [Box((1, 0), (2, 3))])
+    items, holes = found_items("w", stored((4, 3), boxes), [Box((1, 0), (2, 3))])
     assert holes == []
     assert [item.storage_index.index for item in items] == [1]
 
 
 def test_two_destinations_are_told_apart_by_their_place_in_the_list() -> None:
     whole = [Box((0,), (6,))]
-    items, _ = read_items("w", stored((6,), whole), [Box((4,), (2,)), Box((0,), (1,))])
+    items, _ = found_items("w", stored((6,), whole), [Box((4,), (2,)), Box((0,), (1,))])
     assert [(i.dest_index.index, tuple(i.storage_offsets)) for i in items] == [(0, (4,)), (1, (0,))]
     assert [tuple(i.dest_offsets) for i in items] == [(0,), (0,)]
 
 
 def test_a_scalar_is_read_whole() -> None:
-    items, holes = read_items("s", stored((), [Box((), ())]), [Box((), ())])
+    items, holes = found_items("s", stored((), [Box((), ())]), [Box((), ())])
     assert holes == []
     assert len(items) == 1
     assert items[0].lengths == torch.Size(())
-    assert read_items("s", stored((), []), [Box((), ())])[1] == [Box((), ())]
+    assert found_items("s", stored((), []), [Box((), ())])[1] == [Box((), ())]
 
 
 def test_nothing_wanted_is_nothing_read() -> None:
-    assert read_items("w", stored((4,), [Box((0,), (4,))]), []) == ([], [])
+    assert found_items("w", stored((4,), [Box((0,), (4,))]), []) == ([], [])
 
 
 def test_objects_are_read_by_name() -> None:
@@ -140,11 +143,11 @@ def test_tensors_that_lie_alike_are_found_in_chunk_lists_of_another_order() -> N
     reads = Reads()
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
         listed = [boxes[i] for i in order]
-        items, holes = reads.of("w", stored((5, 3), listed), [boxes[2]], like="a class")
+        found, holes = reads.of(stored((5, 3), listed), [boxes[2]], like="a class")
         assert holes == []
-        (item,) = items
+        (item,) = read_items([("w", found)])
         assert item.storage_index.index == listed.index(boxes[2])
         assert item.storage_index.offset == torch.Size((4, 0))
         assert item.lengths == torch.Size((1, 3))
-    _, holes = reads.of("w", stored((5, 3), boxes[:2]), [boxes[2]], like="a class")
+    _, holes = reads.of(stored((5, 3), boxes[:2]), [boxes[2]], like="a class")
     assert holes == [boxes[2]]
