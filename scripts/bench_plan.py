@@ -25,8 +25,8 @@ With --json a file of
                   plan_s and pickle_s), gathered_bytes, scattered_bytes, rss_bytes (peak above the
                   start), metadata_bytes (state_dict_metadata, pickled), warnings
     rank          one entry per workload and ranks, per side medians over some ranks in ms:
-                  local_ms, flatten_ms, local_off_ms (digests="off"), finish_ms, load_ms,
-                  reshard_ms, local_bytes, load_bytes
+                  local_ms, flatten_ms, local_off_ms (digests="off"), finish_ms, load_ms
+                  and reshard_ms (with the items made), local_bytes, load_bytes
     exponents     by workload and side, of cpu_s in the ranks
     faults        what the two pairs planned differently
 """

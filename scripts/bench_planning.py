@@ -393,13 +393,16 @@ def as_ranks(
                 profile = options.profile and turn == 0 and side == "ours"
                 local, plan = cpu_ms(partial(profiled, profile, title, loads.create_local_plan))
                 sent = pickle.dumps(plan)
+                received = pickle.loads(sent)
+                # Ours makes its items here.
+                finish, final = cpu_ms(partial(loads.finish_plan, received))
                 scale = 1.0 if side == "ours" else factor
-                note(side, f"{what}_ms", local * scale)
+                note(side, f"{what}_ms", (local + finish) * scale)
                 note(side, f"{what}_flatten_ms", flatten * scale)
                 note(side, f"{what}_bytes", len(sent) * scale)
                 found[side] = {
                     (i.dest_index.fqn, tuple(i.dest_offsets), tuple(i.lengths))
-                    for i in loads.finish_plan(pickle.loads(sent)).items
+                    for i in final.items
                     if i.dest_index.fqn in part and i.lengths.numel()
                 }
             if found["ours"] != found["stock"]:
