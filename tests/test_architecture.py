@@ -25,8 +25,11 @@ ORDER = [
     *("rank_metadata", "file_reads", "chunk_reads", "storage_writer", "storage_reader"),
     *("preflight",),
     *("offline.directory", "offline.declared", "offline.safetensors_files", "offline.checkpoint"),
-    *("offline.box_reads", "offline.experts", "offline.inspection", "offline.merging", "offline"),
-    *("cli.arguments", "cli.printing", "cli.inspecting", "cli.merging", "cli.app", "cli"),
+    *("offline.box_reads", "offline.experts", "offline.inspection", "offline.merging"),
+    *("offline.torch_files", "offline.megatron_files", "offline.megatron_layout"),
+    *("offline",),
+    *("cli.arguments", "cli.printing", "cli.inspecting", "cli.merging"),
+    *("cli.megatron", "cli.app", "cli"),
     *("__init__", "__main__"),
 ]
 """Every file of the package. A file stands below all that it imports."""
@@ -35,7 +38,7 @@ WITHOUT_TORCH = {"errors", "layout", "mesh", "placement", "rules", "tiling", "na
 WITHOUT_TORCH |= {"binding", "optimizer_state", "renaming", "slices", "__init__"}
 """Files that name nothing of torch, so that they can be had without it."""
 
-FAKES_ORDER = ["mesh", "reference", "tensor", "world", "__init__"]
+FAKES_ORDER = ["mesh", "reference", "tensor", "world", "megatron", "__init__"]
 
 
 def imports(path: Path) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from dcp_placements.cli.inspecting import inspect_command
+from dcp_placements.cli.megatron import megatron_command
 from dcp_placements.cli.merging import merge_metadata_command
 from dcp_placements.cli.printing import complain
 from dcp_placements.errors import PlacementError
@@ -59,6 +60,7 @@ def _exit_code(work: Callable[[], int]) -> int:
 
 
 _command("inspect", inspect_command)
+_command("megatron", megatron_command)
 _command("merge-metadata", merge_metadata_command)
 
 

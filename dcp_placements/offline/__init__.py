@@ -6,6 +6,7 @@ What the command line prints, as dataclasses. Nothing that a checkpoint's pickle
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.inspection import inspect
+from dcp_placements.offline.megatron_layout import megatron_layout
 from dcp_placements.offline.merging import merge_metadata
 
-__all__ = ["CannotLook", "Checkpoint", "inspect", "merge_metadata"]
+__all__ = ["CannotLook", "Checkpoint", "inspect", "megatron_layout", "merge_metadata"]

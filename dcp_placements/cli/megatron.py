@@ -1,0 +1,36 @@
+"""``megatron``: what a Megatron-LM checkpoint directory is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dcp_placements import offline
+from dcp_placements.cli.arguments import Json
+from dcp_placements.cli.printing import print_json, say
+
+Path = Annotated[str, typer.Argument(help="An iteration's directory, or the one of them all.")]
+
+
+def megatron_command(
+    path: Path,
+    expert_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Of the run that is to load it. It decides.")
+    ] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Likewise.")] = None,
+    pipeline_parallel_size: Annotated[int | None, typer.Option(min=1, help="Likewise.")] = None,
+    json: Json = False,
+) -> int:
+    """Tell which ranks mp_rank_* files are of, and what is missing or does not fit."""
+    found = offline.megatron_layout(
+        path,
+        expert_parallel_size=expert_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+    )
+    if json:
+        print_json(found.as_json())
+    else:
+        say(str(found))
+    return 0 if found.fits else 1
