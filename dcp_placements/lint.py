@@ -15,11 +15,11 @@ from dcp_placements.layout import Cut
 from dcp_placements.mesh import Axis
 from dcp_placements.placing import Placed
 
-# Projections that join several in one tensor; Megatron's linear_qkv is not among them, since it is
-# laid out per query group and may be cut plainly.
+# Projections that join several in one tensor; Megatron's linear_qkv and Megatron Lite's qkv.linear
+# are not among them, since they are laid out per query group and may be cut plainly.
 FUSED_NAME = re.compile(
-    r"(?:^|\.)(?:gate_up(?:_proj)?|qkv(?:_proj)?|query_key_value|linear_fc1|in_proj|c_attn|wqkv"
-    r"|W_pack|w13)(?:_weight|_bias)?(?:\.|$)"
+    r"(?:^|\.)(?:gate_up(?:_proj)?|qkv(?!\.linear)(?:_proj)?|query_key_value|linear_fc1|in_proj"
+    r"|c_attn|wqkv|W_pack|w13)(?:_weight|_bias)?(?:\.|$)"
 )
 EXPERT_NAME = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
 # One tensor per expert, told apart by its name where names are renamed to global ones.

@@ -288,7 +288,7 @@ def make_offer(
     if tells:
         story = Story(
             matched=placing.matched,
-            patterns=rules.patterns if isinstance(rules, PlacementRules) else (),
+            patterns=_expected(rules),
             stateless=tuple(stateless_parameters(state_dict)),
             notes=tuple(_lints(placing, waived, renamed=rename is not None)),
             numbered=numbering(rename),
@@ -479,6 +479,11 @@ def _axes(placing: Placing, rules: Rules | None) -> dict[str, tuple[int, int]]:
             if axis.name is not None:
                 axes[axis.name] = (axis.position, axis.size)
     return axes
+
+
+def _expected(rules: Rules | None) -> tuple[str, ...]:
+    """Return the patterns that ought to match something on some rank."""
+    return rules.patterns if isinstance(rules, PlacementRules) and not rules.optional else ()
 
 
 def _lints(placing: Placing, waived: Mapping[str, str], *, renamed: bool) -> list[Fault]:

@@ -31,12 +31,20 @@ class PlacementRules:
             None says that the tensor keeps its own mesh and placements. ``*`` stands for one
             component or a part of one (``weight*``), ``**`` for any number of components. A
             compiled ``re.Pattern`` is searched in the key instead.
+        optional: A pattern that matches nothing is no slip: a table for a family of models, each of
+            which has some of the names.
 
     Raises:
         PlacementError: An empty pattern, or a value that is no ``CheckpointPlacement``.
     """
 
-    def __init__(self, rules: Mapping[str | re.Pattern[str], CheckpointPlacement | None]) -> None:
+    def __init__(
+        self,
+        rules: Mapping[str | re.Pattern[str], CheckpointPlacement | None],
+        *,
+        optional: bool = False,
+    ) -> None:
+        self.optional = optional
         self._rules: list[tuple[str, re.Pattern[str], CheckpointPlacement | None]] = []
         for pattern, placement in rules.items():
             if placement is not None and not isinstance(placement, CheckpointPlacement):
@@ -84,7 +92,7 @@ class PlacementRules:
         return f"PlacementRules({{{', '.join(told)}}})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_rules": self._rules, "_found": {}}
+        return {"optional": self.optional, "_rules": self._rules, "_found": {}}
 
     def _find(self, fqn: str) -> int | None:
         if fqn not in self._found:

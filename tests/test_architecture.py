@@ -24,6 +24,8 @@ ORDER = [
     *("slices", "tensor_record", "tensor_stamp", "storage_table", "safe_pickle", "metadata_file"),
     *("rank_metadata", "file_reads", "chunk_reads", "storage_writer", "storage_reader"),
     *("preflight",),
+    *("presets.preset", "presets.megatron", "presets.megatron_lite", "presets.megatron_core"),
+    *("presets",),
     *("offline.directory", "offline.declared", "offline.safetensors_files", "offline.checkpoint"),
     *("offline.box_reads", "offline.experts", "offline.inspection", "offline.merging"),
     *("offline.torch_files", "offline.megatron_files", "offline.megatron_layout"),

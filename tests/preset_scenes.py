@@ -1,0 +1,94 @@
+"""What tests of presets share: a save in one world, read back whole, and loaded in another."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.presets import Preset
+from fakes import World
+
+StateDict = Callable[[int], dict[str, Any]]
+
+
+def filled(names: Iterable[str], shapes: Callable[[str], tuple[int, ...]]) -> dict[str, Any]:
+    """Return a whole tensor per name; no two elements of all of them are equal."""
+    whole, start = {}, 0
+    for name in names:
+        shape = shapes(name)
+        numel = torch.Size(shape).numel()
+        whole[name] = torch.arange(start, start + numel, dtype=torch.float64).reshape(shape)
+        start += numel
+    return whole
+
+
+def save(
+    path: Path, world: World, state_dict: StateDict, preset: Callable[[int], Preset]
+) -> PlacementSavePlanner:
+    """Save in ``world``, without a single warning; return the coordinator's planner."""
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        made = preset(rank)
+        return PlacementSavePlanner(made.rules, rename=made.rename, waive=made.waive)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = world.save(path, state_dict, planner)[0]
+    assert isinstance(first, PlacementSavePlanner)
+    assert first.report.warnings == ()
+    return first
+
+
+def read_whole(path: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint, as torch's default planner reads them in one process."""
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    whole = {
+        name: torch.full(tuple(entry.size), -1, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(whole, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    return whole
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(found[name], tensor), name
+
+
+def load(path: Path, world: World, wanted: StateDict, preset: Callable[[int], Preset]) -> None:
+    """Load into tensors of -1 in ``world``, and compare with what each rank should hold."""
+
+    def planner(rank: int) -> PlacementLoadPlanner:
+        made = preset(rank)
+        return PlacementLoadPlanner(made.rules, rename=made.rename)
+
+    found = world.load(path, lambda rank: _emptied(wanted(rank)), planner)
+    for rank in range(world.size):
+        assert_equal(_local(found[rank]), _local(wanted(rank)))
+
+
+def _emptied(state_dict: dict[str, Any]) -> dict[str, Any]:
+    for tensor in _local(state_dict).values():
+        tensor.fill_(-1)
+    return state_dict
+
+
+def _local(state_dict: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, dict):
+            found |= _local(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value.to_local() if hasattr(value, "to_local") else value
+    return found
