@@ -74,7 +74,8 @@ def full_digest(tensor: torch.Tensor) -> bytes | None:
     if not _readable(tensor):
         return None
     hasher = xxhash.xxh3_128()
-    for slab in _slabs(tensor.detach()):
+    # A conjugate view is another tensor than its memory.
+    for slab in _slabs(tensor.detach().resolve_conj().resolve_neg()):
         hasher.update(_memory(slab))
     return hasher.digest()
 

@@ -28,10 +28,13 @@ ORDER = [
     *("presets",),
     *("offline.directory", "offline.declared", "offline.safetensors_files", "offline.checkpoint"),
     *("offline.box_reads", "offline.experts", "offline.inspection", "offline.merging"),
+    *("offline.structure", "offline.record_checks", "offline.verification"),
     *("offline.torch_files", "offline.megatron_files", "offline.megatron_layout"),
     *("offline",),
-    *("cli.arguments", "cli.printing", "cli.inspecting", "cli.merging"),
-    *("cli.megatron", "cli.app", "cli"),
+    *("cli.arguments", "cli.printing"),
+    *("cli.inspecting", "cli.verifying", "cli.merging"),
+    *("cli.megatron",),
+    *("cli.app", "cli"),
     *("__init__", "__main__"),
 ]
 """Every file of the package. A file stands below all that it imports."""
@@ -40,7 +43,7 @@ WITHOUT_TORCH = {"errors", "layout", "mesh", "placement", "rules", "tiling", "na
 WITHOUT_TORCH |= {"binding", "optimizer_state", "renaming", "slices", "__init__"}
 """Files that name nothing of torch, so that they can be had without it."""
 
-FAKES_ORDER = ["mesh", "reference", "tensor", "world", "megatron", "__init__"]
+FAKES_ORDER = ["damage", "mesh", "reference", "tensor", "world", "megatron", "__init__"]
 
 
 def imports(path: Path) -> Iterator[tuple[str, str]]:

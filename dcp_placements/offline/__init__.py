@@ -8,5 +8,13 @@ from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.inspection import inspect
 from dcp_placements.offline.megatron_layout import megatron_layout
 from dcp_placements.offline.merging import merge_metadata
+from dcp_placements.offline.verification import verify
 
-__all__ = ["CannotLook", "Checkpoint", "inspect", "megatron_layout", "merge_metadata"]
+__all__ = [
+    "CannotLook",
+    "Checkpoint",
+    "inspect",
+    "megatron_layout",
+    "merge_metadata",
+    "verify",
+]

@@ -1,0 +1,246 @@
+"""What the data files say of themselves, against what the metadata say of them.
+
+A record of a ``.distcp`` file is a zip file that ``torch.save`` wrote. Its first bytes tell shape
+and dtype, and it has a checksum of every part, which ``torch.load`` does not look at.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import xxhash
+
+from dcp_placements.chunk_reads import HEADS_NBYTES
+from dcp_placements.digests import full_digest
+from dcp_placements.file_reads import CountedFile, FilePart
+from dcp_placements.interop import MetadataIndex
+from dcp_placements.offline.structure import Record
+from dcp_placements.tensor_record import LOCAL, LOCAL_NBYTES, TensorRecord, parse_record
+
+PIECE_NBYTES = 4 << 20
+"""Contents are read in pieces of this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong with a record.
+
+    Attributes:
+        kind: ``wrong_record``, ``checksum`` or ``digest``.
+        message: What was found.
+    """
+
+    kind: str
+    message: str
+
+
+class RecordChecker:
+    """Checks the records of a checkpoint's files.
+
+    Args:
+        raw: Whether a record is the elements alone (safetensors).
+        load: Reads a whole chunk through the library, for what is not plain.
+        digest_of: The stored digest of a chunk or an object; None where there is none.
+        contents: Whether to read everything and compare checksums, and digests where there are
+            some.
+        progress: Called with the bytes of every piece read.
+        limit_nbytes: Records that cannot be checked in pieces are skipped above this size.
+
+    Attributes:
+        skipped: Names of the records that were not checked for that.
+    """
+
+    def __init__(
+        self,
+        *,
+        raw: bool,
+        load: Callable[[Record], torch.Tensor],
+        digest_of: Callable[[MetadataIndex], bytes | None],
+        contents: bool,
+        progress: Callable[[int], None],
+        limit_nbytes: int,
+    ) -> None:
+        self.skipped: list[str] = []
+        self._raw = raw
+        self._load = load
+        self._digest_of = digest_of
+        self._contents = contents
+        self._progress = progress
+        self._limit_nbytes = limit_nbytes
+        # The bytes before the elements are the same for tensors that are alike.
+        self._heads: dict[tuple[bytes, int], TensorRecord | None] = {}
+
+    def check(self, file: CountedFile, record: Record) -> Iterator[Finding]:
+        """Yield what is wrong with a record that lies within its file."""
+        part = FilePart(file, record.start, record.chunk.nbytes)
+        if record.chunk.transforms:
+            yield from self._check_loaded(record)
+        elif record.tensor is None:
+            yield from self._check_object(part, record)
+        elif self._raw:
+            yield from self._check_raw(record)
+        else:
+            yield from self._check_tensor(part, record)
+
+    def _check_raw(self, record: Record) -> Iterator[Finding]:
+        # A header of safetensors says where its bytes are; there is no second word on it.
+        self._progress(record.chunk.nbytes)
+        return iter(())
+
+    def _check_tensor(self, part: FilePart, record: Record) -> Iterator[Finding]:
+        known = self._known(part, record.chunk.nbytes)
+        if known is None:
+            if self._contents:
+                # What breaks the record is more to the point than that it cannot be read.
+                broken = list(self._checksums(part, record.chunk.nbytes))
+                if broken:
+                    yield from broken
+                    return
+            yield from self._check_loaded(record)
+            return
+        yield from _mismatch(record, known.shape, known.dtype)
+        if not self._contents:
+            return
+        told = self._digest_of(_index(record))
+        hasher = xxhash.xxh3_128()
+        nbytes = known.dtype.itemsize * prod(known.shape)
+        broken = list(
+            self._checksums(part, record.chunk.nbytes, (known.start, nbytes), hasher.update)
+        )
+        yield from broken
+        if not broken and told is not None and hasher.digest() != told:
+            yield Finding("digest", "the contents are not those that were saved")
+
+    def _check_object(self, part: FilePart, record: Record) -> Iterator[Finding]:
+        nbytes = record.chunk.nbytes
+        if not self._contents:
+            return
+        hasher = xxhash.xxh3_128()
+        for piece in _pieces(part, 0, nbytes):
+            hasher.update(piece)
+        told = self._digest_of(_index(record))
+        head = bytearray(min(nbytes, len(LOCAL)))
+        part.read_into(memoryview(head), 0)
+        # An object may be written in any way; if it is a zip file, it has checksums.
+        broken = list(self._checksums(part, nbytes)) if bytes(head) == LOCAL else []
+        yield from broken
+        if not broken and told is not None and hasher.digest() != told:
+            yield Finding("digest", "the contents are not those that were saved")
+
+    def _check_loaded(self, record: Record) -> Iterator[Finding]:
+        """Check what is not plain: other strides, transforms."""
+        if record.tensor is None:
+            return
+        if record.chunk.nbytes > self._limit_nbytes:
+            self.skipped.append(record.name)
+            return
+        try:
+            found = self._load(record)
+        except Exception as error:
+            # Whatever a broken file makes torch.load say.
+            yield Finding("wrong_record", _first_lines(error))
+            return
+        yield from _mismatch(record, tuple(found.shape), found.dtype)
+        if self._contents:
+            told = self._digest_of(_index(record))
+            self._progress(record.chunk.nbytes)
+            if told is not None and full_digest(found) != told:
+                yield Finding("digest", "the contents are not those that were saved")
+
+    def _known(self, part: FilePart, length: int) -> TensorRecord | None:
+        for nbytes in HEADS_NBYTES:
+            head = bytearray(min(nbytes, length))
+            part.read_into(memoryview(head), 0)
+            key = bytes(head), length
+            if key not in self._heads:
+                if len(self._heads) > 4096:
+                    # Heads of small records hold their elements, so each is another one.
+                    self._heads.clear()
+                self._heads[key] = parse_record(*key)
+            found = self._heads[key]
+            if found is not None:
+                return found
+        return None
+
+    def _checksums(
+        self,
+        part: FilePart,
+        nbytes: int,
+        elements: tuple[int, int] = (0, 0),
+        take: Callable[[memoryview], object] | None = None,
+    ) -> Iterator[Finding]:
+        """Yield the parts of a record that are not what its checksums say.
+
+        Args:
+            part: The record.
+            nbytes: Its length.
+            elements: Where its elements begin, and their length.
+            take: Is given the elements, in pieces.
+        """
+        try:
+            with zipfile.ZipFile(part.stream()) as file:
+                entries = file.infolist()
+            # torch.serialization.set_crc32_options(False) writes none.
+            has_sums = any(entry.CRC for entry in entries)
+            for entry in entries:
+                start = _data_start(part, entry.header_offset)
+                takes = take if (start, entry.file_size) == elements else None
+                total = 0
+                for piece in _pieces(part, start, entry.file_size):
+                    total = zlib.crc32(piece, total)
+                    self._progress(piece.nbytes)
+                    if takes is not None:
+                        takes(piece)
+                if has_sums and total != entry.CRC:
+                    what = entry.filename.partition("/")[2]
+                    yield Finding(
+                        "checksum",
+                        f"its {what} has the checksum {total:08x}, and was saved with "
+                        f"{entry.CRC:08x}",
+                    )
+        except (zipfile.BadZipFile, EOFError, struct.error, ValueError, NotImplementedError) as e:
+            yield Finding("wrong_record", f"this is no whole file of torch.save: {e}")
+
+
+def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Finding]:
+    assert record.tensor is not None
+    wanted = record.chunk.box.sizes
+    if shape != wanted or dtype != record.tensor.dtype:
+        yield Finding(
+            "wrong_record",
+            f"a {shape} {dtype} tensor is at byte {record.start}, where the metadata say "
+            f"{wanted} {record.tensor.dtype}",
+        )
+
+
+def _index(record: Record) -> MetadataIndex:
+    offsets = None if record.tensor is None else torch.Size(record.chunk.box.offsets)
+    return MetadataIndex(record.fqn, offsets)
+
+
+def _pieces(part: FilePart, start: int, nbytes: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(nbytes, PIECE_NBYTES)))
+    for at in range(0, nbytes, PIECE_NBYTES):
+        piece = buffer[: min(PIECE_NBYTES, nbytes - at)]
+        part.read_into(piece, start + at)
+        yield piece
+
+
+def _data_start(part: FilePart, header: int) -> int:
+    held = bytearray(LOCAL_NBYTES)
+    part.read_into(memoryview(held), header)
+    if bytes(held[:4]) != LOCAL:
+        raise zipfile.BadZipFile("a header is not where the directory says")
+    names, extra = struct.unpack_from("<HH", held, 26)
+    return header + LOCAL_NBYTES + int(names) + int(extra)
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "; ".join(lines[1:3] or lines[:1])
