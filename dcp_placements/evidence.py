@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
 
 from dcp_placements.digests import SAMPLED_NBYTES
 from dcp_placements.errors import Fault
@@ -11,11 +15,27 @@ from dcp_placements.interop import WriteItem
 from dcp_placements.renaming import Numbered
 from dcp_placements.table import Table, unpacked
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
 Digests = dict[int, bytes]
 """By layout class of a table (``OBJECT`` included): 8 bytes per item, zeros for no evidence; or so
 many buckets of 8 bytes where a world is too large for digests of every item."""
 
 DIGEST_NBYTES = SAMPLED_NBYTES
+
+_SHORT_NBYTES = 512
+
+
+def packed_ints(values: Sequence[int] | np.ndarray[Any, Any]) -> bytes:
+    """Return non-negative integers as they travel; long rows of them mostly repeat themselves."""
+    data = np.asarray(values, dtype="<u4").tobytes()
+    return b"r" + data if len(data) <= _SHORT_NBYTES else b"z" + zlib.compress(data, 1)
+
+
+def unpacked_ints(packed: bytes) -> Ints:
+    """Return the integers that were packed."""
+    data = packed[1:] if packed[:1] == b"r" else zlib.decompress(packed[1:])
+    return np.frombuffer(data, dtype="<u4").astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -24,7 +44,7 @@ class TableOffer:
 
     Attributes:
         table_id: Names the table.
-        coordinates: The rank's position along the axes of each class, class after class.
+        coordinates: The rank's position along the axes of each class, class after class, packed.
         digests: Of the items of those classes that may have replicas.
         stored_digests: Of all items as files will hold them, 16 bytes each in entry order; only
             for full digests.
@@ -32,10 +52,15 @@ class TableOffer:
     """
 
     table_id: bytes
-    coordinates: tuple[int, ...]
+    coordinates: bytes
     digests: Digests = field(default_factory=dict)
     stored_digests: bytes = b""
     packed: bytes | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the names of the fields.
+        told = self.table_id, self.coordinates, self.digests, self.stored_digests, self.packed
+        return TableOffer, told
 
 
 @dataclass(slots=True)
@@ -102,14 +127,17 @@ class Offer:
     loose: Loose | None = None
     story: Story | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Offer, tuple([getattr(self, known.name) for known in fields(self)])
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the coordinator sends to one rank: which of its items are its own to write.
 
     Attributes:
-        slots: For each table and each class, ``(replicas, slot)``: how many ranks hold what this
-            rank holds, and which of them it is.
+        slots: For each table, packed: for each class (objects last) how many ranks hold what this
+            rank holds, and then for each class which of them it is.
         elsewhere: For each table, entries that others write, as a bitmap; empty for none.
         loose: Positions of the loose items that are its own.
         extra: Keys and offsets of table entries that are its own though they are elsewhere.
@@ -120,7 +148,7 @@ class Answer:
         known: Whether the coordinator keeps the tables, so that they need not be sent again.
     """
 
-    slots: tuple[tuple[tuple[int, int], ...], ...]
+    slots: tuple[bytes, ...]
     elsewhere: tuple[bytes, ...] = ()
     loose: tuple[int, ...] = ()
     extra: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
@@ -128,6 +156,11 @@ class Answer:
     writers: int = 1
     in_pieces: tuple[tuple[str, int, int], ...] = ()
     known: bool = False
+
+    def all_slots(self) -> list[list[tuple[int, int]]]:
+        """Return ``(replicas, slot)`` for each table and class, objects last."""
+        halves = [unpacked_ints(packed).reshape(2, -1).tolist() for packed in self.slots]
+        return [list(zip(replicas, slots, strict=True)) for replicas, slots in halves]
 
 
 class Tables:

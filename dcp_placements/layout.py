@@ -205,6 +205,35 @@ class Sharding:
                     steps.append((cut, self.axis_sizes[cut.axis], coordinate[cut.axis]))
         return _dim_intervals(self.cut_shape[dim], tuple(steps))
 
+    def intervals_of(self, dim: int) -> list[Interval]:
+        """Return what all coordinates together hold of one dim, ascending, padding included.
+
+        The same as ``dim_at`` of every coordinate, but cut by cut: of plain shards each piece is
+        cut into ``torch.chunk``'s pieces, and no coordinate is looked at.
+
+        Raises:
+            LayoutError: A cut that does not fit what is left to cut, or a ``Pick``.
+        """
+        size = self.cut_shape[dim]
+        cuts = [cut for cut in self.cuts if cut.dim == dim]
+        if all(isinstance(cut, Cut) and cut.parts == 1 for cut in cuts):
+            pieces = [(0, size)] if size else []
+            for cut in cuts:
+                ranks = self.axis_sizes[cut.axis]
+                pieces = [piece for whole in pieces for piece in _pieces(whole, ranks)]
+            return pieces
+        held: list[Intervals] = [((0, size),) if size else ()]
+        for cut in cuts:
+            if isinstance(cut, Pick):
+                raise LayoutError("the rows of an IndexShard are known to their own rank only")
+            ranks = self.axis_sizes[cut.axis]
+            held = [
+                shard_intervals(intervals, ranks, at, cut.parts, cut.interleaved)
+                for intervals in held
+                for at in range(ranks)
+            ]
+        return sorted({interval for intervals in held for interval in intervals})
+
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """Yield every coordinate of the mesh, the last axis fastest."""
         return itertools.product(*map(range, self.axis_sizes))
@@ -307,6 +336,14 @@ def _piece(total: int, ranks: int, coordinate: int) -> Interval:
     step = -(-total // ranks)
     start = min(coordinate * step, total)
     return start, min(start + step, total)
+
+
+def _pieces(whole: Interval, ranks: int) -> list[Interval]:
+    """Return the pieces of an interval over so many ranks, empty ones left out."""
+    start, stop = whole
+    step = -(-(stop - start) // ranks)
+    starts = range(start, stop, step)
+    return list(zip(starts, [*starts[1:], stop], strict=True))
 
 
 def _slice(intervals: Intervals, start: int, stop: int) -> Intervals:

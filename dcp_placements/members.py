@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from dcp_placements.evidence import TableOffer
+from dcp_placements.evidence import Ints, TableOffer, unpacked_ints
 from dcp_placements.ownership import set_in_bitmap
 from dcp_placements.table import OBJECT, Table
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(slots=True)
@@ -24,6 +21,7 @@ class Members:
         offers: What each says of the table.
         cells: By class, which part each holds; parts that are equal boxes have equal numbers.
         counts: By class, how many hold each part.
+        coordinates: One row per rank: where it stands along the axes of each class.
         replicas: By class, the holders that every part has.
         slots: By class, each one's number among the holders of its part. Objects stand last in
             this and in ``replicas``: all of them hold all.
@@ -33,11 +31,17 @@ class Members:
     table: Table
     plans: list[int]
     offers: list[TableOffer]
+    coordinates: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     cells: list[Ints] = field(default_factory=list)
     counts: list[Ints] = field(default_factory=list)
     replicas: list[int] = field(default_factory=list)
     slots: list[Ints] = field(default_factory=list)
     elsewhere: bytearray = field(default_factory=bytearray)
+
+    def standing(self, at: int) -> list[int]:
+        """Return one rank's position along the axes of each class."""
+        standing: list[int] = self.coordinates[at].tolist()
+        return standing
 
     def drop(self, entry: int) -> None:
         """Note that an entry is not written by way of this table."""
@@ -52,7 +56,9 @@ class Members:
     def stand(self) -> None:
         """Work out who of the ranks holds which part."""
         count = len(self.plans)
-        coordinates = np.array([told.coordinates for told in self.offers], dtype=np.int64)
+        coordinates = self.coordinates = np.stack(
+            [unpacked_ints(told.coordinates) for told in self.offers]
+        )
         start = 0
         for known in self.table.classes:
             sizes = known.sharding.axis_sizes

@@ -25,6 +25,8 @@ from dcp_placements.evidence import (
     Story,
     TableOffer,
     Tables,
+    packed_ints,
+    unpacked_ints,
 )
 from dcp_placements.interop import (
     MetadataIndex,
@@ -49,7 +51,6 @@ from dcp_placements.table import (
     LayoutClass,
     Look,
     Table,
-    compressed,
     path_counts,
     table_id,
 )
@@ -60,6 +61,8 @@ tables; in larger worlds digests are folded into buckets, and a mesh's table is 
 
 BUCKETS = 16
 """Buckets per layout class in a large world."""
+
+_OBJECT_KIND = (OBJECT, 0, -1)
 
 Objects = dict[str, io.BytesIO]
 """Objects as a file will hold them, by key."""
@@ -80,6 +83,8 @@ class RankTable:
     table: Table
     first: bool | None
     coordinates: list[int] = field(default_factory=list)
+    _rows: list[tuple[Any, ...]] = field(default_factory=list)
+    _kinds: dict[Any, tuple[int, int, int]] = field(default_factory=dict)
     _classes: dict[Any, int] = field(default_factory=dict)
     _standings: dict[Any, int] = field(default_factory=dict)
     _looks: dict[Any, int] = field(default_factory=dict)
@@ -94,31 +99,48 @@ class RankTable:
         path: Path | None,
     ) -> None:
         """Take in one key: a placed tensor, a plain one, or (no tensor) an object."""
-        table = self.table
-        table.fqns.append(fqn)
-        if tensor is None:
-            table.class_of.append(OBJECT)
-            table.look_of.append(0)
-            table.rule_of.append(-1)
-        else:
-            key: Any = tuple(tensor.shape) if placed is None else id(placed.binding)
-            found = self._classes.get(key)
-            table.class_of.append(self._class(key, placed) if found is None else found)
-            looks = (tensor.dtype, tensor.layout, tensor.requires_grad)
-            look = self._looks.get(looks)
-            if look is None:
-                look = self._looks[looks] = len(table.looks)
-                table.looks.append(Look(*looks))
-            table.look_of.append(look)
-            rule = None if placed is None else placed.rule
-            table.rule_of.append(-1 if rule is None else _position(self._rules, rule, table.rules))
+        known = _OBJECT_KIND
+        if tensor is not None:
+            if placed is None:
+                key: Any = tensor.shape
+                rule = None
+            else:
+                key = id(placed.binding)
+                rule = placed.rule
+            kind = (key, tensor.dtype, tensor.layout, tensor.requires_grad, rule)
+            found = self._kinds.get(kind)
+            if found is None:
+                found = self._kinds[kind] = self._kind(key, tensor, placed, rule)
+            known = found
         counts = path_counts((fqn,) if path is None else path)
-        table.path_of.append(_position(self._paths, counts, table.paths))
+        at = self._paths.get(counts)
+        if at is None:
+            at = _position(self._paths, counts, self.table.paths)
+        self._rows.append((fqn, *known, at))
+
+    def finish(self) -> None:
+        """Make the table's columns, once all keys are in."""
+        table = self.table
+        columns = [list(column) for column in zip(*self._rows, strict=True)]
+        if columns:
+            table.fqns, table.class_of, table.look_of, table.rule_of, table.path_of = columns
+
+    def _kind(
+        self, key: Any, tensor: torch.Tensor, placed: Placed | None, rule: str | None
+    ) -> tuple[int, int, int]:
+        look = Look(tensor.dtype, tensor.layout, tensor.requires_grad)
+        return (
+            self._class(key, placed),
+            _position(self._looks, look, self.table.looks),
+            -1 if rule is None else _position(self._rules, rule, self.table.rules),
+        )
 
     def _class(self, key: Any, placed: Placed | None) -> int:
         coordinate: tuple[int, ...] = ()
+        if key in self._classes:
+            return self._classes[key]
         if placed is None:
-            known = LayoutClass(Sharding(key), (), plain=True)
+            known = LayoutClass(Sharding(tuple(key)), (), plain=True)
         else:
             names = tuple(axis.name for axis in placed.binding.axes)
             known = LayoutClass(placed.binding.sharding, names)
@@ -159,7 +181,7 @@ class Offering:
         elsewhere = answer.elsewhere or (b"",) * len(self.tables)
         owned = [
             set(owned_entries(kept.table, slots, bitmap, lowest_rank=answer.lowest))
-            for kept, slots, bitmap in zip(self.tables, answer.slots, elsewhere, strict=True)
+            for kept, slots, bitmap in zip(self.tables, answer.all_slots(), elsewhere, strict=True)
         ]
         makers = [TableItems(known.table, known.coordinates) for known in self.tables]
         extra = set(answer.extra)
@@ -181,9 +203,9 @@ def owned_items(tables: Tables, offer: Offer, answer: Answer) -> list[WriteItem]
     elsewhere = answer.elsewhere or (b"",) * len(offer.tables)
     extra = set(answer.extra)
     made: list[WriteItem] = []
-    for told, slots, bitmap in zip(offer.tables, answer.slots, elsewhere, strict=True):
+    for told, slots, bitmap in zip(offer.tables, answer.all_slots(), elsewhere, strict=True):
         table = tables[told.table_id]
-        maker = TableItems(table, told.coordinates)
+        maker = TableItems(table, unpacked_ints(told.coordinates).tolist())
         for entry in owned_entries(table, slots, bitmap, lowest_rank=answer.lowest):
             made += maker.of(entry)
         for fqn in dict.fromkeys(key for key, _ in answer.extra):
@@ -243,7 +265,9 @@ def offering_of(
         known = offering.tables[position]
         tensor = placed.tensor if placed is not None else value
         known.add(fqn, tensor if isinstance(tensor, torch.Tensor) else None, placed, path)
-        offering.order.append((position, len(known.table.fqns) - 1))
+        offering.order.append((position, len(known._rows) - 1))
+    for known in offering.tables:
+        known.finish()
     return offering
 
 
@@ -275,13 +299,16 @@ def make_offer(
     tables = []
     tells = exact
     for kept in offering.tables:
-        packed = kept.table.packed()
-        name = table_id(packed)
+        name = table_id(kept.table.packed())
         send = name not in known and (exact or kept.first is not False)
         # Where no mesh is, or this is its first rank, nobody else may be counted on.
         tells = tells or kept.first is not False
         tables.append(
-            TableOffer(name, tuple(kept.coordinates), packed=compressed(packed) if send else None)
+            TableOffer(
+                name,
+                packed_ints(kept.coordinates),
+                packed=kept.table.compressed() if send else None,
+            )
         )
     axes = _axes(placing, rules)
     story = None

@@ -113,6 +113,13 @@ class _Placer:
         """Bind one value, if it is a tensor that has a place."""
         kind = type(value)
         dtensor = self._dtensor_kinds.get(kind)
+        if dtensor and self.rules is None and kind is DTensor:
+            # The common case in place: of thousands of tensors a call more would be felt.
+            local, mesh, placements, whole = dtensor_facts(value)
+            found = self._bound.get((whole, local.shape, id(mesh), placements, _NO_RULE))
+            if found is not None and type(local) is torch.Tensor:
+                self.placing.placed[fqn] = Placed(fqn, local, found[0], found[1], None, mesh)
+                return
         if dtensor is None:
             dtensor = self._dtensor_kinds[kind] = is_dtensor_like(value)
         if not dtensor and not isinstance(value, torch.Tensor):
@@ -174,6 +181,8 @@ class _Placer:
 
     def check_aliases(self, state_dict: Mapping[str, Any]) -> None:
         """Note two names of one storage that lie differently."""
+        if _all_differ(self.placing.placed, state_dict):
+            return
         seen: dict[Any, str] = {}
         at: dict[int, tuple[str, torch.Tensor]] = {}
         placed_of = self.placing.placed.get
@@ -307,6 +316,7 @@ def counted_faults(
 
 
 _UNBOUND: Any = object()
+_NO_RULE = id(None)
 
 
 def _lies_alike(one: Placed | None, other: Placed | None) -> bool:
@@ -323,6 +333,21 @@ def _place_text(placed: Placed | None) -> str:
     mesh = ", ".join(f"{axis.name or 'axis'}={axis.size}" for axis in axes)
     by = "no rule" if placed.rule is None else f"rule {placed.rule}"
     return f"{by}, part of a {placed.global_shape} tensor over ({mesh})"
+
+
+def _all_differ(placed: Mapping[str, Placed], state_dict: Mapping[str, Any]) -> bool:
+    """Whether no two tensors begin at one address; False also where that is not known."""
+    tensors = [known.tensor for known in placed.values()]
+    tensors += [
+        value
+        for fqn, value in state_dict.items()
+        if fqn not in placed and isinstance(value, torch.Tensor)
+    ]
+    try:
+        pointers = [pointer for tensor in tensors if (pointer := tensor.data_ptr())]
+    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
+        return False
+    return len(set(pointers)) == len(pointers)
 
 
 def _data_ptr(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from dcp_placements.world_plan import WorldPlan
 
 MAX_CACHES = 8
 
-Standing = tuple[tuple[tuple[bytes, tuple[int, ...]], ...], list[WriteItem] | None]
+Standing = tuple[tuple[tuple[bytes, bytes], ...], list[WriteItem] | None]
 """What a rank's plan depends on: its tables and coordinates, and its loose items."""
 
 

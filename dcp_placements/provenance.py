@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dcp_placements.digests import FULL_NBYTES
-from dcp_placements.evidence import Answer, Offer, Tables
+from dcp_placements.evidence import Answer, Offer, Tables, unpacked_ints
 from dcp_placements.interop import Metadata, MetadataIndex
 from dcp_placements.items import TableItems
 from dcp_placements.ownership import owned_entries
@@ -66,9 +66,9 @@ def written_digests(
     for offer, answer in zip(offers, answers, strict=True):
         elsewhere = answer.elsewhere or (b"",) * len(offer.tables)
         extra = set(answer.extra)
-        for told, slots, bitmap in zip(offer.tables, answer.slots, elsewhere, strict=True):
+        for told, slots, bitmap in zip(offer.tables, answer.all_slots(), elsewhere, strict=True):
             table = tables[told.table_id]
-            maker = TableItems(table, told.coordinates)
+            maker = TableItems(table, unpacked_ints(told.coordinates).tolist())
             owned = set(owned_entries(table, slots, bitmap, lowest_rank=answer.lowest))
             position = 0
             for entry in range(len(table.fqns)):

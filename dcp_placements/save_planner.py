@@ -338,8 +338,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
             for name in dict.fromkeys(told.table_id for offer in offers for told in offer.tables):
-                table = tables[name]
-                data.update({fqn: table.path(entry) for entry, fqn in enumerate(table.fqns)})
+                data.update(tables[name].paths_of_keys())
             for offer in offers:
                 if offer.loose is not None:
                     data.update(offer.loose.paths)

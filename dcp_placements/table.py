@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from io import BytesIO
+from typing import Any
 
 import torch
 import xxhash
 
+from dcp_placements.keys import packed_keys, unpacked_keys
 from dcp_placements.layout import Box, Cut, Interval, Sharding
 from dcp_placements.naming import Path
 
@@ -96,19 +98,13 @@ class Table:
         """Return the positions of the keys of one class."""
         return [i for i, known in enumerate(self.class_of) if known == class_index]
 
-    def path(self, entry: int) -> Path:
-        """Return where a key stands in the nested state dict."""
-        components = self.fqns[entry].split(".")
-        path: list[str | int] = []
-        position = 0
-        for count in self.paths[self.path_of[entry]]:
-            if count < 0:
-                path.append(int(components[position]))
-                position += 1
-            else:
-                path.append(".".join(components[position : position + count]))
-                position += count
-        return tuple(path)
+    def paths_of_keys(self) -> dict[str, Path]:
+        """Return where each key stands in the nested state dict."""
+        splits = [_split_at(counts) for counts in self.paths]
+        return {
+            fqn: split(fqn)
+            for fqn, split in zip(self.fqns, map(splits.__getitem__, self.path_of), strict=True)
+        }
 
     def nbytes(self, entry: int) -> int:
         """Return the bytes of one whole tensor; 0 for an object."""
@@ -124,25 +120,30 @@ class Table:
         pickler = pickle.Pickler(buffer, protocol=5)
         # References are not memoised: whether two equal values are one object differs by rank.
         pickler.fast = True
-        pickler.dump(
-            (
-                [_class_state(known) for known in self.classes],
-                [(look.dtype, str(look.layout), look.requires_grad) for look in self.looks],
-                self.rules,
-                self.paths,
-                "\n".join(self.fqns),
-                self.class_of,
-                self.look_of,
-                self.rule_of,
-                self.path_of,
-            )
-        )
+        pickler.dump(self._state("\n".join(self.fqns)))
         return buffer.getvalue()
+
+    def compressed(self) -> bytes:
+        """Return the table as it travels: a few hundred bytes for thousands of keys."""
+        return zlib.compress(pickle.dumps(self._state(packed_keys(self.fqns)), protocol=5))
+
+    def _state(self, keys: Any) -> tuple[Any, ...]:
+        return (
+            [_class_state(known) for known in self.classes],
+            [(look.dtype, str(look.layout), look.requires_grad) for look in self.looks],
+            self.rules,
+            self.paths,
+            keys,
+            self.class_of,
+            self.look_of,
+            self.rule_of,
+            self.path_of,
+        )
 
 
 def unpacked(data: bytes) -> Table:
-    """Return the table that was packed and compressed."""
-    classes, looks, rules, paths, fqns, *columns = pickle.loads(zlib.decompress(data))
+    """Return the table that was compressed."""
+    classes, looks, rules, paths, keys, *columns = pickle.loads(zlib.decompress(data))
     return Table(
         [_class_of_state(*state) for state in classes],
         [
@@ -151,14 +152,9 @@ def unpacked(data: bytes) -> Table:
         ],
         rules,
         paths,
-        fqns.split("\n") if fqns else [],
+        unpacked_keys(keys),
         *columns,
     )
-
-
-def compressed(packed: bytes) -> bytes:
-    """Return a packed table as it travels."""
-    return zlib.compress(packed, 1)
 
 
 def table_id(packed: bytes) -> bytes:
@@ -172,7 +168,21 @@ def path_counts(path: Path) -> tuple[int, ...]:
     >>> path_counts(("optim", "layers.0.w", 3))
     (1, 3, -1)
     """
-    return tuple([-1 if isinstance(part, int) else part.count(".") + 1 for part in path])
+    return tuple(map(_counts.__getitem__, path))
+
+
+class _Counts(dict[str | int, int]):
+    """The components of path parts; a model's parts come again and again."""
+
+    def __missing__(self, part: str | int) -> int:
+        if len(self) >= _MAX_COUNTS:
+            self.clear()
+        count = self[part] = -1 if isinstance(part, int) else part.count(".") + 1
+        return count
+
+
+_MAX_COUNTS = 1 << 16
+_counts = _Counts()
 
 
 @lru_cache(maxsize=4096)
@@ -183,25 +193,50 @@ def grid(known: LayoutClass) -> tuple[tuple[Interval, ...], ...] | None:
     tiling of every dim is a tiling of the whole.
     """
     sharding = known.sharding
+    axes = [cut.axis for cut in sharding.cuts]
+    if len(set(axes)) < len(axes):
+        return None
     dims: list[tuple[Interval, ...]] = []
     for dim, size in enumerate(sharding.global_shape):
-        axes = sorted({c.axis for c in sharding.cuts if isinstance(c, Cut) and c.dim == dim})
-        found: set[Interval] = set()
-        for position in Sharding((), tuple(sharding.axis_sizes[a] for a in axes)).coordinates():
-            coordinate = [0] * len(sharding.axis_sizes)
-            for axis, at in zip(axes, position, strict=True):
-                coordinate[axis] = at
-            found.update(sharding.dim_at(dim, coordinate))
-        edges = sorted((start, min(stop, size)) for start, stop in found if start < size)
+        found = sharding.intervals_of(dim)
+        if sharding.padded_shape is not None:
+            found = [(start, min(stop, size)) for start, stop in found if start < size]
         position_reached = 0
-        for start, stop in edges:
+        for start, stop in found:
             if start != position_reached:
                 return None
             position_reached = stop
         if position_reached != size:
             return None
-        dims.append(tuple(edges))
+        dims.append(tuple(found))
     return tuple(dims)
+
+
+def _split_at(counts: tuple[int, ...]) -> Callable[[str], Path]:
+    """Return what takes a key apart into path parts of so many components."""
+    long = [i for i, count in enumerate(counts) if count > 1]
+    if min(counts) > 0 and len(long) == 1:
+        # One name with dots among others without, as torch's state dicts have them: two splits.
+        first, last = long[0], len(counts) - 1 - long[0]
+
+        def around(fqn: str) -> Path:
+            *head, rest = fqn.split(".", first)
+            return (*head, *rest.rsplit(".", last)) if last else (*head, rest)
+
+        return around
+
+    def one_by_one(fqn: str) -> Path:
+        components = fqn.split(".")
+        path: list[str | int] = []
+        position = 0
+        for count in counts:
+            stop = position + abs(count)
+            part = ".".join(components[position:stop])
+            path.append(int(part) if count < 0 else part)
+            position = stop
+        return tuple(path)
+
+    return one_by_one
 
 
 def boxes(known: LayoutClass, coordinate: Sequence[int]) -> tuple[Box, ...]:

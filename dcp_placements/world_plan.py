@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import islice, product, repeat
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from dcp_placements.agreement import Witness, examine
 from dcp_placements.comparison import Comparison, digest_slice, places_in_class
 from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.evidence import Answer, Offer, Tables
+from dcp_placements.evidence import Answer, Offer, Tables, packed_ints, unpacked_ints
 from dcp_placements.interop import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -38,7 +39,7 @@ from dcp_placements.ownership import (
     owner_slots,
 )
 from dcp_placements.report import KeyReport
-from dcp_placements.table import OBJECT, LayoutClass, boxes, grid
+from dcp_placements.table import OBJECT, LayoutClass, Table, boxes, grid
 
 
 @dataclass(slots=True)
@@ -122,6 +123,7 @@ class _Coordinator:
         self.repeated: dict[str, list[tuple[bytes, int]]] = {}
         self.odd: dict[str, None] = {}
         self.owned_odd: list[SavePlan] = []
+        self.known_chunks: dict[tuple[tuple[int, ...], ...], ChunkStorageMetadata] = {}
 
     def plan(self) -> WorldPlan:
         refused = self._unknown_tables() or self._unlike_digests()
@@ -195,6 +197,11 @@ class _Coordinator:
         """Note keys that another table has too, and classes that do not tile."""
         table = members.table
         untiled = [self._untiled(index, members) for index in range(len(table.classes))]
+        if not any(untiled) and self.first.keys().isdisjoint(table.fqns):
+            self.first.update(
+                zip(table.fqns, zip(repeat(name), range(len(table.fqns))), strict=False)
+            )
+            return
         for entry, (fqn, index) in enumerate(zip(table.fqns, table.class_of, strict=True)):
             known = self.first.setdefault(fqn, (name, entry))
             if known != (name, entry):
@@ -250,7 +257,7 @@ class _Coordinator:
             dtype = next(iter(claims.dtypes))
             held = sum(box.numel * len(told) for box, told in claims.boxes.items())
             unique = sum(box.numel for box in claims.boxes)
-            self._note_key(fqn, shape, dtype, len(claims.boxes), unique, held)
+            self.made.keys[fqn] = _key_report(shape, dtype, len(claims.boxes), unique, held)
 
     def _taken_apart(
         self, offer: Offer, entries: dict[bytes, list[int]]
@@ -263,7 +270,7 @@ class _Coordinator:
             if not entries[told.table_id]:
                 continue
             table = self.tables[told.table_id]
-            maker = TableItems(table, told.coordinates)
+            maker = TableItems(table, unpacked_ints(told.coordinates).tolist())
             places = places_in_class(table)
             for entry in entries[told.table_id]:
                 index = table.class_of[entry]
@@ -296,7 +303,7 @@ class _Coordinator:
         offer = self.offers[0]
         for members in self.members.values():
             start = 0
-            told = members.offers[0].coordinates
+            told = members.standing(0)
             left = set()
             for index, known in enumerate(members.table.classes):
                 stop = start + len(known.sharding.axis_sizes)
@@ -334,39 +341,47 @@ class _Coordinator:
                     )
 
     def _describe_table(self, members: Members) -> None:
-        table = members.table
+        table, elsewhere = members.table, members.elsewhere
+        metadata, keys, repeated = self.made.metadata, self.made.keys, self.repeated
         chunks: dict[int, list[ChunkStorageMetadata]] = {}
-        properties = [tensor_properties(look) for look in table.looks]
-        sizes = [torch.Size(known.sharding.global_shape) for known in table.classes]
-        held_by = len(members.plans)
-        cells = [known.cells for known in table.classes]
-        for entry, (fqn, index) in enumerate(zip(table.fqns, table.class_of, strict=True)):
-            if in_bitmap(members.elsewhere, entry):
+        # Tensors that lie alike share all that is said of them.
+        alike: dict[tuple[int, int], tuple[TensorStorageMetadata, KeyReport]] = {}
+        columns = zip(table.fqns, table.class_of, table.look_of, strict=True)
+        for entry, (fqn, index, look) in enumerate(columns):
+            if elsewhere and in_bitmap(elsewhere, entry):
                 continue
             if index == OBJECT:
-                self.made.metadata[fqn] = BytesStorageMetadata()
+                metadata[fqn] = BytesStorageMetadata()
                 self.made.objects.append(fqn)
                 continue
-            known = table.classes[index]
-            if index not in chunks:
-                chunks[index] = self._chunks(known, members, index)
-            look = table.look_of[entry]
-            self.made.metadata[fqn] = TensorStorageMetadata(
-                properties[look], sizes[index], chunks[index]
-            )
-            count = held_by + sum(
-                len(self.members[name].plans) for name, _ in self.repeated.get(fqn, ())
-            )
-            whole = prod(sizes[index])
-            unique = whole if self.complete else sum(prod(c.sizes) for c in chunks[index])
-            self._note_key(
-                fqn,
-                known.sharding.global_shape,
-                table.looks[look].dtype,
-                len(chunks[index]),
-                unique,
-                whole * count // cells[index],
-            )
+            described = alike.get((index, look))
+            if described is None:
+                if index not in chunks:
+                    chunks[index] = self._chunks(table.classes[index], members, index)
+                held_by = len(members.plans)
+                described = self._described(table, index, look, chunks[index], held_by)
+                alike[index, look] = described
+            if fqn in repeated:
+                held_by = len(members.plans)
+                held_by += sum(len(self.members[name].plans) for name, _ in repeated[fqn])
+                described = self._described(table, index, look, chunks[index], held_by)
+            metadata[fqn], keys[fqn] = described
+
+    def _described(
+        self,
+        table: Table,
+        index: int,
+        look: int,
+        chunks: list[ChunkStorageMetadata],
+        held_by: int,
+    ) -> tuple[TensorStorageMetadata, KeyReport]:
+        known, told = table.classes[index], table.looks[look]
+        shape = known.sharding.global_shape
+        whole = prod(shape)
+        unique = whole if self.complete else sum(prod(chunk.sizes) for chunk in chunks)
+        held = whole * held_by // known.cells
+        stored = TensorStorageMetadata(tensor_properties(told), torch.Size(shape), chunks)
+        return stored, _key_report(shape, told.dtype, len(chunks), unique, held)
 
     def _chunks(
         self, known: LayoutClass, members: Members, index: int
@@ -374,56 +389,46 @@ class _Coordinator:
         """Return the chunks that a tensor of the class is stored as, each once."""
         dims = grid(known)
         if self.complete and dims is not None and 0 not in known.sharding.global_shape:
-            return [_chunk(cell) for cell in product(*dims)]
+            return self._grid_chunks(dims)
         # Not all coordinates are there (a save without collectives), or there is no element.
         start = sum(len(other.sharding.axis_sizes) for other in members.table.classes[:index])
         stop = start + len(known.sharding.axis_sizes)
         found = {
             box: None
-            for told in members.offers
-            for box in boxes(known, told.coordinates[start:stop])
+            for at in range(len(members.plans))
+            for box in boxes(known, members.standing(at)[start:stop])
         }
         return [chunk_metadata(box.offsets, box.sizes) for box in found]
 
-    def _note_key(
-        self,
-        fqn: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        chunks: int,
-        unique: int,
-        held: int,
-    ) -> None:
-        whole = prod(shape)
-        self.made.keys[fqn] = KeyReport(
-            shape=shape,
-            dtype=str(dtype).removeprefix("torch."),
-            chunks=chunks,
-            unique_nbytes=unique * dtype.itemsize,
-            whole_nbytes=whole * dtype.itemsize,
-            copies=held / whole if whole else 1.0,
-        )
+    def _grid_chunks(self, dims: Sequence[Sequence[Interval]]) -> list[ChunkStorageMetadata]:
+        """Return the cells of a grid; equal ones of all classes are one object."""
+        known, made = self.known_chunks, []
+        offsets = product(*([start for start, _ in dim] for dim in dims))
+        sizes = product(*([stop - start for start, stop in dim] for dim in dims))
+        for cell in zip(offsets, sizes, strict=True):
+            chunk = known.get(cell)
+            if chunk is None:
+                chunk = known[cell] = chunk_metadata(*cell)
+            made.append(chunk)
+        return made
 
     def _answer(self) -> None:
         """Tell every rank what is its own."""
-        slots: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in self.offers]
+        slots: list[list[bytes]] = [[] for _ in self.offers]
         elsewhere: list[list[bytes]] = [[] for _ in self.offers]
         writes = [False] * len(self.offers)
         for members in self.members.values():
-            used = self._used_slots(members)
-            columns = [column.tolist() for column in members.slots]
             bitmap = bytes(members.elsewhere)
-            for position, plan in enumerate(members.plans):
-                row = tuple(
-                    [
-                        (count, column[position])
-                        for count, column in zip(members.replicas, columns, strict=True)
-                    ]
-                )
-                slots[plan].append(row)
+            rows = np.empty((len(members.plans), 2, len(members.slots)), np.uint32)
+            rows[:, 0] = members.replicas
+            rows[:, 1] = np.stack(members.slots, axis=1)
+            writing = np.zeros(len(members.plans), bool)
+            for column, used in zip(members.slots, self._used_slots(members), strict=True):
+                writing |= column == min(used) if len(used) == 1 else np.isin(column, list(used))
+            for plan, row, written in zip(members.plans, rows, writing.tolist(), strict=True):
+                slots[plan].append(packed_ints(row))
                 elsewhere[plan].append(bitmap)
-                if not writes[plan]:
-                    writes[plan] = any(row[c][1] in used[c] for c in range(len(row)))
+                writes[plan] = writes[plan] or written
         # A rank's tables come in its own order, the members in that of the tables' first ranks.
         order = {name: at for at, name in enumerate(self.members)}
         extra, loose = self._odd_answers()
@@ -453,6 +458,11 @@ class _Coordinator:
         """Return the slots that write anything, by class, objects last."""
         owners = owner_slots(members.table, members.replicas, lowest_rank=self.lowest_rank)
         used: list[set[int]] = [set() for _ in members.replicas]
+        if not members.elsewhere:
+            # No key by itself: only what different pairs there are.
+            for index, owner in set(zip(members.table.class_of, owners, strict=True)):
+                used[index].add(owner)
+            return used
         for entry, index in enumerate(members.table.class_of):
             if not in_bitmap(members.elsewhere, entry):
                 used[index].add(owners[entry])
@@ -495,8 +505,8 @@ class _Coordinator:
         start = sum(len(known.sharding.axis_sizes) for known in members.table.classes[:index])
         known = members.table.classes[index]
         stop = start + len(known.sharding.axis_sizes)
-        for plan, told in zip(members.plans, members.offers, strict=True):
-            count = len(boxes(known, told.coordinates[start:stop]))
+        for at, plan in enumerate(members.plans):
+            count = len(boxes(known, members.standing(at)[start:stop]))
             if count > 1:
                 return self.offers[plan].rank, count
         return None
@@ -524,7 +534,15 @@ def _may_be_in_pieces(known: LayoutClass) -> bool:
     return any(isinstance(cut, Cut) and cut.parts != 1 for cut in known.sharding.cuts)
 
 
-def _chunk(cell: tuple[Interval, ...]) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(
-        torch.Size([start for start, _ in cell]), torch.Size([stop - start for start, stop in cell])
+def _key_report(
+    shape: tuple[int, ...], dtype: torch.dtype, chunks: int, unique: int, held: int
+) -> KeyReport:
+    whole = prod(shape)
+    return KeyReport(
+        shape=shape,
+        dtype=str(dtype).removeprefix("torch."),
+        chunks=chunks,
+        unique_nbytes=unique * dtype.itemsize,
+        whole_nbytes=whole * dtype.itemsize,
+        copies=held / whole if whole else 1.0,
     )

@@ -16,9 +16,9 @@ FAKES = Path(fakes.__file__).parent
 
 ORDER = [
     *("errors", "layout", "mesh", "placement", "rules", "interop", "quiet_gc"),
-    *("tiling", "digests", "casting", "binding", "optimizer_state", "naming", "renaming", "table"),
-    *("placing", "items", "evidence", "agreement", "ownership", "reads", "report", "live"),
-    *("lint", "offer", "provenance", "numbering", "members", "comparison", "world_plan"),
+    *("tiling", "digests", "casting", "binding", "optimizer_state", "naming", "renaming", "keys"),
+    *("table", "placing", "items", "evidence", "agreement", "ownership", "reads", "report"),
+    *("live", "lint", "offer", "provenance", "numbering", "members", "comparison", "world_plan"),
     *("request", "summary", "options"),
     *("plan_cache", "save_planner", "load_planner"),
     *("slices", "tensor_record", "tensor_stamp", "storage_table", "safe_pickle", "metadata_file"),

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, MeshCoordinate
 from dcp_placements.binding import Binding, Own, bind
 from dcp_placements.layout import Box, Chunk, Cut, Layout, Pick, Sharding
+from dcp_placements.table import LayoutClass, grid
 from dcp_placements.tiling import is_grid, overlaps, tiles, uncovered
 from fakes import FakeMesh, cut
 
@@ -296,3 +297,38 @@ def test_fused_rule_makes_the_tensor_s_own_cut_of_that_axis_more_exact(data: st.
         binding = bound(whole, mesh, ("fsdp", "tp"), own, local, placement)
         assert binding.global_shape == tuple(whole.shape)
         assert torch.equal(assembled(whole, binding.layout, binding.layout.chunks()), local)
+
+
+@st.composite
+def padded_shardings(draw: st.DrawFn) -> Sharding:
+    """Draw how a mesh cuts a tensor, some of it padding."""
+    case = draw(cases())
+    kept = tuple(draw(st.integers(max(size - 3, 0), size)) for size in case.shape)
+    return Sharding(kept, case.sizes, cuts_of(case.placements), case.shape)
+
+
+@given(st.one_of(cases().map(sharding_of), padded_shardings()))
+@examples(200)
+def test_a_grid_is_what_all_coordinates_hold(sharding: Sharding) -> None:
+    """The closed form against a walk over the coordinates, each of them proved by slicing."""
+    dims = range(len(sharding.global_shape))
+    walked = [
+        {one for at in sharding.coordinates() for one in sharding.dim_at(dim, at)} for dim in dims
+    ]
+    assert [sharding.intervals_of(dim) for dim in dims] == [sorted(found) for found in walked]
+    boxes = {chunk.box for at in sharding.coordinates() for chunk in sharding.at(at).chunks()}
+    found = grid(LayoutClass(sharding, NAMES[: len(sharding.axis_sizes)]))
+    assert found is not None
+    assert {
+        Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        for cell in itertools.product(*found)
+    } == boxes
+    assert (counts(sharding.global_shape, boxes) == 1).all()
+
+
+def test_a_shape_that_the_cuts_do_not_reach_is_no_grid() -> None:
+    assert grid(LayoutClass(Sharding((6,), (2,), (Cut(0, 0),), (4,)), ("x",))) is None
+
+
+def test_an_axis_that_cuts_two_dims_is_no_grid() -> None:
+    assert grid(LayoutClass(Sharding((4, 4), (2,), (Cut(0, 0), Cut(1, 0))), ("x",))) is None
