@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -68,14 +69,18 @@ def real_dtensor(
     local: torch.Tensor, mesh: FakeMesh, placements: Sequence[Any], shape: Sequence[int]
 ) -> DTensor:
     """Return torch's own ``DTensor`` on the rank of ``mesh``, with no process group."""
-    device_mesh = DeviceMesh(
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local, _real_mesh(mesh), placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+@lru_cache(maxsize=256)  # the tensors of a rank share its mesh, as a trainer's do
+def _real_mesh(mesh: FakeMesh) -> DeviceMesh:
+    return DeviceMesh(
         "cpu",
         mesh.mesh,
         mesh_dim_names=mesh.mesh_dim_names,
         _init_backend=False,
         _rank=mesh.rank,
-    )
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
