@@ -45,6 +45,11 @@ class Fault:
     def __str__(self) -> str:
         return _told([self.fqn], self)
 
+    def as_json(self) -> dict[str, object]:
+        """Return it as plain values."""
+        details = [*self.place, *self.details]
+        return {"fqn": self.fqn, "headline": self.headline, "details": details}
+
 
 def format_faults(opening: str, faults: Iterable[Fault], noun: str = "fault") -> str:
     """Return the text of one error for all ``faults``: an opening line, then each, by FQN."""

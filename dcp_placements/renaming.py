@@ -155,6 +155,17 @@ class Renumber:
         ]
         return (Numbered(self.pattern, self.total, tuple(ranges)),)
 
+    def numbers(self, pattern: str) -> dict[str, set[int]]:
+        """Return this rank's numbers by what stands in ``pattern`` for ``{name}``.
+
+        Where ``pattern`` (its own, after a ``Replace``) has no such part: all, under ``""``.
+        """
+        if not isinstance(self.ids, Mapping):
+            return {"": set(self.ids)}
+        if f"{{{self._by}}}" not in pattern:
+            return {"": {number for known in self.ids.values() for number in known}}
+        return {str(selector): set(known) for selector, known in self.ids.items()}
+
     def table(self, keys: Iterable[str]) -> str:
         """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
         return table(self, keys)
@@ -284,6 +295,40 @@ def table(rename: Callable[[str], object], keys: Iterable[str]) -> str:
 def numbering(rename: object) -> tuple[Numbered, ...]:
     """Return what a rename says of numbers; nothing for a function that is none of the above."""
     return rename.numbered if isinstance(rename, Renumber | Renames) else ()
+
+
+def holder(rename: object) -> Callable[[str], bool] | None:
+    """Return whether a rank has a key of the checkpoint, as far as the numbers in it say.
+
+    >>> holds = holder(Renumber("experts.{}", [6, 1], total=8))
+    >>> holds("layers.3.experts.6.w1"), holds("layers.3.experts.0.w1"), holds("norm.weight")
+    (True, False, True)
+
+    Returns:
+        None for a rename that is none of the above: nobody knows what keys it makes.
+    """
+    steps = rename.steps if isinstance(rename, Renames) else (rename,)
+    known: list[tuple[re.Pattern[str], dict[str, set[int]]]] = []
+    for at, step in enumerate(steps):
+        if isinstance(step, Renumber):
+            pattern = step.pattern
+            for later in steps[at + 1 :]:
+                if isinstance(later, Replace):
+                    pattern = later(pattern)
+            known.append((number_finder(pattern), step.numbers(pattern)))
+        elif not isinstance(step, Replace):
+            return None
+
+    def holds(key: str) -> bool:
+        for finder, numbers in known:
+            found = finder.search("." + key)
+            if found is not None:
+                selector = found["by"] if "by" in finder.groupindex else ""
+                if int(found[NUMBER]) not in numbers.get(selector, ()):
+                    return False
+        return True
+
+    return holds
 
 
 def number_finder(pattern: str) -> re.Pattern[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,10 +32,12 @@ ORDER = [
     *("offline.box_reads", "offline.experts", "offline.inspection", "offline.merging"),
     *("offline.structure", "offline.record_checks", "offline.verification"),
     *("offline.torch_files", "offline.megatron_files", "offline.megatron_layout"),
+    *("offline.rehearsal", "offline.projection", "offline.picture", "offline.drawing"),
     *("offline",),
     *("cli.arguments", "cli.printing"),
     *("cli.inspecting", "cli.verifying", "cli.merging"),
     *("cli.megatron",),
+    *("cli.rehearsing", "cli.drawing"),
     *("cli.app", "cli"),
     *("__init__", "__main__"),
 ]
@@ -177,12 +181,17 @@ def test_the_check_for_private_names_finds_those_of_interop() -> None:
 
 
 @pytest.mark.parametrize("library", ["typer", "rich", "matplotlib"])
-def test_libraries_of_extras_are_imported_by_the_command_line_only(library: str) -> None:
+def test_libraries_of_extras_are_imported_where_they_are_asked_for(library: str) -> None:
     for module in ORDER:
-        if module.startswith("cli."):
+        if module.startswith("cli.") or (library, module) == ("matplotlib", "offline.picture"):
             continue
         found = {name.split(".")[0] for name, _ in imports(file_of(module, PACKAGE))}
         assert library not in found, module
+
+
+def test_matplotlib_is_imported_for_pictures_only() -> None:
+    program = "import sys, dcp_placements.cli.app as app; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_the_front_door_offers_all_that_it_names() -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import typer
 
+from dcp_placements.cli.drawing import draw_command
 from dcp_placements.cli.inspecting import inspect_command
 from dcp_placements.cli.megatron import megatron_command
 from dcp_placements.cli.merging import merge_metadata_command
 from dcp_placements.cli.printing import complain
+from dcp_placements.cli.rehearsing import rehearse_command
 from dcp_placements.cli.verifying import verify_command
 from dcp_placements.errors import PlacementError
 from dcp_placements.offline import CannotLook
@@ -63,6 +65,8 @@ def _exit_code(work: Callable[[], int]) -> int:
 _command("inspect", inspect_command)
 _command("verify", verify_command)
 _command("megatron", megatron_command)
+_command("rehearse", rehearse_command)
+_command("draw", draw_command)
 _command("merge-metadata", merge_metadata_command)
 
 

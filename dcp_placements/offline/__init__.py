@@ -5,16 +5,23 @@ What the command line prints, as dataclasses. Nothing that a checkpoint's pickle
 
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.directory import CannotLook
+from dcp_placements.offline.drawing import draw
 from dcp_placements.offline.inspection import inspect
 from dcp_placements.offline.megatron_layout import megatron_layout
 from dcp_placements.offline.merging import merge_metadata
+from dcp_placements.offline.picture import check_picture_name, save_figure
+from dcp_placements.offline.rehearsal import rehearse
 from dcp_placements.offline.verification import verify
 
 __all__ = [
     "CannotLook",
     "Checkpoint",
+    "check_picture_name",
+    "draw",
     "inspect",
     "megatron_layout",
     "merge_metadata",
+    "rehearse",
+    "save_figure",
     "verify",
 ]

@@ -1,0 +1,32 @@
+"""``draw``: a picture of a tensor, or of a whole checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dcp_placements import offline
+from dcp_placements.cli.arguments import CheckpointPath, Json
+from dcp_placements.cli.printing import print_json, say
+
+
+def draw_command(
+    ckpt: CheckpointPath,
+    fqn: Annotated[
+        str | None, typer.Argument(metavar="[FQN]", help="A tensor; all of them without.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="A .png or .svg file.")
+    ] = Path("checkpoint.png"),
+    json: Json = False,
+) -> int:
+    """Draw a tensor's chunks by writer rank, or the bytes that each rank wrote."""
+    offline.check_picture_name(output)
+    offline.save_figure(offline.draw(ckpt, fqn), output)
+    if json:
+        print_json({"path": ckpt, "fqn": fqn, "written": str(output)})
+    else:
+        say(f"{output}: written")
+    return 0

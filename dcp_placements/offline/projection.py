@@ -1,0 +1,153 @@
+"""From boxes of any number of dims to rectangles on paper. Integers only.
+
+A dim that every box spans as a whole tells nothing and is left out. The two dims that are cut most
+are drawn, the later one across; each step of a further one has a panel of its own. One dim alone,
+cut into many, runs in lines, as text does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from dcp_placements.layout import Box, Interval
+from dcp_placements.tiling import format_box, intersection
+
+MAX_STEPS_IN_A_COLUMN = 24
+"""One dim that is cut into more is drawn in lines."""
+
+STEPS_IN_A_LINE = 16
+
+MAX_PANELS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A rectangle in a panel: where it begins (down, across), and how far it goes."""
+
+    y: int
+    x: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture.
+
+    Attributes:
+        title: What of the tensor it shows; empty where that is all of it.
+        box: The same, as a box.
+    """
+
+    title: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """How boxes of a tensor come to be rectangles.
+
+    Attributes:
+        shape: Of the tensor, stretched to take in boxes beyond its end.
+        across: The dim that is drawn across; None for a scalar.
+        down: The dim that is drawn downwards; None where there is none.
+        lines: Where ``across`` breaks into lines, from 0 to its end; two numbers for one line.
+        edges: Of the dims that are drawn, where boxes begin and end.
+        panels: The pictures.
+        untold: Panels that there would be beyond these.
+    """
+
+    shape: tuple[int, ...]
+    across: int | None
+    down: int | None
+    lines: tuple[int, ...]
+    edges: dict[int, tuple[int, ...]]
+    panels: tuple[Panel, ...]
+    untold: int
+
+    @property
+    def width(self) -> int:
+        """Extent across, of the longest line."""
+        return max(stop - start for start, stop in pairwise(self.lines))
+
+    @property
+    def height(self) -> int:
+        """Extent downwards."""
+        if len(self.lines) > 2:
+            return len(self.lines) - 1
+        return 1 if self.down is None else self.shape[self.down]
+
+    def rectangles(self, panel: Panel, box: Box) -> Iterator[Rectangle]:
+        """Yield what of ``box`` a panel shows."""
+        shown = intersection(panel.box, box)
+        if shown is None:
+            return
+        if self.across is None:
+            yield Rectangle(0, 0, 1, 1)
+            return
+        start, size = shown.offsets[self.across], shown.sizes[self.across]
+        if len(self.lines) > 2:
+            for number, (low, high) in enumerate(pairwise(self.lines)):
+                a, b = max(start, low), min(start + size, high)
+                if a < b:
+                    yield Rectangle(number, a - low, 1, b - a)
+        elif self.down is None:
+            yield Rectangle(0, start, 1, size)
+        else:
+            yield Rectangle(shown.offsets[self.down], start, shown.sizes[self.down], size)
+
+
+def project(shape: Sequence[int], boxes: Sequence[Box]) -> Projection:
+    """Return how to draw ``boxes`` of a tensor of ``shape``."""
+    ndim = len(shape)
+    ends = [max((b.offsets[d] + b.sizes[d] for b in boxes), default=0) for d in range(ndim)]
+    # An empty tensor is drawn as one of a single element, with nothing in it.
+    extent = tuple(max(size, end, 1) for size, end in zip(shape, ends, strict=True))
+    whole = Box((0,) * ndim, extent)
+    edges = {dim: _edges(extent[dim], boxes, dim) for dim in range(ndim)}
+    cut = [dim for dim in range(ndim) if len(edges[dim]) > 2]
+    drawn = sorted(cut, key=lambda dim: -len(edges[dim]))[:2]
+    if len(drawn) == 1 and len(edges[drawn[0]]) - 1 > MAX_STEPS_IN_A_COLUMN:
+        dim = drawn[0]
+        lines = (*edges[dim][:-1:STEPS_IN_A_LINE], extent[dim])
+        return Projection(extent, dim, None, lines, edges, (Panel("", whole),), 0)
+    # Something to see beside one cut dim: the dim after it, or else before it.
+    drawn += sorted((d for d in range(ndim) if d not in drawn), key=_nearest(drawn))[
+        : 2 - len(drawn)
+    ]
+    down, across = [None, None, *sorted(drawn)][-2:]
+    panels, untold = _panels(extent, edges, [dim for dim in cut if dim not in drawn])
+    lines = (0, 1) if across is None else (0, extent[across])
+    return Projection(extent, across, down, lines, edges, panels, untold)
+
+
+def _edges(size: int, boxes: Sequence[Box], dim: int) -> tuple[int, ...]:
+    found = {0, size}
+    for box in boxes:
+        found |= {box.offsets[dim], box.offsets[dim] + box.sizes[dim]}
+    return tuple(sorted(found))
+
+
+def _nearest(drawn: Sequence[int]) -> Callable[[int], tuple[int, int]]:
+    first = drawn[0] if drawn else 0
+    return lambda dim: (abs(dim - first), -dim)
+
+
+def _panels(
+    shape: tuple[int, ...], edges: dict[int, tuple[int, ...]], dims: Sequence[int]
+) -> tuple[tuple[Panel, ...], int]:
+    steps: list[list[Interval]] = [
+        list(pairwise(edges[dim])) if dim in dims else [(0, size)] for dim, size in enumerate(shape)
+    ]
+    count = 1
+    for step in steps:
+        count *= len(step)
+    panels: list[Panel] = []
+    for chosen in product(*steps):
+        if len(panels) == MAX_PANELS:
+            break
+        box = Box(tuple(a for a, _ in chosen), tuple(b - a for a, b in chosen))
+        panels.append(Panel(format_box(box, shape) if dims else "", box))
+    return tuple(panels), count - len(panels)

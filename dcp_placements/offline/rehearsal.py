@@ -1,0 +1,554 @@
+"""Would a checkpoint load into a topology, and at what cost: planning only, for every rank.
+
+There is no model here, so what a rank wants is worked out from the checkpoint: each of its tensors,
+cut over the mesh as the rules say. Tensors of one shape that are stored alike and cut alike are one
+class, and ranks that want the same part of a class are one case: the work is per case, not per
+tensor and rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_placements.chunk_reads import HEADS_NBYTES, SMALL_NBYTES, cheap_gap
+from dcp_placements.errors import Fault, PlacementError, format_names, format_ranks
+from dcp_placements.interop import TensorStorageMetadata
+from dcp_placements.layout import Box, Cut, Intervals, Layout, LayoutError, Pick, Sharding
+from dcp_placements.mesh import MeshCoordinate
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.declared import MeshAxes, rules_at
+from dcp_placements.offline.directory import CannotLook
+from dcp_placements.placement import (
+    CheckpointPlacement,
+    IndexShard,
+    shard_dim,
+    shard_parts,
+    shards,
+)
+from dcp_placements.reads import StoredChunks
+from dcp_placements.renaming import holder
+from dcp_placements.rules import PlacementRules, Rules, rule_name
+from dcp_placements.slices import segments
+from dcp_placements.storage_table import Array
+from dcp_placements.tiling import format_box, tiles, uncovered
+
+
+@dataclass(frozen=True, slots=True)
+class RankRehearsal:
+    """What a load costs one rank. Bytes are of data files.
+
+    Attributes:
+        rank: Its number, the last axis fastest.
+        coordinate: Its position along each axis.
+        wanted_nbytes: Bytes of the elements that it needs.
+        memory_nbytes: Bytes of its tensors, padding included.
+        slices_nbytes: What ``PlacementFileSystemReader`` reads for that, up to the few hundred
+            bytes before the elements of each chunk.
+        chunks_nbytes: What torch's ``FileSystemReader`` reads for that: every chunk that it needs
+            a part of.
+        reads: Read items: one per stored chunk and part of a tensor that it meets.
+        files: Files opened.
+    """
+
+    rank: int
+    coordinate: tuple[int, ...]
+    wanted_nbytes: int
+    memory_nbytes: int
+    slices_nbytes: int
+    chunks_nbytes: int
+    reads: int
+    files: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "rank": self.rank,
+            "coordinate": list(self.coordinate),
+            "wanted_bytes": self.wanted_nbytes,
+            "memory_bytes": self.memory_nbytes,
+            "slices_bytes": self.slices_nbytes,
+            "chunks_bytes": self.chunks_nbytes,
+            "reads": self.reads,
+            "files": self.files,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Whether a checkpoint loads into a topology.
+
+    Attributes:
+        axes: Sizes by axis name.
+        ranks: What it costs each rank, by rank.
+        faults: What cannot be loaded.
+        notes: What loads, and ought to be known.
+        missing: Keys that are expected and not in the checkpoint, sorted.
+        unread: Keys of the checkpoint that are not expected, sorted; nothing of them is counted.
+        replicated: How many tensors no rule cuts: every rank wants all of them.
+        unmatched: Patterns of the rules that match no key.
+        unique_nbytes: Bytes of the whole tensors that are wanted, each once.
+    """
+
+    axes: Mapping[str, int]
+    ranks: tuple[RankRehearsal, ...]
+    faults: tuple[Fault, ...]
+    notes: tuple[Fault, ...]
+    missing: tuple[str, ...]
+    unread: tuple[str, ...]
+    replicated: int
+    unmatched: tuple[str, ...]
+    unique_nbytes: int
+
+    @property
+    def loads(self) -> bool:
+        """Whether nothing stands against it."""
+        return not self.faults and not self.missing
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values, in the schema that README.md documents."""
+        return {
+            "loads": self.loads,
+            "axes": dict(self.axes),
+            "faults": [fault.as_json() for fault in self.faults],
+            "notes": [note.as_json() for note in self.notes],
+            "missing": list(self.missing),
+            "unread": list(self.unread),
+            "unmatched": list(self.unmatched),
+            "replicated": self.replicated,
+            "unique_bytes": self.unique_nbytes,
+            "ranks": [rank.as_json() for rank in self.ranks],
+        }
+
+
+def rehearse(
+    path: str | os.PathLike[str] | Checkpoint,
+    rules: Callable[[MeshCoordinate], Any],
+    axes: MeshAxes,
+    *,
+    fsdp: Sequence[str] = (),
+    expect: Iterable[str] | None = None,
+) -> Rehearsal:
+    """Plan a load on every rank of a world that need not be there.
+
+    Args:
+        path: The checkpoint that is to be loaded.
+        rules: Called with each rank's place in the mesh. Returns a planner's ``rules``, or an
+            object with ``rules`` and ``rename``. The rules have to say all that cuts a tensor,
+            since there is no DTensor to say it; tensors without a rule are wanted whole by every
+            rank. A ``Renumber`` (``Renames``) says which experts and layers this rank has; after
+            any other rename, ranks are taken to have all keys.
+        axes: The mesh: sizes by axis name, the last axis fastest in rank order.
+        fsdp: Axes over which FSDP cuts dim 0 of every tensor (of one dim or more), inside whatever
+            the rules say, as one flattened axis; those that a tensor's rule cuts over are left out.
+        expect: The keys that the model has; None for those of the checkpoint.
+
+    Returns:
+        The costs and the faults.
+
+    Raises:
+        CannotLook: There is no checkpoint, an axis in ``fsdp`` is unknown, or ``rules`` fails.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    return _Stage(checkpoint, rules, axes, fsdp, expect).rehearsed()
+
+
+@dataclass(slots=True, eq=False)
+class _Class:
+    """Tensors of one shape and dtype that are stored alike.
+
+    Attributes:
+        shape: Of the whole tensors.
+        dtype: Of their elements.
+        stored: Their chunks.
+        fqns: The tensors.
+        files: By tensor and chunk, the file's number; -1 where the metadata says no place.
+        nbytes: By tensor and chunk, the length of the record.
+        example: A tensor of that shape and dtype, without elements in memory.
+        cases: What a rank needs, by what it holds and of which tensors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: StoredChunks
+    fqns: list[str]
+    files: Array
+    nbytes: Array
+    example: torch.Tensor
+    cases: dict[tuple[tuple[Intervals, ...], bytes], _Case] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tensors of one class under one rule, by their positions in the class."""
+
+    known: _Class
+    members: Array
+
+    @property
+    def fqn(self) -> str:
+        """The first of them, which stands for all."""
+        return self.known.fqns[int(self.members[0])]
+
+    @property
+    def fqns(self) -> list[str]:
+        return [self.known.fqns[member] for member in self.members.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What one rank, and all that hold the same, needs of a part; the fields of RankRehearsal."""
+
+    wanted: int
+    memory: int
+    slices: int
+    chunks: int
+    reads: int
+    files: Array
+    holes: tuple[Box, ...]
+    placeless: tuple[str, ...]
+
+
+class _Stage:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        function: Callable[[MeshCoordinate], Any],
+        axes: MeshAxes,
+        fsdp: Sequence[str],
+        expect: Iterable[str] | None,
+    ) -> None:
+        if unknown := sorted(set(fsdp) - set(axes)):
+            raise CannotLook(
+                f"no axis {', '.join(unknown)} for FSDP: the mesh has {', '.join(axes)}"
+            )
+        stored = {*checkpoint.tensors, *checkpoint.objects}
+        expected = stored if expect is None else set(expect)
+        self._checkpoint = checkpoint
+        self._function = function
+        self._axes = dict(axes)
+        self._fsdp = [name for name in axes if name in fsdp]
+        self._missing = tuple(sorted(expected - stored))
+        self._unread = tuple(sorted(stored - expected))
+        self._numbers = {name: number for number, name in enumerate(checkpoint.files)}
+        self._classes = _classes(checkpoint, expected, self._numbers)
+        self._objects = [o for fqn, o in checkpoint.objects.items() if fqn in expected]
+        self._parts: dict[tuple[tuple[str, ...], str], list[_Part]] = {}
+        self._matched: dict[str, bool] = {}
+        self._shardings: dict[Any, Sharding] = {}
+        self._cut: set[str] = set()
+        self._faults = _Told()
+        self._notes: dict[Fault, None] = {}
+        self._absent = {name for name, size in checkpoint.files.items() if size is None}
+
+    def rehearsed(self) -> Rehearsal:
+        ranks = []
+        for rank, coordinate in enumerate(product(*map(range, self._axes.values()))):
+            rules, rename = rules_at(self._function, self._axes, rank)
+            parts = self._parts_of(rules, rename)
+            ranks.append(self._costs(rank, coordinate, rules, parts))
+        tensors = sum(len(known.fqns) for known in self._classes)
+        return Rehearsal(
+            axes=self._axes,
+            ranks=tuple(ranks),
+            faults=self._faults.sorted(),
+            notes=tuple(sorted(self._notes, key=lambda note: (note.fqn, note.headline))),
+            missing=self._missing,
+            unread=self._unread,
+            replicated=tensors - len(self._cut),
+            unmatched=tuple(pattern for pattern, found in self._matched.items() if not found),
+            unique_nbytes=sum(
+                len(known.fqns) * prod(known.shape) * known.dtype.itemsize
+                for known in self._classes
+            ),
+        )
+
+    def _costs(
+        self, rank: int, coordinate: tuple[int, ...], rules: Rules, parts: Sequence[_Part]
+    ) -> RankRehearsal:
+        opened = np.zeros(len(self._numbers), bool)
+        wanted = memory = slices = chunks = reads = 0
+        for part in parts:
+            layout = self._layout(part, rules, rank, coordinate)
+            if layout is None:
+                continue
+            key = (layout.intervals, part.members.tobytes())
+            case = part.known.cases.get(key)
+            if case is None:
+                case = part.known.cases[key] = _case(part, layout)
+                if layout.local_shape != part.known.shape:
+                    self._cut.update(part.fqns)
+                self._note_uneven(part, rules)
+            wanted += case.wanted
+            memory += case.memory
+            slices += case.slices
+            chunks += case.chunks
+            reads += case.reads
+            opened[case.files] = True
+            self._note(part, case, rank)
+        for held in self._objects:
+            if held.file is not None:
+                opened[self._numbers[held.file]] = True
+                reads += 1
+                slices += held.nbytes
+                chunks += held.nbytes
+        if self._absent:
+            for name, number in self._numbers.items():
+                if opened[number] and name in self._absent:
+                    self._faults.add(rank, name, "the checkpoint lacks this file")
+        files = int(opened.sum())
+        return RankRehearsal(rank, coordinate, wanted, memory, slices, chunks, reads, files)
+
+    def _parts_of(self, rules: Rules, rename: Any) -> list[_Part]:
+        holds = holder(rename)
+        if not isinstance(rules, PlacementRules):
+            return _split(
+                self._classes, lambda fqn, known: _signature(rules(fqn, known.example)), holds
+            )
+        # The same patterns and numbers mean the same tensors on every rank.
+        key = (rules.patterns, "" if holds is None else repr(rename))
+        if key not in self._parts:
+            found = _split(self._classes, lambda fqn, known: rules.pattern_of(fqn), holds)
+            told = {rules.pattern_of(part.fqn) for part in found if part.known.shape}
+            for pattern in rules.patterns:
+                self._matched[pattern] = pattern in told or self._matched.get(pattern, False)
+            self._parts[key] = found
+        return self._parts[key]
+
+    def _layout(
+        self, part: _Part, rules: Rules, rank: int, coordinate: tuple[int, ...]
+    ) -> Layout | None:
+        """Return what a rank holds of a part's tensors; None where it cannot be told."""
+        known = part.known
+        placement = rules(part.fqn, known.example) if known.shape else None
+        own = self._own_axes(placement, known.shape)
+        key = (id(known), _signature(placement))
+        try:
+            if key not in self._shardings:
+                self._shardings[key] = self._sharding(known.shape, placement, own)
+            sharding = self._shardings[key]
+            position = 0
+            for axis, (name, size) in enumerate(self._axes.items()):
+                if name in own:
+                    position = position * size + coordinate[axis]
+            place = () if placement is None else tuple(placement.mesh.get_coordinate() or ())
+            return sharding.at((*place, position))
+        except (PlacementError, LayoutError) as error:
+            rule = f"by rule:     {rule_name(rules, part.fqn)}"
+            for fqn in part.fqns:
+                self._faults.add(rank, fqn, str(error), rule)
+            return None
+
+    def _own_axes(self, placement: CheckpointPlacement | None, shape: tuple[int, ...]) -> list[str]:
+        """Return the axes over which FSDP cuts a tensor."""
+        if not shape:
+            return []
+        taken: set[str] = set()
+        if placement is not None:
+            names = placement.mesh.mesh_dim_names or ()
+            taken = {n for n, p in zip(names, placement.placements, strict=False) if shards(p)}
+        return [name for name in self._fsdp if name not in taken]
+
+    def _sharding(
+        self, shape: tuple[int, ...], placement: CheckpointPlacement | None, own: Sequence[str]
+    ) -> Sharding:
+        """Return how the whole tensor is cut: as the rule says, then by FSDP.
+
+        Raises:
+            PlacementError: A rule that does not fit the tensor.
+        """
+        cuts: list[Cut | Pick] = []
+        sizes: list[int] = []
+        padded = None
+        if placement is not None:
+            if placement.mesh.get_coordinate() is None:
+                raise PlacementError("the rank is no part of the rule's mesh")
+            if placement.global_shape is not None and placement.global_shape != shape:
+                raise PlacementError(
+                    f"the checkpoint holds a {shape} tensor, the rule says global_shape="
+                    f"{placement.global_shape}"
+                )
+            padded = placement.padded_shape
+            sizes += placement.mesh.shape
+            for axis, entry in enumerate(placement.placements):
+                if not shards(entry):
+                    continue
+                dim = shard_dim(entry, len(shape))
+                if isinstance(entry, IndexShard):
+                    cuts.append(Pick(dim, entry.indices, axis))
+                else:
+                    cuts.append(Cut(dim, axis, *shard_parts(entry)))
+        if own:
+            cuts.append(Cut(0, len(sizes)))
+        return Sharding(
+            shape, (*sizes, prod(self._axes[name] for name in own)), tuple(cuts), padded
+        )
+
+    def _note(self, part: _Part, case: _Case, rank: int) -> None:
+        if case.holes:
+            told = format_names([format_box(hole, part.known.shape) for hole in case.holes], 4)
+            for fqn in part.fqns:
+                self._faults.add(
+                    rank,
+                    fqn,
+                    f"nobody stored {told} of {part.known.shape}, which is needed",
+                    "way out:     load a complete checkpoint",
+                )
+        for fqn in case.placeless:
+            self._faults.add(rank, fqn, "the metadata names no file for a chunk that is needed")
+
+    def _note_uneven(self, part: _Part, rules: Rules) -> None:
+        """Tell of a rule that will not know the whole shape from a rank's part of it."""
+        shape = part.known.shape
+        placement = rules(part.fqn, part.known.example) if shape else None
+        if placement is None or placement.global_shape is not None:
+            return
+        factors = [1] * len(shape)
+        for size, entry in zip(placement.mesh.shape, placement.placements, strict=False):
+            if shards(entry):
+                factors[shard_dim(entry, len(shape))] *= size
+        for dim, (size, factor) in enumerate(zip(shape, factors, strict=True)):
+            if size % factor:
+                for fqn in part.fqns:
+                    told = f"dim {dim} of {size} is cut into {factor} uneven parts"
+                    way = f"way out:     global_shape={shape} in the rule, or a load is refused"
+                    self._notes[Fault(fqn, told, (way,))] = None
+
+
+class _Told:
+    """Faults, and the ranks that each is about."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+
+    def add(self, rank: int, fqn: str, headline: str, *details: str) -> None:
+        ranks = self._ranks.setdefault((fqn, headline, details), [])
+        if not ranks or ranks[-1] != rank:
+            ranks.append(rank)
+
+    def sorted(self) -> tuple[Fault, ...]:
+        return tuple(
+            Fault(fqn, headline, (f"on:          {format_ranks(ranks)}", *details))
+            for (fqn, headline, details), ranks in sorted(self._ranks.items())
+        )
+
+
+def _classes(
+    checkpoint: Checkpoint, expected: set[str], numbers: Mapping[str, int]
+) -> list[_Class]:
+    alike: dict[Any, list[StoredTensor]] = {}
+    for fqn, tensor in checkpoint.tensors.items():
+        if fqn in expected:
+            # Tensors that are stored alike share one tuple of boxes.
+            key = (tensor.shape, tensor.dtype, id(tensor.boxes))
+            alike.setdefault(key, []).append(tensor)
+    found = []
+    for tensors in alike.values():
+        first = tensors[0]
+        places = [tensor.chunks for tensor in tensors]
+        none = (len(tensors), len(first.boxes))
+        files = [[-1 if c.file is None else numbers[c.file] for c in p] for p in places]
+        nbytes = [[chunk.nbytes for chunk in p] for p in places]
+        stored = checkpoint.metadata.state_dict_metadata[first.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        found.append(
+            _Class(
+                first.shape,
+                first.dtype,
+                StoredChunks(stored),
+                [tensor.fqn for tensor in tensors],
+                np.array(files, np.int64).reshape(none),
+                np.array(nbytes, np.int64).reshape(none),
+                torch.empty(first.shape, dtype=first.dtype, device="meta"),
+            )
+        )
+    return found
+
+
+def _split(
+    classes: Sequence[_Class],
+    spoken: Callable[[str, _Class], Any],
+    holds: Callable[[str], bool] | None,
+) -> list[_Part]:
+    parts = []
+    for known in classes:
+        by: dict[Any, list[int]] = {}
+        for member, fqn in enumerate(known.fqns):
+            if holds is None or holds(fqn):
+                # Scalars are never asked about.
+                by.setdefault(spoken(fqn, known) if known.shape else None, []).append(member)
+        parts += [_Part(known, np.array(members, np.int64)) for members in by.values()]
+    return parts
+
+
+def _signature(placement: CheckpointPlacement | None) -> Any:
+    """Return what says how a placement cuts, whatever rank it is of."""
+    if placement is None:
+        return None
+    mesh = placement.mesh
+    return (
+        tuple(mesh.shape),
+        mesh.mesh_dim_names,
+        placement.placements,
+        placement.global_shape,
+        placement.padded_shape,
+    )
+
+
+def _case(part: _Part, layout: Layout) -> _Case:
+    known, itemsize = part.known, part.known.dtype.itemsize
+    members = len(part.members)
+    met: dict[int, tuple[Box, list[Box]]] = {}
+    holes: list[Box] = []
+    destinations = [chunk.box for chunk in layout.chunks()]
+    for box in destinations:
+        found = known.stored.meeting(box)
+        for index, chunk, piece in found:
+            met.setdefault(index, (chunk, []))[1].append(piece)
+        pieces = [piece for _, _, piece in found]
+        if pieces != [box] and not tiles(box, pieces):
+            holes += uncovered(box, pieces)
+    indices = np.array(list(met), np.int64)
+    files = known.files[part.members][:, indices]
+    nbytes = known.nbytes[part.members][:, indices]
+    items = np.array([len(pieces) for _, pieces in met.values()], np.int64)
+    slices = 0
+    for column, (chunk, pieces) in enumerate(met.values()):
+        sliced = _slices_nbytes(chunk, pieces, itemsize)
+        exact = sum(piece.numel for piece in pieces) * itemsize
+        lengths = nbytes[:, column]
+        # As the reader does: what is small, and mostly wanted, comes whole.
+        whole = (lengths <= SMALL_NBYTES) & (2 * (exact + HEADS_NBYTES[0]) >= lengths)
+        slices += int(np.where(whole, lengths, sliced).sum())
+    placeless = np.flatnonzero((files < 0).any(axis=1)).tolist()
+    return _Case(
+        wanted=sum(box.numel for box in destinations) * itemsize * members,
+        memory=prod(layout.local_shape) * itemsize * members,
+        slices=slices,
+        chunks=int((nbytes * items).sum()),
+        reads=int(items.sum()) * members,
+        files=np.unique(files[files >= 0]),
+        holes=tuple(holes),
+        placeless=tuple(known.fqns[int(part.members[row])] for row in placeless),
+    )
+
+
+def _slices_nbytes(stored: Box, pieces: Sequence[Box], itemsize: int) -> int:
+    """Return the bytes that are read for pieces of a stored chunk, one after another."""
+    return sum(
+        segments(
+            stored.sizes,
+            offsets=[a - b for a, b in zip(piece.offsets, stored.offsets, strict=True)],
+            lengths=piece.sizes,
+            itemsize=itemsize,
+            gap=cheap_gap,
+        ).total_nbytes
+        for piece in pieces
+    )

@@ -1,0 +1,219 @@
+"""Pictures, looked at by their pixels and by what stands in them."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_placements.layout import Box, Cut, Sharding
+from dcp_placements.offline import draw, save_figure
+from dcp_placements.offline.picture import FEW, Piece, bytes_figure, tensor_figure
+from dcp_placements.offline.projection import project
+from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
+
+pytest.importorskip("matplotlib")
+
+
+def pieces(shape: tuple[int, ...], sizes: tuple[int, ...], cuts: tuple[Cut, ...]) -> list[Piece]:
+    sharding = Sharding(shape, sizes, cuts)
+    return [
+        Piece(chunk.box, rank)
+        for rank, coordinate in enumerate(sharding.coordinates())
+        for chunk in sharding.at(coordinate).chunks()
+    ]
+
+
+def texts(figure: Any) -> list[str]:
+    """Return all texts of a figure."""
+    import matplotlib.text
+
+    return [found.get_text() for found in figure.findobj(matplotlib.text.Text)]
+
+
+def colors_at(figure: Any, points: list[tuple[float, float]]) -> list[str]:
+    """Return the colours of a figure's only axes at (down, across), seen in the rendered image."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    image = np.asarray(canvas.buffer_rgba())
+    (axes,) = figure.axes
+    found = []
+    for down, across in points:
+        x, y = axes.transData.transform((across, down))
+        red, green, blue, _ = image[image.shape[0] - 1 - round(y), round(x)]
+        found.append(f"#{red:02x}{green:02x}{blue:02x}")
+    return found
+
+
+def test_each_element_has_the_colour_of_its_writer() -> None:
+    made = pieces((40, 60), (2, 2), (Cut(0, 0), Cut(1, 1)))
+    figure = tensor_figure("w", (40, 60), "float32", made)
+    # Beside the labels, which stand in the middle of each chunk.
+    points = [(row, column) for row, column in product((5, 15, 25, 35), (4, 26, 34, 56))]
+    wanted = [FEW[(row >= 20) * 2 + (column >= 30)] for row, column in points]
+    assert colors_at(figure, points) == wanted
+
+
+def test_a_hole_is_white_and_grey_and_an_overlap_red() -> None:
+    made = [Piece(Box((0, 0), (10, 20)), 0), Piece(Box((20, 0), (20, 20)), 1)]
+    made.append(Piece(Box((30, 0), (10, 20)), 2))
+    figure = tensor_figure("w", (40, 20), "float32", made)
+    told = texts(figure)
+    assert "hole: nobody stored it" in told
+    assert "stored more than once" in told
+    hole = colors_at(figure, [(row, column) for row in range(12, 19) for column in range(1, 20)])
+    assert set(hole) & {"#ffffff"}
+    assert not set(hole) & set(FEW)
+    double = colors_at(figure, [(35, column / 20) for column in range(20, 380)])
+    assert {"#b3261e"} <= set(double)
+
+
+def test_a_sound_tensor_has_no_key_of_faults() -> None:
+    told = texts(tensor_figure("w", (4, 4), "int8", pieces((4, 4), (2,), (Cut(0, 0),))))
+    assert {"w", "rank 0", "rank 1"} <= set(told)
+    assert any("(4, 4) int8" in text and "2 chunks of 2 writers" in text for text in told)
+    assert not any("hole" in text or "once" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "cuts"),
+    [
+        ((256, 64, 8), (256,), (Cut(0, 0),)),
+        ((256, 64, 8), (64, 4), (Cut(0, 0), Cut(1, 1))),
+        ((100_003,), (256,), (Cut(0, 0),)),
+        ((64, 64, 64), (4, 8, 8), (Cut(0, 0), Cut(1, 1), Cut(2, 2))),
+    ],
+)
+def test_256_chunks_are_named_one_by_one(
+    shape: tuple[int, ...], sizes: tuple[int, ...], cuts: tuple[Cut, ...]
+) -> None:
+    figure = tensor_figure("w", shape, "bfloat16", pieces(shape, sizes, cuts))
+    told = texts(figure)
+    assert {str(rank) for rank in range(256)} <= set(told)
+    width, height = figure.get_size_inches()
+    assert width <= 8
+    assert height <= 12
+
+
+def test_labels_stay_inside_their_chunks() -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    made = pieces((256, 64), (32, 8), (Cut(0, 0), Cut(1, 1)))
+    figure = tensor_figure("w", (256, 64), "bfloat16", made)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (axes,) = figure.axes
+    boxes = [text.get_window_extent(canvas.get_renderer()) for text in axes.texts]
+    assert len(boxes) == 256
+    for text, box in zip(axes.texts, boxes, strict=True):
+        across, down = text.get_position()
+        (x0, y1), (x1, y0) = axes.transData.transform(
+            [(across - 4, down - 4), (across + 4, down + 4)]
+        )
+        assert x0 <= box.x0 < box.x1 <= x1, text.get_text()
+        # The box of a text has room for letters with tails, which numbers are not.
+        assert y0 - 2 <= box.y0 < box.y1 <= y1 + 2, text.get_text()
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 6), min_size=0, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=3),
+)
+def test_rectangles_cover_what_boxes_do(shape: list[int], cuts: list[tuple[int, int]]) -> None:
+    used = [(dim, size) for dim, size in cuts if dim < len(shape)]
+    whole = tuple(size * 30 for size in shape)
+    made = pieces(
+        whole,
+        tuple(size for _, size in used),
+        tuple(Cut(dim, axis) for axis, (dim, _) in enumerate(used)),
+    )
+    projection = project(whole, [piece.box for piece in made])
+    area = projection.height * projection.width
+    if len(projection.lines) > 2:
+        area = projection.shape[projection.across or 0]
+    for panel in projection.panels:
+        found = [r for piece in made for r in projection.rectangles(panel, piece.box)]
+        assert sum(r.height * r.width for r in found) == area
+        assert all(r.y + r.height <= projection.height for r in found)
+        assert all(r.x + r.width <= projection.width for r in found)
+
+
+def test_more_panels_than_there_is_room_for_are_counted() -> None:
+    made = pieces((64, 64, 64), (8, 16, 20), (Cut(0, 0), Cut(1, 1), Cut(2, 2)))
+    projection = project((64, 64, 64), [piece.box for piece in made])
+    assert len(projection.panels) + projection.untold == 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "made"),
+    [
+        ((), [Piece(Box((), ()), 0)]),
+        ((0, 3), [Piece(Box((0, 0), (0, 3)), 0)]),
+        ((5,), []),
+        ((10, 4), [Piece(Box((6, 0), (6, 4)), 1)]),
+        ((6, 4), [Piece(Box((0, 0), (6, 4)), "model-00001-of-00002.safetensors")]),
+    ],
+)
+def test_odd_tensors_are_drawn(tmp_path: Path, shape: Any, made: list[Piece]) -> None:
+    save_figure(tensor_figure("of." * 60 + "w", shape, "int8", made), tmp_path / "w.png")
+    assert (tmp_path / "w.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bytes_per_rank() -> None:
+    figure = bytes_figure("step-1", {0: {"__0_0.distcp": 3 << 20}, 1: {"a": 1 << 20, "b": 1 << 20}})
+    told = texts(figure)
+    assert {"step-1", "rank 0", "rank 1", "3.0 MiB", "2.0 MiB in 2 files"} <= set(told)
+    assert any("5.0 MiB in 3 files" in text and "1.20 times the mean" in text for text in told)
+    widths = sorted(round(bar.get_width(), 3) for bar in figure.axes[0].patches)
+    assert widths == [1, 1, 3]
+    many = bytes_figure("step-1", {r: {f"__{r}_0.distcp": 5 + r} for r in range(256)})
+    assert len(many.axes[0].patches) == 256
+
+
+def test_a_picture_of_a_checkpoint(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "step-1")
+    png = tmp_path / "w1.png"
+    ran = run("draw", tmp_path / "step-1", "layers.0.experts.w1", "-o", png)
+    assert (ran.code, ran.out) == (0, f"{png}: written\n")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    svg = tmp_path / "all.svg"
+    assert run("draw", tmp_path / "step-1", "-o", svg, "--json").json["written"] == str(svg)
+    first = svg.read_text()
+    assert "rank 3" in first
+    assert run("draw", tmp_path / "step-1", "-o", svg).code == 0
+    assert svg.read_text() == first
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "w1.png", "all.svg"}
+    told = texts(draw(tmp_path / "step-1", "layers.0.experts.w1"))
+    assert {f"rank {rank}" for rank in range(4)} <= set(told)
+
+
+def test_what_cannot_be_drawn_is_exit_2(tmp_path: Path, run: Run) -> None:
+    save_hugging_face(tmp_path / "hf", wholes())
+    assert run("draw", tmp_path / "hf", "-o", tmp_path / "hf.png").code == 0
+    kept = (tmp_path / "hf.png").read_bytes()
+    for arguments, told in (
+        ((tmp_path / "hf", "layers.0.expert.w1", "-o", tmp_path / "hf.png"), "layers.0.experts.w1"),
+        ((tmp_path / "hf", "-o", tmp_path / "hf.gif"), ".png or .svg"),
+        ((tmp_path / "none", "-o", tmp_path / "hf.png"), "no such path"),
+    ):
+        ran = run("draw", *arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert told in ran.err
+    assert (tmp_path / "hf.png").read_bytes() == kept
+
+
+def test_colours_of_many_writers_differ() -> None:
+    made = pieces((300, 2), (100,), (Cut(0, 0),))
+    random.Random(0).shuffle(made)
+    figure = tensor_figure("w", (300, 2), "int8", made)
+    faces = figure.axes[0].collections[0].get_facecolors()
+    assert len({tuple(face) for face in faces}) == 100

@@ -1,0 +1,296 @@
+"""``rehearse`` against real loads: what ranks read is counted in the readers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    IndexShard,
+    PlacementFileSystemReader,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+    Renumber,
+)
+from dcp_placements.offline import CannotLook, Checkpoint, rehearse
+from fakes import FakeDTensor, FakeMesh, World, cut
+from tests.offline_scenes import Run, save_sharded, wholes
+
+EXPERTS = {f"layers.{layer}.experts.w1": (8, 60, 64) for layer in range(2)}
+DENSE = {"layers.0.attention": (300, 40), "layers.0.norm": (96,), "layers.1.large": (512, 512)}
+
+
+def by_ep(mesh: Any) -> PlacementRules:
+    return PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four ranks: experts over ep, then edp; dense tensors over edp."""
+    path = tmp_path_factory.mktemp("saved")
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, edp=2)
+        made: dict[str, Any] = {"step": 7}
+        for fqn, shape in EXPERTS.items():
+            part = cut(torch.ones(shape), [Shard(0)], (2,), mesh["ep"].get_coordinate())
+            made[fqn] = FakeDTensor.distribute(part, mesh["edp"], [Shard(0)])
+        for fqn, shape in DENSE.items():
+            made[fqn] = FakeDTensor.distribute(torch.ones(shape), mesh, [Replicate(), Shard(0)])
+        return made
+
+    world.save(
+        path, state_dict, lambda rank: PlacementSavePlanner(by_ep(world.mesh(rank, ep=2, edp=2)))
+    )
+    return path
+
+
+def load_for_real(
+    path: Path, axes: dict[str, int], fsdp: list[str], reader: Any
+) -> list[tuple[Any, int]]:
+    """Load on every rank; return each one's reader, and the bytes of its tensors."""
+    world = World(torch.Size(axes.values()).numel())
+    readers = [reader(path) for _ in range(world.size)]
+    nbytes = [0] * world.size
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, **axes)
+        made: dict[str, Any] = {"step": 0}
+        for fqn, shape in {**EXPERTS, **DENSE}.items():
+            held, own = torch.zeros(shape), fsdp
+            if fqn in EXPERTS:
+                held = cut(held, [Shard(0)], (axes["ep"],), mesh["ep"].get_coordinate())
+                own = [name for name in fsdp if name != "ep"]
+            if own:
+                flat = FakeMesh([axes[name] for name in own], rank=0)
+                at = mesh[own].get_coordinate()
+                position = int(flat.mesh[tuple(at)])
+                one = FakeMesh((flat.size(),), ("+".join(own),), rank=position)
+                made[fqn] = FakeDTensor.distribute(held, one, [Shard(0)])
+                held = made[fqn].to_local()
+            else:
+                made[fqn] = held
+            nbytes[rank] += held.nbytes
+        return made
+
+    world.load(
+        path,
+        state_dict,
+        lambda rank: PlacementLoadPlanner(by_ep(world.mesh(rank, **axes))),
+        lambda rank: readers[rank],
+    )
+    return list(zip(readers, nbytes, strict=True))
+
+
+@pytest.mark.parametrize("fsdp", [[], ["edp"], ["edp", "ep"]], ids=lambda names: "+".join(names))
+@pytest.mark.parametrize("axes", [{"edp": 2, "ep": 2}, {"edp": 2, "ep": 4}, {"edp": 3, "ep": 1}])
+def test_predicts_what_a_load_reads(saved: Path, axes: dict[str, int], fsdp: list[str]) -> None:
+    found = rehearse(saved, by_ep, axes, fsdp=fsdp)
+    assert found.loads
+    real = load_for_real(saved, axes, fsdp, PlacementFileSystemReader)
+    assert len(real) == len(found.ranks)
+    for told, (reader, nbytes) in zip(found.ranks, real, strict=True):
+        assert told.files == reader.opens
+        assert told.memory_nbytes == told.wanted_nbytes == nbytes
+        # Up to the bytes before the elements of each chunk.
+        assert told.slices_nbytes <= reader.bytes_read <= told.slices_nbytes + 1024 * told.reads
+
+
+def test_torchs_reader_takes_at_least_what_is_said(saved: Path) -> None:
+    class Counting(dcp.FileSystemReader):
+        nbytes = 0
+
+        def _slice_file(self, file: Any, sinfo: Any) -> Any:
+            self.nbytes += sinfo.length
+            return super()._slice_file(file, sinfo)
+
+    axes = {"edp": 2, "ep": 4}
+    found = rehearse(saved, by_ep, axes, fsdp=["edp", "ep"])
+    real = load_for_real(saved, axes, ["edp", "ep"], Counting)
+    assert [rank.chunks_nbytes for rank in found.ranks] == [reader.nbytes for reader, _ in real]
+    assert found.ranks[0].chunks_nbytes > 1.5 * found.ranks[0].wanted_nbytes
+
+
+placements = st.sampled_from(
+    [
+        Shard(0),
+        Shard(1),
+        Replicate(),
+        FusedShard(0, 2),
+        FusedShard(1, (4, 6)),
+        IndexShard(0, (5, 1)),
+    ]
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(placements, min_size=2, max_size=2), st.tuples(*[st.integers(1, 4)] * 2))
+def test_every_rank_wants_what_plain_slicing_gives_it(
+    tmp_path_factory: pytest.TempPathFactory, pair: list[Any], sizes: tuple[int, int]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "plain"
+    whole = torch.arange(120.0).reshape(12, 10)
+    if not path.exists():
+        dcp.save({"w": whole}, checkpoint_id=path)
+    expected = []
+    for position in torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, 2).tolist():
+        try:
+            expected.append(cut(whole, pair, sizes, position).nbytes)
+        except (RuntimeError, IndexError):
+            expected.append(-1)
+
+    def rules(mesh: Any) -> PlacementRules:
+        return PlacementRules({"w": CheckpointPlacement(mesh, pair, global_shape=(12, 10))})
+
+    found = rehearse(path, rules, {"a": sizes[0], "b": sizes[1]})
+    if -1 in expected:
+        assert not found.loads
+        assert found.faults[0].fqn == "w"
+    else:
+        assert [rank.memory_nbytes for rank in found.ranks] == expected
+
+
+def test_a_hole_is_told_to_the_ranks_that_need_it(tmp_path: Path) -> None:
+    save_sharded(tmp_path, lean=False)
+    checkpoint = Checkpoint(tmp_path)
+    stored: Any = checkpoint.metadata.state_dict_metadata["layers.0.experts.w1"]
+    stored.chunks = [chunk for chunk in stored.chunks if chunk.offsets[0] != 4]
+    (tmp_path / ".metadata").unlink()
+    checkpoint.metadata.storage_data = {
+        index: info
+        for index, info in checkpoint.metadata.storage_data.items()
+        if not (index.fqn == "layers.0.experts.w1" and index.offset[0] == 4)
+    }
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(checkpoint.metadata))
+    found = rehearse(tmp_path, by_ep, {"ep": 4, "edp": 2})
+    assert not found.loads
+    (fault,) = found.faults
+    assert fault.fqn == "layers.0.experts.w1"
+    assert "[4:6, :, :]" in fault.headline
+    assert "ranks 4-5" in str(fault)
+
+
+def test_a_missing_file_is_told_to_the_ranks_that_open_it(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    (tmp_path / "__3_0.distcp").unlink()
+    found = rehearse(tmp_path, by_ep, {"ep": 4}, expect=["layers.0.experts.w1"])
+    assert [fault.fqn for fault in found.faults] == ["__3_0.distcp"]
+    assert "on:          rank 3" in str(found.faults[0])
+
+
+def test_missing_unread_and_unmatched_are_told(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    rules = {"nothing.like.it": None}
+    found = rehearse(
+        tmp_path, lambda mesh: PlacementRules(rules), {"dp": 2}, expect=["scale", "layers.9.norm"]
+    )
+    assert found.missing == ("layers.9.norm",)
+    assert set(found.unread) == {*wholes(), "step"} - {"scale"}
+    assert found.unmatched == ("nothing.like.it",)
+    assert not found.loads
+    assert found.unique_nbytes == 4
+
+
+def test_a_rule_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+
+    def rules(mesh: Any) -> PlacementRules:
+        return PlacementRules(
+            {
+                "norm": CheckpointPlacement(mesh, {"ep": Shard(1)}),
+                "attention": CheckpointPlacement(mesh, {"ep": Shard(0)}, global_shape=(12, 10)),
+                "w1": CheckpointPlacement(mesh, {"ep": FusedShard(0, (3, 4))}),
+            }
+        )
+
+    found = rehearse(tmp_path, rules, {"ep": 2})
+    told = {fault.fqn: str(fault) for fault in found.faults}
+    assert set(told) == {"layers.0.norm", "layers.1.attention", "layers.0.experts.w1"}
+    assert "dim 1" in told["layers.0.norm"]
+    assert "global_shape=(12, 10)" in told["layers.1.attention"]
+    assert "add up to 7" in told["layers.0.experts.w1"]
+
+
+def test_uneven_parts_without_global_shape_are_noted(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    found = rehearse(tmp_path, by_ep, {"ep": 3})
+    assert found.loads
+    assert {note.fqn for note in found.notes} == {"layers.0.experts.w1", "layers.0.experts.w2"}
+    assert [rank.wanted_nbytes - found.ranks[2].wanted_nbytes for rank in found.ranks] == [
+        120
+    ] * 2 + [0]
+
+
+def test_a_renumber_says_which_experts_a_rank_has(tmp_path: Path) -> None:
+    keys = [f"layers.0.experts.{expert}.w1" for expert in range(8)]
+    dcp.save({key: torch.ones(16) for key in keys}, checkpoint_id=tmp_path)
+
+    def rules(mesh: Any) -> Any:
+        (at,) = mesh.get_coordinate()
+        rename = Renumber("experts.{}", [at, at + 4], total=8)
+        return SimpleNamespace(rules=PlacementRules({"experts": None}), rename=rename)
+
+    found = rehearse(tmp_path, rules, {"ep": 4})
+    assert [rank.wanted_nbytes for rank in found.ranks] == [2 * 64] * 4
+    assert found.unmatched == ()
+
+
+def test_a_callable_does_for_rules(saved: Path) -> None:
+    def rules(mesh: Any) -> Any:
+        return lambda fqn, tensor: by_ep(mesh)(fqn) if tensor.ndim == 3 else None
+
+    axes = {"ep": 4, "edp": 2}
+    assert rehearse(saved, rules, axes).ranks == rehearse(saved, by_ep, axes).ranks
+
+
+def test_commands(saved: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("some_rules.py").write_text(
+        "from torch.distributed.tensor import Shard\n"
+        "from dcp_placements import CheckpointPlacement, PlacementRules\n"
+        "def rules(mesh):\n"
+        "    return PlacementRules({'experts': CheckpointPlacement(mesh, {'ep': Shard(0)})})\n"
+        "def broken(mesh):\n"
+        "    raise RuntimeError('of no use')\n"
+    )
+    given = ("rehearse", saved, "--rules", "some_rules:rules", "--mesh", "ep=16,edp=64")
+    ran = run(*given, "--fsdp", "edp")
+    assert (ran.code, ran.err) == (0, "")
+    assert "1,024 ranks" in ran.out
+    assert max(map(len, ran.out.splitlines())) < 120
+    told = run(*given, "--json").json
+    assert told["loads"] is True
+    assert [rank["rank"] for rank in told["ranks"]] == list(range(1024))
+
+    Path("keys.json").write_text(json.dumps(["step", "lost"]))
+    ran = run(*given, "--expect", "keys.json")
+    assert ran.code == 1
+    assert "missing:   1 key: lost" in ran.out
+    for wrong in (
+        ("--rules", "some_rules:broken"),
+        ("--mesh", "ep"),
+        ("--fsdp", "tp"),
+        ("--expect", "no_such_file"),
+    ):
+        ran = run(*given, *wrong)
+        assert (ran.code, ran.out) == (2, "")
+        assert "Traceback" not in ran.err
+
+
+def test_an_unknown_fsdp_axis_is_refused(saved: Path) -> None:
+    with pytest.raises(CannotLook, match="no axis tp for FSDP"):
+        rehearse(saved, by_ep, {"ep": 2}, fsdp=["tp"])
