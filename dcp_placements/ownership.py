@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dcp_placements.agreement import nbytes_of
 from dcp_placements.interop import MetadataIndex, SavePlan
+from dcp_placements.mesh import mesh_axes
+from dcp_placements.placing import Placed
 from dcp_placements.table import OBJECT, Table
 
 SMALL_NBYTES = 1 << 20
@@ -78,6 +80,26 @@ def owned_entries(
         for entry, index in enumerate(table.class_of)
         if owners[entry] == slots[index][1] and not in_bitmap(elsewhere, entry)
     ]
+
+
+def left_to_others(placed: Iterable[Placed]) -> set[str]:
+    """Return the keys of this rank's tensors that another rank writes, by their axes alone.
+
+    A DTensor is on all ranks of its own mesh, so the first along the axes that do not cut it
+    writes. Of other axes, those of a rule or of the mesh that its own was sliced from, nothing is
+    known: along ``pp`` and ``ep`` other ranks may have other keys.
+    """
+    left = set()
+    for tensor in placed:
+        own = () if tensor.mesh is None else mesh_axes(tensor.mesh, with_ranks=True) or ()
+        cut = {cut.axis for cut in tensor.binding.sharding.cuts}
+        if any(
+            axis.position
+            for i, axis in enumerate(tensor.binding.axes)
+            if i not in cut and any(axis.is_same(other) for other in own)
+        ):
+            left.add(tensor.fqn)
+    return left
 
 
 def in_bitmap(bitmap: bytes | bytearray, entry: int) -> bool:

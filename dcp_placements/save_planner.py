@@ -43,6 +43,7 @@ from dcp_placements.offer import (
     owned_items,
 )
 from dcp_placements.options import check_choice, check_rules, check_waivers
+from dcp_placements.ownership import left_to_others
 from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.plan_cache import PlanCache, standing
 from dcp_placements.provenance import RESERVED_KEY, provenance, written_digests
@@ -304,7 +305,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 lowest_rank=self.dedup_save_to_lowest_rank,
                 known=cache is not None,
                 # A rank that has no coordinator of its own (no_dist=True) saves for itself alone.
-                replica_of=world_size() if alone and not self.is_coordinator else None,
+                left=left_to_others(self._placing.placed.values())
+                if alone and not self.is_coordinator
+                else (),
             )
             if not alone:
                 made.faults += numbering_faults(offers, tables)

@@ -9,7 +9,7 @@ items make a whole all the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product, repeat
 from math import prod
@@ -75,7 +75,7 @@ def plan_world(
     complete: bool,
     lowest_rank: bool = False,
     known: bool = False,
-    replica_of: int | None = None,
+    left: Collection[str] = (),
 ) -> WorldPlan:
     """Return the plan of a save: who writes what, and the metadata; or what is wrong.
 
@@ -86,11 +86,10 @@ def plan_world(
             element.
         lowest_rank: Leave every replica to its lowest rank.
         known: Whether the tables are kept for the next save.
-        replica_of: For a rank that plans alone in a world of so many: leave to others what the
-            axes say that they write.
+        left: For a rank that plans alone: keys that it leaves to other ranks.
     """
     coordinator = _Coordinator(offers, tables, complete, lowest_rank, known)
-    coordinator.world = replica_of
+    coordinator.left = left
     return coordinator.plan()
 
 
@@ -116,7 +115,7 @@ class _Coordinator:
         self.complete = complete
         self.lowest_rank = lowest_rank
         self.known = known
-        self.world: int | None = None
+        self.left: Collection[str] = ()
         self.made = WorldPlan()
         self.members: dict[bytes, Members] = {}
         self.first: dict[str, tuple[bytes, int]] = {}
@@ -132,8 +131,8 @@ class _Coordinator:
             return self.made
         self.survey()
         self.settle_odd()
-        if self.world is not None:
-            self._leave_to_others(self.world)
+        if self.left:
+            self._leave_to_others()
         if not self.made.faults:
             self._describe()
             self._answer()
@@ -293,25 +292,10 @@ class _Coordinator:
             offer.rank, digests, offer.positions, offer.sizes, rules_of, replicated, rows
         )
 
-    def _leave_to_others(self, world: int) -> None:
-        """Drop what the axes alone say that another rank writes.
-
-        The ranks of a class hold replicas along the axes that do not cut it. Where those axes make
-        up the whole world, the first rank along them writes. Where they do not, or where no mesh is
-        told of (plain tensors, objects: other ranks may not even have the key), nothing is left.
-        """
-        offer = self.offers[0]
+    def _leave_to_others(self) -> None:
         for members in self.members.values():
-            start = 0
-            told = members.standing(0)
-            left = set()
-            for index, known in enumerate(members.table.classes):
-                stop = start + len(known.sharding.axis_sizes)
-                if not known.plain and not _is_first(known, told[start:stop], offer, world):
-                    left.add(index)
-                start = stop
-            for entry, index in enumerate(members.table.class_of):
-                if index in left:
+            for entry, fqn in enumerate(members.table.fqns):
+                if fqn in self.left:
                     members.drop(entry)
 
     def _describe(self) -> None:
@@ -510,18 +494,6 @@ class _Coordinator:
             if count > 1:
                 return self.offers[plan].rank, count
         return None
-
-
-def _is_first(known: LayoutClass, coordinate: Sequence[int], offer: Offer, world: int) -> bool:
-    """Whether the axes say that no other rank writes what this one holds of a class."""
-    others = {name: size for name, size in offer.sizes.items() if name not in known.axis_names}
-    here = prod(known.sharding.axis_sizes)
-    at = [coordinate[i] for i in range(len(coordinate)) if i not in known.cut_axes]
-    if here == world:
-        return not any(at)
-    if here * prod(others.values()) == world:
-        return not any(at) and not any(offer.positions[name] for name in others)
-    return True
 
 
 def _replicated(known: LayoutClass) -> frozenset[str]:

@@ -8,10 +8,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from hazard_scenes import assert_holds
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import CheckpointPlacement, PlacementRules, PlacementSavePlanner
+from dcp_placements.offline import merge_metadata
 from fakes import FakeDTensor, World
 
 WHOLE = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)
@@ -46,7 +49,7 @@ def test_hsdp_replicas_are_written_once(tmp_path: Path) -> None:
     assert len(written) == 4
 
 
-def test_replicas_outside_the_tensor_s_own_mesh_are_written_once(tmp_path: Path) -> None:
+def test_along_axes_beside_the_tensor_s_own_mesh_all_write(tmp_path: Path) -> None:
     """Experts over the edp slice of (replicate, ep, edp), placed over ep by a rule."""
 
     def state_dict(rank: int) -> dict[str, Any]:
@@ -59,8 +62,31 @@ def test_replicas_outside_the_tensor_s_own_mesh_are_written_once(tmp_path: Path)
         return PlacementRules({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
 
     written = save(tmp_path, state_dict, rules)
-    assert set(written.values()) == {1}
+    assert set(written.values()) == {2}
     assert len(written) == 4
+
+
+@pytest.mark.parametrize("ruled", [False, True])
+def test_keys_of_one_position_of_an_axis_are_not_left_to_another(
+    tmp_path: Path, ruled: bool
+) -> None:
+    """Layers of a stage, cut by tp: nobody else has what the second stage holds."""
+    layers = {f"layers.{pp}.w": WHOLE + 100 * pp for pp in range(4)}
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, pp=4, tp=2)
+        name = f"layers.{rank // 2}.w"
+        if ruled:
+            return {name: layers[name].chunk(2)[rank % 2].clone()}
+        return {name: FakeDTensor.distribute(layers[name], mesh["tp"], [Shard(0)])}
+
+    def rules(rank: int) -> PlacementRules | None:
+        placement = CheckpointPlacement(WORLD.mesh(rank, pp=4, tp=2), {"tp": Shard(0)})
+        return PlacementRules({"layers": placement}) if ruled else None
+
+    save(tmp_path, state_dict, rules)
+    merge_metadata(tmp_path)
+    assert_holds(tmp_path, layers)
 
 
 def test_what_no_mesh_speaks_of_is_written_by_all_that_hold_it(tmp_path: Path) -> None:
