@@ -32,8 +32,8 @@ SMALL_NBYTES = 64 << 10
 NEIGHBOUR_NBYTES = 2 << 10
 """Records this near to each other are neighbours."""
 
-SPAN_NBYTES = 4 << 20
-"""Neighbours are read together up to this."""
+SPAN_NBYTES = 2 << 20
+"""Neighbours are read together up to this: it is what a load takes in memory beyond torch's."""
 
 NEAR_NBYTES = 64 << 10
 """Reads this near to each other are announced, so that the pages between come along: to fetch them
@@ -104,7 +104,7 @@ class ChunkReader:
         self._buffer = memoryview(bytearray())
         self._span = memoryview(bytearray())
         # The bytes before the elements, which are the same for tensors that are alike.
-        self._heads: dict[bytes, TensorRecord] = {}
+        self._heads: dict[tuple[int, bytes], TensorRecord] = {}
         self._head_nbytes: dict[int, int] = {}
 
     def read(self, file: CountedFile, path: str, records: Sequence[Record]) -> None:
@@ -192,11 +192,11 @@ class ChunkReader:
             head = bytearray(nbytes)
             part.read_into(memoryview(head), 0)
             tried = nbytes
-            known = self._heads.get(bytes(head))
+            known = self._heads.get((length, bytes(head)))
             if known is None:
                 known = parse_record(bytes(head), length)
             if known is not None:
-                self._heads[bytes(head[: known.start])] = known
+                self._heads[length, bytes(head[: known.start])] = known
                 self._head_nbytes[length] = known.start
                 return known
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -388,6 +389,36 @@ def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
     os.replace(tmp_path / "b/__0_0.distcp", tmp_path / "a/__0_0.distcp")
     told = failure(tmp_path / "a", {"w": torch.zeros(500, 40)})
     assert "w: __0_0.distcp holds a (400, 50) tensor" in told
+
+
+def test_elements_beyond_the_end_of_a_record_are_not_read(tmp_path: Path) -> None:
+    """Also where its head is that of a whole one, and its length that of another."""
+    saved = {"a": torch.randn(500, 500), "b": torch.randn(500, 400), "c": torch.randn(500, 500)}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    infos = {index.fqn: info for index, info in metadata.storage_data.items()}
+    infos["c"].length = infos["b"].length
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "\nc: what __0_0.distcp holds of it is no tensor" in failure(tmp_path, blank(saved))
+
+
+@pytest.mark.parametrize("like", ["small", "large"])
+def test_records_of_one_length_are_told_apart(tmp_path: Path, like: str) -> None:
+    """Tensors whose files differ in the strides, the dtype or the shape alone."""
+    side = 300 if like == "large" else 8
+    saved = {
+        "rows": torch.randn(side, side),
+        "columns": torch.randn(side, side).t(),
+        "ints": torch.randint(0, 1 << 30, (side, side), dtype=torch.int32),
+        "flat": torch.randn(side * side // 2, 2),
+        "again": torch.randn(side, side),
+        "turned": torch.randn(side, side).t(),
+    }
+    for writer in (dcp.FileSystemWriter, PlacementFileSystemWriter):
+        dcp.save(saved, storage_writer=writer(tmp_path / writer.__name__))
+        path = tmp_path / writer.__name__
+        loaded = load(path, blank(saved), PlacementFileSystemReader(path))
+        assert [key for key in saved if not same(saved[key], loaded[key])] == []
 
 
 def test_digests_are_compared_with_what_was_read(tmp_path: Path) -> None:
