@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from dcp_placements.cli.differing import diff_command
 from dcp_placements.cli.drawing import draw_command
 from dcp_placements.cli.inspecting import inspect_command
 from dcp_placements.cli.megatron import megatron_command
@@ -64,6 +65,7 @@ def _exit_code(work: Callable[[], int]) -> int:
 
 _command("inspect", inspect_command)
 _command("verify", verify_command)
+_command("diff", diff_command)
 _command("megatron", megatron_command)
 _command("rehearse", rehearse_command)
 _command("draw", draw_command)

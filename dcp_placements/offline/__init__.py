@@ -4,6 +4,7 @@ What the command line prints, as dataclasses. Nothing that a checkpoint's pickle
 """
 
 from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.difference import diff
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.drawing import draw
 from dcp_placements.offline.inspection import inspect
@@ -17,6 +18,7 @@ __all__ = [
     "CannotLook",
     "Checkpoint",
     "check_picture_name",
+    "diff",
     "draw",
     "inspect",
     "megatron_layout",

@@ -19,11 +19,12 @@ from dcp_placements.interop import (
     MetadataIndex,
     ReadItem,
     StorageInfo,
+    TensorStorageMetadata,
 )
 from dcp_placements.layout import Box
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
+from dcp_placements.reads import StoredChunks
 from dcp_placements.tensor_record import TensorRecord
-from dcp_placements.tiling import intersection
 
 MAX_OPEN_FILES = 32
 
@@ -77,6 +78,9 @@ class BoxReader(AbstractContextManager["BoxReader"]):
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.nbytes = 0
         self._checkpoint = checkpoint
+        # Of the tensor that was read last: it is read piece by piece.
+        self._last: tuple[StoredTensor, tuple[StoredChunk, ...]] | None = None
+        self._finders: dict[int, StoredChunks] = {}
         self._files: OrderedDict[str, tuple[Any, CountedFile]] = OrderedDict()
         self._target = _Target(torch.empty(0))
         planner: Any = self._target
@@ -110,9 +114,10 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         into = torch.zeros(box.sizes, dtype=tensor.dtype)
         self._target.tensor = into
         by_file: dict[str, list[Record]] = {}
-        for chunk in tensor.chunks:
-            shared = intersection(chunk.box, box) if chunk.box.sizes else chunk.box
-            if shared is not None and chunk.file is not None:
+        chunks = self._chunks(tensor)
+        for at, _, shared in self._finder(tensor).meeting(box):
+            chunk = chunks[at]
+            if chunk.file is not None:
                 record = _record(tensor.fqn, chunk, shared, box)
                 by_file.setdefault(chunk.file, []).append(record)
         for name, records in sorted(by_file.items()):
@@ -126,6 +131,19 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             finally:
                 self.nbytes += file.nbytes - before
         return into
+
+    def _chunks(self, tensor: StoredTensor) -> tuple[StoredChunk, ...]:
+        if self._last is None or self._last[0] is not tensor:
+            self._last = tensor, tensor.chunks
+        return self._last[1]
+
+    def _finder(self, tensor: StoredTensor) -> StoredChunks:
+        known = self._finders.get(id(tensor.boxes))
+        if known is None:
+            told = self._checkpoint.metadata.state_dict_metadata[tensor.fqn]
+            assert isinstance(told, TensorStorageMetadata)
+            known = self._finders[id(tensor.boxes)] = StoredChunks(told)
+        return known
 
     def _open(self, name: str, fqn: str) -> CountedFile:
         if name in self._files:
