@@ -65,7 +65,7 @@ class MegatronModel:
     query_groups: int = 4
     head_dim: int = 3
     ffn: int = 12
-    experts: int = 8
+    experts: int = 4
     moe_ffn: int = 4
     shared_ffn: int = 8
     vocab: int = 24

@@ -12,6 +12,7 @@ import typer
 
 from dcp_placements.cli.differing import diff_command
 from dcp_placements.cli.drawing import draw_command
+from dcp_placements.cli.importing import import_command
 from dcp_placements.cli.inspecting import inspect_command
 from dcp_placements.cli.megatron import megatron_command
 from dcp_placements.cli.merging import merge_metadata_command
@@ -67,6 +68,7 @@ _command("inspect", inspect_command)
 _command("verify", verify_command)
 _command("diff", diff_command)
 _command("megatron", megatron_command)
+_command("import", import_command)
 _command("rehearse", rehearse_command)
 _command("draw", draw_command)
 _command("merge-metadata", merge_metadata_command)

@@ -8,6 +8,7 @@ from dcp_placements.offline.difference import diff
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.drawing import draw
 from dcp_placements.offline.inspection import inspect
+from dcp_placements.offline.megatron_import import import_megatron
 from dcp_placements.offline.megatron_layout import megatron_layout
 from dcp_placements.offline.merging import merge_metadata
 from dcp_placements.offline.picture import check_picture_name, save_figure
@@ -20,6 +21,7 @@ __all__ = [
     "check_picture_name",
     "diff",
     "draw",
+    "import_megatron",
     "inspect",
     "megatron_layout",
     "merge_metadata",

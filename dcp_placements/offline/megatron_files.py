@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,30 @@ def directory_name(at: Coordinate, sizes: Sizes) -> str:
     name = f"mp_rank_{at.tp:02d}"
     name += f"_{at.pp:03d}" if (sizes.pp or 1) > 1 else ""
     return name + (f"_{at.ep:03d}" if (sizes.ep or 1) > 1 else "")
+
+
+class RankFiles:
+    """The files of the rank directories, mapped when asked for; the last few stay so.
+
+    Args:
+        folder: The iteration's directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open = lru_cache(_STAY_OPEN)(lambda name: load_torch_file(folder / name / WEIGHTS))
+
+    def open(self, name: str) -> Mapping[str, Any]:
+        """Return what the file of a rank directory holds.
+
+        Raises:
+            CannotLook: It cannot be read, or is refused.
+        """
+        held: Mapping[str, Any] = self._open(name)
+        return held
+
+
+_STAY_OPEN = 4
 
 
 def look_inside(folder: Path, ranks: Iterable[str]) -> Contents:

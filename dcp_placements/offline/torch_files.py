@@ -25,6 +25,9 @@ INERT_MODULES = (
 )
 """Modules whose names become stand-ins, with all that is below them."""
 
+INERT_NAMES = ("builtins.bytes", "builtins.frozenset", "builtins.slice", "builtins.range")
+"""Single names that become stand-ins; an empty stream is made of ``bytes()``."""
+
 
 class RefusedFile(CannotLook):
     """A file that asks for what no checkpoint needs. Nothing of it has been made or called."""
@@ -108,7 +111,9 @@ _NAMESPACE = "argparse.Namespace"
 
 
 def _is_admitted(name: str) -> bool:
-    return name == _NAMESPACE or any(name.startswith(f"{module}.") for module in INERT_MODULES)
+    return name in (_NAMESPACE, *INERT_NAMES) or any(
+        name.startswith(f"{module}.") for module in INERT_MODULES
+    )
 
 
 def _stand_in(name: str) -> type[StandIn]:
@@ -133,3 +138,16 @@ def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, to
         yield from tensors_in([value.args, value.state], path)
     elif isinstance(value, argparse.Namespace):
         yield from tensors_in(vars(value), path)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit: NaNs too, and -0.0 is not 0.0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    bits = _BITS.get(one.itemsize)
+    if bits is None:
+        one, other, bits = torch.view_as_real(one), torch.view_as_real(other), torch.int64
+    return torch.equal(one.view(bits), other.view(bits))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
