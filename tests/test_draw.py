@@ -123,7 +123,7 @@ def test_labels_stay_inside_their_chunks() -> None:
         assert y0 - 2 <= box.y0 < box.y1 <= y1 + 2, text.get_text()
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 6), min_size=0, max_size=4),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=3),

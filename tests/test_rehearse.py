@@ -137,7 +137,7 @@ placements = st.sampled_from(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(placements, min_size=2, max_size=2), st.tuples(*[st.integers(1, 4)] * 2))
 def test_every_rank_wants_what_plain_slicing_gives_it(
     tmp_path_factory: pytest.TempPathFactory, pair: list[Any], sizes: tuple[int, int]

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from dcp_placements.cli.differing import diff_command
+from dcp_placements.cli.doctoring import doctor_command
 from dcp_placements.cli.drawing import draw_command
 from dcp_placements.cli.importing import import_command
 from dcp_placements.cli.inspecting import inspect_command
@@ -70,6 +71,7 @@ _command("diff", diff_command)
 _command("megatron", megatron_command)
 _command("import", import_command)
 _command("rehearse", rehearse_command)
+_command("doctor", doctor_command)
 _command("draw", draw_command)
 _command("merge-metadata", merge_metadata_command)
 

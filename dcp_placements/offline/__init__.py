@@ -4,6 +4,7 @@ What the command line prints, as dataclasses. Nothing that a checkpoint's pickle
 """
 
 from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.diagnosis import diagnose
 from dcp_placements.offline.difference import diff
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.drawing import draw
@@ -13,12 +14,14 @@ from dcp_placements.offline.megatron_layout import megatron_layout
 from dcp_placements.offline.merging import merge_metadata
 from dcp_placements.offline.picture import check_picture_name, save_figure
 from dcp_placements.offline.rehearsal import rehearse
+from dcp_placements.offline.rescue import rescue
 from dcp_placements.offline.verification import verify
 
 __all__ = [
     "CannotLook",
     "Checkpoint",
     "check_picture_name",
+    "diagnose",
     "diff",
     "draw",
     "import_megatron",
@@ -26,6 +29,7 @@ __all__ = [
     "megatron_layout",
     "merge_metadata",
     "rehearse",
+    "rescue",
     "save_figure",
     "verify",
 ]

@@ -12,7 +12,9 @@ from dcp_placements.layout import Box
 from dcp_placements.offline.checkpoint import StoredTensor
 from dcp_placements.tiling import overlaps, uncovered
 
-_KEY = re.compile(r"^(?P<layer>(?:.*\.)?(?!shared_)\w*experts)(?:\.(?P<index>\d+))?\.(?P<name>.+)$")
+_KEY = re.compile(
+    r"^(?P<layer>(?:.*\.)?(?!shared_)\w*experts(?:_list)?)(?:\.(?P<index>\d+))?\.(?P<name>.+)$"
+)
 _LAYER_AXIS = re.compile(r"(^|\.)layers\.(?!\d)")
 
 
