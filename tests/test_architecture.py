@@ -27,7 +27,7 @@ ORDER = [
     *("rank_metadata", "file_reads", "chunk_reads", "storage_writer", "storage_reader"),
     *("preflight",),
     *("presets.preset", "presets.megatron", "presets.megatron_lite", "presets.megatron_core"),
-    *("presets.megatron_core_names",),
+    *("presets.megatron_core_names", "presets.transformers", "presets.veomni"),
     *("presets",),
     *("offline.directory", "offline.declared", "offline.safetensors_files", "offline.checkpoint"),
     *("offline.box_reads", "offline.experts", "offline.inspection", "offline.merging"),

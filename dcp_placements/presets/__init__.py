@@ -8,5 +8,14 @@ from dcp_placements.presets.megatron import megatron_meshes
 from dcp_placements.presets.megatron_core import megatron_core
 from dcp_placements.presets.megatron_lite import megatron_lite
 from dcp_placements.presets.preset import Preset
+from dcp_placements.presets.transformers import transformers
+from dcp_placements.presets.veomni import veomni
 
-__all__ = ["Preset", "megatron_core", "megatron_lite", "megatron_meshes"]
+__all__ = [
+    "Preset",
+    "megatron_core",
+    "megatron_lite",
+    "megatron_meshes",
+    "transformers",
+    "veomni",
+]
