@@ -24,7 +24,7 @@ from dcp_placements.interop import (
     narrow_tensor_by_index,
 )
 from dcp_placements.slices import Gap, halves, segments
-from dcp_placements.tensor_record import TensorRecord, parse_record
+from dcp_placements.tensor_record import HEADS_NBYTES, TensorRecord, parse_record
 
 SMALL_NBYTES = 64 << 10
 """A record up to this is read with its neighbours, where most of it is wanted."""
@@ -41,9 +41,6 @@ takes less time than a second request."""
 
 BUFFER_NBYTES = 16 << 20
 """What cannot be read to where it belongs goes through a buffer of this size at most."""
-
-HEADS_NBYTES = (1 << 10, 16 << 10)
-"""Elements begin within the first KiB of what ``torch.save`` writes; with very many dims later."""
 
 Part = FilePart | HeldPart
 """The bytes of a record."""

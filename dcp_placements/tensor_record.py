@@ -11,6 +11,7 @@ import pickle
 import struct
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,10 @@ from dcp_placements.slices import c_strides
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
 LOCAL_NBYTES = 30
+
+HEADS_NBYTES = (1 << 10, 16 << 10)
+"""Elements begin within the first KiB of what ``torch.save`` writes; with very many dims later."""
+
 _DESCRIPTOR_NBYTES = 16
 _SIZES_FOLLOW = 8
 
@@ -57,10 +62,28 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
         EOFError,
         IndexError,
         KeyError,
+        MemoryError,
+        OverflowError,
         TypeError,
         ValueError,
     ):
         return None
+
+
+def head_record(read_into: Callable[[memoryview, int], object], nbytes: int) -> TensorRecord | None:
+    """Return where the elements of a record are, reading no more than its head.
+
+    Args:
+        read_into: Fills a buffer from a position in the record on.
+        nbytes: Length of the whole record.
+    """
+    for tried in HEADS_NBYTES:
+        head = bytearray(min(tried, nbytes))
+        read_into(memoryview(head), 0)
+        found = parse_record(bytes(head), nbytes)
+        if found is not None:
+            return found
+    return None
 
 
 def _parsed(head: bytes, nbytes: int) -> TensorRecord | None:

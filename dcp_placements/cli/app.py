@@ -13,6 +13,7 @@ import typer
 from dcp_placements.cli.differing import diff_command
 from dcp_placements.cli.doctoring import doctor_command
 from dcp_placements.cli.drawing import draw_command
+from dcp_placements.cli.explaining import explain_command
 from dcp_placements.cli.importing import import_command
 from dcp_placements.cli.inspecting import inspect_command
 from dcp_placements.cli.megatron import megatron_command
@@ -66,6 +67,7 @@ def _exit_code(work: Callable[[], int]) -> int:
 
 
 _command("inspect", inspect_command)
+_command("explain", explain_command)
 _command("verify", verify_command)
 _command("diff", diff_command)
 _command("megatron", megatron_command)

@@ -36,6 +36,9 @@ RulesSpec = Annotated[
     str | None,
     typer.Option("--rules", metavar="MODULE:FUNC", help="A function: mesh -> PlacementRules."),
 ]
+FsdpAxes = Annotated[
+    str, typer.Option("--fsdp", metavar="AXIS,...", help="Axes over which FSDP cuts dim 0.")
+]
 RenameSpec = Annotated[
     str | None,
     typer.Option("--rename", metavar="MODULE:FUNC", help="A function: key -> key."),

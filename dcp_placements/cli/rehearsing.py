@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import CheckpointPath, Json
+from dcp_placements.cli.arguments import CheckpointPath, FsdpAxes, Json
 from dcp_placements.cli.printing import counted, number, print_json, print_table, say, short, size
 from dcp_placements.errors import format_faults, format_ranks
 from dcp_placements.offline import CannotLook
@@ -27,9 +27,7 @@ def rehearse_command(
         str, typer.Option(metavar="MODULE:FUNC", help="A function: mesh -> PlacementRules.")
     ],
     mesh: Annotated[str, typer.Option(metavar="AXIS=SIZE,...", help="Such as ep=16,edp=2.")],
-    fsdp: Annotated[
-        str, typer.Option(metavar="AXIS,...", help="Axes over which FSDP cuts dim 0 of tensors.")
-    ] = "",
+    fsdp: FsdpAxes = "",
     expect: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The model's keys: a JSON list, or one per line."),

@@ -8,6 +8,7 @@ from dcp_placements.offline.diagnosis import diagnose
 from dcp_placements.offline.difference import diff
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.drawing import draw
+from dcp_placements.offline.explanation import explain
 from dcp_placements.offline.inspection import inspect
 from dcp_placements.offline.megatron_import import import_megatron
 from dcp_placements.offline.megatron_layout import megatron_layout
@@ -24,6 +25,7 @@ __all__ = [
     "diagnose",
     "diff",
     "draw",
+    "explain",
     "import_megatron",
     "inspect",
     "megatron_layout",

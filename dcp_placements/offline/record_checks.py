@@ -16,12 +16,17 @@ from math import prod
 import torch
 import xxhash
 
-from dcp_placements.chunk_reads import HEADS_NBYTES
 from dcp_placements.digests import full_digest
 from dcp_placements.file_reads import CountedFile, FilePart
 from dcp_placements.interop import MetadataIndex
 from dcp_placements.offline.structure import Record
-from dcp_placements.tensor_record import LOCAL, LOCAL_NBYTES, TensorRecord, parse_record
+from dcp_placements.tensor_record import (
+    HEADS_NBYTES,
+    LOCAL,
+    LOCAL_NBYTES,
+    TensorRecord,
+    parse_record,
+)
 
 PIECE_NBYTES = 4 << 20
 """Contents are read in pieces of this size."""

@@ -18,19 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_placements.chunk_reads import HEADS_NBYTES, SMALL_NBYTES, cheap_gap
+from dcp_placements.chunk_reads import SMALL_NBYTES, cheap_gap
 from dcp_placements.errors import Fault, PlacementError, format_names, format_ranks
 from dcp_placements.interop import TensorStorageMetadata
-from dcp_placements.layout import Box, Cut, Intervals, Layout, LayoutError, Pick, Sharding
+from dcp_placements.layout import Box, Intervals, Layout, LayoutError, Sharding
 from dcp_placements.mesh import MeshCoordinate
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.cutting import fsdp_axes, known_axes, layout_at, whole_sharding
 from dcp_placements.offline.declared import MeshAxes, rules_at
-from dcp_placements.offline.directory import CannotLook
 from dcp_placements.placement import (
     CheckpointPlacement,
-    IndexShard,
     shard_dim,
-    shard_parts,
     shards,
 )
 from dcp_placements.reads import StoredChunks
@@ -38,6 +36,7 @@ from dcp_placements.renaming import holder
 from dcp_placements.rules import PlacementRules, Rules, rule_name
 from dcp_placements.slices import segments
 from dcp_placements.storage_table import Array
+from dcp_placements.tensor_record import HEADS_NBYTES
 from dcp_placements.tiling import format_box, tiles, uncovered
 
 
@@ -225,16 +224,12 @@ class _Stage:
         fsdp: Sequence[str],
         expect: Iterable[str] | None,
     ) -> None:
-        if unknown := sorted(set(fsdp) - set(axes)):
-            raise CannotLook(
-                f"no axis {', '.join(unknown)} for FSDP: the mesh has {', '.join(axes)}"
-            )
         stored = {*checkpoint.tensors, *checkpoint.objects}
         expected = stored if expect is None else set(expect)
         self._checkpoint = checkpoint
         self._function = function
         self._axes = dict(axes)
-        self._fsdp = [name for name in axes if name in fsdp]
+        self._fsdp = known_axes(axes, fsdp)
         self._missing = tuple(sorted(expected - stored))
         self._unread = tuple(sorted(stored - expected))
         self._numbers = {name: number for number, name in enumerate(checkpoint.files)}
@@ -328,68 +323,17 @@ class _Stage:
         """Return what a rank holds of a part's tensors; None where it cannot be told."""
         known = part.known
         placement = rules(part.fqn, known.example) if known.shape else None
-        own = self._own_axes(placement, known.shape)
+        own = fsdp_axes(known.shape, placement, self._fsdp)
         key = (id(known), _signature(placement))
         try:
             if key not in self._shardings:
-                self._shardings[key] = self._sharding(known.shape, placement, own)
-            sharding = self._shardings[key]
-            position = 0
-            for axis, (name, size) in enumerate(self._axes.items()):
-                if name in own:
-                    position = position * size + coordinate[axis]
-            place = () if placement is None else tuple(placement.mesh.get_coordinate() or ())
-            return sharding.at((*place, position))
+                self._shardings[key] = whole_sharding(known.shape, placement, self._axes, own)
+            return layout_at(self._shardings[key], placement, self._axes, own, coordinate)
         except (PlacementError, LayoutError) as error:
             rule = f"by rule:     {rule_name(rules, part.fqn)}"
             for fqn in part.fqns:
                 self._faults.add(rank, fqn, str(error), rule)
             return None
-
-    def _own_axes(self, placement: CheckpointPlacement | None, shape: tuple[int, ...]) -> list[str]:
-        """Return the axes over which FSDP cuts a tensor."""
-        if not shape:
-            return []
-        taken: set[str] = set()
-        if placement is not None:
-            names = placement.mesh.mesh_dim_names or ()
-            taken = {n for n, p in zip(names, placement.placements, strict=False) if shards(p)}
-        return [name for name in self._fsdp if name not in taken]
-
-    def _sharding(
-        self, shape: tuple[int, ...], placement: CheckpointPlacement | None, own: Sequence[str]
-    ) -> Sharding:
-        """Return how the whole tensor is cut: as the rule says, then by FSDP.
-
-        Raises:
-            PlacementError: A rule that does not fit the tensor.
-        """
-        cuts: list[Cut | Pick] = []
-        sizes: list[int] = []
-        padded = None
-        if placement is not None:
-            if placement.mesh.get_coordinate() is None:
-                raise PlacementError("the rank is no part of the rule's mesh")
-            if placement.global_shape is not None and placement.global_shape != shape:
-                raise PlacementError(
-                    f"the checkpoint holds a {shape} tensor, the rule says global_shape="
-                    f"{placement.global_shape}"
-                )
-            padded = placement.padded_shape
-            sizes += placement.mesh.shape
-            for axis, entry in enumerate(placement.placements):
-                if not shards(entry):
-                    continue
-                dim = shard_dim(entry, len(shape))
-                if isinstance(entry, IndexShard):
-                    cuts.append(Pick(dim, entry.indices, axis))
-                else:
-                    cuts.append(Cut(dim, axis, *shard_parts(entry)))
-        if own:
-            cuts.append(Cut(0, len(sizes)))
-        return Sharding(
-            shape, (*sizes, prod(self._axes[name] for name in own)), tuple(cuts), padded
-        )
 
     def _note(self, part: _Part, case: _Case, rank: int) -> None:
         if case.holes:
