@@ -30,7 +30,9 @@ SMALL_NBYTES = 64 << 10
 """A record up to this is read with its neighbours, where most of it is wanted."""
 
 NEIGHBOUR_NBYTES = 2 << 10
-"""Records this near to each other are neighbours."""
+"""Records this near to each other are neighbours. What ``torch.save`` puts between small tensors
+lies in pages that are fetched anyhow: 500 tensors of 4 KiB are 2.8 MB from the disk in one call or
+in 500, and one call takes a quarter of the time."""
 
 SPAN_NBYTES = 2 << 20
 """Neighbours are read together up to this: it is what a load takes in memory beyond torch's."""
@@ -249,6 +251,9 @@ class ChunkReader:
         itemsize = known.dtype.itemsize
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         memory = _memory(target) if target.dtype == known.dtype else None
+        if memory is not None and lengths == known.shape:
+            part.read_into(memory, known.start)
+            return
         todo = [(offsets, lengths)]
         while todo:
             at, sizes = todo.pop()
