@@ -291,7 +291,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         cache = self._cache
         standings = None if cache is None else [standing(offer) for offer in offers]
         if cache is not None and cache.plan is not None and cache.standings == standings:
-            said = compare(offers, tables)
+            said = compare(offers, tables) if _may_say_more(cache.plan, offers) else WorldPlan()
             made = dataclasses.replace(
                 cache.plan, faults=said.faults, conflicts=said.conflicts, notes=said.notes
             )
@@ -374,6 +374,17 @@ _OF_ONE_SAVE = frozenset(
         "_report",
     )
 )
+
+
+def _may_say_more(made: WorldPlan, offers: Sequence[Offer]) -> bool:
+    """Whether contents are told of, or something was said when the plan was made."""
+    return bool(
+        made.faults
+        or made.conflicts
+        or made.notes
+        or any(offer.loose for offer in offers)
+        or any(told.digests for offer in offers for told in offer.tables)
+    )
 
 
 def _owned_lazily(tables: Tables, offer: Offer, answer: Answer) -> LazyItems[WriteItem]:
