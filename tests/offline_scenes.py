@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import pickle
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
@@ -117,3 +122,34 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return Ran(code, told.out, told.err)
 
     return runs
+
+
+def save_torch_dist(path: Path) -> dict[str, torch.Tensor]:
+    """Save what Megatron's ``torch_dist`` leaves: stacked layers, ShardedObjects, common state."""
+    tensors = {
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight": arange((2, 4, 3, 5)),
+        "decoder.layers.self_attention.linear_qkv.weight": arange((2, 6, 3)),
+        "embedding.word_embeddings.weight": arange((8, 3)),
+    }
+    objects = {f"rng_state/shard_{rank}_2": ("cuda", rank) for rank in range(2)}
+    dcp.save({**tensors, **objects}, checkpoint_id=path)
+    torch.save({"iteration": 10, "args": ("any", "thing")}, path / "common.pt")
+    told = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (path / "metadata.json").write_text(json.dumps(told))
+    # Megatron's metadata are of a class of its own.
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    module = types.ModuleType(name)
+
+    @dataclass
+    class MCoreMetadata(Metadata):
+        mcore_data: dict[str, Any] | None = None
+
+    MCoreMetadata.__module__, MCoreMetadata.__qualname__ = name, "MCoreMetadata"
+    module.MCoreMetadata = MCoreMetadata  # type: ignore[attr-defined]
+    with open(path / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    own = MCoreMetadata(**vars(metadata), mcore_data={"embedding": {"flattened": None}})
+    names = [".".join(name.split(".")[: n + 1]) for n in range(name.count(".") + 1)]
+    with mock.patch.dict(sys.modules, {**{n: types.ModuleType(n) for n in names}, name: module}):
+        (path / ".metadata").write_bytes(pickle.dumps(own))
+    return tensors

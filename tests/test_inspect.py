@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_placements.offline import inspect
-from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
+from dcp_placements.offline import diff, inspect, verify
+from tests.offline_scenes import (
+    Run,
+    save_hugging_face,
+    save_sharded,
+    save_torch_dist,
+    wholes,
+)
 
 
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "stock-metadata"])
@@ -87,3 +97,46 @@ def test_experts_gaps_and_doubles(tmp_path: Path, run: Run) -> None:
     }
     ran = run("inspect", tmp_path, "--experts")
     assert "layers.1.mlp.experts (stacked)  0-5" in ran.out
+
+
+def test_a_torch_dist_directory(tmp_path: Path, run: Run) -> None:
+    tensors = save_torch_dist(tmp_path / "step")
+    told = run("inspect", tmp_path / "step", "--experts", "--json").json
+    assert told["format"] == "torch_dist"
+    assert {fqn: tuple(t["shape"]) for fqn, t in told["tensors"].items()} == {
+        fqn: tuple(tensor.shape) for fqn, tensor in tensors.items()
+    }
+    assert sorted(told["objects"]) == ["rng_state/shard_0_2", "rng_state/shard_1_2"]
+    assert told["files"]["common.pt"]["data"] is False
+    # Layers are stacked in front of the experts.
+    (layer,) = told["experts"].values()
+    assert (layer["stacked"], layer["experts"]) == (True, [0, 1, 2, 3])
+    assert verify(tmp_path / "step", contents=True).faults == ()
+    save_hugging_face(tmp_path / "hf", tensors)
+    assert diff(tmp_path / "step", tmp_path / "hf").same
+
+
+def test_terminals_of_80_columns_fold_and_lose_nothing(tmp_path: Path) -> None:
+    """In a real terminal, by way of a pseudo one."""
+    long = "model.layers.10.self_attention.projection_of_queries_and_keys.weight"
+    dcp.save({long: torch.ones(4, 3)}, checkpoint_id=tmp_path)
+    program = (
+        "import os, pty, sys\n"
+        "os.environ['COLUMNS'] = '80'\n"
+        "sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+    )
+    command = [sys.executable, "-m", "dcp_placements", "inspect", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_COLOR": "1", "TERM": "xterm"},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in done.stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
+    table = lines[: next(n for n, line in enumerate(lines) if line.startswith("file"))]
+    assert "".join(line.split("  ")[0].strip() for line in table[1:]) == long
