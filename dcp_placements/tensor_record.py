@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import struct
 import sys
 from collections import OrderedDict
@@ -59,6 +60,7 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
         pickle.UnpicklingError,
         struct.error,
         AttributeError,
+        DeprecationWarning,
         EOFError,
         IndexError,
         KeyError,
@@ -96,7 +98,10 @@ def _parsed(head: bytes, nbytes: int) -> TensorRecord | None:
             prefix, _, last = name.rpartition("/")
             if last != "data.pkl" or end is None:
                 return None
-            saved = _Unpickler(io.BytesIO(head[start:end])).load()
+            told = head[start:end]
+            if not {op.name for op, _, _ in pickletools.genops(told)} <= _OPCODES:
+                return None
+            saved = _Unpickler(io.BytesIO(told)).load()
             if not isinstance(saved, _Saved):
                 return None
         elif name == f"{prefix}/data/{saved.key}":
@@ -214,6 +219,14 @@ _STORAGES = {
     "ShortStorage": torch.int16,
 }
 _REBUILD = {"_rebuild_tensor_v2": _rebuild_v2, "_rebuild_tensor_v3": _rebuild_v3}
+
+
+# What torch.save says of a plain tensor. Others can take memory without end, in a damaged file.
+_OPCODES = {
+    *("PROTO", "GLOBAL", "BINPUT", "MARK", "BINUNICODE", "BINPERSID", "REDUCE", "STOP"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "NEWFALSE", "NEWTRUE"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+}
 
 
 class _Unpickler(pickle.Unpickler):

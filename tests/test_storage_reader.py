@@ -313,6 +313,17 @@ def test_other_records_are_not_taken_for_plain_ones() -> None:
     assert parse_record(b"", 0) is None
 
 
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\xff", b"\x96" + b"\xff" * 5 + bytes(3)])
+def test_a_damaged_head_takes_no_memory(put: bytes) -> None:
+    """A place in the memo, or a length, that nobody has the memory for."""
+    buffer = io.BytesIO()
+    torch.save(torch.arange(6.0).reshape(2, 3), buffer)
+    saved = bytearray(buffer.getvalue())
+    at = saved.index(b"ctorch._utils")
+    saved[at : at + len(put)] = put
+    assert parse_record(bytes(saved), len(saved)) is None
+
+
 @examples(200)
 @given(st.integers(0, 703), st.integers(0, 255))
 def test_damaged_heads_are_refused_or_mean_the_same(at: int, value: int) -> None:
