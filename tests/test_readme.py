@@ -2,7 +2,8 @@
 
 A ``python`` block runs after the ones before it in its section. Where the next block is ``text``,
 that is what it prints. Those marked ``torchrun`` are for two real ranks: the first is a program,
-and the others belong in it before its save.
+and the others belong in it before its save. One with a file's name is that file. A ``console``
+block is commands after ``$`` and what each prints.
 
 ``python tests/test_readme.py`` writes what is printed into README.md, for a message that changed on
 purpose; what the two ranks print is to be written by hand.
@@ -13,7 +14,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +42,8 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
+from dcp_placements.cli import main
+from dcp_placements.cli.app import app
 from dcp_placements.placing import place
 from fakes import cut
 
@@ -87,7 +94,9 @@ PROMISED = {
     for code, told in pairwise(BLOCKS)
     if told.kind == "text" and told.section == code.section
 }
-"""What a block prints, by its line."""
+"""What a block prints, by its line; of a console block, all of it."""
+
+PROMISED |= {block.line: block.text for block in BLOCKS if block.kind == "console"}
 
 SECTIONS = list(dict.fromkeys(block.section for block in BLOCKS if block.kind == "python"))
 
@@ -117,15 +126,34 @@ def run_section(section: str, folder: Path) -> dict[int, str]:
     """Return what each block of a section prints, by its line; run in ``folder``."""
     printed = {}
     namespace: dict[str, Any] = {"__name__": "readme"}
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), mock.patch.object(sys, "path", [str(folder), *sys.path]):
         for block in BLOCKS:
-            if (block.section, block.kind) == (section, "python"):
+            if block.section != section:
+                continue
+            if block.kind.startswith("python ") and block.kind.endswith(".py"):
+                Path(block.kind.removeprefix("python ")).write_text(block.text)
+            elif block.kind == "console":
+                printed[block.line] = run_console(block.text)
+            elif block.kind == "python":
                 # Empty lines in front, so that a traceback shows the lines of README.md.
                 program = compile("\n" * block.line + block.text, str(README), "exec")
                 with contextlib.redirect_stdout(io.StringIO()) as output:
                     exec(program, namespace)
                 printed[block.line] = output.getvalue()
     return printed
+
+
+def run_console(text: str) -> str:
+    """Run the commands of a console block; return the block with what they print."""
+    told = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            program, *arguments = shlex.split(line.removeprefix("$ "))
+            assert program == "dcp-placements", line
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                main(arguments)
+            told += [line, *output.getvalue().splitlines()]
+    return "\n".join(told) + "\n"
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -219,6 +247,47 @@ def test_file_table_names_every_file() -> None:
     assert named == {file.as_posix() for file in files if file.name != "__init__.py"}
 
 
+def test_command_table_names_every_command() -> None:
+    named = {code_of(row[0]).split()[0] for row in read_table("The command line")}
+    assert named == {command.name for command in app.registered_commands}
+
+
+@pytest.fixture(scope="module")
+def walk_through(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("walk")
+    run_section("The command line", folder)
+    return folder
+
+
+def test_picture_of_the_walk_through_is_what_is_drawn(walk_through: Path) -> None:
+    shown = (ROOT / "scripts" / "figures" / "experts.svg").read_text()
+    assert svg_facts((walk_through / "experts.svg").read_text()) == svg_facts(shown)
+
+
+JSON_OF = {
+    "inspect": "step-1 --experts",
+    "explain": "step-1 layers.0.experts.w1",
+    "verify": "step-1",
+    "diff": "step-1 step-2",
+    "rehearse": "step-1 --rules moe_rules:rules --mesh ep=8",
+    "doctor": "stock --mesh ep=4,edp=4 --rescue again",
+    "draw": "step-1 -o all.svg",
+}
+
+
+@pytest.mark.parametrize("command", JSON_OF)
+def test_documents_have_the_keys_of_the_table(walk_through: Path, command: str) -> None:
+    (row,) = [row for row in read_table("The command line", 1) if code_of(row[0]) == command]
+    with contextlib.chdir(walk_through), contextlib.redirect_stdout(io.StringIO()) as output:
+        main([command, *JSON_OF[command].split(), "--json"])
+    assert list(json.loads(output.getvalue())) == re.findall(r"\w+", row[1])
+
+
+def svg_facts(svg: str) -> list[str]:
+    """Return texts and colours of a picture, which are the same wherever letters come to lie."""
+    return sorted(re.findall(r"<text[^>]*>([^<]*)</text>|fill: (#\w+)", svg))
+
+
 def test_scripts_that_are_named_exist() -> None:
     for name in sorted(set(re.findall(r"`(scripts/\w+)`", README.read_text()))):
         assert (ROOT / name).is_file(), name
@@ -230,10 +299,17 @@ def rewrite() -> None:
     for section in SECTIONS:
         with tempfile.TemporaryDirectory() as folder:
             printed |= run_section(section, Path(folder))
-    for code, told in reversed(list(pairwise(BLOCKS))):
-        if code.line in printed and code.line in PROMISED:
-            stop = told.line + told.text.count("\n")
-            LINES[told.line : stop] = printed[code.line].splitlines()
+            for picture in Path(folder).glob("*.svg"):
+                shutil.copy(picture, ROOT / "scripts" / "figures" / picture.name)
+    told = [
+        (text, printed[code.line])
+        for code, text in pairwise(BLOCKS)
+        if code.kind == "python" and code.line in printed and code.line in PROMISED
+    ]
+    told += [(block, printed[block.line]) for block in BLOCKS if block.kind == "console"]
+    for block, text in sorted(told, key=lambda one: -one[0].line):
+        stop = block.line + block.text.count("\n")
+        LINES[block.line : stop] = text.splitlines()
     README.write_text("\n".join(LINES) + "\n")
 
 

@@ -108,7 +108,8 @@ def rescue(
     if target.exists():
         raise CannotLook(f"{target}: is there already\n    way out:     give another name")
     if diagnosis.healthy:
-        raise PlacementError(f"{checkpoint.path}: all experts are there, nothing is to be rescued")
+        what = "all experts are there" if diagnosis.tensors else "no key names experts"
+        raise PlacementError(f"{checkpoint.path}: {what}, so nothing is to be rescued")
     unclear = diagnosis.of(UNCLEAR)
     if unclear:
         raise PlacementError(
