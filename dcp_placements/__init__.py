@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from dcp_placements.errors import PlacementError
     from dcp_placements.load_planner import PlacementLoadPlanner
     from dcp_placements.mesh import MeshCoordinate
+    from dcp_placements.naming import Row, Rows
     from dcp_placements.placement import CheckpointPlacement, FusedShard, IndexShard
     from dcp_placements.preflight import check
-    from dcp_placements.renaming import Renames, Renumber, Replace, contiguous
+    from dcp_placements.renaming import Renames, Renumber, Replace, Stack, Unstack, contiguous
     from dcp_placements.report import LoadReport, SaveReport
     from dcp_placements.rules import PlacementRules
     from dcp_placements.save_planner import PlacementSavePlanner
@@ -35,7 +36,11 @@ __all__ = [
     "Renames",
     "Renumber",
     "Replace",
+    "Row",
+    "Rows",
     "SaveReport",
+    "Stack",
+    "Unstack",
     "check",
     "contiguous",
 ]
@@ -56,7 +61,11 @@ _HOMES = {
     "Renames": "renaming",
     "Renumber": "renaming",
     "Replace": "renaming",
+    "Row": "naming",
+    "Rows": "naming",
     "SaveReport": "report",
+    "Stack": "renaming",
+    "Unstack": "renaming",
     "check": "preflight",
     "contiguous": "renaming",
 }

@@ -16,6 +16,7 @@ import torch
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.interop import SavePlan, WriteItem, WriteItemType
 from dcp_placements.layout import Box
+from dcp_placements.optimizer_state import parameters_of
 from dcp_placements.tiling import format_box, overlaps, tiles, uncovered
 
 
@@ -267,9 +268,13 @@ class _Checker:
             told = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
             details.append(f"likely:      {factor} times too little is held{told}")
         if any(fqn in self.witnesses[plan].row_maps for plan in having):
+            if parameters_of(fqn):
+                details.append(
+                    "likely:      these rows were never stepped, and have no optimizer state"
+                )
             details.append(
-                "way out:     no rank's IndexShard names these rows: every row must be on one of "
-                "them"
+                "way out:     no rank's IndexShard or rename= names these rows: every row must be "
+                "on one of them"
             )
         else:
             details.append(

@@ -15,7 +15,7 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException, _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
+from torch.distributed.checkpoint._traverse import get_element, set_element, traverse_state_dict
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -104,6 +104,7 @@ __all__ = [
     "files_by_name",
     "filled",
     "flatten_as_2_3",
+    "get_element",
     "global_rank",
     "has_hooks",
     "is_dtensor_like",

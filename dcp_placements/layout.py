@@ -89,7 +89,8 @@ class Pick:
     Attributes:
         dim: Tensor dim, from 0.
         indices: The rows, of what is being picked from.
-        axis: Position of the mesh axis along which the ranks hold other rows.
+        axis: Position of the mesh axis along which the ranks hold other rows; -1 where no axis
+            is told of.
     """
 
     dim: int

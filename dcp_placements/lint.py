@@ -79,6 +79,9 @@ def _findings(placed: Placed, fused: bool, expert: bool) -> Iterator[tuple[str, 
                     ),
                 )
     if expert:
+        # A pick of no axis is a stack: its rows were told apart by name.
+        if any(cut.axis < 0 for cut in binding.sharding.cuts):
+            return
         sharded = {binding.axes[cut.axis].name for cut in binding.sharding.cuts}
         for axis in binding.axes:
             if axis.size > 1 and _named(axis, EXPERT_AXIS) and axis.name not in sharded:

@@ -38,11 +38,8 @@ def live_faults(
     copies = []
     for fqn, value in state_dict.items():
         placed = placing.placed.get(fqn)
-        tensor = placed.tensor if placed is not None else value
-        if not isinstance(tensor, torch.Tensor) or has_hooks(tensor) or not tensor.numel():
-            continue
-        start, stop = _range(tensor)
-        if start and stop <= starts.get(start, 0):
+        held = placed.tensors if placed is not None else [value]
+        if all(_is_live(tensor, starts) for tensor in held):
             continue
         copies.append(fqn)
         if not parameters_of(fqn):
@@ -83,6 +80,13 @@ def fleeting_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fau
         and placed.tensor.numel()
         and _range(local_tensor(value)) != _range(placed.tensor)
     ]
+
+
+def _is_live(tensor: Any, starts: Mapping[int, int]) -> bool:
+    if not isinstance(tensor, torch.Tensor) or has_hooks(tensor) or not tensor.numel():
+        return True
+    start, stop = _range(tensor)
+    return bool(start) and stop <= starts.get(start, 0)
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:

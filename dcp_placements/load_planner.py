@@ -14,7 +14,7 @@ import xxhash
 
 from dcp_placements.casting import CASTS
 from dcp_placements.digests import full_digest
-from dcp_placements.errors import Fault, PlacementError, format_faults, raise_faults
+from dcp_placements.errors import Fault, PlacementError, format_faults, format_names, raise_faults
 from dcp_placements.interop import (
     DefaultLoadPlanner,
     LoadPlan,
@@ -22,14 +22,17 @@ from dcp_placements.interop import (
     MetadataIndex,
     ReadItem,
     flatten_as_2_3,
+    get_element,
     global_rank,
+    is_dtensor_like,
     leaves,
+    local_tensor,
     set_element,
 )
 from dcp_placements.items import LazyItems
 from dcp_placements.layout import Box
 from dcp_placements.live import fleeting_faults, live_faults
-from dcp_placements.naming import Rename, rename_keys
+from dcp_placements.naming import Path, Rename, rename_keys
 from dcp_placements.options import check_choice, check_rules
 from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.provenance import stored, stored_digest
@@ -37,6 +40,7 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.request import Policy, Request
 from dcp_placements.rules import Rules, compile_pattern
+from dcp_placements.stacking import unfold
 from dcp_placements.tiling import format_box
 
 logger = logging.getLogger(__name__)
@@ -110,6 +114,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._provenance: Mapping[str, Any] | None = None
         self._stateless: list[str] = []
         self._own_keys: set[str] = set()
+        self._copies: dict[str, list[Path]] = {}
+        self._shared: dict[str, str] = {}
+        self._agreed: dict[str, tuple[str, Any]] = {}
+        self._collapsed: Mapping[str, torch.Size] = {}
         self._items: LazyItems[ReadItem] = LazyItems()
 
     def set_up_planner(
@@ -147,10 +155,14 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         policy = Policy(self.allow_partial_load, self.optional, self.cast)
         with quiet_gc():
             self._placing = place(self.state_dict, self.rules, rank)
+            if self.rename is not None:
+                self._unfold(self.metadata, rank)
             request = Request(self.state_dict, self._placing, self.metadata, policy, rank)
             self._items = request.items()
         self.report = request.report
-        faults = [*self._placing.faults, *request.faults, *self._verify_faults(self.metadata)]
+        self._collapsed, self._agreed = request.collapsed, {}
+        faults = self._shared_faults(request)
+        faults += [*self._placing.faults, *request.faults, *self._verify_faults(self.metadata)]
         faults += fleeting_faults(self.state_dict, self._placing)
         if self.rename is not None or self.rules is not None:
             faults += counted_faults(self.state_dict, self._placing, self.rename)
@@ -176,9 +188,13 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""
+        if index.fqn in self._collapsed:
+            return self._scalar(index.fqn).new_empty(self._collapsed[index.fqn])
         placed = self._placing.placed.get(index.fqn)
         if placed is None:
-            return super().lookup_tensor(index)
+            tensor = super().lookup_tensor(index)
+            # One scalar for several keys: none may take the place of another unseen.
+            return torch.empty_like(tensor) if index.fqn in self._shared else tensor
         assert index.index is not None
         return placed.view(placed.chunks[index.index])
 
@@ -188,6 +204,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlacementError: Bytes that are not those that were saved.
         """
+        fqn = read_item.dest_index.fqn
+        if fqn in self._shared or fqn in self._collapsed:
+            for number in tensor.flatten().tolist():
+                self._agree(fqn, number)
+                self._scalar(fqn).fill_(number)
         if self._provenance is None or self.metadata is None:
             return
         index = read_item.storage_index
@@ -219,6 +240,81 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             else:
                 self.report.verified += 1
         super().load_bytes(read_item, value)
+        fqn = read_item.dest_index.fqn
+        if self.flatten_state_dict and (fqn in self._shared or fqn in self._copies):
+            loaded = get_element(self.original_state_dict, self.mappings[fqn])
+            if fqn in self._shared:
+                self._agree(fqn, loaded)
+            for path in self._copies.get(fqn, ()):
+                set_element(self.original_state_dict, path, loaded)
+
+    def _unfold(self, metadata: Metadata, rank: int) -> None:
+        """Take apart what rename= stacks or unstacks."""
+        unfolded = unfold(
+            self.state_dict,
+            self.mappings,
+            self._placing,
+            self.rules,
+            rank,
+            metadata.state_dict_metadata,
+        )
+        self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
+        self._copies, self._shared = unfolded.copies, unfolded.shared
+
+    def _shared_faults(self, request: Request) -> list[Fault]:
+        """Return the scalars that stand for rows of which the checkpoint has only some."""
+        lacking: dict[str, list[str]] = {}
+        for fqn in request.stateless:
+            if fqn in self._shared:
+                lacking.setdefault(self._shared[fqn], []).append(fqn)
+        if not lacking:
+            return []
+        having: dict[str, int] = {}
+        for name in self._shared.values():
+            having[name] = having.get(name, 0) + 1
+        return [
+            Fault(
+                name,
+                f"the checkpoint has optimizer state of {having[name] - len(keys)} rows, and none "
+                f"of {len(keys)}, but rank {global_rank()} has one {name.rpartition('.')[2]} for "
+                "all of them",
+                (
+                    f"missing:     {format_names(keys, 4)}",
+                    "likely:      these rows were never stepped",
+                    "way out:     load it into one tensor per row; or leave this state out",
+                ),
+            )
+            for name, keys in lacking.items()
+            if len(keys) < having[name]
+        ]
+
+    def _scalar(self, fqn: str) -> torch.Tensor:
+        value = self.state_dict[fqn]
+        return (local_tensor(value) if is_dtensor_like(value) else value).detach()
+
+    def _agree(self, fqn: str, value: Any) -> None:
+        """Take in one of several values that become one here.
+
+        Raises:
+            PlacementError: It is another than that of the other keys.
+        """
+        name = self._shared.get(fqn, fqn)
+        first, known = self._agreed.setdefault(name, (fqn, value))
+        if known == value:
+            return
+        told = f"{known!r} and {value!r}"
+        if first != fqn:
+            told = f"{known!r} for {first} and {value!r} for {fqn}"
+        fault = Fault(
+            name,
+            f"rank {global_rank()} has one value for all rows, but the checkpoint has {told}",
+            (
+                "likely:      each row had an optimizer state of its own, and they were not "
+                "stepped alike",
+                "way out:     load it into one tensor per row; or leave this key out",
+            ),
+        )
+        raise PlacementError(format_faults("rows cannot be loaded as one", [fault]))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options alone: what a load left behind is not sent to another process."""
@@ -231,6 +327,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._placing = Placing()
         self._provenance = None
         self._own_keys = set()
+        self._copies, self._shared, self._agreed, self._collapsed = {}, {}, {}, {}
         self._items = LazyItems()
 
     def _verify_faults(self, metadata: Metadata) -> list[Fault]:
@@ -302,8 +399,12 @@ _OF_ONE_LOAD = frozenset(
         "mappings",
         "metadata",
         "_items",
+        "_agreed",
+        "_collapsed",
+        "_copies",
         "_own_keys",
         "_placing",
         "_provenance",
+        "_shared",
     )
 )

@@ -7,12 +7,81 @@ name that holds for the whole; rules, plans, messages and the file know that one
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 
-Rename = Callable[[str], str]
 Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a rename says of a tensor that is one row of a stacked one in the checkpoint.
+
+    A parameter of one expert, say, where the checkpoint has one tensor ``[experts, ...]``.
+
+    Attributes:
+        fqn: The checkpoint's key, one for all rows.
+        index: Which row it is.
+        total: How many rows there are.
+        dim: The dim of the checkpoint's tensor that the rows lie along; its others are those of
+            the row.
+    """
+
+    fqn: str
+    index: int
+    total: int
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a rename says of a stacked tensor that is one tensor per row in the checkpoint.
+
+    Attributes:
+        fqn: The checkpoint's keys, ``{}`` for the number of the row.
+        stacked: What rules and messages call the whole.
+        dim: The dim of the stacked tensor that the rows lie along.
+    """
+
+    fqn: str
+    stacked: str
+    dim: int = 0
+
+
+Renamed = str | Row | Rows
+Rename = Callable[[str], Renamed]
+
+
+@dataclass(slots=True)
+class Stacked:
+    """Values of this rank that are rows of one of the checkpoint's.
+
+    Attributes:
+        total: How many rows there are.
+        dim: The dim that they lie along.
+        rows: ``(row, this rank's key, value, its path)`` each.
+    """
+
+    total: int
+    dim: int
+    rows: list[tuple[int, str, Any, Path | None]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Unstacked:
+    """A value of this rank that is one per row in the checkpoint.
+
+    Attributes:
+        name: What the rename says of it.
+        value: The value.
+        path: Where it stands in the nested dict.
+    """
+
+    name: Rows
+    value: Any
+    path: Path | None
 
 
 class RenameError(PlacementError):
@@ -32,6 +101,8 @@ def rename_keys(
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return the flat state dict and its paths under the checkpoint's keys.
 
+    What is a ``Row`` or ``Rows`` stands there as ``Stacked`` or ``Unstacked``, for ``unfold``.
+
     Args:
         state_dict: Flat, with this rank's keys.
         mappings: Where each key stands in the nested dict.
@@ -42,29 +113,67 @@ def rename_keys(
     """
     if rename is None:
         return state_dict, mappings
+    renamed: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
     source: dict[str, str] = {}
     faults = []
-    for key in state_dict:
+    for key, value in state_dict.items():
         try:
             new = rename(key)
         except RenameError as error:
             faults.append(Fault(key, error.headline, error.details))
             continue
-        if not isinstance(new, str):
-            faults.append(Fault(key, f"rename() gave {new!r} for it, which is no string"))
-        elif new in source:
+        path = mappings.get(key)
+        name = new if isinstance(new, str) else getattr(new, "fqn", None)
+        if name is None or not isinstance(new, str | Row | Rows):
+            faults.append(
+                Fault(key, f"rename() gave {new!r} for it, which is no string, Row or Rows")
+            )
+        elif isinstance(new, Row) and _add_row(renamed, new, (key, value, path), source, faults):
+            source.setdefault(name, key)
+        elif name in source:
             faults.append(
                 Fault(
-                    new,
-                    f"rename() gives this one name to both {source[new]} and {key}",
+                    name,
+                    f"rename() gives this one name to both {source[name]} and {key}",
                     ("way out:     map every key of a rank to a key of its own",),
                 )
             )
         else:
-            source[new] = key
+            source[name] = key
+            renamed[name] = Unstacked(new, value, path) if isinstance(new, Rows) else value
+        if name is not None and path is not None:
+            paths.setdefault(name, path)
     raise_faults("keys could not be renamed", faults)
-    renamed = {new: state_dict[key] for new, key in source.items()}
-    return renamed, {new: mappings[key] for new, key in source.items() if key in mappings}
+    return renamed, paths
+
+
+def _add_row(
+    renamed: dict[str, Any],
+    row: Row,
+    held: tuple[str, Any, Path | None],
+    source: dict[str, str],
+    faults: list[Fault],
+) -> bool:
+    """Take in one row, if its key is one of rows."""
+    if not 0 <= row.index < row.total:
+        faults.append(Fault(held[0], f"rename() gave row {row.index} of {row.total} for it"))
+        return True
+    known = renamed.get(row.fqn)
+    if known is None and row.fqn not in source:
+        known = renamed[row.fqn] = Stacked(row.total, row.dim)
+    if not isinstance(known, Stacked):
+        return False
+    if (known.total, known.dim) != (row.total, row.dim):
+        faults.append(
+            Fault(
+                row.fqn,
+                f"rename() stacks {source[row.fqn]} as one of {known.total} rows on dim "
+                f"{known.dim}, and {held[0]} as one of {row.total} on dim {row.dim}",
+            )
+        )
+    known.rows.append((row.index, *held))
+    return True
 
 
 def checkpoint_path(key: str, path: Path) -> Path:

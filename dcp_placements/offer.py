@@ -252,8 +252,10 @@ def offering_of(
                 _note_picks(offering.loose, placed)
             continue
         mesh = None if placed is None else placed.mesh
-        key = None
-        if mesh is not None:
+        key: Any = None
+        if placed is not None and placed.has_own_key:
+            key = "rows"  # apart, so that the other ranks' tables are like this one's
+        elif mesh is not None:
             key = what.get(id(mesh))
             if key is None:
                 key = what[id(mesh)] = _mesh_content(mesh)

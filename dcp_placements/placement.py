@@ -136,6 +136,16 @@ class CheckpointPlacement:
             if self.global_shape is not None and shards(placement):
                 shard_dim(placement, len(self.global_shape))
 
+    def without(self, dim: int, ndim: int) -> CheckpointPlacement:
+        """Return the placement with the axes that shard ``dim`` replicated instead."""
+        kept = [
+            _REPLICATED if shards(entry) and shard_dim(entry, ndim) == dim else entry
+            for entry in self.placements
+        ]
+        return CheckpointPlacement(
+            self.mesh, kept, global_shape=self.global_shape, padded_shape=self.padded_shape
+        )
+
     def format(self) -> str:
         """Return the placements and the mesh as short text."""
         return format_placements(self.placements) + f" on mesh {format_mesh(self.mesh)}"

@@ -53,6 +53,16 @@ class Placed:
         """Shape of the checkpoint's tensor."""
         return self.binding.global_shape
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The local tensors that it stands for: one, unless rows are stacked."""
+        return [self.tensor]
+
+    @property
+    def has_own_key(self) -> bool:
+        """Whether other ranks of its mesh may not have the key at all."""
+        return False
+
     def view(self, chunk: Chunk) -> torch.Tensor:
         """Return the piece of the local tensor that ``chunk`` is; a view, no copy."""
         tensor = self.tensor.detach()
@@ -91,7 +101,7 @@ def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Plac
         rules: The user's; None leaves every tensor its own mesh and placements.
         rank: This process's rank, for messages.
     """
-    placer = _Placer(rules, rank)
+    placer = Placer(rules, rank)
     for fqn, value in state_dict.items():
         placer.add(fqn, value)
     placer.let_states_follow(state_dict)
@@ -99,7 +109,7 @@ def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Plac
     return placer.placing
 
 
-class _Placer:
+class Placer:
     def __init__(self, rules: Rules | None, rank: int) -> None:
         self.rules = rules
         self.rank = rank
@@ -125,7 +135,7 @@ class _Placer:
         if not dtensor and not isinstance(value, torch.Tensor):
             return
         try:
-            placement, rule = self._ask(fqn, value)
+            placement, rule = self.ask(fqn, value)
             if has_hooks(value):
                 if placement is not None:
                     raise BindError(
@@ -221,7 +231,7 @@ class _Placer:
                 )
             )
 
-    def _ask(self, fqn: str, value: Any) -> tuple[CheckpointPlacement | None, str | None]:
+    def ask(self, fqn: str, value: Any) -> tuple[CheckpointPlacement | None, str | None]:
         """Return what the rules say of a tensor, and what to call the one that spoke."""
         if self.rules is None or not value.shape:
             return None, None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.naming import Rename, RenameError
+from dcp_placements.naming import Rename, Renamed, RenameError, Row, Rows
 from dcp_placements.rules import compile_pattern
 
 Ids = Sequence[int]
@@ -229,6 +229,125 @@ class Replace:
         return Replace, (self.pattern, self.by)
 
 
+class Stack:
+    """Stores tensors that differ by a number in their names as one, with a dim more.
+
+    >>> Stack("experts.{}.w*", total=8)("layers.0.experts.5.w1.weight")
+    Row(fqn='layers.0.experts.w1.weight', index=5, total=8, dim=0)
+
+    The numbers are those of the whole: ``Renumber`` comes first. Scalars (``step``) become a tensor
+    ``[total]``; objects (``lr``) must be equal and are stored once.
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number.
+        total: How many rows there are.
+        dim: The dim of the stacked tensor that they lie along.
+
+    Raises:
+        PlacementError: A pattern without ``{}``.
+    """
+
+    __slots__ = ("_regex", "dim", "pattern", "total")
+
+    def __init__(self, pattern: str, total: int, *, dim: int = 0) -> None:
+        _check_number(pattern)
+        self.pattern = pattern
+        self.total = total
+        self.dim = dim
+        self._regex = _with_numbers(pattern, None)
+
+    def __call__(self, key: str) -> Renamed:
+        dotted = "." + key
+        found = self._regex.search(dotted)
+        if found is None:
+            return key
+        start, stop = found.span(NUMBER)
+        number = int(found[NUMBER])
+        if number >= self.total:
+            raise RenameError(
+                f"number {number} of {self.pattern} is beyond the {self.total} rows of the stack",
+                "way out:     total= of the whole model",
+            )
+        if dotted[start - 1] == "." and dotted[stop : stop + 1] in ("", "."):
+            start -= 1  # a component of its own goes with its dot
+        name = dotted[:start] + dotted[stop:]
+        return Row(name.removeprefix("."), number, self.total, self.dim)
+
+    def table(self, keys: Iterable[str]) -> str:
+        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
+        return table(self, keys)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} -> one tensor of {self.total} rows on dim {self.dim}"
+
+    def __repr__(self) -> str:
+        return f"Stack({self.pattern!r}, {self.total}, dim={self.dim})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _make_stack, (self.pattern, self.total, self.dim)
+
+
+def _make_stack(pattern: str, total: int, dim: int) -> Stack:
+    return Stack(pattern, total, dim=dim)
+
+
+class Unstack:
+    """Stores the rows of a tensor as tensors of their own, with a number in their names.
+
+    >>> Unstack("experts.{}.w*")("layers.0.experts.w1.weight")
+    Rows(fqn='layers.0.experts.{}.w1.weight', stacked='layers.0.experts.w1.weight', dim=0)
+
+    The rules speak of the stacked tensor, by the name that it has here. A scalar or an object of
+    its optimizer state goes to every row.
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``, with ``{}`` where the number is to
+            stand; without it, it is found in this rank's keys.
+        dim: The dim of the stacked tensor that the rows lie along.
+
+    Raises:
+        PlacementError: A pattern without ``{}``.
+    """
+
+    __slots__ = ("_own", "_regex", "dim", "pattern")
+
+    def __init__(self, pattern: str, *, dim: int = 0) -> None:
+        _check_number(pattern)
+        self.pattern = pattern
+        self.dim = dim
+        # A component of its own comes with its dot; both are where the empty group stands.
+        self._own = "{}" in pattern.split(".")
+        regex = compile_pattern(pattern.replace("{}", "\0")).pattern
+        regex = regex.replace("\\.\0" if self._own else "\0", f"(?P<{NUMBER}>)")
+        self._regex = re.compile(regex)
+
+    def __call__(self, key: str) -> Renamed:
+        dotted = "." + key
+        found = self._regex.search(dotted)
+        if found is None:
+            return key
+        at = found.start(NUMBER)
+        name = f"{dotted[:at]}{'.' if self._own else ''}{{}}{dotted[at:]}"
+        return Rows(name.removeprefix("."), key, self.dim)
+
+    def table(self, keys: Iterable[str]) -> str:
+        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
+        return table(self, keys)
+
+    def __str__(self) -> str:
+        return f"rows of dim {self.dim} -> {self.pattern}"
+
+    def __repr__(self) -> str:
+        return f"Unstack({self.pattern!r}, dim={self.dim})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _make_unstack, (self.pattern, self.dim)
+
+
+def _make_unstack(pattern: str, dim: int) -> Unstack:
+    return Unstack(pattern, dim=dim)
+
+
 class Renames:
     """Renames by several functions, one after the other.
 
@@ -242,7 +361,8 @@ class Renames:
     model_pp* -> model
 
     Args:
-        steps: ``Renumber``, ``Replace``, or any function of a key.
+        steps: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, or any function of a key. What
+            stands behind a ``Stack`` or an ``Unstack`` renames the keys that it makes.
     """
 
     __slots__ = ("steps",)
@@ -250,10 +370,23 @@ class Renames:
     def __init__(self, *steps: Rename) -> None:
         self.steps = steps
 
-    def __call__(self, key: str) -> str:
+    def __call__(self, key: str) -> Renamed:
+        name: Renamed = key
         for step in self.steps:
-            key = step(key)
-        return key
+            if isinstance(name, str):
+                name = step(name)
+            elif isinstance(name, Row):
+                name = replace(name, fqn=_one_name(step, name.fqn))
+            else:
+                name = replace(
+                    name, fqn=_one_name(step, name.fqn), stacked=_one_name(step, name.stacked)
+                )
+        return name
+
+    def name(self, key: str) -> str:
+        """Return the key alone: of a row that of its stack, of rows the one with ``{}`` in it."""
+        renamed = self(key)
+        return renamed if isinstance(renamed, str) else renamed.fqn
 
     @property
     def numbered(self) -> tuple[Numbered, ...]:
@@ -285,11 +418,33 @@ class Renames:
 NUMBER = "number"
 
 
+def _one_name(step: Rename, name: str) -> str:
+    renamed = step(name)
+    if not isinstance(renamed, str):
+        raise RenameError(
+            f"{step!r} would stack or unstack {name}, which already is stacked or unstacked"
+        )
+    return renamed
+
+
+def _check_number(pattern: str) -> None:
+    if re.findall(r"\{(\w*)\}", pattern) != [""]:
+        raise PlacementError(
+            f"pattern {pattern!r} must have one {{}} where the number stands, as in 'experts.{{}}'"
+        )
+
+
 def table(rename: Callable[[str], object], keys: Iterable[str]) -> str:
     """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
-    changed = [(key, str(new)) for key in keys if (new := rename(key)) != key]
+    changed = [(key, _told(new)) for key in keys if (new := rename(key)) != key]
     width = max((len(key) for key, _ in changed), default=0)
     return "\n".join(f"{key:{width}} -> {new}" for key, new in changed)
+
+
+def _told(name: object) -> str:
+    if isinstance(name, Row):
+        return f"{name.fqn}, row {name.index} of {name.total}"
+    return name.fqn if isinstance(name, Rows) else str(name)
 
 
 def numbering(rename: object) -> tuple[Numbered, ...]:

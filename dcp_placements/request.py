@@ -87,6 +87,7 @@ class Request:
         notes: What is let pass but ought to be known.
         stateless: The optimizer state keys that the checkpoint lacks, for parameters of which it
             has no state at all.
+        collapsed: Scalars that the checkpoint has one per row of, and how many rows.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Request:
         self.rank = rank
         self.report = LoadReport()
         self.stateless: list[str] = []
+        self.collapsed: dict[str, torch.Size] = {}
         self.faults: list[Fault] = []
         self.notes: list[Fault] = []
         self._reads = Reads()
@@ -184,6 +186,10 @@ class Request:
             )
             return None
         wanted = placed.global_shape if placed is not None else tuple(value.size())
+        if wanted == () and len(stored.size) == 1 and parameters_of(fqn):
+            # One step for a stacked parameter, of which the checkpoint's rows had one each.
+            self.collapsed[fqn] = stored.size
+            placed, wanted = None, tuple(stored.size)
         if tuple(stored.size) != wanted:
             self._shape_fault(fqn, tuple(stored.size), wanted, placed)
             return None
@@ -194,7 +200,10 @@ class Request:
             destinations = [chunk.box for chunk in placed.chunks]
             like = (id(placed.binding), id(placed.chunks))
             if placed.binding.sharding.padded_shape is not None:
-                padded = sum(box.numel for box in destinations) < placed.tensor.numel()
+                held = sum(tensor.numel() for tensor in placed.tensors)
+                padded = sum(box.numel for box in destinations) < held
+        elif fqn in self.collapsed:
+            destinations = [Box((0,), wanted)]
         else:
             destinations = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunk_list(value)]
         reads, holes = self._reads.of(stored, destinations, like=like)

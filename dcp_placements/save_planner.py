@@ -50,6 +50,7 @@ from dcp_placements.provenance import RESERVED_KEY, provenance, written_digests
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules import Rules
+from dcp_placements.stacking import unfold
 from dcp_placements.summary import summarise, summarise_rank
 from dcp_placements.world_plan import WorldPlan, compare, plan_world
 
@@ -160,6 +161,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         rank = global_rank()
         with quiet_gc():
             self._placing = place(self.state_dict, self.rules, rank)
+            if self.rename is not None:
+                unfolded = unfold(self.state_dict, self.mappings, self._placing, self.rules, rank)
+                self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
             faults = self._placing.faults
             if self.rename is not None or self.rules is not None:
                 faults += counted_faults(self.state_dict, self._placing, self.rename)

@@ -19,9 +19,9 @@ FAKES = Path(fakes.__file__).parent
 ORDER = [
     *("errors", "layout", "mesh", "placement", "rules", "interop", "quiet_gc"),
     *("tiling", "digests", "casting", "binding", "optimizer_state", "naming", "renaming", "keys"),
-    *("table", "placing", "items", "evidence", "agreement", "ownership", "reads", "report"),
-    *("live", "lint", "offer", "provenance", "numbering", "members", "comparison", "world_plan"),
-    *("request", "summary", "options"),
+    *("table", "placing", "stacking", "items", "evidence", "agreement", "ownership", "reads"),
+    *("report", "live", "lint", "offer", "provenance", "numbering", "members", "comparison"),
+    *("world_plan", "request", "summary", "options"),
     *("plan_cache", "save_planner", "load_planner"),
     *("slices", "tensor_record", "tensor_stamp", "storage_table", "safe_pickle", "metadata_file"),
     *("rank_metadata", "file_reads", "chunk_reads", "storage_writer", "storage_reader"),

@@ -393,7 +393,7 @@ class _Import:
             if key.endswith(_BLOB) or value is None:
                 self._leave_out(_BLOB, "Transformer Engine's own, of each rank", value)
             elif isinstance(value, torch.Tensor):
-                self._place(name, (top, key), rename(key), "", value, rules)
+                self._place(name, (top, key), rename.name(key), "", value, rules)
             else:
                 self._fault(
                     key,
@@ -413,7 +413,7 @@ class _Import:
             for entry in _state_entries(self.layout, name, held):
                 value = _at(held, entry.path)
                 taken.add(id(value))
-                parameter = renames[entry.parameter.chunk](entry.parameter.name)
+                parameter = renames[entry.parameter.chunk].name(entry.parameter.name)
                 self._place(name, entry.path, parameter, entry.name, value, rules)
         for where, tensor in tensors_in(held["optimizer"]):
             if id(tensor) not in taken:

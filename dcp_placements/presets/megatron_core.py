@@ -86,7 +86,7 @@ def megatron_core(
     placements: dict[str, CheckpointPlacement | None] = {}
     for prefix, chunk in zip(prefixes, chunks, strict=True):
         for name, module, parameter in _parameters(chunk):
-            fqn = rename(prefix + name).removeprefix("model.")
+            fqn = rename.name(prefix + name).removeprefix("model.")
             placements[fqn] = table.placement(name, module, parameter)
     return Preset(rules_of(placements), rename, _waived(config))
 
