@@ -61,8 +61,10 @@ def megatron_meshes(
         etp: Tensor parallelism of an expert; None: as ``tp``, which is Megatron's default.
 
     Raises:
-        PlacementError: Sizes whose product does not divide the world.
+        PlacementError: A rank beyond the world, or sizes whose product does not divide it.
     """
+    if not 0 <= rank < world_size:
+        raise PlacementError(f"there is no rank {rank} in a world of {world_size} ranks")
     etp = tp if etp is None else etp
     for what, sizes in (
         ("tp x cp x pp", (tp, cp, pp)),
@@ -159,8 +161,6 @@ def _position(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     for size in reversed(sizes):
         found.append(rank % size)
         rank //= size
-    if rank:
-        raise PlacementError(f"rank is beyond the world of {sizes}")
     return tuple(reversed(found))
 
 

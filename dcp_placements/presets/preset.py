@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.mesh import Mesh, format_mesh
 from dcp_placements.naming import Rename
 from dcp_placements.placement import CheckpointPlacement
-from dcp_placements.rules import PlacementRules, Rules, compile_pattern
+from dcp_placements.rules import PlacementRules, Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +60,30 @@ def rules_of(placements: Mapping[str, CheckpointPlacement | None]) -> PlacementR
     """Return rules that say of each FQN what ``placements`` says, in few patterns.
 
     FQNs that differ in numbers alone share a pattern; those of them that lie differently from the
-    others keep one of their own, above it. A longer name is asked before a shorter one that is a
-    part of it.
+    others keep one of their own, above it, and so do those that the pattern of others would catch.
+    A longer name is asked before a shorter one, which may be a part of it.
     """
-    groups: dict[str, dict[str, CheckpointPlacement | None]] = {}
+    groups: dict[str, list[CheckpointPlacement | None]] = {}
     for fqn, placement in placements.items():
-        groups.setdefault(starred(fqn), {})[fqn] = placement
+        groups.setdefault(starred(fqn), []).append(placement)
+    # Compared by identity: the presets share one object per kind of placement.
+    common = {
+        pattern: max(kinds, key=lambda kind: sum(other is kind for other in kinds))
+        for pattern, kinds in groups.items()
+    }
     patterns: dict[str, CheckpointPlacement | None] = {}
-    for pattern, members in groups.items():
-        kinds = list(members.values())
-        # Compared by identity: the presets share one object per kind of placement.
-        common = max(kinds, key=lambda kind: sum(other is kind for other in kinds))
-        patterns.update({fqn: kind for fqn, kind in members.items() if kind is not common})
-        patterns[pattern] = common
-    ordered = sorted(patterns, key=lambda pattern: (-pattern.count("."), pattern.count("*")))
-    kept: dict[str | re.Pattern[str], CheckpointPlacement | None] = {}
-    for at, pattern in enumerate(ordered):
-        later = ordered[at + 1 :]
-        # A name that no placement speaks for stands in the table only where a pattern below it
-        # would catch it.
-        if patterns[pattern] is not None or any(
-            patterns[other] is not None and compile_pattern(other).search(f".{pattern}")
-            for other in later
-        ):
-            kept[pattern] = patterns[pattern]
-    return PlacementRules(kept)
+    patterns |= {pattern: kind for pattern, kind in common.items() if kind is not None}
+    while True:
+        rules = PlacementRules({pattern: patterns[pattern] for pattern in _longest_first(patterns)})
+        wrong = [fqn for fqn, kind in placements.items() if rules(fqn) is not kind]
+        if not wrong:
+            return rules
+        for fqn in wrong:
+            shared = starred(fqn)
+            # Once for all of a group, where that will do.
+            own = fqn if shared in patterns or common[shared] is not placements[fqn] else shared
+            patterns[own] = placements[fqn]
+
+
+def _longest_first(patterns: Iterable[str]) -> list[str]:
+    return sorted(patterns, key=lambda pattern: (-pattern.count("."), pattern.count("*")))
