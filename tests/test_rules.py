@@ -10,9 +10,16 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementError, PlacementRules
+from dcp_placements import (
+    CheckpointPlacement,
+    MeshCoordinate,
+    PlacementError,
+    PlacementRules,
+    PlacementSavePlanner,
+)
 from dcp_placements.placing import place
 from dcp_placements.rules import compile_pattern, rule_name
+from fakes import World
 
 MESH = MeshCoordinate(("ep",), (2,), (0,))
 ROWS = CheckpointPlacement(MESH, {"ep": Shard(0)})
@@ -187,3 +194,18 @@ def test_a_pattern_that_says_none_has_spoken() -> None:
     placing = place({"w": torch.zeros(4)}, PlacementRules({"w": None, "v": None}), rank=0)
     assert placing.matched == {"'w'": 1}
     assert not placing.placed
+
+
+def test_patterns_for_several_models_may_match_nothing() -> None:
+    def unmatched(rules: PlacementRules) -> tuple[str, ...]:
+        travelled = pickle.loads(pickle.dumps(rules))
+        planner = World(1).check(
+            lambda rank: {"w": torch.ones(2)}, lambda rank: PlacementSavePlanner(travelled)
+        )
+        assert isinstance(planner, PlacementSavePlanner)
+        return planner.report.unmatched
+
+    table: dict[Any, None] = {"nothing.such": None}
+    assert unmatched(PlacementRules(table, optional=True)) == ()
+    with pytest.warns(UserWarning, match=r"nothing\.such"):
+        assert unmatched(PlacementRules(table)) == ("nothing.such",)
