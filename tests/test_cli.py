@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch.distributed.checkpoint as dcp
 
@@ -19,7 +20,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-COMMANDS_ON_ONE = ["inspect", "merge-metadata"]
+COMMANDS_ON_ONE = ["inspect", "verify", "merge-metadata"]
 
 
 @pytest.mark.parametrize("command", COMMANDS_ON_ONE)
@@ -86,3 +87,40 @@ def test_merge_metadata(tmp_path: Path, run: Run) -> None:
     assert ran.json["keys"] == len(wholes()) + 1
     assert (tmp_path / ".metadata").exists()
     assert run("inspect", tmp_path).code == 0
+
+
+def test_what_looks_like_a_checkpoint_and_is_none_is_said(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "cut_off")
+    (tmp_path / "cut_off" / ".metadata").unlink()
+    ran = run("verify", tmp_path / "cut_off")
+    assert (ran.code, ran.out) == (2, "")
+    assert "cut off before it wrote .metadata" in ran.err
+    (tmp_path / "legacy" / "mp_rank_00").mkdir(parents=True)
+    ran = run("inspect", tmp_path / "legacy")
+    assert ran.code == 2
+    assert "dcp-placements megatron" in ran.err
+
+
+@pytest.mark.parametrize("size", ["lots", "-1", "1XB"])
+def test_a_size_of_memory_that_is_none(sound: Path, run: Run, size: str) -> None:
+    ran = run("diff", sound, sound, "--memory", size)
+    assert (ran.code, ran.out) == (2, "")
+
+
+def test_urls_of_fsspec_are_looked_at(sound: Path, run: Run) -> None:
+    files = fsspec.filesystem("memory")
+    for file in sound.iterdir():
+        files.pipe(f"/far/{file.name}", file.read_bytes())
+    ran = run("verify", "memory://far", "--digests", "--json")
+    assert ran.code == 0, ran.out + ran.err
+    assert run("diff", sound, "memory://far").code == 0
+    assert run("inspect", "memory://nothing").code == 2
+
+
+def test_a_reader_of_the_first_lines_only_is_no_error(sound: Path) -> None:
+    command = [sys.executable, "-m", "dcp_placements", "inspect", str(sound), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_placements.layout import Box
-from dcp_placements.offline import CannotLook, diff
+from dcp_placements.offline import CannotLook, diff, verify
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.comparing import Tally
 from fakes import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
-from tests.storage_scenes import all_kinds, same
+from tests.storage_scenes import Flipped, all_kinds, same
 
 W1 = "layers.0.experts.w1"
 
@@ -234,6 +234,16 @@ def test_objects_are_compared_and_never_executed(tmp_path: Path) -> None:
     assert told["lr"] == "0.1 and 0.2"
     assert "unsafe" in told["odd"]
     assert set(told) == {"lr", "odd"}
+
+
+def test_transforms_that_nobody_here_can_undo_are_unreadable(tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path / "a", _extensions=[Flipped()])
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "b")
+    (found,) = diff(tmp_path / "a", tmp_path / "b").differences
+    assert found.kind == "unreadable"
+    (fault,) = verify(tmp_path / "a").faults
+    assert fault.kind == "wrong_record"
 
 
 @given(st.data())

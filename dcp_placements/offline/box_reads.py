@@ -126,8 +126,12 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             before = file.nbytes
             try:
                 self._reader.read(file, name, records)
-            except (OSError, EOFError) as error:
-                raise _unread(tensor.fqn, name, str(error)) from error
+            except PlacementError:
+                raise
+            except Exception as error:
+                # Of any type: extensions undo the transforms of streams.
+                told = f"{type(error).__name__}: {error}"
+                raise _unread(tensor.fqn, name, told) from error
             finally:
                 self.nbytes += file.nbytes - before
         return into

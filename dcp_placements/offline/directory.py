@@ -92,7 +92,11 @@ def no_checkpoint(directory: Directory, *, inside: list[str]) -> CannotLook:
         inside: Its subdirectories that look like checkpoints.
     """
     names = directory.names()
-    if inside:
+    if any(name.endswith(".distcp") for name in names):
+        way = "load an older checkpoint: this save was cut off before it wrote .metadata"
+    elif any(name.startswith("mp_rank_") for name in names):
+        way = "these are Megatron's own files: dcp-placements megatron tells which"
+    elif inside:
         way = f"give one of the checkpoints inside: {format_names(inside)}"
     elif not names:
         way = "give another directory, this one is empty"
