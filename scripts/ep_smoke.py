@@ -5,11 +5,12 @@ it in new processes and compares every local tensor bit for bit, moments and ste
 a table with one row per case, check and rank, and writes the same to ``smoke-report.json``; exit
 status 0 when all is as it should be, 1 when not, 2 when no case could run.
 
-Each case trains under torchrun, saves, and trains on; a second torchrun starts from other weights,
-loads (``save_load``: the tensors against those saved) and trains on (``continue``: against those
-that the first run ended with). As an oracle that shares no code with the planners, rank 0 reads the
-checkpoint with torch's default planner in one process, and compares it with whole tensors that it
-put together itself from what every rank held.
+Each case trains under torchrun, saves (some in a thread or a process, training on meanwhile), and
+trains on; a second torchrun starts from other weights, loads (``save_load``: the tensors against
+those saved) and trains on (``continue``: against those that the first run ended with). As an oracle
+that shares no code with the planners, rank 0 reads the checkpoint with torch's default planner in
+one process, and compares it with whole tensors that it put together itself from what every rank
+held.
 
 The same runs with torch's default planners show what the declaration is for: they must lose tensors
 without a word, or else the smoke proves nothing. Cases of one world size share their processes,
@@ -26,7 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +37,38 @@ PLANNERS = ("placements", "stock")
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of the mesh axes."""
+    """Sizes of the mesh axes, and how it saves: ``now``, or in a ``thread`` or ``process``."""
 
     pp: int = 1
+    hsdp: int = 1
     edp: int = 1
     ep: int = 1
+    tp: int = 1
+    how: str = "now"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.pp, self.hsdp, self.edp, self.ep, self.tp
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.edp * self.ep
+        return prod(self.sizes)
 
 
-CASES = {"ep2": Case(ep=2), "ep4": Case(ep=4), "ep2xedp2": Case(ep=2, edp=2), "pp2": Case(pp=2)}
+CASES = {
+    "ep2": Case(ep=2),
+    "ep2-thread": Case(ep=2, how="thread"),
+    "ep2-process": Case(ep=2, how="process"),
+    "pp2": Case(pp=2),
+    "ep4": Case(ep=4),
+    "ep2xedp2": Case(ep=2, edp=2),
+    "tp2xep2": Case(tp=2, ep=2),
+    "hsdp2xedp2xep2": Case(hsdp=2, edp=2, ep=2),
+}
+
+
+SHOWN = [CASES[name] for name in ("ep2", "ep4", "ep2xedp2")]
+"""What stock planners are run with, too."""
 
 
 def torchrun(phase: str, jobs: list[str], ranks: int, work: Path, device: str) -> None:
@@ -167,7 +189,7 @@ def resolve_cases(args: argparse.Namespace) -> dict[str, Case]:
         case = CASES[name]
         if args.nproc:
             # Ranks beyond those that a case needs widen its FSDP axis.
-            case = Case(case.pp, case.edp * args.nproc // case.ranks, case.ep)
+            case = replace(case, edp=case.edp * args.nproc // case.ranks)
         if args.nproc and case.ranks != args.nproc:
             print(f"{name}: left out, {args.nproc} ranks are no multiple of {CASES[name].ranks}")
         elif devices is not None and case.ranks > devices:
@@ -186,15 +208,16 @@ def drive(args: argparse.Namespace, work: Path) -> int:
         (name, kind, case)
         for kind in args.planner or PLANNERS
         for name, case in cases.items()
-        # Without ep there is nothing to show with stock planners: only on request.
-        if kind == "placements" or case.ep > 1 or args.planner
+        # Stock planners lose something with ep alone; what more they lose is run on request only.
+        if kind == "placements" or case in SHOWN or args.planner
     ]
     for ranks in sorted({case.ranks for _, _, case in jobs}):
         batch = []
         for name, kind, case in jobs:
             if case.ranks == ranks:
                 (work / f"{name}-{kind}").mkdir()
-                batch.append(f"{name}:{kind}:{case.pp}x{case.edp}x{case.ep}")
+                sizes = "x".join(map(str, case.sizes))
+                batch.append(f"{name}:{kind}:{sizes}:{case.how}")
         for phase in ("save", "load"):
             torchrun(phase, batch, ranks, work, args.device)
     entries = [entry for name, kind, case in jobs for entry in collect(name, kind, case, work)]

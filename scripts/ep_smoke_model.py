@@ -1,13 +1,15 @@
 """The trainer of the smoke: a small MoE transformer, its parallelism, and its training step.
 
 Everything in here is what a user has before they meet ``dcp_placements``: plain torch, FSDP2 over
-the mesh axis ``edp``, expert and vocabulary parallelism by hand over ``ep``, pipeline stages over
-``pp``. Nothing imports the package, so what this module says about where a tensor belongs
-(:func:`ep_cut`, :func:`global_key`, :func:`whole_tensors`) is an independent oracle for it.
+the mesh axis ``edp`` and replicas of that over ``hsdp``, expert and vocabulary parallelism by hand
+over ``ep``, tensor parallelism by hand over ``tp``, pipeline stages over ``pp``. Nothing imports
+the package, so what this module says about where a tensor belongs (:func:`ep_cut`, :func:`tp_cut`,
+:func:`global_key`, :func:`whole_tensors`) is an independent oracle for it.
 
-The ranks of one ``ep`` group see the same tokens. Each computes its own experts on all of them and
-an all-reduce adds the parts up; likewise the vocabulary. Sums run in a fixed order, so that
-training twice from one state gives the same bits.
+The ranks of one ``ep`` or ``tp`` group see the same tokens. Each computes its own experts on all of
+them and an all-reduce adds the parts up; likewise the vocabulary, the attention heads and the width
+of the shared expert. Sums run in a fixed order, so that training twice from one state gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 LAYERS, EXPERTS, TOP_K = 4, 12, 3
-# FSDP cuts the hidden and the expert width unevenly over two ranks; ep4 x edp leaves 3 experts.
+# tp cuts the width of the shared expert unevenly over two ranks, and FSDP that of all experts; ep4
+# leaves 3 experts.
 HIDDEN, HEADS, WIDTH, VOCAB = 36, 4, 21, 132
 BATCH, LENGTH = 4, 16
 
@@ -104,29 +107,33 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    """This rank's heads: its rows of Q, then its rows of K, then its rows of V."""
+
+    def __init__(self, tp: dist.ProcessGroup) -> None:
         super().__init__()
-        self.qkv = Linear(HIDDEN, 3 * HIDDEN)
-        self.out = Linear(HIDDEN, HIDDEN)
+        self.tp, self.heads = tp, HEADS // tp.size()
+        self.qkv = Linear(HIDDEN, 3 * HIDDEN // tp.size())
+        self.out = Linear(HIDDEN // tp.size(), HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(_Spread.apply(x, self.tp)).view(batch, length, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
-        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return _Sum.apply(self.out(mixed.transpose(1, 2).flatten(2)), self.tp)
 
 
 class MLP(nn.Module):
     """A dense gated MLP: the shared expert, and one routed expert where each is its own module."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.w1, self.w2, self.w3 = (
-            Linear(HIDDEN, WIDTH),
-            Linear(WIDTH, HIDDEN),
-            Linear(HIDDEN, WIDTH),
+            Linear(HIDDEN, width),
+            Linear(width, HIDDEN),
+            Linear(HIDDEN, width),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,11 +169,11 @@ class ExpertList(nn.ModuleList):
 
 
 class MoE(nn.Module):
-    def __init__(self, ep: dist.ProcessGroup, *, stacked: bool) -> None:
+    def __init__(self, ep: dist.ProcessGroup, tp: dist.ProcessGroup, *, stacked: bool) -> None:
         super().__init__()
-        self.ep, self.count = ep, EXPERTS // ep.size()
+        self.ep, self.tp, self.count = ep, tp, EXPERTS // ep.size()
         self.router = Linear(HIDDEN, EXPERTS)
-        self.shared_expert = MLP()
+        self.shared_expert = MLP(len(torch.arange(WIDTH).chunk(tp.size())[tp.rank()]))
         if stacked:
             self.experts: nn.Module = StackedExperts(self.count)
         else:
@@ -181,15 +188,16 @@ class MoE(nn.Module):
         own = weights[:, self.ep.rank() * self.count :][:, : self.count]
         experts = self.experts if self.stacked else self.experts_list
         routed = _Sum.apply(experts(_Spread.apply(tokens, self.ep), own), self.ep)
-        return (routed + self.shared_expert(tokens)).view_as(x)
+        shared = _Sum.apply(self.shared_expert(_Spread.apply(tokens, self.tp)), self.tp)
+        return (routed + shared).view_as(x)
 
 
 class Block(nn.Module):
-    def __init__(self, ep: dist.ProcessGroup, *, stacked: bool) -> None:
+    def __init__(self, ep: dist.ProcessGroup, tp: dist.ProcessGroup, *, stacked: bool) -> None:
         super().__init__()
         self.attention_norm, self.moe_norm = Norm(), Norm()
-        self.attention = Attention()
-        self.moe = MoE(ep, stacked=stacked)
+        self.attention = Attention(tp)
+        self.moe = MoE(ep, tp, stacked=stacked)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -238,14 +246,14 @@ class Stage(nn.Module):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        ep, pp = mesh.get_group("ep"), mesh.get_group("pp")
+        ep, tp, pp = (mesh.get_group(axis) for axis in ("ep", "tp", "pp"))
         self.is_first, self.is_last = pp.rank() == 0, pp.rank() == pp.size() - 1
         per_stage = LAYERS // pp.size()
         if self.is_first:
             self.embed = Embedding(ep)
         self.layers = nn.ModuleDict(
             {
-                str(number): Block(ep, stacked=number % 2 == 0)
+                str(number): Block(ep, tp, stacked=number % 2 == 0)
                 for number in range(pp.rank() * per_stage, (pp.rank() + 1) * per_stage)
             }
         )
@@ -271,6 +279,19 @@ def ep_cut(key: str) -> bool:
     return re.search(r"\.experts\.w\d|(^|\.)(embed|head)\.weight", key) is not None
 
 
+def tp_cut(key: str) -> tuple[int, int] | None:
+    """Which dim the ranks of a ``tp`` group share, and how many tensors are joined along it."""
+    for name, cut in (
+        (r"attention\.qkv", (0, 3)),
+        (r"attention\.out", (1, 1)),
+        (r"shared_expert\.w[13]", (0, 1)),
+        (r"shared_expert\.w2", (1, 1)),
+    ):
+        if re.search(rf"\.{name}\.weight", key) and not key.endswith(".step"):
+            return cut
+    return None
+
+
 def global_key(key: str, ep_rank: int, ep_size: int) -> str:
     """The key with the number of a per-expert module counted over all ranks."""
     first = ep_rank * (EXPERTS // ep_size)
@@ -286,28 +307,39 @@ def whole_tensors(held: list[tuple[dict[str, int], Mapping[str, Tensor]]]) -> di
     tensors. Raises AssertionError where ranks that ought to hold the same bytes do not.
     """
     ep_size = 1 + max(coordinate["ep"] for coordinate, _ in held)
-    shards: dict[str, dict[int, dict[int, Tensor]]] = {}
+    shards: dict[str, dict[tuple[int, ...], Tensor]] = {}
     for coordinate, state in held:
+        at = tuple(coordinate[axis] for axis in JOINED)
         for key, tensor in state.items():
-            key = global_key(key, coordinate["ep"], ep_size)
-            shards.setdefault(key, {}).setdefault(coordinate["ep"], {})[coordinate["edp"]] = tensor
-    whole = {}
-    for key, by_ep in shards.items():
-        # FSDP2 cuts dim 0; `hc_head` is outside of it, and a step is a single number.
-        fsdp = not key.endswith(".step") and ".hc_head." not in key
-        parts = [
-            _joined([row[c] for c in sorted(row)], key, fsdp) for _, row in sorted(by_ep.items())
-        ]
-        whole[key] = _joined(parts, key, ep_cut(key))
-    return whole
+            shards.setdefault(global_key(key, coordinate["ep"], ep_size), {})[at] = tensor
+    return {key: _whole(key, parts) for key, parts in shards.items()}
 
 
-def _joined(parts: list[Tensor], key: str, cut: bool) -> Tensor:
-    if cut:
-        return torch.cat(parts)
-    if not all(torch.equal(part, parts[0]) for part in parts):
+JOINED = ("ep", "tp", "hsdp", "edp")
+"""Axes whose ranks have parts or replicas of what a stage holds; FSDP cuts last, over ``edp``."""
+
+
+def _whole(key: str, parts: dict[tuple[int, ...], Tensor]) -> Tensor:
+    for axis in reversed(JOINED):
+        groups: dict[tuple[int, ...], list[Tensor]] = {}
+        for at in sorted(parts):
+            groups.setdefault(at[:-1], []).append(parts[at])
+        parts = {at: _joined(axis, group, key) for at, group in groups.items()}
+    return parts[()]
+
+
+def _joined(axis: str, group: list[Tensor], key: str) -> Tensor:
+    # FSDP2 cuts dim 0; `hc_head` is outside of it, and a step is a single number.
+    fsdp = not key.endswith(".step") and ".hc_head." not in key
+    if (axis == "edp" and fsdp) or (axis == "ep" and ep_cut(key)):
+        return torch.cat(group)
+    if axis == "tp" and (cut := tp_cut(key)):
+        dim, joined = cut
+        of_each = zip(*(shard.chunk(joined, dim) for shard in group), strict=True)
+        return torch.cat([torch.cat(shards, dim) for shards in of_each], dim)
+    if not all(torch.equal(part, group[0]) for part in group):
         raise AssertionError(f"{key}: the trainer's own replicas have drifted apart")
-    return parts[0]
+    return group[0]
 
 
 # Training
@@ -315,31 +347,41 @@ def _joined(parts: list[Tensor], key: str, cut: bool) -> Tensor:
 
 def fill(model: Stage, mesh: DeviceMesh, seed: int) -> None:
     """Fill the parameters with this rank's part of whole tensors that depend on the name alone."""
-    ep = mesh.get_group("ep")
+    ep, tp = mesh.get_group("ep"), mesh.get_group("tp")
     for key, parameter in model.named_parameters():
         name = global_key(key, ep.rank(), ep.size()).replace("head.weight", "embed.weight")
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        cut = ep_cut(key)
-        rows = len(parameter) * (ep.size() if cut else 1)
-        whole = torch.randn(rows, *parameter.shape[1:], generator=generator) * 0.2
-        whole = whole + 1 if name.endswith("norm.weight") else whole
+        shape = list(parameter.shape)
+        if ep_cut(key):
+            shape[0] *= ep.size()
+        if cut := tp_cut(key):
+            shape[cut[0]] = WIDTH if ".shared_expert." in key else shape[cut[0]] * tp.size()
+        part = torch.randn(shape, generator=generator) * 0.2
+        part = part + 1 if name.endswith("norm.weight") else part
+        if ep_cut(key):
+            part = part.chunk(ep.size())[ep.rank()]
+        if cut:
+            dim, joined = cut
+            each = [one.chunk(tp.size(), dim)[tp.rank()] for one in part.chunk(joined, dim)]
+            part = torch.cat(each, dim)
         with torch.no_grad():
-            parameter.copy_(whole.chunk(ep.size())[ep.rank()] if cut else whole)
+            parameter.copy_(part)
 
 
 class Trainer:
-    """A stage, its optimizer, and its training step, on one rank of a ``(pp, edp, ep)`` mesh."""
+    """A stage, its optimizer, and its training step, on one rank of a mesh."""
 
     def __init__(self, mesh: DeviceMesh, *, seed: int) -> None:
         self.mesh, self.step = mesh, 0
-        self.edp, self.pp = mesh.get_group("edp"), mesh.get_group("pp")
+        self.edp, self.hsdp, self.pp = (mesh.get_group(a) for a in ("edp", "hsdp", "pp"))
+        fsdp = mesh["edp"] if self.hsdp.size() == 1 else mesh["hsdp", "edp"]
         self.model = Stage(mesh)
         fill(self.model, mesh, seed)
         self.model.to(mesh.device_type)
         self.outside = [p for n, p in self.model.named_parameters() if n.startswith("hc_head.")]
         for layer in self.model.layers.values():
-            fully_shard(layer, mesh=mesh["edp"])
-        fully_shard(self.model, mesh=mesh["edp"], ignored_params=set(self.outside))
+            fully_shard(layer, mesh=fsdp)
+        fully_shard(self.model, mesh=fsdp, ignored_params=set(self.outside))
         # Two groups, as trainers have them; foreach would mix DTensors with plain tensors.
         groups: list[list[nn.Parameter]] = [[], []]
         for parameter in self.model.parameters():
@@ -359,8 +401,9 @@ class Trainer:
         return [self._train_step() for _ in range(steps)]
 
     def _train_step(self) -> float:
-        # The data depends on the step and the edp rank: ranks of one ep or pp group share it.
-        generator = torch.Generator().manual_seed(1000 * self.step + self.edp.rank())
+        # The data depends on the step and the hsdp and edp ranks: the others' groups share it.
+        replica = self.hsdp.rank() * self.edp.size() + self.edp.rank()
+        generator = torch.Generator().manual_seed(1000 * self.step + replica)
         start = torch.randint(VOCAB, (BATCH, 1), generator=generator)
         tokens = ((start + 7 * torch.arange(LENGTH + 1)) % VOCAB).to(self.mesh.device_type)
         shape = (BATCH, LENGTH, HIDDEN)
@@ -385,8 +428,9 @@ class Trainer:
 
         for parameter in self.outside:
             assert parameter.grad is not None
-            dist.all_reduce(parameter.grad, group=self.edp)
-            parameter.grad /= self.edp.size()
+            for group in (self.edp, self.hsdp):
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= group.size()
         self._tie()
         self.optimizer.step()
         self.optimizer.zero_grad()

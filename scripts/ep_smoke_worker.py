@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ep_smoke_model import Trainer, global_key, whole_tensors
+from ep_smoke_model import EXPERTS, HIDDEN, WIDTH, Trainer, whole_tensors
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -31,11 +31,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 STEPS = 3  # before the save, and again after it
-AXES = ("pp", "edp", "ep")
+AXES = ("pp", "hsdp", "edp", "ep", "tp")
 
 
 def planners(kind: str, mesh: DeviceMesh) -> tuple[SavePlanner, LoadPlanner]:
@@ -45,10 +46,15 @@ def planners(kind: str, mesh: DeviceMesh) -> tuple[SavePlanner, LoadPlanner]:
 
     from dcp_placements import (
         CheckpointPlacement,
+        FusedShard,
         PlacementLoadPlanner,
         PlacementRules,
         PlacementSavePlanner,
+        Renumber,
     )
+
+    def by_tp(placement: Any, *shape: int) -> CheckpointPlacement:
+        return CheckpointPlacement(mesh, {"tp": placement}, global_shape=shape)
 
     by_ep = CheckpointPlacement(mesh, {"ep": Shard(0)})
     rules = PlacementRules(
@@ -57,12 +63,15 @@ def planners(kind: str, mesh: DeviceMesh) -> tuple[SavePlanner, LoadPlanner]:
             "*head.*": by_ep,
             "embed.weight": by_ep,
             "experts.w*": by_ep,
+            "attention.qkv": by_tp(FusedShard(0, 3), 3 * HIDDEN, HIDDEN),
+            "attention.out": by_tp(Shard(1), HIDDEN, HIDDEN),
+            "shared_expert.w2": by_tp(Shard(1), HIDDEN, WIDTH),
+            "shared_expert": by_tp(Shard(0), WIDTH, HIDDEN),
         }
     )
-
-    def rename(key: str) -> str:
-        return global_key(key, mesh.get_local_rank("ep"), mesh["ep"].size())
-
+    each = EXPERTS // mesh["ep"].size()
+    first = mesh.get_local_rank("ep") * each
+    rename = Renumber("experts_list.{}", range(first, first + each), total=EXPERTS)
     return PlacementSavePlanner(rules, rename=rename), PlacementLoadPlanner(rules, rename=rename)
 
 
@@ -142,21 +151,46 @@ def ask_oracle(trainer: Trainer, locals_: dict[str, Tensor], path: Path) -> dict
     return compare(stored, whole_tensors(held))
 
 
-def save_phase(trainer: Trainer, kind: str, path: Path, reference: Path) -> dict[str, Any]:
+def save_phase(
+    trainer: Trainer, kind: str, how: str, path: Path, reference: Path
+) -> dict[str, Any]:
     losses = trainer.train(STEPS)
     state = state_dict(trainer)
     saved = local_tensors(state)
     saver, _ = planners(kind, trainer.mesh)
     with heard() as said:
-        dcp.save(state, checkpoint_id=path, planner=saver)
+        if how == "now":
+            dcp.save(state, checkpoint_id=path, planner=saver)
+            losses += trainer.train(STEPS)
+        else:
+            losses += train_during_save(trainer, state, saver, how, path)
     oracle = ask_oracle(trainer, saved, path)
-    losses += trainer.train(STEPS)
     ended = local_tensors(state_dict(trainer))
     torch.save({"step": STEPS, "saved": saved, "ended": ended}, reference)
     return {"losses": losses, "oracle": oracle, "warnings": said}
 
 
-def load_phase(trainer: Trainer, kind: str, path: Path, reference: Path) -> dict[str, Any]:
+def train_during_save(
+    trainer: Trainer, state: dict[str, Any], saver: SavePlanner, how: str, path: Path
+) -> list[float]:
+    """Save in a thread or a process, and train on meanwhile."""
+    saving: Any = dcp.async_save(
+        state,
+        checkpoint_id=path,
+        planner=saver,
+        # A thread's collectives must not mix with those of the training.
+        process_group=dist.new_group(backend="gloo"),
+        async_checkpointer_type=AsyncCheckpointerType[how.upper()],
+    )
+    losses = trainer.train(STEPS)
+    getattr(saving, "upload_completion", saving).result()
+    dist.barrier()
+    return losses
+
+
+def load_phase(
+    trainer: Trainer, kind: str, how: str, path: Path, reference: Path
+) -> dict[str, Any]:
     wanted = torch.load(reference, weights_only=True)
     state = state_dict(trainer)
     _, loader = planners(kind, trainer.mesh)
@@ -173,7 +207,7 @@ def load_phase(trainer: Trainer, kind: str, path: Path, reference: Path) -> dict
 
 
 def run_rank(phase: str, jobs: list[str], work: Path, device: str) -> None:
-    """Run one phase of every job, given as ``case:planner:<pp>x<edp>x<ep>``."""
+    """Run one phase of every job, given as ``case:planner:<pp>x<hsdp>x<edp>x<ep>x<tp>:how``."""
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     if device == "cuda":
@@ -183,7 +217,7 @@ def run_rank(phase: str, jobs: list[str], work: Path, device: str) -> None:
     dist.init_process_group(backend, timeout=timedelta(minutes=2))
     rank = dist.get_rank()
     for job in jobs:
-        name, kind, sizes = job.split(":")
+        name, kind, sizes, how = job.split(":")
         folder = work / f"{name}-{kind}"
         result: dict[str, Any]
         try:
@@ -192,7 +226,7 @@ def run_rank(phase: str, jobs: list[str], work: Path, device: str) -> None:
             # Other weights on the load side, so that what is not loaded shows.
             trainer = Trainer(mesh, seed=0 if phase == "save" else 1)
             run = save_phase if phase == "save" else load_phase
-            result = run(trainer, kind, folder / "checkpoint", folder / f"rank{rank}.pt")
+            result = run(trainer, kind, how, folder / "checkpoint", folder / f"rank{rank}.pt")
         except BaseException:  # torch's CheckpointException is no Exception
             result = {"error": traceback.format_exc()}
         (folder / f"{phase}-{rank}.json").write_text(json.dumps(result))
