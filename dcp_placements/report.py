@@ -117,7 +117,7 @@ class LoadReport:
             initialised, ``step`` at 0.
         unread: Keys of the checkpoint that this rank did not ask for; other ranks may have
             (pipeline stages, experts).
-        padded: Keys with padding that keeps what it has.
+        padded: Keys with padding, and how many elements of it keep what they have.
         casts: Keys whose dtype changes, as ``"float32 -> bfloat16"``.
         verified: Chunks whose digest was compared after reading; the rest were read in part.
         unverified: Chunks read in part, or cast, so that no digest speaks for them.
@@ -131,7 +131,7 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     stateless: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    padded: tuple[str, ...] = ()
+    padded: Mapping[str, int] = field(default_factory=dict)
     casts: Mapping[str, str] = field(default_factory=dict)
     verified: int = 0
     unverified: int = 0
@@ -147,11 +147,14 @@ class LoadReport:
             ("missing", self.missing),
             ("stateless", self.stateless),
             ("not asked", self.unread),
-            ("padded", self.padded),
+            ("padded", tuple(self.padded)),
             ("copies", self.copies),
         ):
             if keys:
                 lines.append(f"    {name + ':':<12}{len(keys)}: {format_names(keys, 4)}")
+                if name == "padded":
+                    kept = sum(self.padded.values())
+                    lines[-1] += f"; {_count(kept, 'element')} of padding kept"
         for cast in sorted(set(self.casts.values())):
             names = [key for key, told in self.casts.items() if told == cast]
             lines.append(f"    {'cast:':<12}{cast} for {len(names)}: {format_names(names, 4)}")

@@ -60,7 +60,7 @@ class _Filling:
         wanted_nbytes: Of the destinations.
         read_nbytes: Of what is read into them.
         cast: How the dtype changes.
-        padded: Whether there is padding that keeps what it has.
+        padded: Elements of padding, which keep what they have.
     """
 
     size: torch.Size | None = None
@@ -68,7 +68,7 @@ class _Filling:
     wanted_nbytes: int = 0
     read_nbytes: int = 0
     cast: str | None = None
-    padded: bool = False
+    padded: int = 0
 
 
 class Request:
@@ -118,7 +118,7 @@ class Request:
         report = self.report
         reads: list[tuple[str, Sequence[Read] | None]] = []
         missing = []
-        padded = []
+        padded: dict[str, int] = {}
         for fqn, value in self.state_dict.items():
             stored = self.stored.get(fqn)
             if stored is None:
@@ -154,9 +154,9 @@ class Request:
             if known.cast is not None:
                 self._casts[fqn] = known.cast
             if known.padded:
-                padded.append(fqn)
+                padded[fqn] = known.padded
         report.casts = self._casts
-        report.padded = tuple(padded)
+        report.padded = padded
         if missing:
             self._settle_missing(missing, matched=len(reads))
         self._settle_casts()
@@ -194,14 +194,14 @@ class Request:
             self._shape_fault(fqn, tuple(stored.size), wanted, placed)
             return None
         dtype = placed.tensor.dtype if placed is not None else value.dtype
-        padded = False
+        padded = 0
         like: Any = None
         if placed is not None:
             destinations = [chunk.box for chunk in placed.chunks]
             like = (id(placed.binding), id(placed.chunks))
             if placed.binding.sharding.padded_shape is not None:
                 held = sum(tensor.numel() for tensor in placed.tensors)
-                padded = sum(box.numel for box in destinations) < held
+                padded = held - sum(box.numel for box in destinations)
         elif fqn in self.collapsed:
             destinations = [Box((0,), wanted)]
         else:
