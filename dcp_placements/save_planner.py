@@ -326,7 +326,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         (faults if self.on_conflict == "error" else notes).extend(made.conflicts)
         report = summarise(made, offers, self.waive)
         report.plan_cache = self._reuse
-        if report.unmatched:
+        # A rank that plans alone does not know what the patterns match on others.
+        alone = len(offers) == 1 and world_size() > 1
+        if report.unmatched and not alone:
             # Told with the faults, too: a pattern with a slip in it is the likely cause of them.
             (faults or notes).append(_unmatched(report.unmatched, made))
         raise_faults("the ranks' plans do not make a checkpoint", faults)
@@ -335,7 +337,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         report.warnings = tuple(map(str, notes))
         if notes:
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
-        if len(offers) == 1 and world_size() > 1:
+        if alone:
             # Asked for (use_collectives=False, no_dist=True), so it is told of and not warned of.
             logger.info("%s", _alone(world_size()))
             report.warnings += (str(_alone(world_size())),)

@@ -267,3 +267,23 @@ def test_replicas_share_the_bytes_or_leave_them_to_the_lowest_rank(
         assert max(nbytes) - min(nbytes) <= 32
     # Small ones are left to the lowest rank in any case.
     assert any(item.index.fqn == "norm" for item in planners[0].plan.items)
+
+
+# Without collectives
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        Topology(pp=2, tp=2),
+        Topology(ep=2, etp=2, hsdp=4),
+        Topology(tp=2, pp=2, ep=2, fsdp=2),
+        Topology(tp=2, ep=2, cp=2, fsdp=2, hsdp=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["fsdp-dtensors", "whole-dtensors"])
+def test_each_rank_alone_saves_enough(source: Topology, whole: bool, tmp_path: Path) -> None:
+    """No rank knows which keys the others have: stages, experts that are modules."""
+    save_and_check(tmp_path, Ranks(source, whole=whole), use_collectives=False)
+    load_and_check(tmp_path, Ranks(Topology(tp=2, pp=2)))

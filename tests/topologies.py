@@ -34,6 +34,7 @@ from dcp_placements import (
     Renames,
     Renumber,
 )
+from dcp_placements.offline import merge_metadata
 from fakes import FakeDTensor, FakeMesh, World, cut, real_dtensor
 
 MAX_RANKS = 32
@@ -494,8 +495,11 @@ def _rows(
 # A save, a load, and what they are compared with
 
 
-def save_and_check(path: Path, ranks: Ranks) -> None:
-    """Save on all ranks; assert that stock torch reads the whole tensors, each stored once."""
+def save_and_check(path: Path, ranks: Ranks, *, use_collectives: bool = True) -> None:
+    """Save on all ranks; assert that stock torch reads the whole tensors, each stored once.
+
+    Without collectives the ranks' metadata are merged first.
+    """
     planners = [
         PlacementSavePlanner(ranks.rules(rank), rename=ranks.rename(rank))
         for rank in range(ranks.world.size)
@@ -506,9 +510,13 @@ def save_and_check(path: Path, ranks: Ranks) -> None:
         lambda rank: ranks.state_dict(rank, pad=-1.0 - rank),
         planners.__getitem__,
         lambda rank: FileSystemWriter(path, sync_files=False),
+        use_collectives=use_collectives,
     )
     truth, report = ranks.wholes, planners[0].report
-    assert report.unique_nbytes == report.whole_nbytes == sum(t.nbytes for t in truth.values())
+    if use_collectives:
+        assert report.unique_nbytes == report.whole_nbytes == sum(t.nbytes for t in truth.values())
+    else:
+        merge_metadata(path)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     assert stored.keys() == truth.keys() | OBJECTS.keys()
     read = read_whole(path)
