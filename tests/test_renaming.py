@@ -26,6 +26,8 @@ from dcp_placements import (
     Renames,
     Renumber,
     Replace,
+    Stack,
+    Unstack,
     contiguous,
 )
 from dcp_placements.naming import Rename
@@ -129,6 +131,8 @@ RENAMES: list[Rename] = [
     Renumber("layers.{layer}.experts.{}", {0: range(2), 1: [3]}, total=8),
     Replace("model*", "model"),
     Renames(Renumber("model{chunk}.layers.{}", {0: [0], 1: [2]}, total=4), Replace("model*", "")),
+    Stack("layers.{}", 4, dim=-1),
+    Renames(Unstack("experts.{}", dim=1), Replace("model*", "model")),
 ]
 
 

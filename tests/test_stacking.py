@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -710,3 +711,18 @@ def test_plain_moments_follow_their_parameter_into_stack_and_rows(tmp_path: Path
         )
         for rank in range(2):
             assert_equal(loaded[rank], held(rank, split=split, filled=True))
+
+
+def test_a_planner_that_was_used_can_be_sent_to_another_process_and_used_again(
+    tmp_path: Path,
+) -> None:
+    saving = PlacementSavePlanner(rename=stack([1, 0], 2), enable_plan_caching=True)
+    loading = PlacementLoadPlanner(rename=stack([1, 0], 2))
+    for turn in range(2):
+        path = tmp_path / str(turn)
+        state_dict = adam([1, 0], steps=[turn, turn])
+        dcp.save(state_dict, checkpoint_id=path, planner=saving, no_dist=True)
+        held = adam([1, 0], sign=-1, steps=[9, 9])
+        dcp.load(held, checkpoint_id=path, planner=loading, no_dist=True)
+        assert_equal(held, state_dict)
+        saving, loading = pickle.loads(pickle.dumps((saving, loading)))
