@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dcp_placements.offline
 from dcp_placements import PlacementSavePlanner
 from dcp_placements.layout import Box
 from dcp_placements.offline import verify
@@ -223,3 +225,16 @@ def test_faults_of_boxes_against_counting_elements(data: st.DataObject) -> None:
     assert ("hole" in kinds) == bool((inside == 0).any())
     assert ("overlap" in kinds) == bool((counts > 1).any())
     assert ("out_of_bounds" in kinds) == bool(counts.sum() > inside.sum())
+
+
+def test_the_readme_lists_every_kind() -> None:
+    sources = Path(dcp_placements.offline.__file__).parent
+    code = "".join(
+        (sources / name).read_text()
+        for name in ("structure.py", "record_checks.py", "verification.py")
+    )
+    made = set(re.findall(r'(?:CheckpointFault\(|Finding\(|yield )\s*"(\w+)"', code)) - {"digest"}
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    _, _, table = readme.partition("| kind | is |")
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    assert {kind for row in rows for kind in re.findall(r"`(\w+)`", row.split("|")[1])} == made
