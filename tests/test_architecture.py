@@ -35,7 +35,7 @@ ORDER = [
     *("offline.comparing", "offline.difference", "offline.cutting", "offline.explanation"),
     *("offline.torch_files", "offline.megatron_files", "offline.megatron_layout"),
     *("offline.chunk_writer", "offline.megatron_model", "offline.megatron_optimizer"),
-    *("offline.megatron_import",),
+    *("offline.megatron_dist", "offline.megatron_import"),
     *("offline.diagnosis", "offline.rescue"),
     *("offline.rehearsal", "offline.projection", "offline.picture", "offline.drawing"),
     *("offline",),

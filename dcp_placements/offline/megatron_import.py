@@ -25,7 +25,10 @@ from dcp_placements.errors import (
     raise_faults,
 )
 from dcp_placements.layout import Box
+from dcp_placements.offline.box_reads import BoxReader
+from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.chunk_writer import Piece, Target, check_absent, write_chunks
+from dcp_placements.offline.megatron_dist import plan_dist
 from dcp_placements.offline.megatron_files import (
     DISTRIBUTED,
     Coordinate,
@@ -156,7 +159,9 @@ def import_megatron(
     expert_tensor_parallel_size: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ImportReport:
-    """Turn ``mp_rank_*`` files into an ordinary DCP checkpoint, chunk by chunk.
+    """Turn Megatron's files into an ordinary DCP checkpoint of the model's keys, chunk by chunk.
+
+    From ``mp_rank_*`` files, or from ``torch_dist`` with its axes of layers and experts.
 
     Keys are Megatron's own, layers and experts numbered over all ranks; gate stands before up, and
     the padding rows of the vocabulary are left out. Optimizer state is
@@ -189,6 +194,8 @@ def import_megatron(
         raise PlacementError(f"there is no preset {preset!r} for this: use 'megatron_core'")
     layout = megatron_layout(source, expert_parallel_size=expert_parallel_size)
     _check_layout(layout)
+    if layout.format != "torch":
+        return _import_dist(layout, target, vocab_size, optimizer, progress)
     files = RankFiles(layout.path)
     args = files.open(next(iter(layout.coordinates))).get("args")
     if not isinstance(args, argparse.Namespace):
@@ -205,28 +212,73 @@ def import_megatron(
     raise_faults(f"{layout.path} cannot be put together", run.faults)
     run.compare()
     raise_faults(f"{layout.path}: files contradict each other", run.faults)
-    total, done = sum(held.nbytes for held in run.owners.values()), 0
+    total = sum(held.nbytes for held in run.owners.values())
+    write_chunks(target, run.targets, run.pieces(), _counted(progress, total))
+    return run.report(target)
+
+
+def _check_layout(layout: MegatronLayout) -> None:
+    if layout.layout == "ambiguous":
+        raise PlacementError(f"{layout.path}: {layout.reason}")
+    raise_faults(
+        f"{layout.path} cannot be imported as it is",
+        [Fault("checkpoint", line) for line in layout.mismatches],
+    )
+
+
+def _counted(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
+    done = 0
 
     def step(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         progress(done, total)
 
-    write_chunks(target, run.targets, run.pieces(), step)
-    return run.report(target)
+    return step
 
 
-def _check_layout(layout: MegatronLayout) -> None:
-    if layout.format != "torch":
-        raise PlacementError(
-            f"{layout.path}: {layout.reason}\n"
-            "    way out:     nothing is to be imported: load it as it is"
-        )
-    if layout.layout == "ambiguous":
-        raise PlacementError(f"{layout.path}: {layout.reason}")
-    raise_faults(
-        f"{layout.path} cannot be imported as it is",
-        [Fault("checkpoint", line) for line in layout.mismatches],
+def _import_dist(
+    layout: MegatronLayout,
+    target: Path,
+    vocab_size: int | None,
+    optimizer: bool | None,
+    progress: Callable[[int, int], None],
+) -> ImportReport:
+    """Import a DCP checkpoint of Megatron's: one key per layer and expert."""
+    checkpoint = Checkpoint(layout.path)
+    left_out = [
+        LeftOut(key, "an object, which is not executed", 1, 0) for key in checkpoint.objects
+    ]
+    left_out += [
+        LeftOut(name, _OF_THE_RUN, 1, nbytes)
+        for name, nbytes in checkpoint.other_files.items()
+        if name not in (".metadata", "metadata.json")
+    ]
+    for key in list(checkpoint.tensors):
+        why = None
+        if key.startswith("optimizer.") and optimizer is False:
+            why = "not asked for"
+        elif key.startswith("optimizer.distributed."):
+            why = FLAT
+            if optimizer:
+                raise PlacementError(f"{layout.path}: the optimizer cannot be imported: {why}")
+        if why is not None:
+            tensor = checkpoint.tensors.pop(key)
+            nbytes = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+            left_out.append(LeftOut(key, why, 1, nbytes))
+    with BoxReader(checkpoint) as reader:
+        plan = plan_dist(checkpoint, reader, vocab_size)
+        write_chunks(target, plan.targets, plan.files, _counted(progress, plan.nbytes))
+    return ImportReport(
+        source=str(layout.path),
+        out=str(target),
+        layout=layout,
+        keys=tuple(sorted(plan.targets)),
+        nbytes=plan.nbytes,
+        copies=0,
+        tied=0,
+        padding=plan.padding,
+        left_out=tuple(left_out),
     )
 
 
