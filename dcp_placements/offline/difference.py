@@ -241,7 +241,8 @@ class _Comparison:
                 advance(done)
         except PlacementError as error:
             # What is unreadable is told in full by verify.
-            yield Difference("unreadable", key, str(error).partition("\n")[2] or str(error))
+            headline = str(error).splitlines()[:2][-1]
+            yield Difference("unreadable", key, headline.partition(": ")[2])
             return
         if a.dtype != b.dtype:
             names = [str(tensor.dtype).removeprefix("torch.") for tensor in (a, b)]

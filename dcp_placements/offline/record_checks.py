@@ -203,11 +203,11 @@ class RecordChecker:
                     if takes is not None:
                         takes(piece)
                 if has_sums and total != entry.CRC:
-                    what = entry.filename.partition("/")[2]
+                    part_name = entry.filename.partition("/")[2]
+                    what = "the elements" if takes is not None else f"its {part_name}"
                     yield Finding(
                         "checksum",
-                        f"its {what} has the checksum {total:08x}, and was saved with "
-                        f"{entry.CRC:08x}",
+                        f"{what}: checksum {total:08x}, where {entry.CRC:08x} was saved",
                     )
         except (zipfile.BadZipFile, EOFError, struct.error, ValueError, NotImplementedError) as e:
             yield Finding("wrong_record", f"this is no whole file of torch.save: {e}")
