@@ -7,10 +7,14 @@ compares with the whole tensors, and loads under others, compared with plain sli
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matrix import Pair, by_source, pairs, run, table
-from topologies import AXES, Topology, all_topologies
+from topologies import AXES, MODEL, Ranks, Topology, all_topologies, save_and_check
+from torch.distributed.tensor import Shard
+
+from dcp_placements import CheckpointPlacement
 
 README = Path(__file__).parent.parent / "README.md"
 OUTCOMES: dict[Pair, bool] = {}
@@ -29,6 +33,20 @@ def test_the_table_of_the_readme_is_that_of_this_run() -> None:
     if len(OUTCOMES) < len(pairs()):
         pytest.skip("only a part of the matrix was run")
     assert table(OUTCOMES) in README.read_text(), "scripts/matrix writes it anew"
+
+
+@pytest.mark.filterwarnings("ignore:look at this save")
+def test_a_fused_dim_that_is_declared_as_plain_is_seen_in_the_file(tmp_path: Path) -> None:
+    """The comparison can fail: sizes alone do not show it."""
+
+    class Plain(Ranks):
+        def rules(self, rank: int) -> Any:
+            known = super().rules(rank)
+            plain = CheckpointPlacement(self.mesh(rank, MODEL["embed.weight"]), {"tp": Shard(0)})
+            return lambda fqn, tensor: plain if "mlp.gate_up" in fqn else known(fqn, tensor)
+
+    with pytest.raises(AssertionError, match=r"layers\.0\.mlp\.gate_up\.weight in the file"):
+        save_and_check(tmp_path, Plain(Topology(tp=2)))
 
 
 def test_legal_topologies_and_the_reasons_why_others_are_not() -> None:
