@@ -24,7 +24,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementRules,
 )
-from dcp_placements.offline import CannotLook, import_megatron, verify
+from dcp_placements.offline import CannotLook, import_megatron, megatron_files, verify
 from dcp_placements.offline.torch_files import load_torch_file, same_bits
 from fakes import World, cut
 from fakes.megatron import (
@@ -327,6 +327,29 @@ NULL_TOKENIZER = {"vocab_size": 20, "tokenizer_type": "NullTokenizer"}
 """It puts an end-of-document token behind all words, which the argument does not count."""
 
 
+def test_a_mapped_file_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, ep=4, etp=1))
+    monkeypatch.setattr(megatron_files, "_STAY_NBYTES", 1000)
+    loaded: list[Path] = []
+
+    def load(path: Path) -> Any:
+        loaded.append(path)
+        return load_torch_file(path)
+
+    monkeypatch.setattr(megatron_files, "load_torch_file", load)
+    report = import_megatron(tmp_path / "m", tmp_path / "out")
+    assert len(loaded) > report.nbytes // 1000 > 4
+    truth = MOE.truth()
+    assert same(read(tmp_path / "out", truth), truth) == []
+
+
+def test_other_files_of_a_rank_are_listed(tmp_path: Path) -> None:
+    folder = write_legacy(tmp_path / "m", MOE, MegatronRun())
+    (folder / "mp_rank_00" / "layer_wise_optimizer_0.pt").write_bytes(b"12345")
+    report = import_megatron(folder, tmp_path / "out")
+    assert {p.what: p.nbytes for p in report.left_out}["layer_wise_optimizer_0.pt"] == 5
+
+
 def test_without_arguments_the_experts_cut_is_to_be_given(tmp_path: Path) -> None:
     write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, etp=1), args=False)
     with pytest.raises(PlacementError, match="may be cut or replicated over TP"):
@@ -361,6 +384,20 @@ def test_an_optimizer_in_another_order_is_left_out(tmp_path: Path) -> None:
     assert "does not round to" in why
     without = import_megatron(folder, tmp_path / "without", optimizer=False)
     assert ("optimizer", "not asked for") in {(p.what, p.why) for p in without.left_out}
+
+
+def test_an_optimizer_of_no_experts_may_be_empty(tmp_path: Path) -> None:
+    model = replace(MOE, experts=0)
+    folder = plain(tmp_path, MegatronRun(tp=2), model, optimizer="float16")
+
+    def chain(held: dict[str, Any]) -> None:
+        held["optimizer"] = [held["optimizer"], {"optimizer": None}]
+
+    for file in folder.glob("*/*.pt"):
+        edit(file, chain)
+    import_megatron(folder, tmp_path / "out", optimizer=True)
+    truth = model.truth() | states(model)
+    assert same(read(tmp_path / "out", truth), truth) == []
 
 
 def test_what_is_there_is_left_as_it_is(tmp_path: Path, run: Run) -> None:

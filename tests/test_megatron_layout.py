@@ -157,6 +157,15 @@ def test_what_another_run_left_behind_is_told(tmp_path: Path) -> None:
     assert "args inside the files are of several runs" in told
 
 
+def test_files_of_several_iterations_are_told(tmp_path: Path) -> None:
+    folder = write_legacy(tmp_path, SMALL, MegatronRun(tp=2), iteration=10)
+    later = write_legacy(tmp_path, SMALL, MegatronRun(tp=2), iteration=20)
+    name = "mp_rank_01/model_optim_rng.pt"
+    os.replace(later / name, folder / name)
+    (told,) = megatron_layout(folder).mismatches
+    assert told == "the files are of several iterations: 10 in mp_rank_00; 20 in mp_rank_01"
+
+
 def test_the_state_of_a_distributed_optimizer_is_looked_for(tmp_path: Path) -> None:
     folder = write_legacy(tmp_path, SMALL, MegatronRun(tp=2), optimizer="distributed")
     found = megatron_layout(tmp_path)

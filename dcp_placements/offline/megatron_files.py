@@ -63,6 +63,7 @@ class Contents:
     Attributes:
         args: The run's arguments.
         keys: Of the weights.
+        iterations: When it was written.
         optimizers: Directories whose file has optimizer state.
         distributed: Those with a file of a distributed optimizer.
         unreadable: Why a file cannot be read.
@@ -70,6 +71,7 @@ class Contents:
 
     args: dict[str, argparse.Namespace] = field(default_factory=dict)
     keys: dict[str, frozenset[str]] = field(default_factory=dict)
+    iterations: dict[str, int] = field(default_factory=dict)
     optimizers: set[str] = field(default_factory=set)
     distributed: set[str] = field(default_factory=set)
     unreadable: dict[str, str] = field(default_factory=dict)
@@ -161,7 +163,9 @@ def directory_name(at: Coordinate, sizes: Sizes) -> str:
 
 
 class RankFiles:
-    """The files of the rank directories, mapped when asked for; the last few stay so.
+    """The files of the rank directories, mapped when asked for; the last few stay so for a while.
+
+    What has been read of a mapped file counts as this process's memory until it is let go.
 
     Args:
         folder: The iteration's directory.
@@ -170,18 +174,28 @@ class RankFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open = lru_cache(_STAY_OPEN)(lambda name: load_torch_file(folder / name / WEIGHTS))
+        self._nbytes = 0
 
-    def open(self, name: str) -> Mapping[str, Any]:
+    def open(self, name: str, nbytes: int = 0) -> Mapping[str, Any]:
         """Return what the file of a rank directory holds.
+
+        Args:
+            name: The directory.
+            nbytes: How much of it is going to be read.
 
         Raises:
             CannotLook: It cannot be read, or is refused.
         """
+        self._nbytes += nbytes
+        if self._nbytes > _STAY_NBYTES:
+            self._open.cache_clear()
+            self._nbytes = nbytes
         held: Mapping[str, Any] = self._open(name)
         return held
 
 
 _STAY_OPEN = 4
+_STAY_NBYTES = 256 << 20
 
 
 def look_inside(folder: Path, ranks: Iterable[str]) -> Contents:
@@ -208,6 +222,8 @@ def look_inside(folder: Path, ranks: Iterable[str]) -> Contents:
             continue
         if isinstance(held.get("args"), argparse.Namespace):
             found.args[name] = held["args"]
+        if isinstance(held.get("iteration"), int):
+            found.iterations[name] = held["iteration"]
         if "optimizer" in held:
             found.optimizers.add(name)
         found.keys[name] = frozenset(str(key) for _, chunk in model_chunks(held) for key in chunk)

@@ -31,6 +31,7 @@ from dcp_placements.offline.chunk_writer import Piece, Target, check_absent, wri
 from dcp_placements.offline.megatron_dist import plan_dist
 from dcp_placements.offline.megatron_files import (
     DISTRIBUTED,
+    WEIGHTS,
     Coordinate,
     RankFiles,
     model_chunks,
@@ -428,10 +429,11 @@ class _Import:
                 self._place_optimizer(name, held, rules, renames)
             else:
                 self._leave_out(str(top), _OF_THE_RUN, value)
-        flat = self.layout.path / name / DISTRIBUTED
-        if flat.is_file():
-            self.source_nbytes += flat.stat().st_size
-            self.left_out.setdefault((DISTRIBUTED, FLAT), []).append(flat.stat().st_size)
+        for file in sorted((self.layout.path / name).iterdir()):
+            if file.name != WEIGHTS:
+                why = FLAT if file.name == DISTRIBUTED else "another file, not looked into"
+                self.source_nbytes += file.stat().st_size
+                self.left_out.setdefault((file.name, why), []).append(file.stat().st_size)
 
     def _place_chunk(
         self,
@@ -548,7 +550,7 @@ class _Import:
 
     def _read(self, held: _Held) -> torch.Tensor:
         """Return a part of a tensor; mapped, not copied."""
-        tensor = _tensor(_at(self.files.open(held.file), held.path))
+        tensor = _tensor(_at(self.files.open(held.file, held.nbytes), held.path))
         for dim, (offset, size) in enumerate(zip(*held.local, strict=True)):
             tensor = tensor.narrow(dim, offset, size)
         return tensor

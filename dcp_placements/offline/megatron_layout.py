@@ -175,6 +175,12 @@ def _legacy_layout(
         mismatches.append(f"names of several layouts, {forms}: left over from another run?")
     contents = look_inside(folder, ranks)
     mismatches += [f"{name}/{WEIGHTS}: {why}" for name, why in contents.unreadable.items()]
+    by_iteration: dict[int, list[str]] = {}
+    for name, iteration in contents.iterations.items():
+        by_iteration.setdefault(iteration, []).append(name)
+    if len(by_iteration) > 1:
+        told_of = "; ".join(f"{i} in {format_names(n)}" for i, n in by_iteration.items())
+        mismatches.append(f"the files are of several iterations: {told_of}")
     count = counts[-1]
     told = _sizes_told(contents, mismatches)
     named = {name: fields for name, fields in ranks.items() if len(fields) == count}
@@ -183,7 +189,7 @@ def _legacy_layout(
     layout = "ambiguous" if count == 2 and second is None else f"{count}D"
     coordinates: dict[str, Coordinate] = {}
     if layout != "ambiguous" and len(counts) == 1:
-        coordinates = _check_set(ranks, sizes, second, told, mismatches)
+        coordinates = _check_set(ranks, sizes, told, mismatches)
     elif layout == "ambiguous":
         missing = [name for name in _grid(named) if name not in ranks]
         if missing:
@@ -340,7 +346,6 @@ def _sizes(
 def _check_set(
     ranks: Mapping[str, tuple[int, ...]],
     sizes: Sizes,
-    second: str | None,
     told: Sizes | None,
     mismatches: list[str],
 ) -> dict[str, Coordinate]:

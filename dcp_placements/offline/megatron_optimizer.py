@@ -108,12 +108,15 @@ def optimizer_entries(
     if "optimizer" not in held:
         raise NotRecoverable("there is none in the files")
     whole = held["optimizer"]
-    parts = list(enumerate(whole)) if isinstance(whole, list) else [(None, whole)]
+    parts: list[tuple[Path, Any]] = [(("optimizer",), whole)]
+    if isinstance(whole, list):
+        parts = [(("optimizer", number), part) for number, part in enumerate(whole)]
+    # A stage without experts has an optimizer of them that holds nothing.
+    parts = [(path, part) for path, part in parts if not _is_stub(part)]
     found: list[StateEntry] = []
     groups = [group for _, part in parts for group in _groups(part, flat_files)]
     split = any(group.get("is_expert_parallel") for group in groups)
-    for number, part in parts:
-        path: Path = ("optimizer",) if number is None else ("optimizer", number)
+    for path, part in parts:
         found += _entries_of(part, path, model, split)
     taken = {(entry.parameter.chunk, entry.parameter.name) for entry in found}
     left = [p.name for p in model if (p.chunk, p.name) not in taken]
@@ -122,6 +125,10 @@ def optimizer_entries(
             f"{len(left)} of {len(model)} parameters are in no group, the first {left[0]}"
         )
     return found
+
+
+def _is_stub(part: Any) -> bool:
+    return not part or (isinstance(part, dict) and part.get("optimizer", part) is None)
 
 
 def _groups(part: Any, flat_files: bool) -> list[dict[str, Any]]:
