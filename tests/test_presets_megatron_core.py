@@ -66,6 +66,30 @@ def test_megatrons_own_models_are_whole_in_the_file_and_load(
     assert found["after_load"] == []
 
 
+@pytest.mark.parametrize(
+    ("world", "files"),
+    [
+        ("one", "mp_rank_00"),
+        (
+            "tp2_pp2_ep2",
+            "mp_rank_00_000_000 mp_rank_00_001_000 mp_rank_01_000_001 mp_rank_01_001_001",
+        ),
+        (
+            "tp4_ep2_etp2",
+            "mp_rank_00_000 mp_rank_01_000 mp_rank_02_001 mp_rank_03_001",
+        ),
+        (
+            "pp2_vpp2",
+            "mp_rank_00_000_000 mp_rank_00_000_001 mp_rank_00_001_000 mp_rank_00_001_001",
+        ),
+    ],
+)
+def test_megatrons_own_files_become_the_whole_model(
+    seen: dict[str, Any], world: str, files: str
+) -> None:
+    assert seen[f"{world} imported"] == {"files": files.split(), "keys": [], "differing": []}
+
+
 def test_the_table_is_a_handful_of_patterns(seen: dict[str, Any]) -> None:
     for patterns in seen["tp2_pp2_ep2-tp4_ep2_etp2"]["patterns"]:
         assert "decoder.layers.*.self_attention.linear_qkv.weight" in patterns

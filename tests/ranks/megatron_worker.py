@@ -9,6 +9,7 @@ whatever the preset believes. Writes ``OUT/seen.json``; ``test_presets_megatron_
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -26,6 +27,7 @@ from preset_scenes import read_whole
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.offline import import_megatron
 from dcp_placements.presets import Preset, megatron_core, megatron_meshes
 from fakes import World
 
@@ -210,6 +212,42 @@ def seen(models: dict[str, Model], saved: str, loaded: str, out: Path) -> dict[s
     }
 
 
+def imported(models: dict[str, Model], saved: str, out: Path) -> dict[str, Any]:
+    """Return what becomes of the files that the ranks would write in Megatron's legacy format."""
+    sizes = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, **WORLDS[saved]}
+    args = argparse.Namespace(
+        tensor_model_parallel_size=sizes["tp"],
+        pipeline_model_parallel_size=sizes["pp"],
+        expert_model_parallel_size=sizes["ep"],
+        expert_tensor_parallel_size=sizes["etp"],
+        num_layers=4,
+        num_experts=EXPERTS,
+        vocab_size=VOCAB,
+        swiglu=True,
+        untie_embeddings_and_output_weights=True,
+    )
+    folder = out / f"{saved}-files"
+    by_axis = {axis: sizes[axis] for axis in ("tp", "pp", "ep", "etp")}
+    for rank, held in enumerate(models[saved].held):
+        dense, expert = megatron_meshes(rank, sizes["world"], **by_axis)
+        (pp, dp, _, tp), (_, edp, ep, _) = dense.get_coordinate(), expert.get_coordinate()
+        if dp and edp:
+            continue
+        name = f"mp_rank_{tp:02d}"
+        name += f"_{pp:03d}" if sizes["pp"] > 1 else ""
+        file = folder / (name + (f"_{ep:03d}" if sizes["ep"] > 1 else "")) / "model_optim_rng.pt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"args": args, "checkpoint_version": 3.0, **held}, file)
+    import_megatron(folder, out / f"{saved}-imported")
+    truth = models["one"].held[0]["model"]
+    whole = read_whole(out / f"{saved}-imported")
+    return {
+        "files": sorted(entry.name for entry in folder.iterdir()),
+        "keys": sorted(whole.keys() ^ truth.keys()),
+        "differing": [k for k in truth if k in whole and not torch.equal(whole[k], truth[k])],
+    }
+
+
 def main(out: Path) -> None:
     models = {name: Model(sizes) for name, sizes in WORLDS.items()}
     pairs = [
@@ -218,6 +256,7 @@ def main(out: Path) -> None:
         ("pp2_vpp2", "tp2_pp2_ep2"),
     ]
     told = {"-".join(pair): seen(models, *pair, out) for pair in pairs}
+    told |= {f"{name} imported": imported(models, name, out) for name in WORLDS}
     (out / "seen.json").write_text(json.dumps(told))
 
 
