@@ -49,9 +49,9 @@ def doctor_command(
     _print(found)
     if rescue is not None:
         say(
-            f"{rescue}: written, {size(rescued.nbytes)}: {counted(len(rescued.copied), 'key')} as "
-            f"before, {counted(len(rescued.experts), 'expert tensor')}; {rescue / LIST} lists what "
-            "is left out"
+            f"rescued:   {counted(len(rescued.copied), 'key')} as before, "
+            f"{counted(len(rescued.experts), 'expert tensor')}; {size(rescued.nbytes)}",
+            f"{rescue}: written, what is left out stands in {LIST}",
         )
     return 0 if found.healthy else 1
 
@@ -88,8 +88,8 @@ def _print(found: Diagnosis) -> None:
         say(f"experts:   all there, in {counted(len(found.tensors), 'tensor')}")
     elif overwritten:
         say(
-            f"experts:   overwritten in {counted(len(overwritten), 'tensor')}: ranks with other "
-            "experts passed for replicas"
+            f"experts:   overwritten in {counted(len(overwritten), 'tensor')}: others passed for "
+            "replicas"
         )
         if found.axes is None:
             say("    way out:     --mesh of the run that saved says which experts these rows are")

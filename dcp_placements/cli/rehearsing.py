@@ -73,9 +73,9 @@ def _print(found: Rehearsal) -> None:
         told = {"least": 0, "median": len(ordered) // 2, "most": -1}
         rows = [_row(ordered[at], f"{name}: {ordered[at].rank}") for name, at in told.items()]
     print_table(
-        ("ranks", "wants", "memory", "reads", "", "stock reads", " ", "records", "files"),
+        ("ranks", "wants", "reads", "", "stock reads", " ", "records", "files"),
         rows,
-        right="wants memory reads stock records files",
+        right="wants reads stock records files",
     )
     mesh = ", ".join(f"{name}={length}" for name, length in found.axes.items())
     sliced = sum(rank.slices_nbytes for rank in found.ranks)
@@ -83,8 +83,8 @@ def _print(found: Rehearsal) -> None:
     say(
         "",
         f"mesh:      {mesh}: {counted(len(found.ranks), 'rank')}",
-        f"in all:    {size(sliced)} read of {size(found.unique_nbytes)} in the tensors; "
-        f"by torch's reader {size(whole)}",
+        f"memory:    {size(max(rank.memory_nbytes for rank in found.ranks))} at most, on a rank",
+        f"in all:    {size(sliced)} read of {size(found.unique_nbytes)}, stock {size(whole)}",
         f"whole:     {counted(found.replicated, 'tensor')} that no rule cuts",
     )
     if found.unmatched:
@@ -111,7 +111,6 @@ def _row(rank: RankRehearsal, name: str) -> tuple[str, ...]:
     return (
         name,
         size(rank.wanted_nbytes),
-        size(rank.memory_nbytes),
         size(rank.slices_nbytes),
         _times(rank.slices_nbytes, rank.wanted_nbytes),
         size(rank.chunks_nbytes),

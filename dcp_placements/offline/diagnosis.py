@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from dcp_placements.errors import format_ranks
 from dcp_placements.layout import Box
@@ -20,7 +21,7 @@ from dcp_placements.offline.declared import MeshAxes, mesh_at
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.experts import expert_key
 from dcp_placements.optimizer_state import parameters_of
-from dcp_placements.tiling import intersection, tiles
+from dcp_placements.tiling import tiles
 
 EP = "ep"
 """The axis along which ranks hold different experts."""
@@ -240,15 +241,60 @@ class Family:
         """Of the tensors."""
         return [tensor.fqn for tensor in self.members.values()]
 
-    def part(self, row: int) -> tuple[StoredTensor, Box]:
-        """Return where an expert is: its tensor, and its box of that."""
-        if self.dim is None:
-            tensor = self.members[row]
-            return tensor, tensor.whole
-        tensor = self.members[0]
-        offsets, sizes = [0] * len(tensor.shape), list(tensor.shape)
-        offsets[self.dim], sizes[self.dim] = row, 1
-        return tensor, Box(tuple(offsets), tuple(sizes))
+    def parts(self) -> Iterator[Part]:
+        """Yield each expert's place."""
+        for first, tensor in self.members.items():
+            chunks = tensor.chunks
+            for row, cover in enumerate(_covers(tensor.boxes, tensor.shape, self.dim), first):
+                yield Part(row, tensor, [(chunks[at], box) for at, box in cover.pieces], cover.full)
+
+
+class Part(NamedTuple):
+    """Where an expert of a family is stored.
+
+    Attributes:
+        row: Its number there.
+        tensor: The tensor that it is in, or is.
+        pieces: The chunks that have a part of it, and what part.
+        full: Whether they are all of it, each element once.
+    """
+
+    row: int
+    tensor: StoredTensor
+    pieces: list[tuple[StoredChunk, Box]]
+    full: bool
+
+
+class _Cover(NamedTuple):
+    pieces: tuple[tuple[int, Box], ...]
+    full: bool
+
+
+# Most tensors of a model are cut as others are.
+@lru_cache(maxsize=64)
+def _covers(boxes: tuple[Box, ...], shape: tuple[int, ...], dim: int | None) -> tuple[_Cover, ...]:
+    """Return how chunks cover each row of a dim; the whole for None."""
+    whole = Box((0,) * len(shape), shape)
+    real = [(at, box) for at, box in enumerate(boxes) if box.numel]
+    if dim is None:
+        return (_Cover(tuple(real), tiles(whole, [box for _, box in real])),)
+    rows: list[list[tuple[int, Box]]] = [[] for _ in range(shape[dim])]
+    for at, box in real:
+        start = box.offsets[dim]
+        # A chunk beyond the tensor's end is for others to find.
+        for row in range(start, min(start + box.sizes[dim], len(rows))):
+            rows[row].append((at, _at(box, dim, row)))
+    return tuple(
+        _Cover(tuple(pieces), tiles(_at(whole, dim, row), [box for _, box in pieces]))
+        for row, pieces in enumerate(rows)
+    )
+
+
+def _at(box: Box, dim: int, row: int) -> Box:
+    """Return what of a box is one row of a dim."""
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[dim], sizes[dim] = row, 1
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def expert_families(checkpoint: Checkpoint) -> dict[str, Family]:
@@ -364,28 +410,21 @@ def _examined(fqn: str, family: Family, experts: int | None, axes: MeshAxes | No
         return told(UNCLEAR, reason)
     return told(
         OVERWRITTEN,
-        survivors=[_survivor(row, *family.part(row), stored, axes) for row in range(stored)],
+        survivors=[_survivor(part, stored, axes) for part in family.parts()],
     )
 
 
-def _survivor(
-    row: int, tensor: StoredTensor, box: Box, stored: int, axes: MeshAxes | None
-) -> Survivor:
-    chunks = chunks_of(tensor, box)
-    shared = [intersection(chunk.box, box) or box for chunk in chunks]
-    ranks = sorted({chunk.writer for chunk in chunks if chunk.writer is not None})
-    complete = tiles(box, shared) and all(chunk.writer is not None for chunk in chunks)
+def _survivor(part: Part, stored: int, axes: MeshAxes | None) -> Survivor:
+    row = part.row
+    writers = [chunk.writer for chunk, _ in part.pieces]
+    ranks = sorted({writer for writer in writers if writer is not None})
+    complete = part.full and None not in writers
     if axes is None:
         return Survivor(row, tuple(ranks), None, torn=not complete)
     positions = {_position(rank, axes) for rank in ranks}
     if not complete or len(positions) != 1:
         return Survivor(row, tuple(ranks), None, torn=True)
     return Survivor(row, tuple(ranks), positions.pop() * stored + row, torn=False)
-
-
-def chunks_of(tensor: StoredTensor, box: Box) -> list[StoredChunk]:
-    """Return the chunks that have a part of a box."""
-    return [c for c in tensor.chunks if c.box.numel and intersection(c.box, box) is not None]
 
 
 def _position(rank: int, axes: MeshAxes) -> int:

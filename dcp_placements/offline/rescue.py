@@ -35,13 +35,11 @@ from dcp_placements.offline.diagnosis import (
     UNCLEAR,
     Diagnosis,
     Family,
-    chunks_of,
     expert_families,
     expert_template,
 )
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.storage_table import RowsBuilder, StorageTable
-from dcp_placements.tiling import intersection
 
 COPY_NBYTES = 8 << 20
 LIST = "rescue.json"
@@ -223,19 +221,14 @@ class _Writer:
         if loss is None:
             return
         wanted = {*loss.kept} if known.is_state else {*loss.kept, *loss.weights_only}
-        for survivor in known.survivors:
+        for survivor, part in zip(known.survivors, family.parts(), strict=True):
             if survivor.expert not in wanted:
                 continue
-            tensor, box = family.part(survivor.row)
+            tensor = part.tensor
             template, _ = expert_template(tensor.fqn)
             new = template.replace("{}", str(survivor.expert))
-            pieces = [
-                (chunk, shared)
-                for chunk in chunks_of(tensor, box)
-                if (shared := intersection(chunk.box, box)) is not None
-            ]
             chunks, records = [], []
-            for chunk, shared in pieces:
+            for chunk, shared in part.pieces:
                 assert chunk.file is not None
                 offsets, sizes = (_without(values, family.dim) for values in shared)
                 index = MetadataIndex(new, torch.Size(offsets))
