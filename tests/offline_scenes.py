@@ -69,8 +69,7 @@ def save_sharded(
 
     def planner(rank: int) -> PlacementSavePlanner:
         mesh = world.mesh(rank, ep=ep, fsdp=2)
-        rules = PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
-        return PlacementSavePlanner(rules, digests=digests, step=step)
+        return PlacementSavePlanner(rules_by_ep(mesh), digests=digests, step=step)
 
     def writer(rank: int) -> Any:
         return (PlacementFileSystemWriter if lean else dcp.FileSystemWriter)(path)
@@ -92,6 +91,11 @@ def save_hugging_face(path: Path, tensors: dict[str, torch.Tensor], files: int =
         index.update(dict.fromkeys(part, name))
     told = {"metadata": {}, "weight_map": index}
     (path / "model.safetensors.index.json").write_text(json.dumps(told))
+
+
+def rules_by_ep(mesh: Any) -> PlacementRules:
+    """Return rules that cut experts over ``ep``."""
+    return PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
 
 
 @dataclass(frozen=True)

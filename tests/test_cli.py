@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.offline_scenes import Run, save_sharded, wholes
+from dcp_placements.offline import Checkpoint
+from fakes import damage
+from tests.offline_scenes import (
+    Run,
+    save_hugging_face,
+    save_sharded,
+    save_torch_dist,
+    wholes,
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +29,23 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-COMMANDS_ON_ONE = ["inspect", "verify", "merge-metadata"]
+COMMANDS = {
+    "inspect": (),
+    "explain": ("scale",),
+    "verify": (),
+    "rehearse": ("--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=4"),
+    "doctor": ("--experts-per-layer", 8),
+    "draw": ("layers.0.experts.w1", "-o", "drawn.png"),
+    "merge-metadata": (),
+}
+"""Commands on one checkpoint, with what they are to be told besides it."""
 
 
-@pytest.mark.parametrize("command", COMMANDS_ON_ONE)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_what_cannot_be_looked_at_is_one_message_and_exit_2(
     command: str, tmp_path: Path, run: Run
 ) -> None:
+    more = COMMANDS[command]
     empty = tmp_path / "empty"
     empty.mkdir()
     file = tmp_path / "file"
@@ -36,10 +55,64 @@ def test_what_cannot_be_looked_at_is_one_message_and_exit_2(
         (empty, "no checkpoint in it" if command != "merge-metadata" else "nothing to merge"),
         (file, "this is a file"),
     ):
-        ran = run(command, path)
+        ran = run(command, path, *more)
         assert (ran.code, ran.out) == (2, "")
         assert told in ran.err
         assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "merge-metadata"])
+def test_a_foreign_pickle_is_refused_by_every_command(
+    command: str, tmp_path: Path, run: Run
+) -> None:
+    path, marker = tmp_path / "step-1", tmp_path / "executed"
+    save_sharded(path)
+    damage.foreign_pickle(path, marker)
+    ran = run(command, path, *COMMANDS[command])
+    assert (ran.code, ran.out) == (2, "")
+    assert "refused" in ran.err
+    assert not marker.exists()
+
+
+FORMATS: dict[str, Callable[[Path], object]] = {
+    "stock": lambda path: save_sharded(path, lean=False, digests="off"),
+    "ranks": lambda path: save_sharded(path, collectives=False),
+    "torch_dist": save_torch_dist,
+    "safetensors": lambda path: save_hugging_face(path, wholes()),
+}
+DAMAGES = {
+    "truncated": damage.truncate,
+    "removed": damage.remove_file,
+    "dropped": damage.drop_chunk,
+    "overlap": damage.overlap_chunk,
+}
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, *DAMAGES])
+def test_every_command_finds_something_to_say_of_any_checkpoint(
+    kind: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "step-1"
+    FORMATS.get(kind, FORMATS["stock"])(path)
+    fqn = sorted(Checkpoint(path).tensors)[0]
+    if kind in DAMAGES:
+        fqn = "layers.0.experts.w1"
+        DAMAGES[kind](path, fqn)
+    given = {**COMMANDS, "explain": (fqn,), "draw": (fqn, "-o", "drawn.svg")}
+    del given["merge-metadata"]
+    for command, more in given.items():
+        ran = run(command, path, *more)
+        assert ran.code in (0, 1), (command, ran.err)
+        assert (ran.out, ran.err) != ("", "")
+        assert isinstance(run(command, path, *more, "--json").json, dict)
+        if kind in DAMAGES and command == "verify":
+            assert ran.code == 1
+        if kind in DAMAGES and command == "rehearse":
+            # It plans what is read, and does not look into files.
+            assert ran.code == (kind in ("removed", "dropped"))
+    assert ("hole" in Path("drawn.svg").read_text()) is (kind in ("dropped",))
+    assert ("more than once" in Path("drawn.svg").read_text()) is (kind == "overlap")
 
 
 def test_usage_errors_are_exit_2(run: Run, sound: Path) -> None:

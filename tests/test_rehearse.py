@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +24,12 @@ from dcp_placements import (
     PlacementSavePlanner,
     Renumber,
 )
-from dcp_placements.offline import CannotLook, Checkpoint, rehearse
-from fakes import FakeDTensor, FakeMesh, World, cut
-from tests.offline_scenes import Run, save_sharded, wholes
+from dcp_placements.offline import CannotLook, rehearse
+from fakes import FakeDTensor, FakeMesh, World, cut, damage
+from tests.offline_scenes import Run, rules_by_ep, save_sharded, wholes
 
 EXPERTS = {f"layers.{layer}.experts.w1": (8, 60, 64) for layer in range(2)}
 DENSE = {"layers.0.attention": (300, 40), "layers.0.norm": (96,), "layers.1.large": (512, 512)}
-
-
-def by_ep(mesh: Any) -> PlacementRules:
-    return PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +49,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return made
 
     world.save(
-        path, state_dict, lambda rank: PlacementSavePlanner(by_ep(world.mesh(rank, ep=2, edp=2)))
+        path,
+        state_dict,
+        lambda rank: PlacementSavePlanner(rules_by_ep(world.mesh(rank, ep=2, edp=2))),
     )
     return path
 
@@ -90,7 +87,7 @@ def load_for_real(
     world.load(
         path,
         state_dict,
-        lambda rank: PlacementLoadPlanner(by_ep(world.mesh(rank, **axes))),
+        lambda rank: PlacementLoadPlanner(rules_by_ep(world.mesh(rank, **axes))),
         lambda rank: readers[rank],
     )
     return list(zip(readers, nbytes, strict=True))
@@ -99,7 +96,7 @@ def load_for_real(
 @pytest.mark.parametrize("fsdp", [[], ["edp"], ["edp", "ep"]], ids=lambda names: "+".join(names))
 @pytest.mark.parametrize("axes", [{"edp": 2, "ep": 2}, {"edp": 2, "ep": 4}, {"edp": 3, "ep": 1}])
 def test_predicts_what_a_load_reads(saved: Path, axes: dict[str, int], fsdp: list[str]) -> None:
-    found = rehearse(saved, by_ep, axes, fsdp=fsdp)
+    found = rehearse(saved, rules_by_ep, axes, fsdp=fsdp)
     assert found.loads
     real = load_for_real(saved, axes, fsdp, PlacementFileSystemReader)
     assert len(real) == len(found.ranks)
@@ -119,7 +116,7 @@ def test_torchs_reader_takes_at_least_what_is_said(saved: Path) -> None:
             return super()._slice_file(file, sinfo)
 
     axes = {"edp": 2, "ep": 4}
-    found = rehearse(saved, by_ep, axes, fsdp=["edp", "ep"])
+    found = rehearse(saved, rules_by_ep, axes, fsdp=["edp", "ep"])
     real = load_for_real(saved, axes, ["edp", "ep"], Counting)
     assert [rank.chunks_nbytes for rank in found.ranks] == [reader.nbytes for reader, _ in real]
     assert found.ranks[0].chunks_nbytes > 1.5 * found.ranks[0].wanted_nbytes
@@ -166,17 +163,8 @@ def test_every_rank_wants_what_plain_slicing_gives_it(
 
 def test_a_hole_is_told_to_the_ranks_that_need_it(tmp_path: Path) -> None:
     save_sharded(tmp_path, lean=False)
-    checkpoint = Checkpoint(tmp_path)
-    stored: Any = checkpoint.metadata.state_dict_metadata["layers.0.experts.w1"]
-    stored.chunks = [chunk for chunk in stored.chunks if chunk.offsets[0] != 4]
-    (tmp_path / ".metadata").unlink()
-    checkpoint.metadata.storage_data = {
-        index: info
-        for index, info in checkpoint.metadata.storage_data.items()
-        if not (index.fqn == "layers.0.experts.w1" and index.offset[0] == 4)
-    }
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(checkpoint.metadata))
-    found = rehearse(tmp_path, by_ep, {"ep": 4, "edp": 2})
+    damage.drop_chunk(tmp_path, "layers.0.experts.w1", chunk=2)
+    found = rehearse(tmp_path, rules_by_ep, {"ep": 4, "edp": 2})
     assert not found.loads
     (fault,) = found.faults
     assert fault.fqn == "layers.0.experts.w1"
@@ -187,7 +175,7 @@ def test_a_hole_is_told_to_the_ranks_that_need_it(tmp_path: Path) -> None:
 def test_a_missing_file_is_told_to_the_ranks_that_open_it(tmp_path: Path) -> None:
     save_sharded(tmp_path)
     (tmp_path / "__3_0.distcp").unlink()
-    found = rehearse(tmp_path, by_ep, {"ep": 4}, expect=["layers.0.experts.w1"])
+    found = rehearse(tmp_path, rules_by_ep, {"ep": 4}, expect=["layers.0.experts.w1"])
     assert [fault.fqn for fault in found.faults] == ["__3_0.distcp"]
     assert "on:          rank 3" in str(found.faults[0])
 
@@ -227,7 +215,7 @@ def test_a_rule_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
 
 def test_uneven_parts_without_global_shape_are_noted(tmp_path: Path) -> None:
     save_sharded(tmp_path)
-    found = rehearse(tmp_path, by_ep, {"ep": 3})
+    found = rehearse(tmp_path, rules_by_ep, {"ep": 3})
     assert found.loads
     assert {note.fqn for note in found.notes} == {"layers.0.experts.w1", "layers.0.experts.w2"}
     assert [rank.wanted_nbytes - found.ranks[2].wanted_nbytes for rank in found.ranks] == [
@@ -251,10 +239,10 @@ def test_a_renumber_says_which_experts_a_rank_has(tmp_path: Path) -> None:
 
 def test_a_callable_does_for_rules(saved: Path) -> None:
     def rules(mesh: Any) -> Any:
-        return lambda fqn, tensor: by_ep(mesh)(fqn) if tensor.ndim == 3 else None
+        return lambda fqn, tensor: rules_by_ep(mesh)(fqn) if tensor.ndim == 3 else None
 
     axes = {"ep": 4, "edp": 2}
-    assert rehearse(saved, rules, axes).ranks == rehearse(saved, by_ep, axes).ranks
+    assert rehearse(saved, rules, axes).ranks == rehearse(saved, rules_by_ep, axes).ranks
 
 
 def test_commands(saved: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,4 +281,4 @@ def test_commands(saved: Path, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_an_unknown_fsdp_axis_is_refused(saved: Path) -> None:
     with pytest.raises(CannotLook, match="no axis tp for FSDP"):
-        rehearse(saved, by_ep, {"ep": 2}, fsdp=["tp"])
+        rehearse(saved, rules_by_ep, {"ep": 2}, fsdp=["tp"])
