@@ -236,8 +236,8 @@ def write_legacy(
         seed: Of the weights.
         iteration: Its number.
         args: Whether the files hold the run's arguments.
-        optimizer: ``"float16"`` (weights in float32 and moments in the file), ``"distributed"``
-            (moments flat in a file beside it), or None.
+        optimizer: ``"float16"`` (weights in float32 and moments in the file), ``"float32"``
+            (moments alone), ``"distributed"`` (moments flat in a file beside it), or None.
     """
     root = Path(path)
     folder = root / f"iter_{iteration:07d}"
@@ -253,12 +253,14 @@ def write_legacy(
             held[name] = _with_extra_state({k: w.to(model.dtype) for k, w in chunk.items()})
         file = folder / run.directory(rank) / "model_optim_rng.pt"
         file.parent.mkdir(parents=True, exist_ok=True)
-        if optimizer == "float16":
+        if optimizer in ("float16", "float32"):
             moments = {
                 name: [local_weights(whole, model, run, rank, c) for c in range(run.vpp or 1)]
                 for name, whole in states.items()
             }
-            held["optimizer"] = _float16_optimizer(chunks, moments, split=run.ep > 1)
+            held["optimizer"] = _optimizer(
+                chunks, moments, split=run.ep > 1, copies=optimizer == "float16"
+            )
         elif optimizer == "distributed":
             held["optimizer"] = {"optimizer": {"param_groups": [{"step": STEPS, "lr": 1e-4}]}}
             flat = {"buckets_coalesced": True, 0: {"exp_avg": torch.zeros(7)}}
@@ -485,16 +487,20 @@ def _with_extra_state(weights: Wholes) -> dict[str, Any]:
     return held
 
 
-def _float16_optimizer(
-    chunks: list[Wholes], moments: Mapping[str, list[Wholes]], *, split: bool
+def _optimizer(
+    chunks: list[Wholes], moments: Mapping[str, list[Wholes]], *, split: bool, copies: bool
 ) -> Any:
-    """Return what ``Float16OptimizerWithFloat16Params`` saves.
+    """Return what ``Float16OptimizerWithFloat16Params`` or ``FP32Optimizer`` saves.
 
     With expert parallelism there are two, chained: of what is no expert, and of the experts.
     """
-    if not split:
-        return _one_optimizer(chunks, moments, None)
-    return [_one_optimizer(chunks, moments, of_experts) for of_experts in (False, True)]
+    parts = [
+        _one_optimizer(chunks, moments, of_experts)
+        for of_experts in ((False, True) if split else (None,))
+    ]
+    if not copies:
+        parts = [part["optimizer"] for part in parts]
+    return parts if split else parts[0]
 
 
 def _one_optimizer(

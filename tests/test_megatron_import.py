@@ -386,6 +386,16 @@ def test_an_optimizer_in_another_order_is_left_out(tmp_path: Path) -> None:
     assert ("optimizer", "not asked for") in {(p.what, p.why) for p in without.left_out}
 
 
+def test_an_optimizer_of_float32_weights_has_no_copies_to_prove_its_order(tmp_path: Path) -> None:
+    model = replace(MOE, dtype=torch.float32)
+    write_legacy(tmp_path / "m", model, MegatronRun(tp=2, ep=2), optimizer="float32")
+    report = import_megatron(tmp_path / "m", tmp_path / "out")
+    assert "counts and shapes alone" in report.notes[0]
+    truth = {k: v for k, v in states(model).items() if not k.endswith(".fp32_param")}
+    assert same(read(tmp_path / "out", truth), truth) == []
+    assert set(report.keys) == set(truth) | set(model.truth())
+
+
 def test_an_optimizer_of_no_experts_may_be_empty(tmp_path: Path) -> None:
     model = replace(MOE, experts=0)
     folder = plain(tmp_path, MegatronRun(tp=2), model, optimizer="float16")
@@ -409,6 +419,8 @@ def test_what_is_there_is_left_as_it_is(tmp_path: Path, run: Run) -> None:
     assert ran.code == 1
     assert "is there already" in ran.err
     assert [path.name for path in out.iterdir()] == ["precious"]
+    ran = run("import", tmp_path / "m", "s3://bucket/out", "--from", "megatron")
+    assert (ran.code, "a URL cannot do" in ran.err) == (1, True)
 
 
 def test_an_interrupted_import_leaves_no_checkpoint_and_starts_anew(tmp_path: Path) -> None:

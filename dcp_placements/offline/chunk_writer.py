@@ -76,10 +76,9 @@ def write_chunks(
         progress: Told the bytes of each piece that is written.
 
     Raises:
-        PlacementError: ``out`` is there.
+        PlacementError: ``out`` is there, or is a URL.
     """
-    target = Path(out)
-    check_absent(target)
+    target = check_absent(out)
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -96,12 +95,18 @@ def write_chunks(
     os.rename(partial, target)
 
 
-def check_absent(out: Path) -> None:
-    """Check that nothing is at ``out``, or an empty directory.
+def check_absent(path: str | os.PathLike[str]) -> Path:
+    """Return where a checkpoint is to be, which is nowhere yet, or an empty directory.
 
     Raises:
-        PlacementError: Something is there.
+        PlacementError: Something is there, or it is no path of this machine.
     """
+    out = Path(path)
+    if "://" in os.fspath(path):
+        raise PlacementError(
+            f"{path}: a checkpoint appears there by renaming, which a URL cannot do\n"
+            "    way out:     write it to a disk of this machine, and copy it"
+        )
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
     if out.exists():
@@ -109,6 +114,7 @@ def check_absent(out: Path) -> None:
             f"{out}: is there already, and is left as it is\n"
             "    way out:     give another directory"
         )
+    return out
 
 
 def _plans(

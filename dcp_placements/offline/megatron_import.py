@@ -40,6 +40,7 @@ from dcp_placements.offline.megatron_layout import MegatronLayout, megatron_layo
 from dcp_placements.offline.megatron_model import MegatronModel, learn_model
 from dcp_placements.offline.megatron_optimizer import (
     FLAT,
+    MASTER,
     NotRecoverable,
     StateEntry,
     optimizer_entries,
@@ -189,8 +190,7 @@ def import_megatron(
         PlacementError: Files that are missing or contradict each other, weights that no rule names,
             chunks that do not make whole tensors; all of them at once, and nothing is written.
     """
-    target = Path(out)
-    check_absent(target)
+    target = check_absent(out)
     if preset != "megatron_core":
         raise PlacementError(f"there is no preset {preset!r} for this: use 'megatron_core'")
     layout = megatron_layout(source, expert_parallel_size=expert_parallel_size)
@@ -404,7 +404,7 @@ class _Import:
                 LeftOut(what, why, len(nbytes), sum(nbytes))
                 for (what, why), nbytes in sorted(self.left_out.items())
             ),
-            notes=self.model.notes,
+            notes=self._notes(),
         )
         if report.source_nbytes != self.source_nbytes:
             raise PlacementError(
@@ -412,6 +412,16 @@ class _Import:
                 f"{report.source_nbytes} are accounted for"
             )
         return report
+
+    def _notes(self) -> tuple[str, ...]:
+        states = [fqn for fqn in self.targets if fqn.startswith("optimizer.state.")]
+        if not states or any(fqn.endswith(f".{MASTER}") for fqn in states):
+            return self.model.notes
+        return (
+            *self.model.notes,
+            "the order of the optimizer's tensors is held against counts and shapes alone: there "
+            "are no float32 copies of weights in the files",
+        )
 
     def _fault(self, where: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(where, headline, details))
