@@ -35,7 +35,8 @@ ORDER = [
     *("offline.comparing", "offline.difference", "offline.cutting", "offline.explanation"),
     *("offline.torch_files", "offline.megatron_files", "offline.megatron_layout"),
     *("offline.chunk_writer", "offline.megatron_model", "offline.megatron_optimizer"),
-    *("offline.megatron_dist", "offline.megatron_import"),
+    *("offline.megatron_dist", "offline.megatron_report", "offline.megatron_parts"),
+    *("offline.megatron_import",),
     *("offline.diagnosis", "offline.rescue"),
     *("offline.rehearsal", "offline.projection", "offline.picture", "offline.drawing"),
     *("offline",),
@@ -52,7 +53,16 @@ WITHOUT_TORCH = {"errors", "layout", "mesh", "placement", "rules", "tiling", "na
 WITHOUT_TORCH |= {"binding", "optimizer_state", "renaming", "slices", "__init__"}
 """Files that name nothing of torch, so that they can be had without it."""
 
-FAKES_ORDER = ["damage", "mesh", "reference", "tensor", "world", "megatron", "__init__"]
+FAKES_ORDER = [
+    "damage",
+    "mesh",
+    "reference",
+    "tensor",
+    "world",
+    "megatron",
+    "megatron_dist",
+    "__init__",
+]
 
 
 def imports(path: Path) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,8 @@ from dcp_placements import (
 from dcp_placements.offline import CannotLook, import_megatron, inspect, megatron_layout, verify
 from dcp_placements.offline.torch_files import same_bits
 from fakes import World, cut
-from fakes.megatron import MegatronModel, Wholes, padded, write_torch_dist
+from fakes.megatron import MegatronModel, Wholes, padded
+from fakes.megatron_dist import write_torch_dist
 from tests.offline_scenes import Run
 
 ALIKE = MegatronModel(dense_layers=0)

@@ -1,0 +1,113 @@
+"""A ``torch_dist`` checkpoint as Megatron-LM writes it, from the same whole tensors."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import Shard
+
+from fakes.megatron import MegatronModel, Wholes, modules_of
+from fakes.reference import cut
+from fakes.tensor import real_dtensor
+from fakes.world import World
+
+
+def write_torch_dist(
+    path: str | Path,
+    model: MegatronModel,
+    *,
+    tp: int = 1,
+    seed: int = 0,
+    optimizer: bool = False,
+    singletons: bool = False,
+    foreign_class: bool = True,
+) -> Path:
+    """Write a checkpoint in Megatron's ``torch_dist`` format.
+
+    Args:
+        path: The directory.
+        model: What is saved; without dense layers before those with experts, so that all layers
+            make one tensor.
+        tp: Ranks that the rows of each weight are cut over.
+        seed: Of the weights.
+        optimizer: With ``optimizer.state.exp_avg.*``, as the fully reshardable form has it.
+        singletons: A key for every layer, expert, gate and up, as newer releases write.
+        foreign_class: ``.metadata`` is of a class of Megatron's own.
+    """
+    root = Path(path)
+    whole = _dist_keys(model.truth(seed), model, singletons)
+    if optimizer:
+        moments = _dist_keys(replace(model, dtype=torch.float32).truth(seed + 1), model, singletons)
+        whole |= {f"optimizer.state.exp_avg.{key}": moment for key, moment in moments.items()}
+    world = World(tp)
+
+    def held(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, tp=tp)
+        parts: dict[str, Any] = {
+            key: real_dtensor(
+                cut(value, [Shard(value.dim() - 1)], (tp,), (rank,)),
+                mesh,
+                [Shard(value.dim() - 1)],
+                value.shape,
+            )
+            for key, value in whole.items()
+        }
+        if rank == 0:
+            parts["rng_state/shard_0.0_1.1"] = {"random_rng_state": (3, (1, 2))}
+        return parts
+
+    world.save(root, held, lambda rank: DefaultSavePlanner(flatten_state_dict=False))
+    (root / "metadata.json").write_text('{"sharded_backend": "torch_dist", "version": 1}')
+    torch.save({"iteration": 10}, root / "common.pt")
+    if foreign_class:
+        with open(root / ".metadata", "rb") as stream:
+            metadata = pickle.load(stream)
+        name = "megatron.core.dist_checkpointing.strategies.torch"
+        metadata.__class__ = MCoreMetadata
+        with modules_of(name, MCoreMetadata=MCoreMetadata), open(root / ".metadata", "wb") as out:
+            pickle.dump(metadata, out)
+    return root
+
+
+class MCoreMetadata(Metadata):
+    """Megatron's own class of metadata; written under Megatron's name."""
+
+
+def _dist_keys(weights: Wholes, model: MegatronModel, singletons: bool) -> Wholes:
+    """Return the whole weights under the keys of ``torch_dist``."""
+    found: Wholes = {}
+    stacks: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
+    for key, weight in weights.items():
+        name = re.sub(
+            r"\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)$", r".experts.experts.\2.\1", key
+        )
+        if singletons:
+            if ".linear_fc1." in name and not name.endswith("layer_norm_weight") and model.gated:
+                gate, up = weight.chunk(2)
+                found |= {f"{name}_w": gate, f"{name}_v": up}
+            else:
+                found[name] = weight
+            continue
+        numbers = tuple(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))
+        stacks.setdefault(re.sub(r"\.\d+(?=\.)", "", name), {})[numbers] = weight
+    for name, rows in stacks.items():
+        found[name] = _stacked(rows)
+    return found
+
+
+def _stacked(rows: Mapping[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
+    if list(rows) == [()]:
+        return rows[()]
+    firsts = sorted({numbers[0] for numbers in rows})
+    assert firsts == list(range(len(firsts)))
+    return torch.stack(
+        [_stacked({n[1:]: w for n, w in rows.items() if n[0] == first}) for first in firsts]
+    )
