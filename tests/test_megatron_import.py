@@ -209,9 +209,11 @@ def test_it_loads_into_another_layout(tmp_path: Path) -> None:
 
 def test_an_incomplete_set_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     write_legacy(tmp_path / "m", MOE, MegatronRun(tp=4, ep=2, etp=1, early_writers=True))
-    with pytest.raises(PlacementError, match="no mp_rank_02_000, mp_rank_03_001"):
-        import_megatron(tmp_path / "m", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    (tmp_path / "empty").mkdir()
+    for out in ("out", "empty"):
+        with pytest.raises(PlacementError, match="no mp_rank_02_000, mp_rank_03_001"):
+            import_megatron(tmp_path / "m", tmp_path / out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "m"]
 
 
 @pytest.mark.parametrize(
@@ -354,6 +356,7 @@ def test_without_arguments_the_experts_cut_is_to_be_given(tmp_path: Path) -> Non
     write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, etp=1), args=False)
     with pytest.raises(PlacementError, match="may be cut or replicated over TP"):
         import_megatron(tmp_path / "m", tmp_path / "out")
+    (tmp_path / "out").mkdir()
     import_megatron(tmp_path / "m", tmp_path / "out", expert_tensor_parallel_size=1)
     truth = MOE.truth()
     assert same(read(tmp_path / "out", truth), truth) == []

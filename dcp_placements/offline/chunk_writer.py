@@ -92,6 +92,7 @@ def write_chunks(
         written.wait()
         results.append(written.value())
     writer.finish(metadata, results)
+    # An empty directory of that name gives way to it.
     os.rename(partial, target)
 
 
@@ -107,9 +108,8 @@ def check_absent(path: str | os.PathLike[str]) -> Path:
             f"{path}: a checkpoint appears there by renaming, which a URL cannot do\n"
             "    way out:     write it to a disk of this machine, and copy it"
         )
-    if out.is_dir() and not any(out.iterdir()):
-        out.rmdir()
-    if out.exists():
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if out.exists() and not is_empty:
         raise PlacementError(
             f"{out}: is there already, and is left as it is\n"
             "    way out:     give another directory"

@@ -92,9 +92,9 @@ def import_megatron(
     raise_faults(f"{layout.path} cannot be put together", parts.faults)
     parts.compare()
     raise_faults(f"{layout.path}: files contradict each other", parts.faults)
-    total = sum(held.nbytes for held in parts.owners.values())
-    write_chunks(target, parts.targets, parts.pieces(), _counted(progress, total))
-    return parts.report(target)
+    report = parts.report(target)
+    write_chunks(target, parts.targets, parts.pieces(), _counted(progress, report.nbytes))
+    return report
 
 
 def _check_layout(layout: MegatronLayout) -> None:
