@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -141,7 +141,8 @@ class Answer:
         elsewhere: For each table, entries that others write, as a bitmap; empty for none.
         loose: Positions of the loose items that are its own.
         extra: Keys and offsets of table entries that are its own though they are elsewhere.
-        lowest: Whether replicas are left to their lowest rank.
+        spreads: For each table, ``(replicas, writers)``: how many of so many replicas share the big
+            tensors; the lowest writes all that is not named. Empty for none.
         writers: Ranks that write anything.
         in_pieces: Some keys of which one rank writes several chunks, with the rank and how many:
             files that know a tensor by its name alone cannot hold those.
@@ -152,7 +153,7 @@ class Answer:
     elsewhere: tuple[bytes, ...] = ()
     loose: tuple[int, ...] = ()
     extra: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
-    lowest: bool = False
+    spreads: tuple[tuple[tuple[int, int], ...], ...] = ()
     writers: int = 1
     in_pieces: tuple[tuple[str, int, int], ...] = ()
     known: bool = False
@@ -161,6 +162,14 @@ class Answer:
         """Return ``(replicas, slot)`` for each table and class, objects last."""
         halves = [unpacked_ints(packed).reshape(2, -1).tolist() for packed in self.slots]
         return [list(zip(replicas, slots, strict=True)) for replicas, slots in halves]
+
+    def by_table(self) -> Iterator[tuple[list[tuple[int, int]], bytes, dict[int, int]]]:
+        """Yield for each table ``(replicas, slot)`` by class, what is elsewhere, and the spread."""
+        tables = len(self.slots)
+        elsewhere = self.elsewhere or (b"",) * tables
+        spreads = self.spreads or ((),) * tables
+        for slots, bitmap, spread in zip(self.all_slots(), elsewhere, spreads, strict=True):
+            yield slots, bitmap, dict(spread)
 
 
 class Tables:

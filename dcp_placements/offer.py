@@ -178,10 +178,9 @@ class Offering:
 
     def owned_items(self, answer: Answer) -> list[WriteItem]:
         """Return the items that are this rank's own to write, in state dict order."""
-        elsewhere = answer.elsewhere or (b"",) * len(self.tables)
         owned = [
-            set(owned_entries(kept.table, slots, bitmap, lowest_rank=answer.lowest))
-            for kept, slots, bitmap in zip(self.tables, answer.all_slots(), elsewhere, strict=True)
+            set(owned_entries(kept.table, *told))
+            for kept, told in zip(self.tables, answer.by_table(), strict=True)
         ]
         makers = [TableItems(known.table, known.coordinates) for known in self.tables]
         extra = set(answer.extra)
@@ -200,13 +199,12 @@ class Offering:
 
 def owned_items(tables: Tables, offer: Offer, answer: Answer) -> list[WriteItem]:
     """Return the items that are a rank's own to write, seen from the coordinator."""
-    elsewhere = answer.elsewhere or (b"",) * len(offer.tables)
     extra = set(answer.extra)
     made: list[WriteItem] = []
-    for told, slots, bitmap in zip(offer.tables, answer.all_slots(), elsewhere, strict=True):
+    for told, share in zip(offer.tables, answer.by_table(), strict=True):
         table = tables[told.table_id]
         maker = TableItems(table, unpacked_ints(told.coordinates).tolist())
-        for entry in owned_entries(table, slots, bitmap, lowest_rank=answer.lowest):
+        for entry in owned_entries(table, *share):
             made += maker.of(entry)
         for fqn in dict.fromkeys(key for key, _ in answer.extra):
             if fqn in table.fqns:

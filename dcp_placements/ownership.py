@@ -1,16 +1,18 @@
 """Who writes what several ranks hold.
 
-Small tensors and objects go to the lowest rank that holds them, so that a load finds them in one
-file; big ones are spread over their holders by bytes. Both forms below follow that one rule: by
-class, where every rank works it out for itself from a table and its slot among its replicas; and
-item by item.
+A load of the same topology opens its own file and those of the ranks that wrote what it shares with
+them. So small tensors and objects go to the lowest rank that holds them, and big ones to as few of
+the lowest as can take them without writing more than ``BALANCE`` of the mean: one or two beside
+sharded tensors, all of a replica group where replicas are all there is. Both forms below follow
+that rule: by class, where the coordinator says how many ranks share and every rank works out the
+rest from a table and its slot among its replicas; and item by item.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dcp_placements.agreement import nbytes_of
 from dcp_placements.interop import MetadataIndex, SavePlan
@@ -21,50 +23,94 @@ from dcp_placements.table import OBJECT, Table
 SMALL_NBYTES = 1 << 20
 """Replicated tensors below this size stay together in one file."""
 
+BALANCE = 1.05
+"""What a rank may write, as a multiple of the mean, before another takes a share."""
 
-def owner_slots(table: Table, replicas: Sequence[int], *, lowest_rank: bool = False) -> list[int]:
+Spread = Mapping[int, int]
+"""Number of replicas to how many of them share big tensors that have so many; not there: one."""
+
+
+def owner_slots(table: Table, replicas: Sequence[int], spread: Spread) -> list[int]:
     """Return for each entry of a table which of its holders writes it, counted from 0.
 
     Args:
         table: Keys that are cut alike on all the ranks that have it.
         replicas: Holders of each part, by class; those that hold the same part have slots 0, 1 ...
-        lowest_rank: Leave every replica to slot 0.
+        spread: How many of them share the big tensors.
     """
     owners = [0] * len(table.fqns)
-    if lowest_rank or all(count == 1 for count in replicas):
+    if all(writers == 1 for writers in spread.values()):
         return owners
-    cells = [known.cells for known in table.classes]
-    shared: dict[int, list[tuple[int, int]]] = {}
-    load: dict[int, list[tuple[int, int]]] = {}
+    small = dict.fromkeys(spread, 0)
+    shared: dict[int, list[tuple[int, int]]] = {count: [] for count in spread}
+    parts = [known.cells for known in table.classes]
     for entry, index in enumerate(table.class_of):
-        count = 1 if index == OBJECT else replicas[index]
-        if count == 1:
+        if index == OBJECT or replicas[index] not in spread:
             continue
-        if count not in load:
-            load[count] = [(0, slot) for slot in range(count)]
-        slots = load[count]
         # By what one rank holds: the whole, over the number of different parts.
-        nbytes = table.nbytes(entry) // cells[index]
+        nbytes = table.nbytes(entry) // parts[index]
         if nbytes < SMALL_NBYTES:
-            slots[0] = (slots[0][0] + nbytes, 0)
+            small[replicas[index]] += nbytes
         else:
-            shared.setdefault(count, []).append((nbytes, entry))
-    for count, entries in shared.items():
-        heap = load[count]
-        heapq.heapify(heap)
-        for nbytes, entry in sorted(entries, key=lambda known: (-known[0], known[1])):
-            held, slot = heapq.heappop(heap)
+            shared[replicas[index]].append((nbytes, entry))
+    for count, writers in spread.items():
+        pieces = sorted(shared[count], key=lambda known: (-known[0], known[1]))
+        slots, _ = shared_out([n for n, _ in pieces], [small[count], *[0] * (writers - 1)])
+        for (_, entry), slot in zip(pieces, slots, strict=True):
             owners[entry] = slot
-            heapq.heappush(heap, (held + nbytes, slot))
     return owners
 
 
+def shared_out(pieces: Iterable[int], held: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return who takes which piece, each the one that has least, and what they have in the end.
+
+    Args:
+        pieces: Bytes, the largest first.
+        held: Bytes that each has already.
+    """
+    heap = [(nbytes, slot) for slot, nbytes in enumerate(held)]
+    heapq.heapify(heap)
+    owners = []
+    for nbytes in pieces:
+        has, slot = heap[0]
+        owners.append(slot)
+        heapq.heapreplace(heap, (has + nbytes, slot))
+    taken = [0] * len(held)
+    for has, slot in heap:
+        taken[slot] = has
+    return owners, taken
+
+
+def writers_needed(pieces: Sequence[int], small: int, held: Sequence[int], limit: float) -> int:
+    """Return how many slots of a replica group have to share, so that none has too much.
+
+    Args:
+        pieces: Bytes of what is shared, the largest first.
+        small: Bytes that slot 0 has for this group, whatever is decided.
+        held: Bytes that each slot has in all, those included.
+        limit: What none ought to exceed. Where one piece alone does, it is the limit.
+    """
+    total = sum(pieces)
+    limit = max(limit, min(held) + pieces[0])
+    room = 0.0
+    writers = len(held)
+    for slot, nbytes in enumerate(held):
+        room += max(limit - nbytes, 0)
+        if room >= total:
+            writers = slot + 1
+            break
+    while writers < len(held):
+        start = [small, *[0] * (writers - 1)]
+        _, taken = shared_out(pieces, start)
+        ends = zip(held, taken, start, strict=False)
+        if all(has + new - old <= limit for has, new, old in ends):
+            break
+        writers = min(max(writers + 1, writers * 5 // 4), len(held))
+    return writers
+
+
 def owned_entries(
-    table: Table,
-    slots: Sequence[tuple[int, int]],
-    elsewhere: bytes,
-    *,
-    lowest_rank: bool = False,
+    table: Table, slots: Sequence[tuple[int, int]], elsewhere: bytes, spread: Spread
 ) -> list[int]:
     """Return the entries of a table that one rank writes.
 
@@ -72,9 +118,9 @@ def owned_entries(
         table: The table.
         slots: By class, objects last: how many ranks hold what it holds, and which it is of them.
         elsewhere: Bitmap of entries that others write; empty for none.
-        lowest_rank: Leave every replica to slot 0.
+        spread: How many replicas share the big tensors.
     """
-    owners = owner_slots(table, [count for count, _ in slots], lowest_rank=lowest_rank)
+    owners = owner_slots(table, [count for count, _ in slots], spread)
     return [
         entry
         for entry, index in enumerate(table.class_of)
@@ -112,34 +158,47 @@ def set_in_bitmap(bitmap: bytearray, entry: int) -> None:
     bitmap[entry >> 3] |= 1 << (entry & 7)
 
 
-def drop_replicas(plans: Sequence[SavePlan], *, lowest_rank: bool = False) -> list[SavePlan]:
+def drop_replicas(
+    plans: Sequence[SavePlan],
+    *,
+    lowest_rank: bool = False,
+    held: Sequence[int] | None = None,
+    others: int = 0,
+) -> list[SavePlan]:
     """Return the plans with every item on exactly one of its holders.
 
     Args:
         plans: One per rank; items of equal key and offset must be equal boxes.
         lowest_rank: Leave every replica to its lowest rank (``dedup_save_to_lowest_rank``).
+        held: Bytes that each rank writes beside these items.
+        others: Bytes that are written beside them in all.
     """
     holders: dict[MetadataIndex, list[int]] = {}
     for index, plan in enumerate(plans):
         for item in plan.items:
             holders.setdefault(item.index, []).append(index)
-    load = [0] * len(plans)
+    load = [0] * len(plans) if held is None else list(held)
     shared: list[tuple[int, MetadataIndex]] = []
     owner: dict[MetadataIndex, int] = {}
+    total = others
     for plan in plans:
         for item in plan.items:
             held_by = holders[item.index]
             if item.index in owner:
                 continue
             nbytes = nbytes_of(item)
+            total += nbytes
             owner[item.index] = held_by[0]
             if len(held_by) == 1 or lowest_rank or nbytes < SMALL_NBYTES:
                 load[held_by[0]] += nbytes
             else:
                 shared.append((nbytes, item.index))
     shared.sort(key=lambda entry: -entry[0])
+    limit = max(BALANCE * total / max(len(plans), 1), max(load, default=0))
     for nbytes, item_index in shared:
-        chosen = min(holders[item_index], key=lambda rank: load[rank])
+        among = holders[item_index]
+        least = min(among, key=lambda rank: load[rank])
+        chosen = next((rank for rank in among if load[rank] + nbytes <= limit), least)
         owner[item_index] = chosen
         load[chosen] += nbytes
     return [

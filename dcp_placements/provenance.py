@@ -64,12 +64,11 @@ def written_digests(
     """Return the digests of what is written."""
     found: StoredDigests = {}
     for offer, answer in zip(offers, answers, strict=True):
-        elsewhere = answer.elsewhere or (b"",) * len(offer.tables)
         extra = set(answer.extra)
-        for told, slots, bitmap in zip(offer.tables, answer.all_slots(), elsewhere, strict=True):
+        for told, share in zip(offer.tables, answer.by_table(), strict=True):
             table = tables[told.table_id]
             maker = TableItems(table, unpacked_ints(told.coordinates).tolist())
-            owned = set(owned_entries(table, slots, bitmap, lowest_rank=answer.lowest))
+            owned = set(owned_entries(table, *share))
             position = 0
             for entry in range(len(table.fqns)):
                 for item in maker.of(entry):

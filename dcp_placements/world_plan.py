@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_placements.agreement import Witness, examine
+from dcp_placements.agreement import Witness, examine, nbytes_of
 from dcp_placements.comparison import Comparison, digest_slice, places_in_class
 from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.evidence import Answer, Offer, Tables, packed_ints, unpacked_ints
+from dcp_placements.evidence import Answer, Ints, Offer, Tables, packed_ints, unpacked_ints
 from dcp_placements.interop import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -34,9 +34,14 @@ from dcp_placements.items import TableItems, chunk_metadata, tensor_properties
 from dcp_placements.layout import Cut, Interval
 from dcp_placements.members import Members
 from dcp_placements.ownership import (
+    BALANCE,
+    SMALL_NBYTES,
+    Spread,
     drop_replicas,
     in_bitmap,
     owner_slots,
+    shared_out,
+    writers_needed,
 )
 from dcp_placements.report import KeyReport
 from dcp_placements.table import OBJECT, LayoutClass, Table, boxes, grid
@@ -247,7 +252,10 @@ class _Coordinator:
         self.made.faults += agreement.faults
         self.made.conflicts += agreement.conflicts
         self.made.notes += agreement.notes
-        self.owned_odd = drop_replicas(plans, lowest_rank=self.lowest_rank)
+        beside, others, _ = self._held()
+        self.owned_odd = drop_replicas(
+            plans, lowest_rank=self.lowest_rank, held=beside.tolist(), others=others
+        )
         for fqn, claims in agreement.claims.items():
             if "object" in claims.kinds:
                 self.made.objects.append(fqn)
@@ -400,18 +408,22 @@ class _Coordinator:
         """Tell every rank what is its own."""
         slots: list[list[bytes]] = [[] for _ in self.offers]
         elsewhere: list[list[bytes]] = [[] for _ in self.offers]
+        spreads: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in self.offers]
         writes = [False] * len(self.offers)
-        for members in self.members.values():
+        chosen = self._spreads()
+        for name, members in self.members.items():
+            spread = chosen.get(name, {})
             bitmap = bytes(members.elsewhere)
             rows = np.empty((len(members.plans), 2, len(members.slots)), np.uint32)
             rows[:, 0] = members.replicas
             rows[:, 1] = np.stack(members.slots, axis=1)
             writing = np.zeros(len(members.plans), bool)
-            for column, used in zip(members.slots, self._used_slots(members), strict=True):
+            for column, used in zip(members.slots, self._used_slots(members, spread), strict=True):
                 writing |= column == min(used) if len(used) == 1 else np.isin(column, list(used))
             for plan, row, written in zip(members.plans, rows, writing.tolist(), strict=True):
                 slots[plan].append(packed_ints(row))
                 elsewhere[plan].append(bitmap)
+                spreads[plan].append(tuple(spread.items()))
                 writes[plan] = writes[plan] or written
         # A rank's tables come in its own order, the members in that of the tables' first ranks.
         order = {name: at for at, name in enumerate(self.members)}
@@ -421,6 +433,7 @@ class _Coordinator:
             back = [ranked.index(i) for i in range(len(ranked))]
             slots[plan] = [slots[plan][i] for i in back]
             elsewhere[plan] = [elsewhere[plan][i] for i in back]
+            spreads[plan] = [spreads[plan][i] for i in back]
             writes[plan] = writes[plan] or bool(extra[plan]) or bool(loose[plan])
         writers = sum(writes)
         in_pieces = tuple(islice(self._in_pieces(), 8))
@@ -430,7 +443,7 @@ class _Coordinator:
                 elsewhere=tuple(elsewhere[plan]) if any(elsewhere[plan]) else (),
                 loose=tuple(loose[plan]),
                 extra=tuple(extra[plan]),
-                lowest=self.lowest_rank,
+                spreads=tuple(spreads[plan]) if any(spreads[plan]) else (),
                 writers=writers,
                 in_pieces=in_pieces,
                 known=self.known,
@@ -438,9 +451,77 @@ class _Coordinator:
             for plan in range(len(self.offers))
         ]
 
-    def _used_slots(self, members: Members) -> list[set[int]]:
+    def _spreads(self) -> dict[bytes, Spread]:
+        """Return how many replicas share the big tensors, by table."""
+        if self.lowest_rank:
+            return {}
+        held, total, shared = self._held()
+        if not shared:
+            return {}
+        for plan, owned in enumerate(self.owned_odd):
+            nbytes = sum(map(nbytes_of, owned.items))
+            held[plan] += nbytes
+            total += nbytes
+        limit = max(BALANCE * total / len(self.offers), float(held.max()))
+        chosen: dict[bytes, dict[int, int]] = {}
+        for (name, count), (index, small, pieces) in shared.items():
+            members = self.members[name]
+            plans, slots = np.array(members.plans), members.slots[index]
+            in_slot = np.zeros(count, np.int64)
+            np.maximum.at(in_slot, slots[slots < count], held[plans[slots < count]])
+            pieces.sort(reverse=True)
+            writers = writers_needed(pieces, small, in_slot.tolist(), limit)
+            start = [small, *[0] * (writers - 1)]
+            taken = np.array(shared_out(pieces, start)[1]) - start
+            here = slots < writers
+            held[plans[here]] += taken[slots[here]]
+            if writers > 1:
+                chosen.setdefault(name, {})[count] = writers
+        return dict(chosen)
+
+    def _held(self) -> tuple[Ints, int, dict[tuple[bytes, int], tuple[int, int, list[int]]]]:
+        """Return what is written by way of tables.
+
+        Returns:
+            Bytes by rank, big shared tensors left out; bytes in all; and by table and number of
+            replicas what those are: a class that has so many, bytes of small ones, bytes of each.
+        """
+        held = np.zeros(len(self.offers), np.int64)
+        total = 0
+        shared: dict[tuple[bytes, int], tuple[int, int, list[int]]] = {}
+        for name, members in self.members.items():
+            table, plans = members.table, np.array(members.plans)
+            kinds = Counter(
+                zip(table.class_of, table.look_of, strict=True)
+                if not members.elsewhere
+                else (
+                    (table.class_of[entry], table.look_of[entry])
+                    for entry in range(len(table.fqns))
+                    if not in_bitmap(members.elsewhere, entry)
+                )
+            )
+            small: Counter[int] = Counter()
+            big: dict[int, tuple[int, list[int]]] = {}
+            for (index, look), number in kinds.items():
+                if index == OBJECT:
+                    continue
+                known, count = table.classes[index], members.replicas[index]
+                whole = prod(known.sharding.global_shape) * table.looks[look].dtype.itemsize
+                nbytes = whole // known.cells
+                total += whole * number
+                if count > 1 and nbytes >= SMALL_NBYTES:
+                    big.setdefault(count, (index, []))[1].extend([nbytes] * number)
+                    continue
+                if count > 1:
+                    small[count] += nbytes * number
+                held[plans[members.slots[index] == 0]] += nbytes * number
+            for count, (index, pieces) in big.items():
+                shared[name, count] = index, small[count], pieces
+        return held, total, shared
+
+    def _used_slots(self, members: Members, spread: Spread) -> list[set[int]]:
         """Return the slots that write anything, by class, objects last."""
-        owners = owner_slots(members.table, members.replicas, lowest_rank=self.lowest_rank)
+        owners = owner_slots(members.table, members.replicas, spread)
         used: list[set[int]] = [set() for _ in members.replicas]
         if not members.elsewhere:
             # No key by itself: only what different pairs there are.
