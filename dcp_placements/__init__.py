@@ -11,10 +11,18 @@ if TYPE_CHECKING:
     from dcp_placements.errors import PlacementError
     from dcp_placements.load_planner import PlacementLoadPlanner
     from dcp_placements.mesh import MeshCoordinate
-    from dcp_placements.naming import Row, Rows
+    from dcp_placements.naming import Parts, Row, Rows
     from dcp_placements.placement import CheckpointPlacement, FusedShard, IndexShard
     from dcp_placements.preflight import check
-    from dcp_placements.renaming import Renames, Renumber, Replace, Stack, Unstack, contiguous
+    from dcp_placements.renaming import (
+        Renames,
+        Renumber,
+        Replace,
+        Split,
+        Stack,
+        Unstack,
+        contiguous,
+    )
     from dcp_placements.report import LoadReport, SaveReport
     from dcp_placements.rules import PlacementRules
     from dcp_placements.save_planner import PlacementSavePlanner
@@ -27,6 +35,7 @@ __all__ = [
     "IndexShard",
     "LoadReport",
     "MeshCoordinate",
+    "Parts",
     "PlacementError",
     "PlacementFileSystemReader",
     "PlacementFileSystemWriter",
@@ -39,6 +48,7 @@ __all__ = [
     "Row",
     "Rows",
     "SaveReport",
+    "Split",
     "Stack",
     "Unstack",
     "check",
@@ -52,6 +62,7 @@ _HOMES = {
     "IndexShard": "placement",
     "LoadReport": "report",
     "MeshCoordinate": "mesh",
+    "Parts": "naming",
     "PlacementError": "errors",
     "PlacementFileSystemReader": "storage_reader",
     "PlacementFileSystemWriter": "storage_writer",
@@ -64,6 +75,7 @@ _HOMES = {
     "Row": "naming",
     "Rows": "naming",
     "SaveReport": "report",
+    "Split": "renaming",
     "Stack": "renaming",
     "Unstack": "renaming",
     "check": "preflight",

@@ -169,15 +169,15 @@ class ChunkReader:
 
     def _read_small(self, path: str, record: Record, held: memoryview) -> None:
         part = HeldPart(held)
-        self._deliver(path, record, self._known_head(record, part), part, _any_gap)
+        self._deliver(path, record, self.known_head(record, part), part, _any_gap)
 
     def _read_alone(self, file: CountedFile, path: str, record: Record) -> None:
         info = record.info
         part = FilePart(file, info.offset, info.length)
-        known = None if info.transform_descriptors else self._known_head(record, part)
+        known = None if info.transform_descriptors else self.known_head(record, part)
         self._deliver(path, record, known, part, cheap_gap)
 
-    def _known_head(self, record: Record, part: Part) -> TensorRecord | None:
+    def known_head(self, record: Record, part: Part) -> TensorRecord | None:
         """Return where the elements of a record are; None where it is not plain."""
         if all(item.type == LoadItemType.BYTE_IO for item in record.items):
             return None

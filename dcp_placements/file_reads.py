@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import IO, Any
 
 ANNOUNCED_NBYTES = 16 << 20
 """How much of a file is announced at once."""
+
+COPY_NBYTES = 8 << 20
+"""Memory for copying from file to file, where the system does not do it alone."""
 
 
 class CountedFile:
@@ -81,6 +85,46 @@ class CountedFile:
             else:
                 self.read_into(buffer[start:stop], position)
             start = stop
+
+    def copy_to(self, into: IO[bytes], position: int, nbytes: int) -> None:
+        """Append bytes of this file to another, by the system itself where it can do that.
+
+        Args:
+            into: Open for writing, at its end, without a buffer of its own.
+            position: Where the bytes begin.
+            nbytes: How many they are.
+
+        Raises:
+            EOFError: The file ends before.
+        """
+        while nbytes and self._fd is not None and hasattr(os, "copy_file_range"):
+            try:
+                count = os.copy_file_range(self._fd, into.fileno(), nbytes, position)
+            except OSError as error:
+                if error.errno not in _CANNOT_COPY:
+                    raise
+                break
+            if count == 0:
+                raise EOFError(f"the file ends at {position}, {nbytes} bytes too early")
+            position += count
+            nbytes -= count
+        buffer = memoryview(bytearray(min(nbytes, COPY_NBYTES)))
+        while nbytes:
+            part = buffer[:nbytes]
+            self.read_into(part, position)
+            write_all(into, part)
+            position += part.nbytes
+            nbytes -= part.nbytes
+
+
+_CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+"""What ``copy_file_range`` says where a file system or a kernel cannot do it."""
+
+
+def write_all(into: IO[bytes], buffer: memoryview) -> None:
+    """Write all of a buffer to a file without one of its own, which may take it in parts."""
+    while buffer.nbytes:
+        buffer = buffer[into.write(buffer) :]
 
 
 class FilePart:

@@ -50,7 +50,61 @@ class Rows:
     dim: int = 0
 
 
-Renamed = str | Row | Rows
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a rename says of a fused tensor that is one tensor per part in the checkpoint.
+
+    Attributes:
+        fqns: The checkpoint's keys, in the order of the parts; ``{}`` for the number where the
+            rows of a stack are fused.
+        whole: What rules and messages call the fused tensor.
+        dim: The dim of it, or of each row, that the parts lie along.
+        sizes: Of the parts, in proportion to each other.
+        groups: How often the parts follow each other.
+        rows: The dim that the rows of a stack lie along; None where it is no stack.
+    """
+
+    fqns: tuple[str, ...]
+    whole: str
+    dim: int
+    sizes: tuple[int, ...]
+    groups: int = 1
+    rows: int | None = None
+
+    @property
+    def fqn(self) -> str:
+        """What is one per fused tensor."""
+        return " + ".join(self.fqns)
+
+    @property
+    def stacked(self) -> str:
+        """What rules and messages call it."""
+        return self.whole
+
+    def spans(self, length: int) -> list[list[tuple[int, int]]]:
+        """Return ``(start, stop)`` of every run of each part in a dim of ``length``.
+
+        >>> Parts(("q", "k"), "qk", 0, (2, 1), groups=2).spans(6)
+        [[(0, 2), (3, 5)], [(2, 3), (5, 6)]]
+
+        Raises:
+            ValueError: The parts do not fit it.
+        """
+        unit, rest = divmod(length, sum(self.sizes) * self.groups)
+        if rest:
+            raise ValueError(
+                f"{length} on dim {self.dim} cannot be cut into {self.groups} x {self.sizes}"
+            )
+        found: list[list[tuple[int, int]]] = [[] for _ in self.sizes]
+        at = 0
+        for _ in range(self.groups):
+            for part, size in zip(found, self.sizes, strict=True):
+                part.append((at, at + size * unit))
+                at += size * unit
+        return found
+
+
+Renamed = str | Row | Rows | Parts
 Rename = Callable[[str], Renamed]
 
 
@@ -79,7 +133,7 @@ class Unstacked:
         path: Where it stands in the nested dict.
     """
 
-    name: Rows
+    name: Rows | Parts
     value: Any
     path: Path | None
 
@@ -101,7 +155,8 @@ def rename_keys(
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return the flat state dict and its paths under the checkpoint's keys.
 
-    What is a ``Row`` or ``Rows`` stands there as ``Stacked`` or ``Unstacked``, for ``unfold``.
+    What is a ``Row``, ``Rows`` or ``Parts`` stands there as ``Stacked`` or ``Unstacked``, for
+    ``unfold``.
 
     Args:
         state_dict: Flat, with this rank's keys.
@@ -125,9 +180,9 @@ def rename_keys(
             continue
         path = mappings.get(key)
         name = new if isinstance(new, str) else getattr(new, "fqn", None)
-        if name is None or not isinstance(new, str | Row | Rows):
+        if name is None or not isinstance(new, str | Row | Rows | Parts):
             faults.append(
-                Fault(key, f"rename() gave {new!r} for it, which is no string, Row or Rows")
+                Fault(key, f"rename() gave {new!r} for it, which is no string, Row, Rows or Parts")
             )
         elif isinstance(new, Row) and _add_row(renamed, new, (key, value, path), source, faults):
             source.setdefault(name, key)
@@ -141,7 +196,7 @@ def rename_keys(
             )
         else:
             source[name] = key
-            renamed[name] = Unstacked(new, value, path) if isinstance(new, Rows) else value
+            renamed[name] = Unstacked(new, value, path) if isinstance(new, Rows | Parts) else value
         if name is not None and path is not None:
             paths.setdefault(name, path)
     raise_faults("keys could not be renamed", faults)

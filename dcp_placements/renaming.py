@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.naming import Rename, Renamed, RenameError, Row, Rows
+from dcp_placements.naming import Parts, Rename, Renamed, RenameError, Row, Rows
 from dcp_placements.rules import compile_pattern
 
 Ids = Sequence[int]
@@ -348,6 +348,82 @@ def _make_unstack(pattern: str, dim: int) -> Unstack:
     return Unstack(pattern, dim=dim)
 
 
+class Split:
+    """Stores the parts of a fused tensor as tensors of their own.
+
+    >>> Split("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))("layers.0.mlp.gate_up_proj")
+    Parts(fqns=('layers.0.mlp.gate_proj', 'layers.0.mlp.up_proj'), \
+whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
+
+    Behind an ``Unstack`` it splits every row. The rules speak of the fused tensor. A scalar or an
+    object of its optimizer state goes to every part.
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``; the first run that matches is replaced.
+        names: The components to put there, one per part.
+        dim: The dim that the parts lie along; behind an ``Unstack`` that of a row.
+        sizes: Of the parts, in proportion to each other: heads of q, k and v, say. By default they
+            are equal.
+        groups: How often the parts follow each other along the dim: query groups that each have
+            their own q, k and v.
+
+    Raises:
+        PlacementError: No names, or not as many sizes, or sizes or groups that count nothing.
+    """
+
+    __slots__ = ("_regex", "dim", "groups", "names", "pattern", "sizes")
+
+    def __init__(
+        self,
+        pattern: str,
+        names: Sequence[str],
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        groups: int = 1,
+    ) -> None:
+        self.pattern = pattern
+        self.names = tuple(names)
+        self.dim = dim
+        self.sizes = (1,) * len(self.names) if sizes is None else tuple(sizes)
+        self.groups = groups
+        if not self.names or len(self.sizes) != len(self.names) or min(*self.sizes, groups) < 1:
+            raise PlacementError(
+                f"parts of {pattern!r} need a name and a size from 1 on each: {self.names}, "
+                f"sizes {self.sizes}, {groups} groups"
+            )
+        self._regex = compile_pattern(pattern)
+
+    def __call__(self, key: str) -> Renamed:
+        found = self._regex.search("." + key)
+        if found is None:
+            return key
+        start, stop = found.span()
+        head, tail = key[: max(start - 1, 0)], key[stop:]
+        fqns = [".".join([part for part in (head, name, tail) if part]) for name in self.names]
+        return Parts(tuple(fqns), key, self.dim, self.sizes, self.groups)
+
+    def table(self, keys: Iterable[str]) -> str:
+        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
+        return table(self, keys)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} -> {' + '.join(self.names)} of dim {self.dim}"
+
+    def __repr__(self) -> str:
+        told = f"dim={self.dim}, sizes={self.sizes}, groups={self.groups}"
+        return f"Split({self.pattern!r}, {self.names}, {told})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _make_split, (self.pattern, self.names, self.dim, self.sizes, self.groups)
+
+
+def _make_split(
+    pattern: str, names: tuple[str, ...], dim: int, sizes: tuple[int, ...], groups: int
+) -> Split:
+    return Split(pattern, names, dim=dim, sizes=sizes, groups=groups)
+
+
 class Renames:
     """Renames by several functions, one after the other.
 
@@ -361,8 +437,9 @@ class Renames:
     model_pp* -> model
 
     Args:
-        steps: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, or any function of a key. What
-            stands behind a ``Stack`` or an ``Unstack`` renames the keys that it makes.
+        steps: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, ``Split``, or any function of a
+            key. What stands behind a ``Stack``, an ``Unstack`` or a ``Split`` renames the keys that
+            it makes.
     """
 
     __slots__ = ("steps",)
@@ -377,9 +454,14 @@ class Renames:
                 name = step(name)
             elif isinstance(name, Row):
                 name = replace(name, fqn=_one_name(step, name.fqn))
+            elif isinstance(name, Parts):
+                fqns = [_one_name(step, fqn) for fqn in name.fqns]
+                name = replace(name, fqns=tuple(fqns), whole=_whole_name(step, name.whole))
+            elif isinstance(parts := step(name.fqn), Parts):
+                name = replace(parts, whole=name.stacked, rows=name.dim)
             else:
                 name = replace(
-                    name, fqn=_one_name(step, name.fqn), stacked=_one_name(step, name.stacked)
+                    name, fqn=_one_name(step, name.fqn), stacked=_whole_name(step, name.stacked)
                 )
         return name
 
@@ -427,6 +509,12 @@ def _one_name(step: Rename, name: str) -> str:
     return renamed
 
 
+def _whole_name(step: Rename, name: str) -> str:
+    """Return what rules call a tensor; they speak of none of its rows or parts."""
+    renamed = step(name)
+    return renamed if isinstance(renamed, str) else name
+
+
 def _check_number(pattern: str) -> None:
     if re.findall(r"\{(\w*)\}", pattern) != [""]:
         raise PlacementError(
@@ -444,7 +532,7 @@ def table(rename: Callable[[str], object], keys: Iterable[str]) -> str:
 def _told(name: object) -> str:
     if isinstance(name, Row):
         return f"{name.fqn}, row {name.index} of {name.total}"
-    return name.fqn if isinstance(name, Rows) else str(name)
+    return name.fqn if isinstance(name, Rows | Parts) else str(name)
 
 
 def numbering(rename: object) -> tuple[Numbered, ...]:

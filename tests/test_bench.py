@@ -83,3 +83,14 @@ def test_bench_io_tells_both_sides_and_the_raw_cost(tmp_path: Path) -> None:
                 assert {f"{what}_{name}" for name in (*names, "ratio")} <= set(side)
         assert entry["sides"]["stock"]["save_ratio"] == 1
         assert entry["sides"]["raw"]["save_bytes"] >= entry["nbytes"] / 2
+
+
+def test_bench_export_compares_with_plain_copies(tmp_path: Path) -> None:
+    printed, told = bench("export", tmp_path)
+    assert "of a copy" in printed
+    assert len(told["copy_seconds"]) == 4
+    assert set(told["exports"]) == {"as it is", "for the hub", "for the hub, float32"}
+    for export in told["exports"].values():
+        assert export["peak_bytes"] - told["floor_bytes"] < 200 << 20
+    written = [told["exports"][name]["written_bytes"] for name in told["exports"]]
+    assert written[2] > 1.9 * written[1] > written[0]

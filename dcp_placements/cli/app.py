@@ -14,6 +14,7 @@ from dcp_placements.cli.differing import diff_command
 from dcp_placements.cli.doctoring import doctor_command
 from dcp_placements.cli.drawing import draw_command
 from dcp_placements.cli.explaining import explain_command
+from dcp_placements.cli.exporting import export_command
 from dcp_placements.cli.importing import import_command
 from dcp_placements.cli.inspecting import inspect_command
 from dcp_placements.cli.megatron import megatron_command
@@ -72,6 +73,7 @@ _command("verify", verify_command)
 _command("diff", diff_command)
 _command("megatron", megatron_command)
 _command("import", import_command)
+_command("export", export_command)
 _command("rehearse", rehearse_command)
 _command("doctor", doctor_command)
 _command("draw", draw_command)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 
 CheckpointPath = Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint's directory.")]
@@ -15,7 +16,8 @@ Fqn = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-def _nbytes(text: str | int) -> int:
+def parse_nbytes(text: str | int) -> int:
+    """Return bytes of ``512MiB``; binary units, whatever the spelling."""
     if isinstance(text, int):
         return text
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
@@ -28,10 +30,20 @@ def _nbytes(text: str | int) -> int:
 Memory = Annotated[
     int,
     typer.Option(
-        parser=_nbytes, metavar="SIZE", help="How much memory data may take, such as 512MiB."
+        parser=parse_nbytes, metavar="SIZE", help="How much memory data may take, such as 512MiB."
     ),
 ]
 MEMORY = 2 << 30
+
+
+def parse_dtype(text: Any) -> torch.dtype:
+    """Return the dtype that torch calls so."""
+    found = text if isinstance(text, torch.dtype) else getattr(torch, text, None)
+    if not isinstance(found, torch.dtype):
+        raise typer.BadParameter(f"{text!r} is no dtype: write for instance bfloat16")
+    return found
+
+
 RulesSpec = Annotated[
     str | None,
     typer.Option("--rules", metavar="MODULE:FUNC", help="A function: mesh -> PlacementRules."),

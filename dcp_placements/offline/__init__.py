@@ -9,6 +9,7 @@ from dcp_placements.offline.difference import diff
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.drawing import draw
 from dcp_placements.offline.explanation import explain
+from dcp_placements.offline.export import export_safetensors, export_torch
 from dcp_placements.offline.inspection import inspect
 from dcp_placements.offline.megatron_import import import_megatron
 from dcp_placements.offline.megatron_layout import megatron_layout
@@ -26,6 +27,8 @@ __all__ = [
     "diff",
     "draw",
     "explain",
+    "export_safetensors",
+    "export_torch",
     "import_megatron",
     "inspect",
     "megatron_layout",

@@ -6,13 +6,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from dcp_placements.chunk_reads import ChunkReader, Part, Record
 from dcp_placements.errors import Fault, PlacementError, format_faults
-from dcp_placements.file_reads import CountedFile
+from dcp_placements.file_reads import CountedFile, FilePart
 from dcp_placements.interop import (
     FileSystemReader,
     LoadItemType,
@@ -24,6 +24,7 @@ from dcp_placements.interop import (
 from dcp_placements.layout import Box
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.reads import StoredChunks
+from dcp_placements.slices import c_strides
 from dcp_placements.tensor_record import TensorRecord
 
 MAX_OPEN_FILES = 32
@@ -54,7 +55,7 @@ class _RawReader(ChunkReader):
         super().__init__(target, stored, _no_transform)
         self._tensors = checkpoint.tensors
 
-    def _known_head(self, record: Record, part: Part) -> TensorRecord | None:
+    def known_head(self, record: Record, part: Part) -> TensorRecord | None:
         index = record.items[0].storage_index
         tensor = self._tensors[index.fqn]
         box = next(box for box in tensor.boxes if box.offsets == index.offset)
@@ -136,6 +137,51 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 self.nbytes += file.nbytes - before
         return into
 
+    def runs(self, tensor: StoredTensor, box: Box) -> list[tuple[int, str, int, int]] | None:
+        """Return where files hold a box's elements in C order, one run after another.
+
+        As ``(bytes from the box's first element, file, start, bytes)``; None where any of them is
+        not to be found so: a chunk whose part of the box is no run of both, a record that is not
+        plain, a file that is not on a local disk.
+
+        Raises:
+            PlacementError: A file is missing or too short.
+        """
+        itemsize = tensor.dtype.itemsize
+        chunks = self._chunks(tensor)
+        found = []
+        for at, held, shared in self._finder(tensor).meeting(box):
+            chunk = chunks[at]
+            if chunk.file is None or chunk.transforms:
+                return None
+            if not (is_run(shared.sizes, held.sizes) and is_run(shared.sizes, box.sizes)):
+                return None
+            file = self._open(chunk.file, tensor.fqn)
+            if chunk.start + chunk.nbytes > file.size:
+                raise _unread(tensor.fqn, chunk.file, "it ends too early")
+            record = _record(tensor.fqn, chunk, shared, box)
+            known = self._reader.known_head(record, FilePart(file, chunk.start, chunk.nbytes))
+            if known is None or (known.dtype, known.shape) != (tensor.dtype, held.sizes):
+                return None
+            skipped = _position(_minus(shared, held), held.sizes) * itemsize
+            start = _position(_minus(shared, box), box.sizes) * itemsize
+            begin = chunk.start + known.start + skipped
+            found.append((start, chunk.file, begin, shared.numel * itemsize))
+        return found
+
+    def copy(self, name: str, start: int, nbytes: int, into: IO[bytes]) -> None:
+        """Append bytes of a file to another, which is open without a buffer of its own.
+
+        Raises:
+            PlacementError: The file is missing or too short.
+        """
+        file = self._open(name, name)
+        try:
+            file.copy_to(into, start, nbytes)
+        except EOFError as error:
+            raise _unread(name, name, str(error)) from error
+        self.nbytes += nbytes
+
     def _chunks(self, tensor: StoredTensor) -> tuple[StoredChunk, ...]:
         if self._last is None or self._last[0] is not tensor:
             self._last = tensor, tensor.chunks
@@ -162,6 +208,22 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         file = CountedFile(stream)
         self._files[name] = stream, file
         return file
+
+
+def is_run(sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a box's elements follow each other in a tensor of ``shape`` in C order.
+
+    >>> is_run((1, 2, 5), (4, 3, 5)), is_run((2, 2, 5), (4, 3, 5))
+    (True, False)
+    """
+    rest = list(zip(sizes, shape, strict=True))
+    while rest and rest[0][0] == 1:
+        rest.pop(0)
+    return all(size == extent for size, extent in rest[1:])
+
+
+def _position(offsets: Sequence[int], shape: Sequence[int]) -> int:
+    return sum(a * b for a, b in zip(offsets, c_strides(tuple(shape)), strict=True))
 
 
 def _record(fqn: str, chunk: StoredChunk, shared: Box, box: Box) -> Record:

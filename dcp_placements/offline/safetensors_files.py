@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import IO, Any
@@ -94,3 +95,31 @@ def _integers(values: Any) -> tuple[int, ...]:
     if not all(type(value) is int and value >= 0 for value in found):
         raise ValueError(f"{found} where counts should be")
     return found
+
+
+def write_header(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], told: Mapping[str, str]
+) -> bytes:
+    """Return what a safetensors file begins with; the elements follow in the order given.
+
+    Args:
+        tensors: Name, dtype and shape of each. Those with the largest elements come first, so that
+            all of them lie at multiples of their size.
+        told: What the file is to say of itself.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(told)}
+    at = 0
+    for name, dtype, shape in tensors:
+        nbytes = prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [at, at + nbytes],
+        }
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -1,0 +1,39 @@
+"""Names of the Hugging Face hub for models whose module has its experts stacked and fused.
+
+Facts: transformers 5.23, ``conversion_mapping.py``: what ``from_pretrained`` joins (``Concatenate``
+on dim 1 of ``MergeModulelist`` on dim 0), the other way round. Module: ``mlp.experts.gate_up_proj``
+``(E, 2F, H)``, gate first, and ``mlp.experts.down_proj`` ``(E, H, F)``. Hub: a matrix per expert.
+
+Each of these is a ``rename``: for ``export_safetensors`` from the model's names to the hub's, and
+for a planner on a model that is to read or write files with those names.
+"""
+
+from __future__ import annotations
+
+from dcp_placements.renaming import Renames, Replace, Split, Unstack
+
+
+def _experts(gate: str, up: str, down: str) -> tuple[Unstack | Split | Replace, ...]:
+    return (
+        Unstack("mlp.experts.{}.gate_up_proj"),
+        Split(
+            "mlp.experts.*.gate_up_proj",
+            (f"mlp.experts.{{}}.{gate}.weight", f"mlp.experts.{{}}.{up}.weight"),
+        ),
+        Unstack("mlp.experts.{}.down_proj"),
+        Replace("mlp.experts.*.down_proj", f"mlp.experts.{{}}.{down}.weight"),
+    )
+
+
+mixtral = Renames(
+    *_experts("w1", "w3", "w2"),
+    Replace("mlp.experts", "block_sparse_moe.experts"),
+    Replace("mlp.gate", "block_sparse_moe.gate"),
+)
+"""Mixtral: ``block_sparse_moe.experts.N.w1`` (gate), ``w3`` (up), ``w2`` (down)."""
+
+qwen3_moe = Renames(*_experts("gate_proj", "up_proj", "down_proj"))
+"""Qwen3-MoE: ``mlp.experts.N.gate_proj``, ``up_proj``, ``down_proj``."""
+
+deepseek_v3 = qwen3_moe
+"""DeepSeek-V3: as Qwen3-MoE; its shared experts are plain tensors with the hub's names."""
