@@ -408,7 +408,7 @@ def _writer_faults(plan: SavePlan, answer: Answer) -> list[Fault]:
             fqn,
             f"rank {rank} writes it in several chunks ({count}), and HuggingFaceStorageWriter "
             "would keep only the last of them in a file",
-            ("way out:     save with FileSystemWriter, and export that to safetensors",),
+            ("way out:     save with FileSystemWriter, and dcp-placements export --to hf",),
         )
         for fqn, rank, count in answer.in_pieces
     ]

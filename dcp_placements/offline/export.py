@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import torch
 
-from dcp_placements.errors import Fault, format_nbytes, raise_faults
+from dcp_placements.errors import Fault, format_names, format_nbytes, raise_faults
 from dcp_placements.file_reads import write_all
 from dcp_placements.offline.assembly import Made, Rename, assemble
 from dcp_placements.offline.box_reads import BoxReader, pieces
@@ -84,9 +84,9 @@ class Exported:
         if self.tied:
             lines.append(f"    tied, written once: {', '.join(self.tied)}")
         if self.kept:
-            lines.append(f"    kept of an earlier attempt: {len(self.kept)} files")
+            lines.append(f"    kept of an earlier attempt: {format_names(self.kept, 3)}")
         if self.left_out:
-            lines.append(f"    left out: {len(self.left_out)} keys")
+            lines.append(f"    left out: {format_names(self.left_out, 3)}")
         return "\n".join(lines)
 
 
