@@ -1,12 +1,13 @@
 """One tensor per expert on the ranks, one for all of them in the checkpoint; and the other way.
 
 Nothing is copied. A stack is a layout whose rows are picked on one dim, each the view of another
-local tensor; what is unstacked is a view per row that the layout holds, with one dim less.
+local tensor; what is unstacked is a view per row that the layout holds, with one dim less. What is
+split is the chunks of the fused tensor, clipped to each part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from dcp_placements.binding import BindError, Binding, Own, bind, fault_of
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.interop import dtensor_facts, has_hooks, is_dtensor_like
-from dcp_placements.layout import Chunk, Layout, Pick, Sharding
-from dcp_placements.naming import Path, Stacked, Unstacked
+from dcp_placements.layout import Chunk, Cut, Layout, Pick, Sharding
+from dcp_placements.naming import Parts, Path, Rows, Stacked, Unstacked
 from dcp_placements.optimizer_state import parameters_of
 from dcp_placements.placement import shard_dim, shard_parts, shards
 from dcp_placements.placing import Placed, Placer, Placing, place
@@ -48,7 +49,7 @@ class StackedPlaced(Placed):
 
 @dataclass(slots=True)
 class RowPlaced(Placed):
-    """One row of a local tensor, which is a tensor of its own in the checkpoint.
+    """A row of a local tensor, or a part of it, which is a tensor of its own in the checkpoint.
 
     Attributes:
         parts: All that this rank holds of that row: one, unless it holds it several times. The
@@ -145,14 +146,22 @@ class _Shifted:
         return False
 
 
+Piece = tuple[Binding, tuple[Chunk, ...]]
+
+
 @dataclass(slots=True)
 class _Row:
-    """What the rows of tensors that lie alike have in common: those that are here, and of all."""
+    """What the rows of tensors that lie alike have in common.
+
+    Attributes:
+        total: How many there are; 1 of a tensor that is split alone.
+        numbers: Those that are here, each with its place on the dim; None for all of the tensor.
+        pieces: What a row is in the checkpoint: one tensor, or one per part.
+    """
 
     total: int
-    numbers: list[tuple[int, int]]
-    binding: Binding
-    chunks: tuple[Chunk, ...]
+    numbers: list[tuple[int, int | None]]
+    pieces: list[Piece]
 
 
 class _Unfolder:
@@ -174,7 +183,7 @@ class _Unfolder:
         self.placer.placing = placing
         self.made = Unfolded({}, {})
         self._stacks: dict[Any, tuple[Binding, tuple[Chunk, ...]] | None] = {}
-        self._rows: dict[tuple[int, int], _Row] = {}
+        self._rows: dict[Any, _Row] = {}
         self._rows_of: dict[str, _Row] = {}
         # Bindings are found by identity here and later: they must not make room for others.
         self._kept: list[Any] = []
@@ -402,21 +411,30 @@ class _Unfolder:
     def _learn_rows(self, value: Unstacked, placed: Placed) -> None:
         """Note the rows of a tensor, by all that its optimizer state could call it."""
         name = value.name
+        dim, parts = (name.dim, None) if isinstance(name, Rows) else (name.rows, name)
         ndim = len(placed.global_shape)
-        if not -ndim <= name.dim < ndim:
-            self._fault(name.stacked, f"cannot be unstacked on dim {name.dim}: it has {ndim} dims")
-            return
-        dim = name.dim % ndim
-        key = (id(placed.binding), dim)
+        if dim is not None:
+            if not -ndim <= dim < ndim:
+                self._fault(name.stacked, f"cannot be unstacked on dim {dim}: it has {ndim} dims")
+                return
+            dim %= ndim
+        key = (id(placed.binding), dim, parts and (parts.dim, parts.sizes, parts.groups))
         if key not in self._rows:
             self._kept.append(placed.binding)
-            self._rows[key] = _rows_of(placed.binding, dim)
+            rows = _whole_of(placed) if dim is None else _rows_of(placed.binding, dim)
+            if parts is not None:
+                try:
+                    rows.pieces = _parts_of(*rows.pieces[0], parts)
+                except ValueError as error:
+                    self._fault(name.stacked, f"cannot be split: {error}")
+                    return
+            self._rows[key] = rows
         rows = self._rows[key]
         self._rows_of[name.stacked] = rows
         runs = parameters_of(name.stacked)
         if not runs:
-            parts = name.stacked.split(".")
-            runs = [".".join(parts[at:]) for at in range(len(parts))]
+            components = name.stacked.split(".")
+            runs = [".".join(components[at:]) for at in range(len(components))]
         for run in runs:
             self._rows_of.setdefault(run, rows)
 
@@ -432,19 +450,19 @@ class _Unfolder:
         rows = self._rows_of.get(name.stacked)
         if rows is None:
             return
-        dim = name.dim % len(placed.global_shape)
-        head, _, tail = name.fqn.partition("{}")
+        dim = name.dim if isinstance(name, Rows) else name.rows
         tensor = placed.tensor.detach()
         found: dict[int, list[torch.Tensor]] = {}
         for number, at in rows.numbers:
-            found.setdefault(number, []).append(tensor.select(dim, at))
+            row = tensor if at is None or dim is None else tensor.select(dim, at)
+            found.setdefault(number, []).append(row)
         for number, parts in found.items():
-            fqn = f"{head}{number}{tail}"
-            self._note(fqn, parts[0], value.path)
-            chunks = self._several(rows.binding, rows.chunks, len(parts))
-            self.placing.placed[fqn] = RowPlaced(
-                fqn, parts[0], rows.binding, chunks, placed.rule, None, parts
-            )
+            for fqn, (binding, chunks) in zip(_fqns(name, number), rows.pieces, strict=True):
+                self._note(fqn, parts[0], value.path)
+                chunks = self._several(binding, chunks, len(parts))
+                self.placing.placed[fqn] = RowPlaced(
+                    fqn, parts[0], binding, chunks, placed.rule, None, parts
+                )
 
     def _several(
         self, binding: Binding, chunks: tuple[Chunk, ...], count: int
@@ -471,7 +489,6 @@ class _Unfolder:
                 "rename=",
             )
             return
-        head, _, tail = name.fqn.partition("{}")
         numbers = list(dict.fromkeys(number for number, _ in rows.numbers))
         if self.loading and isinstance(value.value, torch.Tensor):
             # What one scalar stands for is all rows, whichever this rank holds.
@@ -479,14 +496,24 @@ class _Unfolder:
         elif self.loading and not numbers and rows.total:
             numbers = [0]
         for number in numbers:
-            fqn = f"{head}{number}{tail}"
-            self._note(fqn, value.value, value.path)
-            self.made.shared[fqn] = name.stacked
+            for fqn in _fqns(name, number):
+                self._note(fqn, value.value, value.path)
+                self.made.shared[fqn] = name.stacked
+
+
+def _fqns(name: Rows | Parts, number: int) -> list[str]:
+    """Return what a row is called in the checkpoint, or each of its parts."""
+    fqns = (name.fqn,) if isinstance(name, Rows) else name.fqns
+    return [fqn.replace("{}", str(number)) for fqn in fqns]
+
+
+def _whole_of(placed: Placed) -> _Row:
+    return _Row(1, [(0, None)], [(placed.binding, placed.chunks)])
 
 
 def _rows_of(binding: Binding, dim: int) -> _Row:
     layout, sharding = binding.layout, binding.sharding
-    numbers = []
+    numbers: list[tuple[int, int | None]] = []
     at = 0
     for start, stop in layout.intervals[dim]:
         for number in range(start, stop):
@@ -507,9 +534,65 @@ def _rows_of(binding: Binding, dim: int) -> _Row:
     return _Row(
         layout.global_shape[dim],
         numbers,
-        Binding(row, binding.axes, made, row.is_uniform),
-        made.chunks(),
+        [(Binding(row, binding.axes, made, row.is_uniform), made.chunks())],
     )
+
+
+def _parts_of(binding: Binding, chunks: tuple[Chunk, ...], parts: Parts) -> list[Piece]:
+    """Return where each part of a fused tensor lies.
+
+    Raises:
+        ValueError: The tensor cannot be cut into them.
+    """
+    shape, sharding = binding.global_shape, binding.sharding
+    if not -len(shape) <= parts.dim < len(shape):
+        raise ValueError(f"there is no dim {parts.dim}, the shape is {shape}")
+    dim = parts.dim % len(shape)
+    if sharding.cut_shape[dim] != shape[dim]:
+        raise ValueError(f"dim {dim} is padded, to {sharding.cut_shape[dim]} of {shape[dim]}")
+    # Where no axis cuts the dim, a run in the whole is the same run on every rank.
+    is_cut = any(cut.dim == dim for cut in sharding.cuts)
+    found = []
+    for spans in parts.spans(shape[dim]):
+        held = []
+        intervals = []
+        for start, stop in binding.layout.intervals[dim]:
+            intervals += [(at, at + size) for _, at, size in _clipped(start, stop - start, spans)]
+        for chunk in chunks:
+            for skipped, at, size in _clipped(chunk.offsets[dim], chunk.sizes[dim], spans):
+                local = chunk.local_offsets[dim] + skipped
+                held.append(
+                    Chunk(
+                        _put(chunk.local_offsets, dim, local),
+                        _put(chunk.offsets, dim, at),
+                        _put(chunk.sizes, dim, size),
+                    )
+                )
+        made = Sharding(
+            _put(shape, dim, sum(stop - start for start, stop in spans)),
+            sharding.axis_sizes,
+            # Which axes cut it is known, but not by what rule: parts are no shards of equal size.
+            tuple([c if c.dim != dim else Cut(dim, c.axis) for c in sharding.cuts if c.axis >= 0]),
+            None
+            if sharding.padded_shape is None
+            else _put(sharding.padded_shape, dim, sum(stop - start for start, stop in spans)),
+        )
+        layout = Layout(made.global_shape, _put(binding.layout.intervals, dim, tuple(intervals)))
+        is_uniform = made.is_uniform and not is_cut and len(spans) == 1
+        found.append((Binding(made, binding.axes, layout, is_uniform), tuple(held)))
+    return found
+
+
+def _clipped(
+    start: int, size: int, spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(elements skipped, place in the part, size)`` of what a run has of each span."""
+    at = 0
+    for begin, end in spans:
+        low, high = max(start, begin), min(start + size, end)
+        if low < high:
+            yield low - start, at + low - begin, high - low
+        at += end - begin
 
 
 def _facts(value: Any) -> tuple[torch.Tensor, Own]:
@@ -547,6 +630,10 @@ def _grouped(fqn: str) -> list[str]:
 
 def _with(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:
     return (*values[:dim], value, *values[dim:])
+
+
+def _put(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
 
 
 def _less(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:

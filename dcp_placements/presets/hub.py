@@ -5,7 +5,8 @@ on dim 1 of ``MergeModulelist`` on dim 0), the other way round. Module: ``mlp.ex
 ``(E, 2F, H)``, gate first, and ``mlp.experts.down_proj`` ``(E, H, F)``. Hub: a matrix per expert.
 
 Each of these is a ``rename``: for ``export_safetensors`` from the model's names to the hub's, and
-for a planner on a model that is to read or write files with those names.
+for a planner on a model that is to read or write files with those names. Rules speak of the
+module's names all the same.
 """
 
 from __future__ import annotations
@@ -13,26 +14,24 @@ from __future__ import annotations
 from dcp_placements.renaming import Renames, Replace, Split, Unstack
 
 
-def _experts(gate: str, up: str, down: str) -> tuple[Unstack | Split | Replace, ...]:
-    return (
+def _experts(block: str, gate: str, up: str, down: str) -> Renames:
+    # Rules go on speaking of the module's names: what Unstack and Split leave to them stays so.
+    return Renames(
         Unstack("mlp.experts.{}.gate_up_proj"),
         Split(
             "mlp.experts.*.gate_up_proj",
-            (f"mlp.experts.{{}}.{gate}.weight", f"mlp.experts.{{}}.{up}.weight"),
+            (f"{block}.experts.{{}}.{gate}.weight", f"{block}.experts.{{}}.{up}.weight"),
         ),
         Unstack("mlp.experts.{}.down_proj"),
-        Replace("mlp.experts.*.down_proj", f"mlp.experts.{{}}.{down}.weight"),
+        Replace("mlp.experts.*.down_proj", f"{block}.experts.{{}}.{down}.weight"),
+        Replace("mlp.gate", f"{block}.gate"),
     )
 
 
-mixtral = Renames(
-    *_experts("w1", "w3", "w2"),
-    Replace("mlp.experts", "block_sparse_moe.experts"),
-    Replace("mlp.gate", "block_sparse_moe.gate"),
-)
+mixtral = _experts("block_sparse_moe", "w1", "w3", "w2")
 """Mixtral: ``block_sparse_moe.experts.N.w1`` (gate), ``w3`` (up), ``w2`` (down)."""
 
-qwen3_moe = Renames(*_experts("gate_proj", "up_proj", "down_proj"))
+qwen3_moe = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 """Qwen3-MoE: ``mlp.experts.N.gate_proj``, ``up_proj``, ``down_proj``."""
 
 deepseek_v3 = qwen3_moe
