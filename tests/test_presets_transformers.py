@@ -80,6 +80,18 @@ def test_ep2_x_fsdp2_loads_into_other_topologies(ranks: list[dict[str, Any]], mo
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("model", MODELS)
+def test_export_is_what_from_pretrained_reads_and_the_hubs_files_fill_the_ranks(
+    ranks: list[dict[str, Any]], model: str
+) -> None:
+    seen = ranks[0][model]["alone"]
+    assert seen["exported_names"] == [], "other names than save_pretrained has"
+    assert seen["exported_info"] == [], "keys missing or unexpected"
+    assert seen["exported_equal"], "the logits differ"
+    assert [rank[model]["differing_hub"] for rank in ranks] == [[], [], [], []]
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("kind", ["dtensor", "plain"])
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_that_transformers_cut_over_tp_are_whole_in_the_file(

@@ -4,8 +4,9 @@
         tests/ranks/transformers_worker.py OUT
 
 Saves from ep 2 x fsdp 2, loads into ep 4 and into ep 1 x fsdp 4. After that rank 0, alone and with
-torch's default planner, loads a whole model and compares it. Writes ``OUT/<rank>.json``, which
-``test_presets_transformers.py`` reads.
+torch's default planner, loads a whole model and compares it; so it does with an export and
+``from_pretrained``, and all ranks load what ``save_pretrained`` writes. Writes ``OUT/<rank>.json``,
+which ``test_presets_transformers.py`` reads.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from preset_scenes import read_whole
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -39,6 +41,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner, presets
+from dcp_placements.offline import export_safetensors
+from dcp_placements.presets import hub
 from fakes import World
 
 SIZES: dict[str, Any] = {
@@ -183,7 +187,24 @@ def run(name: str, path: Path) -> dict[str, Any]:
         dcp.load(state, checkpoint_id=path, planner=PlacementLoadPlanner(preset.rules))
         set_optimizer_state_dict(other.model, other.optimizer, state["optim"], options=FLAT)
         told[f"differing_ep{ep}"] = other.differing(wholes)
+    told["differing_hub"] = from_hub(name, path, wholes)
     return told
+
+
+def from_hub(name: str, path: Path, wholes: dict[str, torch.Tensor]) -> list[str]:
+    """Load what ``save_pretrained`` writes, a matrix per expert, into ep 2 x fsdp 2."""
+    files = path.with_name(f"{name}-pretrained")
+    if dist.get_rank() == 0:
+        model_of(name, 0).save_pretrained(files)
+    dist.barrier()
+    job = Job(model_of(name, 1), ep=2)
+    job.set_moments(wholes)
+    state = get_model_state_dict(job.model)
+    planner = PlacementLoadPlanner(
+        presets.transformers(job.model, job.mesh).rules, rename=getattr(hub, name)
+    )
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(files)), planner=planner)
+    return job.differing(wholes)
 
 
 def alone(name: str, path: Path) -> dict[str, Any]:
@@ -195,8 +216,18 @@ def alone(name: str, path: Path) -> dict[str, Any]:
     whole = read_whole(path)
     moments = {k for k in whole if k.endswith(".exp_avg")}
     parameters = dict(wanted.named_parameters())
+    files = path.with_name(f"{name}-exported")
+    export_safetensors(path, files, rename=getattr(hub, name), max_shard_size=4096)
+    CONFIGS[name].save_pretrained(files)
+    exported, info = AutoModelForCausalLM.from_pretrained(
+        files, experts_implementation="eager", output_loading_info=True
+    )
+    with safe_open(path.with_name(f"{name}-pretrained") / "model.safetensors", "pt") as theirs:
+        hub_names = set(theirs.keys())
+    index = json.loads((files / "model.safetensors.index.json").read_text())
     with torch.no_grad():
         logits, other = wanted(TOKENS).logits, loaded(TOKENS).logits
+        from_export = exported.eval()(TOKENS).logits
         unequal = model_of(name, 1)(TOKENS).logits
     return {
         "unequal": [
@@ -213,6 +244,9 @@ def alone(name: str, path: Path) -> dict[str, Any]:
             if not torch.equal(whole[f"optim.state.{k}.exp_avg"], random_like(v, f"{k}.exp_avg"))
         ],
         "forward_equal": torch.equal(logits, other),
+        "exported_equal": torch.equal(logits, from_export),
+        "exported_info": sorted(map(str, [k for kind in info.values() for k in kind])),
+        "exported_names": sorted(hub_names ^ set(index["weight_map"])),
         "forward_says_something": not torch.equal(logits, unequal),
     }
 
