@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.errors import Fault, format_names, format_ranks
 from dcp_placements.interop import SavePlan, WriteItem, WriteItemType
 from dcp_placements.layout import Box
 from dcp_placements.optimizer_state import parameters_of
@@ -452,6 +452,18 @@ def object_note(fqn: str, groups: Sequence[Sequence[int]]) -> Fault:
         fqn,
         f"this object differs between {told}{more}; one of them is kept",
         ("way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",),
+    )
+
+
+def objects_note(names: Sequence[str], ranks: Sequence[int]) -> Fault:
+    """Return the note on objects of which some, it is not known which, differ."""
+    return Fault(
+        names[0],
+        f"this object, or others, differ between {format_ranks(ranks)}; one of each is kept",
+        (
+            f"it is one or more of {len(names)} keys: {format_names(names)}",
+            "way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",
+        ),
     )
 
 

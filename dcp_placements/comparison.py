@@ -1,14 +1,15 @@
 """Do ranks that hold the same part hold the same content: digests, table by table.
 
 What differs key by key is *odd*, for the item-wise way to name it. Objects are noted as they are,
-and where digests are folded into buckets a conflict names the keys of a bucket.
+and where digests are folded into buckets a conflict, or a note, names the keys of a bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from dcp_placements.agreement import object_note
+from dcp_placements.agreement import object_note, objects_note
+from dcp_placements.buckets import is_folded, suspects, told_of
 from dcp_placements.errors import Fault, format_names, format_ranks
 from dcp_placements.evidence import DIGEST_NBYTES, Offer
 from dcp_placements.members import Members
@@ -65,6 +66,9 @@ class Comparison:
                         self.odd[fqn] = None
 
     def _note_objects(self, members: Members, entries: Sequence[int]) -> None:
+        if self.offers[members.plans[0]].bucketed:
+            self._note_bucketed_objects(members, entries)
+            return
         for position, entry in enumerate(entries):
             groups: dict[bytes, list[int]] = {}
             for plan, told in zip(members.plans, members.offers, strict=True):
@@ -73,6 +77,22 @@ class Comparison:
                     groups.setdefault(digest, []).append(self.offers[plan].rank)
             if len(groups) > 1:
                 self.notes.append(object_note(members.table.fqns[entry], list(groups.values())))
+
+    def _note_bucketed_objects(self, members: Members, entries: Sequence[int]) -> None:
+        told = [
+            (self.offers[plan].rank, offer.digests[OBJECT])
+            for plan, offer in zip(members.plans, members.offers, strict=True)
+            if OBJECT in offer.digests
+        ]
+        found = suspects([blob for _, blob in told], len(entries))
+        names = [members.table.fqns[entries[position]] for position in found]
+        if len(found) == 1:
+            groups: dict[tuple[bytes, ...], list[int]] = {}
+            for rank, blob in told:
+                groups.setdefault(told_of(blob, found[0], len(entries)), []).append(rank)
+            self.notes.append(object_note(names[0], list(groups.values())))
+        elif found:
+            self.notes.append(objects_note(names, [rank for rank, _ in told]))
 
     def _bucket_conflict(
         self, members: Members, index: int, entries: Sequence[int], cells: Sequence[int]
@@ -84,13 +104,10 @@ class Comparison:
             )
             if at == cells[0] and index in told.digests
         ]
-        size = len(here[0][1]) // DIGEST_NBYTES
-        differing = {
-            bucket
-            for bucket in range(size)
-            if len({digest_slice(digests, bucket, 1) for _, digests in here}) > 1
-        }
-        names = [members.table.fqns[e] for i, e in enumerate(entries) if i % size in differing]
+        pieces = len(members.boxes(index, members.cells_of(index).index(cells[0])))
+        found = suspects([digests for _, digests in here], len(entries) * pieces)
+        keys = dict.fromkeys(entries[position // pieces] for position in found)
+        names = [members.table.fqns[entry] for entry in keys]
         self.conflicts.append(
             Fault(
                 names[0],
@@ -118,9 +135,11 @@ class Comparison:
     def _digests_by_cell(self, name: bytes, entry: int) -> dict[int, bytes]:
         members = self.members[name]
         index = members.table.class_of[entry]
-        if self.offers[members.plans[0]].bucketed and index != OBJECT:
-            return {}
         entries = members.table.entries_of(index)
+        if self.offers[members.plans[0]].bucketed:
+            blob = members.offers[0].digests.get(index, b"")
+            if index != OBJECT or is_folded(blob, len(entries)):
+                return {}
         position = entries.index(entry)
         found: dict[int, bytes] = {}
         for cell, told in zip(members.cells_of(index), members.offers, strict=True):

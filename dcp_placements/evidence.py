@@ -57,11 +57,6 @@ class TableOffer:
     stored_digests: bytes = b""
     packed: bytes | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without the names of the fields.
-        told = self.table_id, self.coordinates, self.digests, self.stored_digests, self.packed
-        return TableOffer, told
-
 
 @dataclass(slots=True)
 class Story:
@@ -80,6 +75,9 @@ class Story:
     stateless: tuple[str, ...] = ()
     notes: tuple[Fault, ...] = ()
     numbered: tuple[Numbered, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Story, _values(self)
 
 
 @dataclass(slots=True)
@@ -128,7 +126,21 @@ class Offer:
     story: Story | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Offer, tuple([getattr(self, known.name) for known in fields(self)])
+        # Neither the names of fields nor that of a table's class travel.
+        tables = tuple(map(_values, self.tables))
+        return _offer, (tables, *[getattr(self, name) for name in _BESIDE_TABLES])
+
+
+_BESIDE_TABLES = tuple(known.name for known in fields(Offer) if known.name != "tables")
+
+
+def _offer(tables: Sequence[tuple[Any, ...]], *beside: Any) -> Offer:
+    told = dict(zip(_BESIDE_TABLES, beside, strict=True))
+    return Offer(tables=[TableOffer(*values) for values in tables], **told)
+
+
+def _values(told: Any) -> tuple[Any, ...]:
+    return tuple([getattr(told, name) for name in told.__slots__])
 
 
 @dataclass(frozen=True, slots=True)

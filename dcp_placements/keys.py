@@ -16,6 +16,25 @@ import numpy as np
 _MAX_DIGITS = 9
 
 
+def packed_column(values: Sequence[int] | np.ndarray[Any, Any]) -> tuple[str, bytes]:
+    """Return integers in as few bytes each as they all fit into."""
+    column = np.asarray(values, np.int32)
+    if not len(column):
+        return "B", b""
+    kind = np.result_type(*map(np.min_scalar_type, (column.min(), column.max())))
+    return kind.char, column.astype(kind).tobytes()
+
+
+def unpacked_column(packed: tuple[str, bytes]) -> list[int]:
+    """Return the integers that were packed.
+
+    >>> unpacked_column(packed_column([3, -1, 70000]))
+    [3, -1, 70000]
+    """
+    values: list[int] = np.frombuffer(packed[1], packed[0]).tolist()
+    return values
+
+
 def packed_keys(keys: Sequence[str]) -> Any:
     """Return keys as a value that pickles to bytes that compress well.
 
@@ -40,7 +59,8 @@ def packed_keys(keys: Sequence[str]) -> Any:
     first = np.diff(order[by_piece], prepend=-1) != 0
     steps = np.empty_like(numbers)
     steps[by_piece] = np.where(first, numbers[by_piece], np.diff(numbers[by_piece], prepend=0))
-    return list(pieces), order.tobytes(), steps.tobytes()
+    # No piece has a digit in it.
+    return "0".join(pieces), packed_column(order), packed_column(steps)
 
 
 def unpacked_keys(packed: Any) -> list[str]:
@@ -51,8 +71,8 @@ def unpacked_keys(packed: Any) -> list[str]:
     """
     if isinstance(packed, list):
         return packed
-    pieces = packed[0]
-    order, steps = (np.frombuffer(data, np.int32).tolist() for data in packed[1:])
+    pieces = packed[0].split("0")
+    order, steps = map(unpacked_column, packed[1:])
     last = [0] * len(pieces)
     made = []
     for piece, step in zip(order, steps, strict=False):

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dcp_placements.evidence import Ints, TableOffer, unpacked_ints
+from dcp_placements.layout import Box
 from dcp_placements.ownership import set_in_bitmap
-from dcp_placements.table import OBJECT, Table
+from dcp_placements.table import OBJECT, Table, boxes
 
 
 @dataclass(slots=True)
@@ -42,6 +43,13 @@ class Members:
         """Return one rank's position along the axes of each class."""
         standing: list[int] = self.coordinates[at].tolist()
         return standing
+
+    def boxes(self, index: int, at: int) -> tuple[Box, ...]:
+        """Return the boxes that one rank has of each tensor of a class."""
+        classes = self.table.classes
+        start = sum(len(known.sharding.axis_sizes) for known in classes[:index])
+        stop = start + len(classes[index].sharding.axis_sizes)
+        return boxes(classes[index], self.standing(at)[start:stop])
 
     def drop(self, entry: int) -> None:
         """Note that an entry is not written by way of this table."""

@@ -139,6 +139,24 @@ def mesh_axes(mesh: Mesh, *, with_ranks: bool = False) -> tuple[Axis, ...] | Non
     return tuple(axes)
 
 
+class MeshAxes:
+    """The axes of meshes, each worked out once, as ``mesh_axes`` does.
+
+    It keeps the meshes, so that no other one can take the place of one in memory: to be let go of
+    with the work that it is for.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bool], tuple[Mesh, tuple[Axis, ...] | None]] = {}
+
+    def __call__(self, mesh: Mesh, *, with_ranks: bool = False) -> tuple[Axis, ...] | None:
+        """Return the axes of ``mesh`` from this rank, or None where it is no part of the mesh."""
+        key = id(mesh), with_ranks
+        if key not in self._known:
+            self._known[key] = mesh, mesh_axes(mesh, with_ranks=with_ranks)
+        return self._known[key][1]
+
+
 def format_mesh(mesh: Mesh) -> str:
     """Return a mesh as short text.
 

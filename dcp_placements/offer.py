@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import xxhash
 
+from dcp_placements.buckets import OBJECT_ROWS, folded
 from dcp_placements.digests import (
     FULL_NBYTES,
     full_digest,
@@ -58,9 +59,6 @@ from dcp_placements.table import (
 EXACT_WORLD = 512
 """Up to so many ranks every replicated item has a digest of its own, and every rank sends its
 tables; in larger worlds digests are folded into buckets, and a mesh's table is sent once."""
-
-BUCKETS = 16
-"""Buckets per layout class in a large world."""
 
 _OBJECT_KIND = (OBJECT, 0, -1)
 
@@ -320,6 +318,8 @@ def make_offer(
             notes=tuple(_lints(placing, waived, renamed=rename is not None)),
             numbered=numbering(rename),
         )
+    if story == Story():
+        story = None
     return Offer(
         rank=rank,
         tables=tables,
@@ -343,7 +343,7 @@ def add_digests(
     """Put digests of what this rank holds into its offer; return the objects as files hold them.
 
     Only items that may have replicas need one: a class whose parts are as many as there are ranks
-    has none. In a large world the digests of a class are folded into buckets.
+    has none. In a large world the digests of a class, and of objects, are folded into buckets.
 
     Args:
         offer: Where the digests go.
@@ -398,9 +398,9 @@ def add_digests(
         found[slot] = [_known(made[i]) if full else made[i] or _NO_DIGEST for i in indices]
     offer.bucketed = not exact
     for (position, index), digests in found.items():
-        # An object may differ by rank and is only told of, key by key.
+        rows = OBJECT_ROWS if index == OBJECT else 1
         offer.tables[position].digests[index] = (
-            b"".join(digests) if exact or index == OBJECT else _folded(digests)
+            b"".join(digests) if exact else folded(digests, rows)
         )
     if full:
         for position, told in enumerate(stored):
@@ -455,16 +455,6 @@ _NO_DIGEST = bytes(DIGEST_NBYTES)
 
 def _known(digest: bytes | None) -> bytes:
     return _NO_DIGEST if digest is None else digest[:DIGEST_NBYTES]
-
-
-def _folded(digests: list[bytes]) -> bytes:
-    buckets = [0] * min(BUCKETS, len(digests))
-    for position, digest in enumerate(digests):
-        # Multiplied by its place, so that two exchanged tensors do not fold to the same.
-        buckets[position % BUCKETS] ^= (int.from_bytes(digest, "little") * (2 * position + 1)) & (
-            (1 << 64) - 1
-        )
-    return b"".join(bucket.to_bytes(DIGEST_NBYTES, "little") for bucket in buckets)
 
 
 def _object_bytes(fqn: str, data: Any, objects: Objects) -> bytes:

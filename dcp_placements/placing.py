@@ -17,6 +17,7 @@ from dcp_placements.binding import BindError, Binding, Own, bind, fault_of
 from dcp_placements.errors import Fault
 from dcp_placements.interop import DTensor, dtensor_facts, has_hooks, is_dtensor_like
 from dcp_placements.layout import Chunk
+from dcp_placements.mesh import MeshAxes
 from dcp_placements.naming import Rename
 from dcp_placements.optimizer_state import (
     counted_fault,
@@ -116,6 +117,7 @@ class Placer:
         self.placing = Placing()
         # Most tensors lie like another one: keyed by all that a binding is worked out from.
         self._bound: dict[Any, tuple[Binding, tuple[Chunk, ...]] | None] = {}
+        self._axes_of = MeshAxes()
         self._dtensor_kinds: dict[type, bool] = {}
         self._names: dict[str, str] = {}
 
@@ -272,7 +274,7 @@ class Placer:
         placement: CheckpointPlacement | None,
         key: Any,
     ) -> tuple[Binding, tuple[Chunk, ...]] | None:
-        binding = bind(own, local_shape, placement)
+        binding = bind(own, local_shape, placement, self._axes_of)
         found = self._bound[key] = None if binding is None else (binding, binding.layout.chunks())
         return found
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
-from dcp_placements.keys import packed_keys, unpacked_keys
+from dcp_placements.keys import packed_column, packed_keys, unpacked_column, unpacked_keys
 from dcp_placements.layout import Box, Cut, Interval, Sharding
 from dcp_placements.naming import Path
 
@@ -120,24 +120,24 @@ class Table:
         pickler = pickle.Pickler(buffer, protocol=5)
         # References are not memoised: whether two equal values are one object differs by rank.
         pickler.fast = True
-        pickler.dump(self._state("\n".join(self.fqns)))
+        pickler.dump((*self._kinds(), "\n".join(self.fqns), *self._columns()))
         return buffer.getvalue()
 
     def compressed(self) -> bytes:
         """Return the table as it travels: a few hundred bytes for thousands of keys."""
-        return zlib.compress(pickle.dumps(self._state(packed_keys(self.fqns)), protocol=5))
+        columns = map(packed_column, self._columns())
+        told = (*self._kinds(), packed_keys(self.fqns), *columns)
+        return zlib.compress(pickle.dumps(told, protocol=5), 9)
 
-    def _state(self, keys: Any) -> tuple[Any, ...]:
+    def _columns(self) -> tuple[list[int], ...]:
+        return self.class_of, self.look_of, self.rule_of, self.path_of
+
+    def _kinds(self) -> tuple[Any, ...]:
         return (
             [_class_state(known) for known in self.classes],
             [(look.dtype, str(look.layout), look.requires_grad) for look in self.looks],
             self.rules,
             self.paths,
-            keys,
-            self.class_of,
-            self.look_of,
-            self.rule_of,
-            self.path_of,
         )
 
 
@@ -153,7 +153,7 @@ def unpacked(data: bytes) -> Table:
         rules,
         paths,
         unpacked_keys(keys),
-        *columns,
+        *map(unpacked_column, columns),
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from dcp_placements.agreement import Witness, examine, nbytes_of
+from dcp_placements.buckets import is_folded
 from dcp_placements.comparison import Comparison, digest_slice, places_in_class
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.evidence import Answer, Ints, Offer, Tables, packed_ints, unpacked_ints
@@ -44,7 +45,7 @@ from dcp_placements.ownership import (
     writers_needed,
 )
 from dcp_placements.report import KeyReport
-from dcp_placements.table import OBJECT, LayoutClass, Table, boxes, grid
+from dcp_placements.table import OBJECT, LayoutClass, Table, grid
 
 
 @dataclass(slots=True)
@@ -279,11 +280,14 @@ class _Coordinator:
             table = self.tables[told.table_id]
             maker = TableItems(table, unpacked_ints(told.coordinates).tolist())
             places = places_in_class(table)
+            objects = table.entries_of(OBJECT)
             for entry in entries[told.table_id]:
                 index = table.class_of[entry]
                 made = maker.of(entry)
                 items += made
-                blob = b"" if offer.bucketed and index != OBJECT else told.digests.get(index, b"")
+                blob = told.digests.get(index, b"")
+                if offer.bucketed and (index != OBJECT or is_folded(blob, len(objects))):
+                    blob = b""
                 for i in range(len(made)):
                     digest = digest_slice(blob, places[entry] * len(made) + i, 1)
                     digests.append(digest if any(digest) else None)
@@ -383,13 +387,8 @@ class _Coordinator:
         if self.complete and dims is not None and 0 not in known.sharding.global_shape:
             return self._grid_chunks(dims)
         # Not all coordinates are there (a save without collectives), or there is no element.
-        start = sum(len(other.sharding.axis_sizes) for other in members.table.classes[:index])
-        stop = start + len(known.sharding.axis_sizes)
-        found = {
-            box: None
-            for at in range(len(members.plans))
-            for box in boxes(known, members.standing(at)[start:stop])
-        }
+        everywhere = range(len(members.plans))
+        found = {box: None for at in everywhere for box in members.boxes(index, at)}
         return [chunk_metadata(box.offsets, box.sizes) for box in found]
 
     def _grid_chunks(self, dims: Sequence[Sequence[Interval]]) -> list[ChunkStorageMetadata]:
@@ -567,11 +566,8 @@ class _Coordinator:
 
     def _pieces(self, members: Members, index: int) -> tuple[int, int] | None:
         """Return a rank that writes several chunks of a tensor of the class, and how many."""
-        start = sum(len(known.sharding.axis_sizes) for known in members.table.classes[:index])
-        known = members.table.classes[index]
-        stop = start + len(known.sharding.axis_sizes)
         for at, plan in enumerate(members.plans):
-            count = len(boxes(known, members.standing(at)[start:stop]))
+            count = len(members.boxes(index, at))
             if count > 1:
                 return self.offers[plan].rank, count
         return None

@@ -19,7 +19,17 @@ FAKES = Path(fakes.__file__).parent
 ORDER = [
     *("errors", "layout", "mesh", "placement", "rules", "interop", "quiet_gc"),
     *("tiling", "digests", "casting", "binding", "optimizer_state", "naming", "renaming", "keys"),
-    *("table", "placing", "stacking", "items", "evidence", "agreement", "ownership", "reads"),
+    *(
+        "table",
+        "placing",
+        "stacking",
+        "items",
+        "evidence",
+        "agreement",
+        "ownership",
+        "reads",
+        "buckets",
+    ),
     *("report", "live", "lint", "offer", "provenance", "numbering", "members", "comparison"),
     *("world_plan", "request", "summary", "options"),
     *("plan_cache", "save_planner", "load_planner"),

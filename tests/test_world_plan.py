@@ -15,7 +15,13 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements import PlacementSavePlanner, save_planner
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    PlacementRules,
+    PlacementSavePlanner,
+    save_planner,
+)
 from fakes import FakeDTensor, World
 
 WORLD = World(8)
@@ -111,6 +117,84 @@ def test_a_large_world_names_the_keys_among_which_replicas_differ(tmp_path: Path
     assert "w3," not in told
     assert "check(state_dict, rules) compares key by key" in told
     assert not list(tmp_path.glob("*.distcp"))
+
+
+@pytest.mark.usefixtures("large_world")
+def test_a_large_world_names_one_of_two_pieces_of_a_tensor(tmp_path: Path) -> None:
+    """Two items a tensor: a digest stands for a piece, and the key is that of its tensor."""
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        rows = [0, 2] if rank % 2 == 0 else [1, 3]
+        made = {f"w{i}": arange(4, 3, start=i)[rows].clone() for i in range(40)}
+        if rank == 5:
+            made["w3"][1] += 1
+        return made
+
+    made = [
+        PlacementSavePlanner(
+            PlacementRules(
+                {
+                    "w*": CheckpointPlacement(
+                        WORLD.mesh(rank, dp=4, tp=2), [Replicate(), FusedShard(0, 2)]
+                    )
+                }
+            )
+        )
+        for rank in range(WORLD.size)
+    ]
+    told = refusal(lambda: WORLD.save(tmp_path, state_dict, lambda rank: made[rank]))
+    assert "w3" in told
+    assert told.count("w3: different contents on ranks 1, 3, 5, 7") == 1
+    assert "w0" not in told
+
+
+@pytest.mark.usefixtures("large_world")
+@pytest.mark.parametrize("count", [30, 3000])
+def test_a_large_world_names_the_object_of_each_rank_among_thousands(
+    count: int, tmp_path: Path
+) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        groups = {f"group{i}.lr": i / 8 for i in range(count)}
+        return {"w": hsdp(rank, arange(8, 3))} | groups | {"group7.rng": rank % 4}
+
+    made = planners()
+    with pytest.warns(UserWarning, match=r"group7\.rng: this object differs between ranks 0, 4; "):
+        WORLD.save(tmp_path, state_dict, made)
+    assert len(made(0).report.warnings) == 1
+    with WORLD._as(1):
+        made(1).set_up_planner(state_dict(1), is_coordinator=False)
+        offer = made(1).create_local_plan().planner_data
+    assert sum(len(blob) for told in offer.tables for blob in told.digests.values()) <= 512
+
+
+@pytest.mark.usefixtures("large_world")
+def test_a_large_world_names_the_objects_among_which_several_differ(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        groups = {f"group{i}": (rank if i in (3, 700) else 0) for i in range(1000)}
+        return {"w": hsdp(rank, arange(8, 3))} | groups
+
+    with pytest.warns(UserWarning, match="this object, or others, differ") as caught:
+        WORLD.save(tmp_path, state_dict, planners())
+    assert "group3, " in str(caught[0].message)
+    assert "group700" in str(caught[0].message)
+    assert "one or more of 8 keys" in str(caught[0].message)
+
+
+def stepping(rank: int) -> dict[str, Any]:
+    whole = arange(13, 3)
+    keys = [f"layers.{i // 17}.part{i % 17}" for i in range(1037)]
+    return {key: hsdp(rank, whole) for key in keys} | {
+        f"state.{key}.step": torch.tensor(3.0) for key in keys
+    }
+
+
+@pytest.mark.usefixtures("large_world")
+def test_a_rank_with_thousands_of_plain_scalars_sends_a_kilobyte() -> None:
+    plan = offers(stepping)[3]
+    assert [told.packed is not None for told in plan.planner_data.tables] == [False, True]
+    digests = sum(len(blob) for told in plan.planner_data.tables for blob in told.digests.values())
+    assert len(pickle.dumps(plan)) - digests < 1024
+    assert pickle.loads(pickle.dumps(plan.planner_data)) == plan.planner_data
 
 
 @pytest.mark.usefixtures("large_world")
