@@ -34,6 +34,8 @@ class LazyItems(Sequence[T]):
         make: Makes the items; None where they were left behind in another process.
     """
 
+    __slots__ = ("_made", "_make")
+
     def __init__(self, make: Callable[[], list[T]] | None = None) -> None:
         self._make = make
         self._made: list[T] | None = None

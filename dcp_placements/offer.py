@@ -81,6 +81,7 @@ class RankTable:
     table: Table
     first: bool | None
     coordinates: list[int] = field(default_factory=list)
+    _name: bytes | None = None
     _rows: list[tuple[Any, ...]] = field(default_factory=list)
     _kinds: dict[Any, tuple[int, int, int]] = field(default_factory=dict)
     _classes: dict[Any, int] = field(default_factory=dict)
@@ -88,6 +89,13 @@ class RankTable:
     _looks: dict[Any, int] = field(default_factory=dict)
     _rules: dict[str, int] = field(default_factory=dict)
     _paths: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> bytes:
+        """What names the table, once it is complete."""
+        if self._name is None:
+            self._name = table_id(self.table.packed())
+        return self._name
 
     def add(
         self,
@@ -297,7 +305,7 @@ def make_offer(
     tables = []
     tells = exact
     for kept in offering.tables:
-        name = table_id(kept.table.packed())
+        name = kept.name
         send = name not in known and (exact or kept.first is not False)
         # Where no mesh is, or this is its first rank, nobody else may be counted on.
         tells = tells or kept.first is not False

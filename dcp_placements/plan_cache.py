@@ -15,6 +15,8 @@ from typing import Any
 
 from dcp_placements.evidence import Offer, Tables
 from dcp_placements.interop import WriteItem
+from dcp_placements.kept_places import KeptPlaces
+from dcp_placements.naming import Path
 from dcp_placements.table import Table
 from dcp_placements.world_plan import WorldPlan
 
@@ -33,21 +35,25 @@ class PlanCache:
             ``async_save`` in a process does) finds there what its last save left.
         last: This rank's tables of the last save.
         known: Names of the tables that the coordinator keeps.
+        places: This rank's places in the last save, where they can be kept.
         expected: Items that this rank was to write.
         resolved: One entry per item that the writer asked the data of.
         tables: Coordinator only: the tables that were sent.
         standings: Coordinator only: what the plan depends on, one per rank.
         plan: Coordinator only: the plan.
+        paths: Coordinator only: where the keys of the plan's tables stand; None if not known yet.
     """
 
     uid: str = field(default_factory=lambda: uuid.uuid4().hex)
     last: list[Table] | None = None
     known: frozenset[bytes] = frozenset()
+    places: KeptPlaces | None = None
     expected: int | None = None
     resolved: list[None] = field(default_factory=list)
     tables: Tables = field(default_factory=Tables)
     standings: list[Standing] | None = None
     plan: WorldPlan | None = None
+    paths: dict[str, Path] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return cache_of, (self.uid,)
@@ -66,6 +72,12 @@ class PlanCache:
         self.expected = items
         self.resolved.clear()
 
+    def keep(self, standings: list[Standing] | None, plan: WorldPlan) -> None:
+        """Note the plan of all ranks and what it depends on."""
+        if standings != self.standings:
+            self.paths = None
+        self.standings, self.plan = standings, plan
+
     def _why_unusable(self, tables: list[Table]) -> str | None:
         if self.last is None:
             return "no plan yet"
@@ -81,6 +93,8 @@ class PlanCache:
 
 def difference(known: Table, table: Table) -> str | None:
     """Return the first difference between two tables in words; None where they are equal."""
+    if known is table:
+        return None
     if known.fqns != table.fqns:
         gone = sorted(set(known.fqns) - set(table.fqns))
         new = sorted(set(table.fqns) - set(known.fqns))

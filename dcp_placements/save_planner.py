@@ -6,7 +6,8 @@ import dataclasses
 import io
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dcp_placements.errors import (
@@ -26,11 +27,13 @@ from dcp_placements.interop import (
     WriteItem,
     WriteItemType,
     files_by_name,
+    filled,
     global_rank,
     known_world_size,
     world_size,
 )
 from dcp_placements.items import LazyItems, written_chunks, written_data
+from dcp_placements.kept_places import kept_places
 from dcp_placements.naming import Rename, checkpoint_path, rename_keys
 from dcp_placements.numbering import numbering_faults
 from dcp_placements.offer import (
@@ -44,7 +47,7 @@ from dcp_placements.offer import (
 )
 from dcp_placements.options import check_choice, check_rules, check_waivers
 from dcp_placements.ownership import left_to_others
-from dcp_placements.placing import Placing, counted_faults, place
+from dcp_placements.placing import Placing, counted_faults, place, recheck_aliases
 from dcp_placements.plan_cache import PlanCache, standing
 from dcp_placements.provenance import RESERVED_KEY, provenance, written_digests
 from dcp_placements.quiet_gc import quiet_gc
@@ -162,16 +165,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         """
         rank = global_rank()
         with quiet_gc():
-            self._placing = place(self.state_dict, self.rules, rank)
-            if self.rename is not None:
-                unfolded = unfold(self.state_dict, self.mappings, self._placing, self.rules, rank)
-                self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
-            faults = self._placing.faults
-            if self.rename is not None or self.rules is not None:
-                faults += counted_faults(self.state_dict, self._placing, self.rename)
-            raise_faults(f"rank {rank} cannot be placed in the checkpoint", faults)
-            paths = self._paths() if self.flatten_state_dict else None
-            offering = self._offering = offering_of(self.state_dict, self._placing, paths)
+            if not self._placed_as_before(rank):
+                self._place(rank)
+            offering = self._offering
             exact = self._exact or (known_world_size() or 1) <= EXACT_WORLD
             offer = make_offer(
                 offering,
@@ -211,11 +207,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             made = self._planned(offers, tables)
             # What a writer put into a local plan stays in it: without collectives, its file names.
             self.global_plan = [
-                dataclasses.replace(
-                    plan,
-                    items=_owned_lazily(tables, offer, answer),  # type: ignore[arg-type]
-                    planner_data=answer,
-                )
+                _answered(plan, answer, partial(owned_items, tables, offer, answer))
                 for plan, offer, answer in zip(all_plans, offers, made.answers, strict=True)
             ]
             self.metadata = Metadata(
@@ -277,6 +269,36 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self._names = []
         self._report = None
 
+    def _place(self, rank: int) -> None:
+        """Work out where this rank's tensors lie, and what it offers."""
+        self._placing = place(self.state_dict, self.rules, rank)
+        if self.rename is not None:
+            unfolded = unfold(self.state_dict, self.mappings, self._placing, self.rules, rank)
+            self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
+        faults = self._placing.faults
+        if self.rename is not None or self.rules is not None:
+            faults += counted_faults(self.state_dict, self._placing, self.rename)
+        raise_faults(f"rank {rank} cannot be placed in the checkpoint", faults)
+        paths = self._paths() if self.flatten_state_dict else None
+        self._offering = offering_of(self.state_dict, self._placing, paths)
+        if self._cache is not None and self.rename is None:
+            told = self.state_dict, self.rules, rank, paths
+            self._cache.places = kept_places(*told, self._placing, self._offering)
+
+    def _placed_as_before(self, rank: int) -> bool:
+        """Take the places of the last save, where these tensors lie the same."""
+        kept = None if self._cache is None or self.rename is not None else self._cache.places
+        if kept is None:
+            return False
+        paths = self._paths() if self.flatten_state_dict else None
+        placing = kept.again(self.state_dict, self.rules, rank, paths)
+        if placing is None:
+            return False
+        recheck_aliases(self.state_dict, placing, self.rules, rank)
+        raise_faults(f"rank {rank} cannot be placed in the checkpoint", placing.faults)
+        self._placing, self._offering = placing, kept.offering
+        return True
+
     def _paths(self) -> dict[str, Any]:
         """Return where each key stands in the nested dict."""
         if self.rename is None:
@@ -319,7 +341,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 made.faults += numbering_faults(offers, tables)
         self._report = self._judge(made, offers)
         if cache is not None:
-            cache.standings, cache.plan = standings, made
+            cache.keep(standings, made)
         return made
 
     def _judge(self, made: WorldPlan, offers: Sequence[Offer]) -> SaveReport:
@@ -348,8 +370,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
     def _planner_data(self, offers: Sequence[Offer], tables: Tables, made: WorldPlan) -> Any:
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
-            for name in dict.fromkeys(told.table_id for offer in offers for told in offer.tables):
-                data.update(tables[name].paths_of_keys())
+            data.update(self._paths_of_tables(offers, tables))
             for offer in offers:
                 if offer.loose is not None:
                     data.update(offer.loose.paths)
@@ -366,6 +387,17 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 "digests": written_digests(offers, made.answers, tables),
             }
         return data if self.flatten_state_dict or data else None
+
+    def _paths_of_tables(self, offers: Sequence[Offer], tables: Tables) -> dict[str, Any]:
+        """Return where the keys of all tables stand; kept with the plan."""
+        kept = None if self._cache is None else self._cache.paths
+        if kept is None:
+            kept = {}
+            for name in dict.fromkeys(told.table_id for offer in offers for told in offer.tables):
+                kept.update(tables[name].paths_of_keys())
+            if self._cache is not None:
+                self._cache.paths = kept
+        return kept
 
 
 _OF_ONE_SAVE = frozenset(
@@ -386,17 +418,15 @@ _OF_ONE_SAVE = frozenset(
 
 def _may_say_more(made: WorldPlan, offers: Sequence[Offer]) -> bool:
     """Whether contents are told of, or something was said when the plan was made."""
-    return bool(
-        made.faults
-        or made.conflicts
-        or made.notes
-        or any(offer.loose for offer in offers)
-        or any(told.digests for offer in offers for told in offer.tables)
+    return bool(made.faults or made.conflicts or made.notes) or any(
+        [offer.loose or [told for told in offer.tables if told.digests] for offer in offers]
     )
 
 
-def _owned_lazily(tables: Tables, offer: Offer, answer: Answer) -> LazyItems[WriteItem]:
-    return LazyItems(lambda: owned_items(tables, offer, answer))
+def _answered(plan: SavePlan, answer: Answer, make: Callable[[], list[WriteItem]]) -> SavePlan:
+    # dataclasses.replace takes several times as long, and there is one plan per rank.
+    told = {**vars(plan), "items": LazyItems(make), "planner_data": answer}
+    return filled(type(plan), told)
 
 
 def _writer_faults(plan: SavePlan, answer: Answer) -> list[Fault]:

@@ -29,7 +29,8 @@ With --json a file of
                   of some ranks, multiplied up)
     rank          one entry per workload and ranks, per side medians over some ranks in ms:
                   local_ms, flatten_ms, local_off_ms (digests="off"), finish_ms, load_ms
-                  and reshard_ms (with the items made), local_bytes, load_bytes
+                  and reshard_ms (with the items made), local_bytes, load_bytes; of ours also
+                  again_ms and again_bytes (the local save plan of a second save of the same)
     exponents     by workload and side, of cpu_s in the ranks
     faults        what the two pairs planned differently
 """
@@ -316,6 +317,7 @@ def show_all(bench: Bench) -> None:
                 f"{entry['ranks']:,}",
                 *pair("local_ms"),
                 three(ours["local_off_ms"]),
+                three(ours["again_ms"]),
                 three(ours["finish_ms"]),
                 *pair("load_ms"),
                 *pair("reshard_ms"),
@@ -324,7 +326,8 @@ def show_all(bench: Bench) -> None:
             )
         )
     show(
-        "A rank: medians in CPU ms (flattening left out, as both do it alike). "
+        "A rank: medians in CPU ms (flattening left out, as both do it alike). Again: a second, "
+        "unchanged save. "
         "Stock load plans scaled.",
         (
             "workload",
@@ -333,6 +336,7 @@ def show_all(bench: Bench) -> None:
             "stock",
             "ratio",
             "digests off",
+            "again",
             "finish",
             "load plan ours",
             "stock",

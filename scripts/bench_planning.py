@@ -372,6 +372,18 @@ def as_ranks(
             note(side, "finish_ms", cpu_ms(lambda: planner.finish_plan(plan))[0])
         return plan
 
+    def save_again(rank: int, state_dict: dict[str, Any]) -> None:
+        planner = options.save_planner(enable_plan_caching=True)
+        planner.set_up_planner(state_dict, None, rank == 0)
+        planner.create_local_plan()
+        final = planner.finish_plan(pickle.loads((results / f"plan{rank}").read_bytes()))
+        for item in final.items:
+            planner.resolve_data(item)
+        planner.set_up_planner(state_dict, None, rank == 0)
+        again, plan = cpu_ms(planner.create_local_plan)
+        note("ours", "again_ms", again)
+        note("ours", "again_bytes", len(pickle.dumps(plan)))
+
     chosen = sample_ranks(workload.ranks, options.samples)
     closed = StockPlans(workload)
     for turn, rank in enumerate(chosen):
@@ -384,6 +396,7 @@ def as_ranks(
             if side == "stock" and plan != closed.plan(rank):
                 faults.append(f"{workload.name}: the stock plan of rank {rank} is not as assumed")
         save("ours", rank, state_dict, digests="off")
+        save_again(rank, state_dict)
     if options.profile:
         planner = options.save_planner()
         planner.set_up_planner(state_dict, None, False)
