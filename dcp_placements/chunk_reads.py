@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dcp_placements.copies import Packed
 from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.file_reads import CountedFile, FilePart, HeldPart
 from dcp_placements.interop import (
@@ -23,6 +24,7 @@ from dcp_placements.interop import (
     TensorStorageMetadata,
     narrow_tensor_by_index,
 )
+from dcp_placements.shadows import packed_object
 from dcp_placements.slices import Gap, halves, segments
 from dcp_placements.tensor_record import HEADS_NBYTES, TensorRecord, parse_record
 
@@ -71,10 +73,17 @@ class Record:
     Attributes:
         info: Where it is.
         items: The reads.
+        packed: Where in the record the chunk of each item is; None where it is all of it.
     """
 
     info: StorageInfo
     items: list[ReadItem] = field(default_factory=list)
+    packed: list[Packed | None] = field(default_factory=list)
+
+    def add(self, item: ReadItem, packed: Packed | None = None) -> None:
+        """Add a read."""
+        self.items.append(item)
+        self.packed.append(packed)
 
     @property
     def end(self) -> int:
@@ -157,7 +166,8 @@ class ChunkReader:
 
     def _is_small(self, record: Record) -> bool:
         info = record.info
-        if info.length > SMALL_NBYTES or info.transform_descriptors:
+        limit = SMALL_NBYTES if record.packed[0] is None else SPAN_NBYTES
+        if info.length > limit or info.transform_descriptors:
             return False
         wanted = HEADS_NBYTES[0]
         for item in record.items:
@@ -210,24 +220,39 @@ class ChunkReader:
     ) -> None:
         """Give a record's contents to the planner, item by item."""
         loaded: torch.Tensor | None = None
-        for item in record.items:
+        objects: memoryview | None = None
+        for item, packed in zip(record.items, record.packed, strict=True):
             if item.type == LoadItemType.BYTE_IO:
-                plain = self._plain_stream(record, item, part)
-                self._planner.load_bytes(item, io.BytesIO(plain.read(-1)))
+                if packed is None:
+                    plain = self._plain_stream(record, item, part)
+                    self._planner.load_bytes(item, io.BytesIO(plain.read(-1)))
+                    continue
+                if objects is None:
+                    objects = memoryview(self._plain_stream(record, item, part).read(-1))
+                self._planner.load_bytes(item, _object(objects, packed, item, path))
                 continue
-            if known is None or len(known.shape) != len(item.lengths):
+            offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+            if packed is not None:
+                offsets, lengths = (packed.position, *offsets), (1, *lengths)
+            if known is None or len(known.shape) != len(lengths):
                 if loaded is None:
                     loaded = _load(self._plain_stream(record, item, part), item, path)
-                found = narrow_tensor_by_index(loaded, item.storage_offsets, item.lengths)
+                if packed is not None and packed.count != len(loaded):
+                    raise _misfit(item, tuple(loaded.size()), path)
+                held = loaded if packed is None else loaded[packed.position]
+                found = narrow_tensor_by_index(held, item.storage_offsets, item.lengths)
                 target = self._target(item, tuple(found.size()), path)
                 target.copy_(found)
             else:
-                ends = zip(item.storage_offsets, item.lengths, known.shape, strict=True)
+                ends = zip(offsets, lengths, known.shape, strict=True)
                 if any(offset + length > size for offset, length, size in ends):
+                    raise _misfit(item, known.shape, path)
+                if packed is not None and packed.count != known.shape[0]:
                     raise _misfit(item, known.shape, path)
                 target = self._target(item, tuple(item.lengths), path)
                 if target.numel():
-                    self._fill(target, item, known, part, gap)
+                    to = target if packed is None else target.unsqueeze(0)
+                    self._fill(to, offsets, lengths, known, part, gap)
             self._planner.commit_tensor(item, target)
 
     def _plain_stream(self, record: Record, item: ReadItem, part: Part) -> Any:
@@ -242,14 +267,14 @@ class ChunkReader:
     def _fill(
         self,
         target: torch.Tensor,
-        item: ReadItem,
+        offsets: tuple[int, ...],
+        lengths: tuple[int, ...],
         known: TensorRecord,
         part: Part,
         gap: Gap,
     ) -> None:
         """Read a slice of a plain record into ``target``."""
         itemsize = known.dtype.itemsize
-        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         memory = _memory(target) if target.dtype == known.dtype else None
         if memory is not None and lengths == known.shape:
             part.read_into(memory, known.start)
@@ -322,6 +347,15 @@ def _load(stream: Any, item: ReadItem, path: str) -> torch.Tensor:
     if not isinstance(loaded, torch.Tensor):
         raise _misfit(item, (), path)
     return loaded
+
+
+def _object(record: memoryview, packed: Packed, item: ReadItem, path: str) -> io.BytesIO:
+    try:
+        return io.BytesIO(packed_object(record, packed.position, packed.count))
+    except ValueError as error:
+        told = f"what {path} holds of it is no copy: {error}"
+        fault = Fault(item.storage_index.fqn, told, _DAMAGED)
+        raise PlacementError(format_faults("the checkpoint is damaged", [fault])) from error
 
 
 def _first_sentence(error: Exception) -> str:

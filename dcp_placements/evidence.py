@@ -144,6 +144,22 @@ def _values(told: Any) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Shadowing:
+    """Which shadows one rank writes.
+
+    Attributes:
+        place: The number of the rank in the names of its files.
+        wanted: The bytes that it may write more, or patterns.
+        unlike: For each table, entries of objects that are not the same on all ranks; None where
+            nothing is known of objects.
+    """
+
+    place: int
+    wanted: int | tuple[str, ...]
+    unlike: tuple[tuple[int, ...] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What the coordinator sends to one rank: which of its items are its own to write.
 
@@ -159,6 +175,7 @@ class Answer:
         in_pieces: Some keys of which one rank writes several chunks, with the rank and how many:
             files that know a tensor by its name alone cannot hold those.
         known: Whether the coordinator keeps the tables, so that they need not be sent again.
+        shadows: Which copies it writes beside; None for none.
     """
 
     slots: tuple[bytes, ...]
@@ -169,6 +186,7 @@ class Answer:
     writers: int = 1
     in_pieces: tuple[tuple[str, int, int], ...] = ()
     known: bool = False
+    shadows: Shadowing | None = None
 
     def all_slots(self) -> list[list[tuple[int, int]]]:
         """Return ``(replicas, slot)`` for each table and class, objects last."""

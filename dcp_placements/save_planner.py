@@ -6,9 +6,11 @@ import dataclasses
 import io
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import torch
 
 from dcp_placements.errors import (
     Fault,
@@ -17,7 +19,7 @@ from dcp_placements.errors import (
     format_names,
     raise_faults,
 )
-from dcp_placements.evidence import Answer, Offer, Tables
+from dcp_placements.evidence import Answer, Offer, Shadowing, Tables
 from dcp_placements.interop import (
     DefaultSavePlanner,
     Metadata,
@@ -53,6 +55,15 @@ from dcp_placements.provenance import RESERVED_KEY, provenance, written_digests
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules import Rules
+from dcp_placements.shadows import (
+    OBJECTS_NBYTES,
+    all_packs,
+    check_shadows,
+    pack_items,
+    packed_objects,
+    packs_of,
+    unlike_objects,
+)
 from dcp_placements.stacking import unfold
 from dcp_placements.summary import summarise, summarise_rank
 from dcp_placements.world_plan import WorldPlan, compare, plan_world
@@ -81,6 +92,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         on_conflict: ``"error"`` refuses a save whose replicas differ; ``"warn"`` saves one.
         waive: ``{pattern: reason}`` of keys whose lint warnings are known to be wrong.
         step: The training step, kept with full digests; an attribute, to be set before each save.
+        shadows: Copies of what is replicated, in the files of the ranks that would otherwise read
+            it elsewhere: ``"off"``, the bytes that a rank may write more (the smallest tensors
+            first), or patterns of keys. For ``PlacementFileSystemReader``; others see none of it.
         flatten_state_dict: As in ``DefaultSavePlanner``.
         flatten_sharded_tensors: As in ``DefaultSavePlanner``.
         dedup_replicated_tensors: As in ``DefaultSavePlanner`` (deprecated there, no effect).
@@ -98,6 +112,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     _objects: Objects
     _names: list[bytes]
+    _packs: dict[str, tuple[str, ...]]
 
     def __init__(
         self,
@@ -108,6 +123,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         on_conflict: str = "error",
         waive: Mapping[str, str] | None = None,
         step: int | None = None,
+        shadows: str | int | Iterable[str] = "off",
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
         dedup_replicated_tensors: bool | None = None,
@@ -129,6 +145,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self.on_conflict = on_conflict
         self.waive = check_waivers(waive)
         self.step = step
+        self.shadows = check_shadows(shadows)
+        if self.shadows is not None and on_conflict == "warn":
+            raise PlacementError(
+                'shadows= needs on_conflict="error": of replicas that differ the copies would too'
+            )
         self._report: SaveReport | None = None
         self._reuse = "off"
         self._cache = PlanCache() if enable_plan_caching else None
@@ -205,13 +226,14 @@ class PlacementSavePlanner(DefaultSavePlanner):
             tables = Tables() if self._cache is None else self._cache.tables
             tables.learn(offers)
             made = self._planned(offers, tables)
+            answers = self._shadowing(offers, tables, made.answers)
             # What a writer put into a local plan stays in it: without collectives, its file names.
             self.global_plan = [
                 _answered(plan, answer, partial(owned_items, tables, offer, answer))
-                for plan, offer, answer in zip(all_plans, offers, made.answers, strict=True)
+                for plan, offer, answer in zip(all_plans, offers, answers, strict=True)
             ]
             self.metadata = Metadata(
-                dict(made.metadata), planner_data=self._planner_data(offers, tables, made)
+                dict(made.metadata), planner_data=self._planner_data(offers, tables, answers)
             )
         return self.global_plan, self.metadata
 
@@ -226,7 +248,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             raise_faults("the storage writer cannot hold this", _writer_faults(new_plan, answer))
             if isinstance(new_plan.items, LazyItems):
                 with quiet_gc():
-                    items = self._offering.owned_items(answer)
+                    items = self._offering.owned_items(answer) + self._shadow_items(answer)
                 new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
             if self._cache is not None and answer.known:
                 self._cache.end(self._names, len(new_plan.items))
@@ -245,6 +267,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what stands at ``index``; of a placed tensor a view. Called on every rank."""
+        if index.fqn in self._packs:
+            return self._packed(index)
         placed = self._placing.placed.get(index.fqn)
         if placed is None:
             return super().lookup_object(index)
@@ -252,6 +276,57 @@ class PlacementSavePlanner(DefaultSavePlanner):
             if chunk.offsets == index.offset:
                 return written_data(placed, chunk)
         raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
+
+    def _shadowing(
+        self, offers: Sequence[Offer], tables: Tables, answers: Sequence[Answer]
+    ) -> Sequence[Answer]:
+        """Return the answers with what they say of shadows."""
+        if self.shadows is None:
+            return answers
+        unlike = unlike_objects(offers, tables)
+        return [
+            dataclasses.replace(
+                answer,
+                shadows=Shadowing(
+                    place, self.shadows, tuple([unlike[told.table_id] for told in offer.tables])
+                ),
+            )
+            for place, (offer, answer) in enumerate(zip(offers, answers, strict=True))
+        ]
+
+    def _shadow_items(self, answer: Answer) -> list[WriteItem]:
+        if answer.shadows is None:
+            return []
+        kept = self._offering.tables
+        packs = packs_of(list(zip(self._names, [k.table for k in kept], strict=True)), answer)
+        self._packs = {pack.key: pack.fqns for pack in packs}
+        made = []
+        for item in pack_items(packs, [(k.table, k.coordinates) for k in kept], answer):
+            key = item.index.fqn
+            if item.type == WriteItemType.BYTE_IO:
+                held = packed_objects([self._object_bytes(fqn) for fqn in self._packs[key]])
+                if held.getbuffer().nbytes > OBJECTS_NBYTES:
+                    continue
+                self._objects[key] = held
+            made.append(item)
+        return made
+
+    def _object_bytes(self, fqn: str) -> memoryview:
+        held = self._objects.get(fqn)
+        if held is None:
+            held = io.BytesIO()
+            torch.save(self.state_dict[fqn], held)
+        return held.getbuffer()
+
+    def _packed(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the tensors of a pack, one after another; a view where it is one."""
+        assert index.offset is not None
+        offset = torch.Size(index.offset[1:])
+        pieces = [
+            self.lookup_object(MetadataIndex(fqn, offset)).detach()
+            for fqn in self._packs[index.fqn]
+        ]
+        return pieces[0].unsqueeze(0) if len(pieces) == 1 else torch.stack(pieces)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options alone: what a save left behind is not sent to another process."""
@@ -267,6 +342,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self._offering = Offering()
         self._objects = {}
         self._names = []
+        self._packs = {}
         self._report = None
 
     def _place(self, rank: int) -> None:
@@ -367,14 +443,16 @@ class PlacementSavePlanner(DefaultSavePlanner):
             report.warnings += (str(_alone(world_size())),)
         return report
 
-    def _planner_data(self, offers: Sequence[Offer], tables: Tables, made: WorldPlan) -> Any:
+    def _planner_data(
+        self, offers: Sequence[Offer], tables: Tables, answers: Sequence[Answer]
+    ) -> Any:
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
             data.update(self._paths_of_tables(offers, tables))
             for offer in offers:
                 if offer.loose is not None:
                     data.update(offer.loose.paths)
-        if self.digests == "full":
+        if self.digests == "full" or self.shadows is not None:
             options = {
                 "digests": self.digests,
                 "on_conflict": self.on_conflict,
@@ -382,10 +460,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 "flatten_state_dict": self.flatten_state_dict,
                 "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
             }
-            data[RESERVED_KEY] = {
-                **provenance(offers, tables, options=options, step=self.step),
-                "digests": written_digests(offers, made.answers, tables),
-            }
+            told = provenance(offers, tables, options=options, step=self.step)
+            if self.digests == "full":
+                told["digests"] = written_digests(offers, answers, tables)
+            if self.shadows is not None:
+                told["shadows"] = all_packs(offers, answers, tables)
+            data[RESERVED_KEY] = told
         return data if self.flatten_state_dict or data else None
 
     def _paths_of_tables(self, offers: Sequence[Offer], tables: Tables) -> dict[str, Any]:
@@ -411,6 +491,7 @@ _OF_ONE_SAVE = frozenset(
         "_offering",
         "_objects",
         "_names",
+        "_packs",
         "_report",
     )
 )
@@ -442,6 +523,14 @@ def _writer_faults(plan: SavePlan, answer: Answer) -> list[Fault]:
         )
         for fqn, rank, count in answer.in_pieces
     ]
+    if answer.shadows is not None:
+        faults.append(
+            Fault(
+                "shadows=",
+                "HuggingFaceStorageWriter would write the copies as tensors of the model",
+                ('way out:     shadows="off", or FileSystemWriter',),
+            )
+        )
     if answer.writers > 1 and "shard_index" not in plan.storage_data:
         faults.append(
             Fault(

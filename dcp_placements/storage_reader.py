@@ -13,6 +13,7 @@ from typing import Any
 from torch.futures import Future
 
 from dcp_placements.chunk_reads import ChunkReader, Record
+from dcp_placements.copies import Copies
 from dcp_placements.errors import PlacementError
 from dcp_placements.file_reads import CountedFile
 from dcp_placements.interop import (
@@ -21,6 +22,7 @@ from dcp_placements.interop import (
     LoadPlanner,
     Metadata,
     StorageMeta,
+    global_rank,
 )
 from dcp_placements.metadata_file import read_metadata
 from dcp_placements.quiet_gc import quiet_gc
@@ -33,6 +35,9 @@ class PlacementFileSystemReader(FileSystemReader):
     ``dcp.load(state_dict, storage_reader=PlacementFileSystemReader(path), planner=...)``, with any
     planner. A directory without ``.metadata`` in which every rank wrote its own
     (``dcp.save(..., use_collectives=False)``) is read as one checkpoint, in any topology.
+
+    Of what several ranks wrote (``PlacementSavePlanner(shadows=...)``) the copy in this rank's own
+    file comes first, then those in files that it opens anyway.
 
     Attributes:
         bytes_read: Of data files, so far.
@@ -73,6 +78,8 @@ class PlacementFileSystemReader(FileSystemReader):
         """Take the checkpoint's metadata. Called on every rank."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._stored = metadata.state_dict_metadata
+        rank = kwargs.get("rank")
+        self._copies = Copies(metadata, global_rank() if rank is None else rank)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items. Called on every rank.
@@ -82,13 +89,13 @@ class PlacementFileSystemReader(FileSystemReader):
         """
         wanted: dict[str, dict[tuple[int, int], Record]] = {}
         with quiet_gc():
-            for item in plan.items:
-                info = self.storage_data[item.storage_index]
+            sources = self._copies.sources(plan.items)
+            for item, (info, packed) in zip(plan.items, sources, strict=True):
                 records = wanted.setdefault(info.relative_path, {})
                 place = (info.offset, info.length)
                 if place not in records:
                     records[place] = Record(info)
-                records[place].items.append(item)
+                records[place].add(item, packed)
         work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream)
         for path, records in sorted(wanted.items()):
             with self.fs.create_stream(self.fs.concat_path(self.path, path), "rb") as stream:

@@ -75,6 +75,12 @@ def _print(found: Inspection) -> None:
         f"totals:    {counted(len(found.tensors), 'tensor')} in {counted(found.chunks, 'chunk')}, "
         f"{size(found.nbytes)}; {counted(len(found.objects), 'object')}"
     )
+    if found.shadows is not None:
+        kept = found.shadows
+        say(
+            f"shadows:   of {counted(kept.keys, 'key')} in {counted(kept.copies, 'record')}, "
+            f"{size(kept.nbytes)}"
+        )
     if found.provenance is None:
         say("making:    the checkpoint does not say")
     else:

@@ -36,6 +36,7 @@ from dcp_placements.provenance import stored
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rank_metadata import merge_rank_metadata, rank_file_rank
 from dcp_placements.safe_pickle import RefusedGlobal
+from dcp_placements.shadows import shadowed
 from dcp_placements.storage_table import Array, Rows, RowsBuilder, StorageTable, rows_of_entries
 
 DCP = "dcp"
@@ -131,6 +132,21 @@ class StoredObject:
     nbytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPack:
+    """Copies of tensors, or of objects, that ranks wrote beside the canonical ones.
+
+    Attributes:
+        fqns: The keys of what is copied, in the order in which they stand in a record.
+        tensor: Of all copies in one; of objects None.
+        copies: The records. The offsets of a tensor's are the writer's number, then the chunk's.
+    """
+
+    fqns: tuple[str, ...]
+    tensor: StoredTensor | None
+    copies: tuple[StoredChunk, ...]
+
+
 class Checkpoint:
     """A checkpoint, opened to be looked at. No process group, and no data is read yet.
 
@@ -144,6 +160,7 @@ class Checkpoint:
         metadata: What it says of itself, in DCP's terms.
         tensors: By key, in the checkpoint's order.
         objects: By key.
+        shadows: Copies of some of them (``shadows=``), by pack; a pack of objects has no tensor.
         provenance: What it says of its own making; None where it says nothing.
         unfound: File by key, of what the index of safetensors files names and the file has not.
 
@@ -179,6 +196,9 @@ class Checkpoint:
                 )
         self.provenance: Mapping[str, Any] | None = stored(self.metadata)
         self._places = places
+        self.shadows = {
+            key: self._pack(key, tuple(fqns)) for key, fqns in shadowed(self.provenance).items()
+        }
 
     @property
     def path(self) -> str:
@@ -214,12 +234,31 @@ class Checkpoint:
             return SAFETENSORS, metadata
         raise no_checkpoint(directory, inside=[n for n in names if _is_one(directory, n)])
 
+    def _pack(self, key: str, fqns: tuple[str, ...]) -> StoredPack:
+        tensor = self.tensors.get(fqns[0]) if fqns else None
+        places = self._places.by_offset(key)
+        if tensor is None:
+            copies = tuple([StoredChunk(Box((), ()), *place) for place in places.values()])
+            return StoredPack(fqns, None, copies)
+        sizes = {box.offsets: box.sizes for box in tensor.boxes}
+        found = []
+        for offset in places:
+            if offset is not None and offset[1:] in sizes:
+                extent = (len(fqns), *sizes[offset[1:]])
+                found.append(Box(offset, extent))
+        shape = (len(fqns), *tensor.shape)
+        made = StoredTensor(key, shape, tensor.dtype, tuple(found), self._places)
+        return StoredPack(fqns, made, made.chunks)
+
     def unclaimed(self) -> list[tuple[str, tuple[int, ...] | None, str]]:
         """Return ``(key, offsets, file)`` of what files hold and no tensor's chunk claims."""
         found: list[tuple[str, tuple[int, ...] | None, str]] = []
         claims: dict[int, set[tuple[int, ...] | None]] = {}
         for fqn in self._rows.fqns:
-            tensor = self.tensors.get(fqn)
+            pack = self.shadows.get(fqn)
+            if pack is not None and pack.tensor is None:
+                continue
+            tensor = self.tensors.get(fqn) if pack is None else pack.tensor
             if tensor is None:
                 claimed: set[tuple[int, ...] | None] = {None} if fqn in self.objects else set()
             else:

@@ -87,6 +87,25 @@ class FileInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowInfo:
+    """Copies beside the canonical tensors and objects (``shadows=``).
+
+    Attributes:
+        keys: Tensors and objects that have copies.
+        copies: Records of them in all files; a record has those of several keys.
+        nbytes: Length of the records.
+    """
+
+    keys: int
+    copies: int
+    nbytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {"keys": self.keys, "copies": self.copies, "bytes": self.nbytes}
+
+
+@dataclass(frozen=True, slots=True)
 class Inspection:
     """What is in a checkpoint.
 
@@ -100,6 +119,7 @@ class Inspection:
             ``axes``, ``versions``, ``options``); None where it says nothing.
         digests: Chunks and objects of which a digest is stored.
         experts: Layer by layer, where that was asked for.
+        shadows: What has copies; None where nothing has.
     """
 
     path: str
@@ -110,6 +130,7 @@ class Inspection:
     provenance: Mapping[str, Any] | None
     digests: int
     experts: tuple[ExpertLayer, ...] | None = None
+    shadows: ShadowInfo | None = None
 
     @property
     def chunks(self) -> int:
@@ -143,6 +164,7 @@ class Inspection:
                 "ranks": list(self.ranks),
             },
             "provenance": None if self.provenance is None else dict(self.provenance),
+            "shadows": None if self.shadows is None else self.shadows.as_json(),
         }
         if self.experts is not None:
             told["experts"] = {layer.layer: layer.as_json() for layer in self.experts}
@@ -197,4 +219,14 @@ def inspect(
         provenance={key: told[key] for key in TOLD_OF_MAKING if key in told} if told else None,
         digests=sum(len(known) for known in (told.get("digests") or {}).values()),
         experts=find_experts(tensors.values()) if experts else None,
+        shadows=_shadows(checkpoint),
     )
+
+
+def _shadows(checkpoint: Checkpoint) -> ShadowInfo | None:
+    packs = checkpoint.shadows.values()
+    records = [chunk for pack in packs for chunk in pack.copies]
+    if not records:
+        return None
+    keys = {fqn for pack in packs for fqn in pack.fqns}
+    return ShadowInfo(len(keys), len(records), sum(chunk.nbytes for chunk in records))

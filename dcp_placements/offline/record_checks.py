@@ -20,6 +20,7 @@ from dcp_placements.digests import full_digest
 from dcp_placements.file_reads import CountedFile, FilePart
 from dcp_placements.interop import MetadataIndex
 from dcp_placements.offline.structure import Record
+from dcp_placements.shadows import packed_object
 from dcp_placements.tensor_record import (
     HEADS_NBYTES,
     LOCAL,
@@ -112,19 +113,30 @@ class RecordChecker:
         yield from _mismatch(record, known.shape, known.dtype)
         if not self._contents:
             return
-        told = self._digest_of(_index(record))
-        hasher = xxhash.xxh3_128()
         nbytes = known.dtype.itemsize * prod(known.shape)
+        if record.copied:
+            # One digest after another, of what lies one after another.
+            hasher = _Hashers(nbytes // len(record.copied))
+            told = [self._digest_of(index) for index in _copied(record)]
+        else:
+            hasher = _Hashers(nbytes)
+            told = [self._digest_of(_index(record))]
         broken = list(
             self._checksums(part, record.chunk.nbytes, (known.start, nbytes), hasher.update)
         )
         yield from broken
-        if not broken and told is not None and hasher.digest() != told:
+        if not broken and any(
+            one is not None and one != found
+            for one, found in zip(told, hasher.digests(), strict=False)
+        ):
             yield Finding("digest", "the contents are not those that were saved")
 
     def _check_object(self, part: FilePart, record: Record) -> Iterator[Finding]:
         nbytes = record.chunk.nbytes
         if not self._contents:
+            return
+        if record.copied:
+            yield from self._check_copied_objects(part, record)
             return
         hasher = xxhash.xxh3_128()
         for piece in _pieces(part, 0, nbytes):
@@ -137,6 +149,21 @@ class RecordChecker:
         yield from broken
         if not broken and told is not None and hasher.digest() != told:
             yield Finding("digest", "the contents are not those that were saved")
+
+    def _check_copied_objects(self, part: FilePart, record: Record) -> Iterator[Finding]:
+        held = memoryview(bytearray(record.chunk.nbytes))
+        part.read_into(held, 0)
+        self._progress(held.nbytes)
+        count = len(record.copied)
+        for position, fqn in enumerate(record.copied):
+            try:
+                found = packed_object(held, position, count)
+            except ValueError as error:
+                yield Finding("wrong_record", str(error))
+                return
+            told = self._digest_of(MetadataIndex(fqn))
+            if told is not None and xxhash.xxh3_128_digest(found) != told:
+                yield Finding("digest", f"{fqn}: the contents are not those that were saved")
 
     def _check_loaded(self, record: Record) -> Iterator[Finding]:
         """Check what is not plain: other strides, transforms."""
@@ -153,9 +180,14 @@ class RecordChecker:
             return
         yield from _mismatch(record, tuple(found.shape), found.dtype)
         if self._contents:
-            told = self._digest_of(_index(record))
             self._progress(record.chunk.nbytes)
-            if told is not None and full_digest(found) != told:
+            parts = list(found) if record.copied else [found]
+            indices = _copied(record) if record.copied else [_index(record)]
+            told = [self._digest_of(index) for index in indices]
+            if any(
+                one is not None and full_digest(part) != one
+                for one, part in zip(told, parts, strict=False)
+            ):
                 yield Finding("digest", "the contents are not those that were saved")
 
     def _known(self, part: FilePart, length: int) -> TensorRecord | None:
@@ -227,6 +259,35 @@ def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Ite
 def _index(record: Record) -> MetadataIndex:
     offsets = None if record.tensor is None else torch.Size(record.chunk.box.offsets)
     return MetadataIndex(record.fqn, offsets)
+
+
+def _copied(record: Record) -> list[MetadataIndex]:
+    """Return what the tensors of a shadow are copies of."""
+    offset = torch.Size(record.chunk.box.offsets[1:])
+    return [MetadataIndex(fqn, offset) for fqn in record.copied]
+
+
+class _Hashers:
+    """Digests of stretches of equal length, given piece by piece."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._digests: list[bytes] = []
+        self._hasher = xxhash.xxh3_128()
+        self._left = nbytes
+
+    def update(self, piece: memoryview) -> None:
+        while piece.nbytes:
+            some = piece[: self._left]
+            self._hasher.update(some)
+            self._left -= some.nbytes
+            piece = piece[some.nbytes :]
+            if not self._left:
+                self._digests.append(self._hasher.digest())
+                self._hasher, self._left = xxhash.xxh3_128(), self._nbytes
+
+    def digests(self) -> list[bytes]:
+        return self._digests or [self._hasher.digest()]
 
 
 def _pieces(part: FilePart, start: int, nbytes: int) -> Iterator[memoryview]:

@@ -49,11 +49,13 @@ class Record:
         fqn: The key that it belongs to.
         chunk: Its chunk; of an object a chunk without dims.
         tensor: Its tensor; None for an object.
+        copied: The keys of what it holds copies of, where it is a shadow.
     """
 
     fqn: str
     chunk: StoredChunk
     tensor: StoredTensor | None
+    copied: tuple[str, ...] = ()
 
     @property
     def start(self) -> int:
@@ -68,6 +70,8 @@ class Record:
     @property
     def name(self) -> str:
         """The key, and which part of the tensor where it is not all of it."""
+        if self.copied:
+            return f"the copy of {format_names(self.copied, 2)}"
         if self.tensor is None or len(self.tensor.boxes) == 1:
             return self.fqn
         return f"{self.fqn} {format_box(self.chunk.box, self.tensor.shape)}"
@@ -84,6 +88,10 @@ def records_by_file(checkpoint: Checkpoint) -> dict[str, list[Record]]:
         if told.file is not None:
             chunk = StoredChunk(Box((), ()), told.file, told.start, told.nbytes)
             found[told.file].append(Record(fqn, chunk, None))
+    for key, pack in checkpoint.shadows.items():
+        for chunk in pack.copies:
+            assert chunk.file is not None
+            found[chunk.file].append(Record(key, chunk, pack.tensor, pack.fqns))
     for records in found.values():
         records.sort(key=lambda record: (record.start, record.end))
     return dict(sorted(found.items()))
@@ -179,7 +187,7 @@ def file_faults(
 
 
 def _names(records: Iterable[Record]) -> tuple[str, ...]:
-    return tuple(sorted({record.fqn for record in records}))
+    return tuple(sorted({fqn for record in records for fqn in record.copied or (record.fqn,)}))
 
 
 def _told(boxes: list[Box], shape: tuple[int, ...] | None) -> str:

@@ -174,7 +174,7 @@ def _checked(
                 if record.end <= size:
                     found += [(record, finding) for finding in checker.check(counted, record)]
     except OSError as error:
-        names = tuple(sorted({record.fqn for record in held}))
+        names = tuple(sorted({fqn for record in held for fqn in record.copied or (record.fqn,)}))
         return [CheckpointFault("missing_file", names, (file,), f"it cannot be read: {error}")]
     return _diagnosed(file, found)
 
@@ -183,7 +183,10 @@ def _diagnosed(file: str, found: list[tuple[Record, Finding]]) -> list[Checkpoin
     """Return the faults of one file; records of another save are told of as one."""
     faults = [
         CheckpointFault(
-            finding.kind, (record.fqn,), (file,), f"{record.name} in {file}: {finding.message}"
+            finding.kind,
+            tuple(sorted(record.copied)) or (record.fqn,),
+            (file,),
+            f"{record.name} in {file}: {finding.message}",
         )
         for record, finding in found
         if finding.kind != "digest"
@@ -191,7 +194,7 @@ def _diagnosed(file: str, found: list[tuple[Record, Finding]]) -> list[Checkpoin
     # Their own checksums are right: nothing was damaged on the way, something else was saved.
     other = [record for record, finding in found if finding.kind == "digest"]
     if other:
-        names = tuple(sorted({record.fqn for record in other}))
+        names = tuple(sorted({fqn for record in other for fqn in record.copied or (record.fqn,)}))
         message = (
             f"{len(other)} records in {file} are whole, and not those that were saved with the "
             "metadata: of another save, which was cut off, or changed with new checksums"
@@ -213,6 +216,8 @@ def _digest_gaps(
     without: dict[str, set[str]] = defaultdict(set)
     for file, held in records.items():
         for record in held:
+            if record.copied:
+                continue
             offsets = torch.Size(record.chunk.box.offsets) if record.tensor is not None else None
             if stored_digest(told, MetadataIndex(record.fqn, offsets)) is None:
                 without[record.fqn].add(file)
