@@ -46,7 +46,7 @@ class Copies:
     def __init__(self, metadata: Metadata, rank: int) -> None:
         told = stored(metadata)
         self._places: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
-        self._rank = rank
+        self._reader = rank
         self._stand_in = rank % max(int((told or {}).get("world_size", 1)), 1)
         self._packs: dict[str, list[tuple[str, Packed]]] = {}
         for key, fqns in shadowed(told).items():
@@ -59,13 +59,13 @@ class Copies:
         found: list[Source] = [(self._places[item.storage_index], None) for item in items]
         if not self._packs:
             return found
-        own = f"__{self._rank}_"
+        own = f"__{self._reader}_"
         opened: set[str] = set()
         left = []
         for at, item in enumerate(items):
             path = found[at][0].relative_path
             if item.storage_index.fqn in self._packs and not path.startswith(own):
-                copy = self._of(item, (self._rank,))
+                copy = self._of(item, (self._reader,))
                 if copy is None:
                     left.append(at)
                     continue
