@@ -58,8 +58,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         rules: ``PlacementRules``, or any ``(fqn, tensor) -> CheckpointPlacement or None``. None:
             every tensor keeps its own mesh and placements.
         rename: This rank's key to the checkpoint's key; rules see the checkpoint's. ``Renumber``
-            and the like, or any function of a key; what is a row, or has rows, is a ``Row`` or
-            ``Rows``.
+            and the like, or any function of a key; what is a row, or has rows or parts, is a
+            ``Row``, ``Rows`` or ``Parts``.
         optional: Patterns of keys that the checkpoint may lack; they keep what they have. The
             optimizer state of a parameter may always be wholly missing (it never was stepped).
         cast: What to do where the checkpoint's dtype is wider than the tensor's: ``"error"``,

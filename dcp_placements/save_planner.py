@@ -84,8 +84,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
         rules: ``PlacementRules``, or any ``(fqn, tensor) -> CheckpointPlacement or None``. None:
             every tensor keeps its own mesh and placements.
         rename: This rank's key to the checkpoint's key; rules see the checkpoint's. ``Renumber``
-            and the like, or any function of a key; what is a row, or has rows, is a ``Row`` or
-            ``Rows``.
+            and the like, or any function of a key; what is a row, or has rows or parts, is a
+            ``Row``, ``Rows`` or ``Parts``.
         digests: What the coordinator compares before it drops a replica: ``"sampled"`` (up to
             4 KiB of each item), ``"full"`` (all bytes; the digests are stored, too, for
             ``PlacementLoadPlanner(verify="digests")``) or ``"off"``.

@@ -48,6 +48,7 @@ ORDER = [
     *("offline.megatron_dist", "offline.megatron_report", "offline.megatron_parts"),
     *("offline.megatron_import",),
     *("offline.assembly", "offline.selection", "offline.export"),
+    *("offline.safetensors_import",),
     *("offline.diagnosis", "offline.rescue"),
     *("offline.rehearsal", "offline.projection", "offline.picture", "offline.drawing"),
     *("offline",),

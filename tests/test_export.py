@@ -36,7 +36,7 @@ from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
 from fakes import FakeDTensor, World, cut
 from fakes.damage import drop_chunk, foreign_pickle, remove_file
-from tests.offline_scenes import Run, run
+from tests.offline_scenes import Run, run, save_hugging_face
 from tests.strategies import arange, examples
 
 __all__ = ["run"]
@@ -370,6 +370,15 @@ def test_what_is_not_whole_is_refused_before_anything_is_written(
     with pytest.raises(PlacementError, match=r"not whole\n.*(hole|missing_file)"):
         export_safetensors(tmp_path / "ckpt", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_a_file_that_an_index_names_in_vain_is_missed(tmp_path: Path) -> None:
+    save_hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.ones(3)})
+    (tmp_path / "hf" / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(PlacementError, match=r"not whole\n    b: missing_file"):
+        export_safetensors(tmp_path / "hf", tmp_path / "out")
+    export_safetensors(tmp_path / "hf", tmp_path / "out", exclude=["b"])
+    assert sorted(read(tmp_path / "out")) == ["a"]
 
 
 def test_a_hostile_pickle_is_refused_and_nothing_runs(tmp_path: Path, run: Run) -> None:

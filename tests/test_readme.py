@@ -272,6 +272,7 @@ JSON_OF = {
     "rehearse": "step-1 --rules moe_rules:rules --mesh ep=8",
     "doctor": "stock --mesh ep=4,edp=4 --rescue again",
     "draw": "step-1 -o all.svg",
+    "export": "step-1 exported --to hf",
 }
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import Json
+from dcp_placements.cli.arguments import Json, RenameSpec, parse_nbytes
 from dcp_placements.cli.printing import print_json, progress, say
+from dcp_placements.offline.declared import resolve
+from dcp_placements.offline.megatron_report import ImportReport
+from dcp_placements.offline.safetensors_import import MEMORY_NBYTES, ImportedSafetensors
 
 
 class Source(StrEnum):
     """What can be imported."""
 
     megatron = "megatron"
+    hf = "hf"
 
 
 def import_command(
@@ -36,20 +40,52 @@ def import_command(
     expert_tensor_parallel_size: Annotated[
         int | None, typer.Option(min=1, help="Where the files hold no arguments.")
     ] = None,
+    rename: RenameSpec = None,
+    memory: Annotated[
+        int | None, typer.Option(parser=parse_nbytes, metavar="SIZE", help="For safetensors.")
+    ] = None,
     json: Json = False,
 ) -> int:
-    """Turn Megatron's mp_rank_* files into a DCP checkpoint that loads anywhere."""
+    """Turn Megatron's mp_rank_* files, or safetensors, into a DCP checkpoint that loads anywhere.
+
+    --rename and --memory are for safetensors, the other options for Megatron's files.
+    """
+    of_megatron: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "optimizer": optimizer,
+        "expert_parallel_size": expert_parallel_size,
+        "expert_tensor_parallel_size": expert_tensor_parallel_size,
+    }
+    if from_ is Source.hf:
+        _refuse(of_megatron, "megatron")
+        with progress("import") as step:
+            found = offline.import_safetensors(
+                src,
+                out,
+                rename=None if rename is None else resolve(rename),
+                memory=MEMORY_NBYTES if memory is None else memory,
+                progress=step,
+            )
+        return _tell(found, json=json)
+    _refuse({"rename": rename, "memory": memory}, "hf")
     with progress("import") as step:
         report = offline.import_megatron(
             src,
             out,
             preset=preset,
-            vocab_size=vocab_size,
-            optimizer=optimizer,
-            expert_parallel_size=expert_parallel_size,
-            expert_tensor_parallel_size=expert_tensor_parallel_size,
+            **of_megatron,
             progress=step,
         )
+    return _tell(report, json=json)
+
+
+def _refuse(options: dict[str, Any], source: str) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise typer.BadParameter(f"--{given[0].replace('_', '-')} is for --from {source}")
+
+
+def _tell(report: ImportReport | ImportedSafetensors, *, json: bool) -> int:
     if json:
         print_json(report.as_json())
     else:

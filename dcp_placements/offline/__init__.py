@@ -17,6 +17,7 @@ from dcp_placements.offline.merging import merge_metadata
 from dcp_placements.offline.picture import check_picture_name, save_figure
 from dcp_placements.offline.rehearsal import rehearse
 from dcp_placements.offline.rescue import rescue
+from dcp_placements.offline.safetensors_import import import_safetensors
 from dcp_placements.offline.verification import verify
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "export_safetensors",
     "export_torch",
     "import_megatron",
+    "import_safetensors",
     "inspect",
     "megatron_layout",
     "merge_metadata",

@@ -128,6 +128,7 @@ def export_safetensors(
             twice; a dtype that safetensors does not know; tied tensors that differ. All of it is
             told before anything is written.
     """
+    target = check_absent(out)
     plan = _Plan(checkpoint, rename, dtype, prefix, optimizer, exclude, memory, tied or {})
     faults = [
         Fault(made.fqn, f"safetensors files know no {made.dtype}")
@@ -135,8 +136,6 @@ def export_safetensors(
         if made.dtype not in DTYPES.values()
     ]
     raise_faults("the checkpoint cannot be exported", faults)
-    target = Path(out)
-    check_absent(target)
     shards = _shards(plan.made, max_shard_size)
     half = target.with_name(f".{target.name}.partial")
     is_same = _prepare(half, plan.identity({"shards": {k: len(v) for k, v in shards.items()}}))
@@ -190,9 +189,8 @@ def export_torch(
         CannotLook: There is no checkpoint, or it cannot be read.
         PlacementError: As ``export_safetensors``, any dtype being known.
     """
+    target = check_absent(out)
     plan = _Plan(checkpoint, rename, dtype, prefix, optimizer, exclude, MEMORY_NBYTES, tied or {})
-    target = Path(out)
-    check_absent(target)
     with BoxReader(plan.checkpoint) as reader:
         state_dict = {made.fqn: made.read(reader, made.whole) for made in plan.made}
     for name, whose in plan.tied.items():

@@ -73,7 +73,9 @@ def select(
             + f"\n    it has:      {format_names(list(checkpoint.tensors), 4) or 'no tensors'}"
         )
     kept = {tensor.fqn for tensor in found.values()}
-    _check_whole(checkpoint, kept)
+    # What an index names and no file has is no tensor of the checkpoint, but it should be one.
+    lost = {f for f in checkpoint.unfound if not any(matches(f) for matches in unwanted)}
+    _check_whole(checkpoint, kept | {fqn for fqn in lost if fqn.startswith(start)})
     rest = sorted({*checkpoint.tensors, *checkpoint.objects} - kept)
     return Selection(found, head, tuple(rest))
 
