@@ -41,6 +41,7 @@ class PlanCache:
         tables: Coordinator only: the tables that were sent.
         standings: Coordinator only: what the plan depends on, one per rank.
         plan: Coordinator only: the plan.
+        record: Coordinator only: what a checkpoint says of the plan; None if not known yet.
         paths: Coordinator only: where the keys of the plan's tables stand; None if not known yet.
     """
 
@@ -53,6 +54,7 @@ class PlanCache:
     tables: Tables = field(default_factory=Tables)
     standings: list[Standing] | None = None
     plan: WorldPlan | None = None
+    record: dict[str, Any] | None = None
     paths: dict[str, Path] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,7 +77,7 @@ class PlanCache:
     def keep(self, standings: list[Standing] | None, plan: WorldPlan) -> None:
         """Note the plan of all ranks and what it depends on."""
         if standings != self.standings:
-            self.paths = None
+            self.paths = self.record = None
         self.standings, self.plan = standings, plan
 
     def _why_unusable(self, tables: list[Table]) -> str | None:

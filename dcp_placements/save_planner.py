@@ -21,6 +21,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.evidence import Answer, Offer, Shadowing, Tables
 from dcp_placements.interop import (
+    DefaultLoadPlanner,
     DefaultSavePlanner,
     Metadata,
     MetadataIndex,
@@ -51,6 +52,7 @@ from dcp_placements.options import check_choice, check_rules, check_waivers
 from dcp_placements.ownership import left_to_others
 from dcp_placements.placing import Placing, counted_faults, place, recheck_aliases
 from dcp_placements.plan_cache import PlanCache, standing
+from dcp_placements.plan_record import PLAN_KEY, plan_record, record_of, said_of, signed
 from dcp_placements.provenance import RESERVED_KEY, provenance, written_digests
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
@@ -91,7 +93,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             ``PlacementLoadPlanner(verify="digests")``) or ``"off"``.
         on_conflict: ``"error"`` refuses a save whose replicas differ; ``"warn"`` saves one.
         waive: ``{pattern: reason}`` of keys whose lint warnings are known to be wrong.
-        step: The training step, kept with full digests; an attribute, to be set before each save.
+        step: The training step, kept with full digests or plan caching; an attribute, to be set
+            before each save.
         shadows: Copies of what is replicated, in the files of the ranks that would otherwise read
             it elsewhere: ``"off"``, the bytes that a rank may write more (the smallest tensors
             first), or patterns of keys. For ``PlacementFileSystemReader``; others see none of it.
@@ -101,13 +104,16 @@ class PlacementSavePlanner(DefaultSavePlanner):
         dedup_save_to_lowest_rank: As in ``DefaultSavePlanner``.
         enable_plan_caching: Reuse the plan of the last save where the tensors are the same; held
             by this planner.
+        after: With ``enable_plan_caching=True`` the planner of the load that this run has resumed
+            by: the first save's report says whether its plan is that of the checkpoint.
 
     Attributes:
         report: After planning, a ``SaveReport``; of all ranks on the coordinator, of what this
             rank holds on the others.
 
     Raises:
-        PlacementError: An option that there is not.
+        PlacementError: An option that there is not; ``after`` without plan caching, or of a
+            planner that has not loaded.
     """
 
     _objects: Objects
@@ -129,6 +135,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         dedup_replicated_tensors: bool | None = None,
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
+        after: DefaultLoadPlanner | None = None,
     ) -> None:
         super().__init__(
             flatten_state_dict=flatten_state_dict,
@@ -153,6 +160,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self._report: SaveReport | None = None
         self._reuse = "off"
         self._cache = PlanCache() if enable_plan_caching else None
+        if after is not None and not enable_plan_caching:
+            raise PlacementError("after= is for enable_plan_caching=True, which is off")
+        self._resumed = None if after is None else record_of(after)
         self._exact = False
         self._start_over()
 
@@ -415,9 +425,14 @@ class PlacementSavePlanner(DefaultSavePlanner):
             )
             if not alone:
                 made.faults += numbering_faults(offers, tables)
-        self._report = self._judge(made, offers)
-        if cache is not None:
+        if cache is not None and standings is not None:
+            if self._resumed is not None and cache.standings is None:
+                self._reuse = said_of(self._resumed, offers, tables, standings)
+                logger.info("plan %s", self._reuse)
+            self._report = self._judge(made, offers)
             cache.keep(standings, made)
+        else:
+            self._report = self._judge(made, offers)
         return made
 
     def _judge(self, made: WorldPlan, offers: Sequence[Offer]) -> SaveReport:
@@ -466,7 +481,19 @@ class PlacementSavePlanner(DefaultSavePlanner):
             if self.shadows is not None:
                 told["shadows"] = all_packs(offers, answers, tables)
             data[RESERVED_KEY] = told
+        record = self._record(offers, tables)
+        if record is not None:
+            data.setdefault(RESERVED_KEY, {})[PLAN_KEY] = record
         return data if self.flatten_state_dict or data else None
+
+    def _record(self, offers: Sequence[Offer], tables: Tables) -> dict[str, Any] | None:
+        """Return what the checkpoint is to say of its plan."""
+        cache = self._cache
+        if cache is None or cache.standings is None or len(offers) < world_size():
+            return None
+        if cache.record is None:
+            cache.record = plan_record(offers, tables, cache.standings)
+        return signed(cache.record, self.step)
 
     def _paths_of_tables(self, offers: Sequence[Offer], tables: Tables) -> dict[str, Any]:
         """Return where the keys of all tables stand; kept with the plan."""

@@ -125,9 +125,12 @@ class Table:
 
     def compressed(self) -> bytes:
         """Return the table as it travels: a few hundred bytes for thousands of keys."""
+        return zlib.compress(pickle.dumps(self.told(), protocol=5), 9)
+
+    def told(self) -> tuple[Any, ...]:
+        """Return the table as plain values that compress well; ``table_of`` makes one of them."""
         columns = map(packed_column, self._columns())
-        told = (*self._kinds(), packed_keys(self.fqns), *columns)
-        return zlib.compress(pickle.dumps(told, protocol=5), 9)
+        return (*self._kinds(), packed_keys(self.fqns), *columns)
 
     def _columns(self) -> tuple[list[int], ...]:
         return self.class_of, self.look_of, self.rule_of, self.path_of
@@ -143,7 +146,12 @@ class Table:
 
 def unpacked(data: bytes) -> Table:
     """Return the table that was compressed."""
-    classes, looks, rules, paths, keys, *columns = pickle.loads(zlib.decompress(data))
+    return table_of(pickle.loads(zlib.decompress(data)))
+
+
+def table_of(told: Sequence[Any]) -> Table:
+    """Return the table that ``Table.told`` told of."""
+    classes, looks, rules, paths, keys, *columns = told
     return Table(
         [_class_of_state(*state) for state in classes],
         [
