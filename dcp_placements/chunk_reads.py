@@ -26,7 +26,14 @@ from dcp_placements.interop import (
 )
 from dcp_placements.shadows import packed_object
 from dcp_placements.slices import Gap, halves, segments
-from dcp_placements.tensor_record import HEADS_NBYTES, TensorRecord, parse_record
+from dcp_placements.storage_table import Starts
+from dcp_placements.tensor_record import (
+    CHECK_NBYTES,
+    HEADS_NBYTES,
+    TensorRecord,
+    is_check,
+    parse_record,
+)
 
 SMALL_NBYTES = 64 << 10
 """A record up to this is read with its neighbours, where most of it is wanted."""
@@ -38,6 +45,11 @@ in 500, and one call takes a quarter of the time."""
 
 SPAN_NBYTES = 2 << 20
 """Neighbours are read together up to this: it is what a load takes in memory beyond torch's."""
+
+EXACT_NBYTES = 1 << 10
+"""Tensors of this size, on average, and more are read without the heads between them, where their
+writer told where elements begin and heads are more than a tenth of all. Of smaller ones the calls
+would cost more than the bytes."""
 
 NEAR_NBYTES = 64 << 10
 """Reads this near to each other are announced, so that the pages between come along: to fetch them
@@ -98,6 +110,7 @@ class ChunkReader:
         planner: Says where to.
         stored: The metadata of what is stored, by key.
         transformed: Undoes the transforms of a record's stream.
+        starts: Where elements begin in small records, as the writer told.
     """
 
     def __init__(
@@ -105,7 +118,10 @@ class ChunkReader:
         planner: LoadPlanner,
         stored: Mapping[str, Any],
         transformed: Callable[[ReadItem, Sequence[str], Any], Any],
+        starts: Starts | None = None,
     ) -> None:
+        self._starts = starts or {}
+        self._check = memoryview(bytearray(CHECK_NBYTES))
         self._planner = planner
         self._stored = stored
         self._transformed = transformed
@@ -141,12 +157,72 @@ class ChunkReader:
             if len(span) == 1 and not self._is_small(span[0]):
                 self._read_alone(file, path, span[0])
                 continue
+            if file.is_plain and self._reads_exactly(file, path, span):
+                continue
             start = span[0].info.offset
             held = self._span_room(span[-1].end - start)
             file.read_into(held, start)
             for record in span:
                 at = record.info.offset - start
                 self._read_small(path, record, held[at : at + record.info.length])
+
+    def _reads_exactly(self, file: CountedFile, path: str, span: Sequence[Record]) -> bool:
+        """Read the elements of a span alone; False where there is not much beside them."""
+        if not self._starts:
+            return False
+        wanted = []
+        for record in span:
+            known = self._told_start(record)
+            if known is None:
+                return False
+            wanted.append(known)
+        nbytes = span[-1].end - span[0].info.offset
+        needed = sum(known.nbytes for known in wanted)
+        if needed < EXACT_NBYTES * len(span) or 1.1 * needed >= nbytes:
+            return False
+        file.announce(span[0].info.offset, nbytes)
+        for record, known in zip(span, wanted, strict=True):
+            if not self._read_exactly(file, path, record, known):
+                held = self._span_room(record.info.length)
+                file.read_into(held, record.info.offset)
+                self._read_small(path, record, held)
+        return True
+
+    def _told_start(self, record: Record) -> TensorRecord | None:
+        """Return where the elements of a record are that is wanted whole, by what its writer told.
+
+        Tensors of one dtype and shape have records of one length, unless they are not plain.
+        """
+        item, packed = record.items[0], record.packed[0]
+        if len(record.items) > 1 or packed is not None or item.type == LoadItemType.BYTE_IO:
+            return None
+        told, index = self._stored.get(item.storage_index.fqn), item.storage_index.index
+        if not isinstance(told, TensorStorageMetadata) or index is None:
+            return None
+        chunk = told.chunks[index] if index < len(told.chunks) else None
+        if chunk is None or chunk.offsets != item.storage_index.offset or any(item.storage_offsets):
+            return None
+        dtype, sizes = told.properties.dtype, tuple(chunk.sizes)
+        if tuple(item.lengths) != sizes:
+            return None
+        start = self._starts.get((str(dtype), sizes, record.info.length))
+        return None if start is None else TensorRecord(dtype, sizes, start)
+
+    def _read_exactly(
+        self, file: CountedFile, path: str, record: Record, known: TensorRecord
+    ) -> bool:
+        """Read the elements, and what stands behind them to prove it; False where it does not."""
+        item = record.items[0]
+        target = self._target(item, known.shape, path)
+        memory = _memory(target) if target.dtype == known.dtype else None
+        data = self._room(known.nbytes)[: known.nbytes] if memory is None else memory
+        file.read_both(data, self._check, record.info.offset + known.start)
+        if not is_check(self._check, data):
+            return False
+        if memory is None:
+            target.copy_(torch.frombuffer(data, dtype=known.dtype).reshape(known.shape))
+        self._planner.commit_tensor(item, target)
+        return True
 
     def _spans(self, records: Sequence[Record]) -> Iterator[list[Record]]:
         """Yield records that are read in one call."""
@@ -157,6 +233,7 @@ class ChunkReader:
                 and self._is_small(span[-1])
                 and record.info.offset - span[-1].end <= NEIGHBOUR_NBYTES
                 and record.end - span[0].info.offset <= SPAN_NBYTES
+                and record.items[0].type == span[-1].items[0].type
             ):
                 yield span
                 span = []

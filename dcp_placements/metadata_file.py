@@ -108,7 +108,14 @@ def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
                 raise pickle.UnpicklingError("something stands behind its records")
         rows = np.concatenate(arrays) if arrays else np.empty(0, ROW)
         metadata.storage_data = StorageTable(
-            Rows(told["fqns"], told["offsets"], told["paths"], told["transforms"], rows)
+            Rows(
+                told["fqns"],
+                told["offsets"],
+                told["paths"],
+                told["transforms"],
+                rows,
+                told.get("starts"),
+            )
         )
         return metadata
 
@@ -324,6 +331,7 @@ def _footer(held: Rows, named: _Named, parts: Sequence[tuple[Part, int, int]]) -
         "offsets": held.offsets,
         "paths": held.paths,
         "transforms": held.transforms,
+        "starts": held.starts,
         "numbers": {name: numbers.tobytes() for name, numbers in named.columns.items()},
         "parts": [
             ((part.chunk, part.transformed, part.wide), position, count)

@@ -27,6 +27,7 @@ from dcp_placements.interop import (
 from dcp_placements.metadata_file import read_metadata
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rank_metadata import merge_rank_metadata, rank_files
+from dcp_placements.storage_table import StorageTable
 
 
 class PlacementFileSystemReader(FileSystemReader):
@@ -96,7 +97,9 @@ class PlacementFileSystemReader(FileSystemReader):
                 if place not in records:
                     records[place] = Record(info)
                 records[place].add(item, packed)
-        work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream)
+        told = self.storage_data
+        starts = told.rows.starts if isinstance(told, StorageTable) else None
+        work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
         for path, records in sorted(wanted.items()):
             with self.fs.create_stream(self.fs.concat_path(self.path, path), "rb") as stream:
                 file = CountedFile(stream)

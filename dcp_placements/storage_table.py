@@ -22,6 +22,12 @@ Offset = tuple[int, ...] | None
 Transforms = tuple[str, ...] | None
 Array = np.ndarray[Any, Any]
 
+Kind = tuple[str, tuple[int, ...], int]
+"""What records have in common: dtype, sizes of the chunk, length of the record."""
+
+Starts = Mapping[Kind, int | None]
+"""Where in a record of a kind the elements begin; None where that differs, or other strides are."""
+
 ROW = np.dtype(
     [
         *((name, np.uint32) for name in ("fqn", "offset", "path", "transforms")),
@@ -41,6 +47,7 @@ class Rows:
         paths: Files, relative to the checkpoint.
         transforms: What the bytes went through on their way to the file; None for nothing.
         rows: Of dtype ``ROW``.
+        starts: Of small tensors; None where the writer did not tell.
     """
 
     fqns: tuple[str, ...]
@@ -48,6 +55,7 @@ class Rows:
     paths: tuple[str, ...]
     transforms: tuple[Transforms, ...]
     rows: Array
+    starts: Starts | None = None
 
     def index(self, row: Any) -> MetadataIndex:
         """Return what a row is about."""
@@ -66,13 +74,13 @@ class Rows:
     def packed(self) -> tuple[bytes, bytes]:
         """Return the keys, which many ranks have in common, and the rest; compressed."""
         columns = [self.rows[name].tobytes() for name in ROW.names or ()]
-        rest = (self.offsets, self.paths, self.transforms, b"".join(columns))
+        rest = (self.offsets, self.paths, self.transforms, b"".join(columns), self.starts)
         return _compressed(self.fqns), _compressed(rest)
 
     @staticmethod
     def unpacked(fqns: bytes, rest: bytes) -> Rows:
         """Return the rows again."""
-        offsets, paths, transforms, columns = pickle.loads(zlib.decompress(rest))
+        offsets, paths, transforms, columns, starts = pickle.loads(zlib.decompress(rest))
         count = len(columns) // ROW.itemsize
         rows = np.empty(count, ROW)
         start = 0
@@ -80,7 +88,7 @@ class Rows:
             nbytes = count * ROW[name].itemsize
             rows[name] = np.frombuffer(columns[start : start + nbytes], ROW[name])
             start += nbytes
-        return Rows(_names(fqns), offsets, paths, transforms, rows)
+        return Rows(_names(fqns), offsets, paths, transforms, rows, starts)
 
 
 class RowsBuilder:
@@ -89,6 +97,7 @@ class RowsBuilder:
     def __init__(self) -> None:
         self._names: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
         self._rows: list[tuple[int, ...]] = []
+        self._starts: dict[Kind, int | None] | None = None
 
     def add(
         self,
@@ -109,10 +118,23 @@ class RowsBuilder:
         ]
         self._rows.append((*found, start, length))
 
+    def add_start(self, kind: Kind | None, start: int | None) -> None:
+        """Note where the elements of a record begin; every record has to be told of, or none.
+
+        Args:
+            kind: Of the record; None where nobody asks for such.
+            start: None where they do not lie in C order, or it is not known.
+        """
+        if self._starts is None:
+            self._starts = {}
+        if kind is not None and self._starts.setdefault(kind, start) != start:
+            self._starts[kind] = None
+
     def rows(self) -> Rows:
         """Return all rows, in the order in which they were added."""
         fqns, offsets, paths, transforms = map(tuple, self._names)
-        return Rows(fqns, offsets, paths, transforms, np.array(self._rows, ROW))
+        rows = np.array(self._rows, ROW)
+        return Rows(fqns, offsets, paths, transforms, rows, self._starts)
 
 
 def join(parts: Iterable[Rows]) -> Rows:
@@ -122,7 +144,10 @@ def join(parts: Iterable[Rows]) -> Rows:
     maps: dict[int, Array] = {}
     kept: list[Any] = []
     arrays = []
+    starts: dict[Kind, int | None] | None = {}
     for part in parts:
+        if starts is not None and len(part.rows):
+            starts = None if part.starts is None else _agreed(starts, part.starts)
         rows = part.rows.copy()
         named = (part.fqns, part.offsets, part.paths, part.transforms)
         for column, known, names in zip(ROW.names or (), lists, named, strict=False):
@@ -137,7 +162,14 @@ def join(parts: Iterable[Rows]) -> Rows:
         arrays.append(rows)
     fqns, offsets, paths, transforms = map(tuple, lists)
     joined = np.concatenate(arrays) if arrays else np.empty(0, ROW)
-    return Rows(fqns, offsets, paths, transforms, joined)
+    return Rows(fqns, offsets, paths, transforms, joined, starts)
+
+
+def _agreed(known: dict[Kind, int | None], told: Starts) -> dict[Kind, int | None]:
+    for kind, start in told.items():
+        if known.setdefault(kind, start) != start:
+            known[kind] = None
+    return known
 
 
 class _Lazy:

@@ -142,10 +142,15 @@ class PlacementFileSystemWriter(FileSystemWriter):
                         data = planner.resolve_data(item)
                         assert isinstance(data, BytesIO)
                         stream.write(data.getbuffer())
+                        builder.add_start(None, None)
                         start = _note(builder, item, name, start, stream.tell())
                 for tensor, item in loaded:
-                    saver.save(tensor, stream)
-                    start = _note(builder, item, name, start, stream.tell())
+                    begins = saver.save(tensor, stream)
+                    end = stream.tell()
+                    small = tensor.nbytes <= saver.small_nbytes
+                    kind = (str(tensor.dtype), tuple(tensor.shape), end - start) if small else None
+                    builder.add_start(kind, begins)
+                    start = _note(builder, item, name, start, end)
                 self._sync(stream)
 
     def _sync(self, stream: Any) -> None:

@@ -11,9 +11,11 @@ import pickle
 import pickletools
 import struct
 import sys
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -45,6 +47,11 @@ class TensorRecord:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def nbytes(self) -> int:
+        """Of the elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
     """Return where the elements are; None where the record is not of the plain kind.
@@ -70,6 +77,15 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
         ValueError,
     ):
         return None
+
+
+CHECK_NBYTES = 12
+"""What stands behind the elements: a mark, their checksum, and how many bytes they are."""
+
+
+def is_check(check: memoryview, data: memoryview) -> bool:
+    """Whether what stands behind elements says that these are they."""
+    return bytes(check) == DESCRIPTOR + struct.pack("<II", zlib.crc32(data), data.nbytes)
 
 
 def head_record(read_into: Callable[[memoryview, int], object], nbytes: int) -> TensorRecord | None:

@@ -29,9 +29,14 @@ class Stamp:
         saved: What ``torch.save`` made of one such tensor.
         data: The bytes of that tensor's storage; not empty.
 
+    Attributes:
+        start: Where the elements begin.
+
     Raises:
         ValueError: ``torch.save`` writes something else than is known here.
     """
+
+    start: int
 
     def __init__(self, saved: bytes, data: bytes) -> None:
         try:
@@ -76,6 +81,7 @@ class Stamp:
         data, name = starts["data/0"], starts[order[-1]]
         # The id is 20 digits of the entries' names, then 20 of their contents.
         middle, end = name + 20, name + 40
+        self.start = data
         crc = data + nbytes + len(DESCRIPTOR)
         spots = [
             (data, data + nbytes),
@@ -115,11 +121,15 @@ class TensorSaver:
         self.small_nbytes = small_nbytes
         self._stamps: dict[Any, Stamp | None] = {}
 
-    def save(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Write what ``torch.save(tensor, stream)`` writes."""
+    def save(self, tensor: torch.Tensor, stream: Any) -> int | None:
+        """Write what ``torch.save(tensor, stream)`` writes.
+
+        Returns:
+            Where in that the elements begin, in C order; None where it was not looked at.
+        """
         if not self._is_small_and_plain(tensor):
             torch.save(tensor, stream)
-            return
+            return None
         key = (tensor.dtype, tensor.shape, tensor.stride())
         data = _storage_bytes(tensor)
         if key not in self._stamps:
@@ -131,12 +141,12 @@ class TensorSaver:
             except ValueError:
                 self._stamps[key] = None
             stream.write(saved)
-            return
-        stamp = self._stamps[key]
-        if stamp is None:
+        elif (stamp := self._stamps[key]) is None:
             torch.save(tensor, stream)
         else:
             stream.write(b"".join(stamp.parts(data)))
+        stamp = self._stamps[key]
+        return None if stamp is None or not tensor.is_contiguous() else stamp.start
 
     def _is_small_and_plain(self, tensor: torch.Tensor) -> bool:
         return (
