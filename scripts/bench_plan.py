@@ -65,6 +65,11 @@ OTHER_RANKS = (256, 1024, 4096)
 STOCK_SHARES = {"w1": 3, "w2": 2}
 """Of --stock-seconds; 1 for all others."""
 FULL_RANKS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+FULL_RANKS_OF = {
+    "w1-steps": (1024, 4096),
+    # Its metadata has a chunk list per tensor: 16,384 ranks would take about 10 GB.
+    "w3-own": (256, 512, 1024),
+}
 
 
 class Bench:
@@ -427,7 +432,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         help="default: 256 to 4096, w1 to 16384",
     )
-    parser.add_argument("--full", action="store_true", help="256 to 16,384 ranks; takes long")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="256 to 16,384 ranks, all that the README shows; takes up to two hours",
+    )
     parser.add_argument("--tiny", action="store_true", help="a few layers of w4 on 4 and 8 ranks")
     parser.add_argument("--stock-seconds", type=float, help="for stock (120; 1200 with --full)")
     parser.add_argument("--ours-seconds", type=float, help="for ours (150; 3600 with --full)")
@@ -454,10 +463,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.workloads = args.workloads or ["w4"]
         args.ranks = args.ranks or [4, 8]
         args.samples, args.jobs = 2, 1
-    args.workloads = list(args.workloads or DEFAULT_WORKLOADS)
+    more = ("w1-steps",) if args.full else ()
+    args.workloads = list(args.workloads or DEFAULT_WORKLOADS + more)
     args.ranks_of = {
         name: sorted(
-            args.ranks or (FULL_RANKS if args.full else DEFAULT_RANKS.get(name, OTHER_RANKS))
+            args.ranks
+            or (
+                FULL_RANKS_OF.get(name, FULL_RANKS)
+                if args.full
+                else DEFAULT_RANKS.get(name, OTHER_RANKS)
+            )
         )
         for name in args.workloads
     }
