@@ -404,14 +404,16 @@ class PlacementSavePlanner(DefaultSavePlanner):
         """Return the plan of all ranks, an earlier one where it depends on the same."""
         cache = self._cache
         standings = None if cache is None else [standing(offer) for offer in offers]
+        # One plan where there are more ranks: a save without collectives; nobody sees the rest.
+        alone = len(offers) == 1 and world_size() > 1
         if cache is not None and cache.plan is not None and cache.standings == standings:
-            said = compare(offers, tables) if _may_say_more(cache.plan, offers) else WorldPlan()
+            said = WorldPlan()
+            if _may_say_more(cache.plan, offers):
+                said = compare(offers, tables, complete=not alone)
             made = dataclasses.replace(
                 cache.plan, faults=said.faults, conflicts=said.conflicts, notes=said.notes
             )
         else:
-            # One plan where there are more ranks: a save without collectives; nobody sees the rest.
-            alone = len(offers) == 1 and world_size() > 1
             made = plan_world(
                 offers,
                 tables,

@@ -99,9 +99,9 @@ def plan_world(
     return coordinator.plan()
 
 
-def compare(offers: Sequence[Offer], tables: Tables) -> WorldPlan:
+def compare(offers: Sequence[Offer], tables: Tables, *, complete: bool) -> WorldPlan:
     """Return what is to be said of the contents alone, for offers whose plan is known."""
-    coordinator = _Coordinator(offers, tables, True, False, True)
+    coordinator = _Coordinator(offers, tables, complete, False, True)
     coordinator.survey()
     coordinator.settle_odd()
     return coordinator.made

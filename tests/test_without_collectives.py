@@ -94,3 +94,18 @@ def test_what_no_mesh_speaks_of_is_written_by_all_that_hold_it(tmp_path: Path) -
     written = save(tmp_path, lambda rank: {"norm": WHOLE[0].clone(), f"own.{rank}": rank})
     assert written[("norm", torch.Size([0]))] == 8
     assert sum(count for (key, _), count in written.items() if key.startswith("own.")) == 8
+
+
+def test_a_planner_that_keeps_its_plan_saves_again(tmp_path: Path) -> None:
+    """A rank that plans alone does not miss what the others hold, at the second save either."""
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
+
+    planners = [PlacementSavePlanner(enable_plan_caching=True) for _ in range(8)]
+    for name in ("first", "second"):
+        WORLD.save(tmp_path / name, state_dict, planners.__getitem__, use_collectives=False)
+        merge_metadata(tmp_path / name)
+        assert_holds(tmp_path / name, {"w": WHOLE})
+    assert planners[3].report.plan_cache == "reused"
