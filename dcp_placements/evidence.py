@@ -215,6 +215,10 @@ class Tables:
                 if sent.packed is not None and sent.table_id not in self._known:
                     self._known[sent.table_id] = unpacked(sent.packed)
 
+    def add(self, table_id: bytes, table: Table) -> None:
+        """Take in a table that is here already."""
+        self._known.setdefault(table_id, table)
+
     def __contains__(self, table_id: bytes) -> bool:
         return table_id in self._known
 

@@ -235,6 +235,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         with quiet_gc():
             tables = Tables() if self._cache is None else self._cache.tables
             tables.learn(offers)
+            # Its own are here, sent or not: a rank that plans alone hears from no other.
+            for name, kept in zip(self._names, self._offering.tables, strict=True):
+                tables.add(name, kept.table)
             made = self._planned(offers, tables)
             answers = self._shadowing(offers, tables, made.answers)
             # What a writer put into a local plan stays in it: without collectives, its file names.

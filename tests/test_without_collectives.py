@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_scenes import assert_holds
+from hazard_scenes import assert_holds, read_whole
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements import CheckpointPlacement, PlacementRules, PlacementSavePlanner
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementRules,
+    PlacementSavePlanner,
+    save_planner,
+)
 from dcp_placements.offline import merge_metadata
 from fakes import FakeDTensor, World
 
@@ -109,3 +114,18 @@ def test_a_planner_that_keeps_its_plan_saves_again(tmp_path: Path) -> None:
         merge_metadata(tmp_path / name)
         assert_holds(tmp_path / name, {"w": WHOLE})
     assert planners[3].report.plan_cache == "reused"
+
+
+def test_a_rank_of_a_large_world_knows_its_own_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank of a mesh speaks for the others only where there is somebody to hear it."""
+    monkeypatch.setattr(save_planner, "EXACT_WORLD", 2)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)]), "step": rank}
+
+    assert len(save(tmp_path, state_dict)) == 4 + 1
+    merge_metadata(tmp_path)
+    assert torch.equal(read_whole(tmp_path)["w"], WHOLE)
