@@ -200,6 +200,29 @@ def test_another_dtype_in_the_metadata(copy: Path) -> None:
     assert "torch.int32" in faults[0].message
 
 
+def test_another_dtype_of_a_tensor_that_is_not_in_c_order(tmp_path: Path) -> None:
+    """A load casts such a record to what the metadata say; verify looks at the record itself."""
+    state_dict = {"w": torch.arange(6.0).reshape(3, 2).t()}
+    dcp.save(state_dict, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+    assert verify(tmp_path, contents=True).sound
+    metadata = damage._read(tmp_path)
+    metadata.state_dict_metadata["w"].properties.dtype = torch.float64
+    damage._write(tmp_path, metadata)
+    (fault,) = verify(tmp_path).faults
+    assert fault.kind == "wrong_record"
+    assert "torch.float32 tensor" in fault.message
+
+
+def test_a_name_in_a_record_s_directory_that_is_not_its_part_s(copy: Path) -> None:
+    """torch.load asks the directory for the parts of a record by name, and would not find it."""
+    file, _, _ = damage._elements(copy, W1, 0)
+    data = file.read_bytes()
+    at = data.rindex(b"archive/version")
+    file.write_bytes(data[:at] + b"archive/wersion" + data[at + len(b"archive/version") :])
+    (fault,) = verify(copy, contents=True).faults
+    assert (fault.kind, fault.files) == ("wrong_record", (file.name,))
+
+
 def test_records_that_share_bytes(copy: Path) -> None:
     metadata = damage._read(copy)
     info = next(info for index, info in metadata.storage_data.items() if index.fqn == "step")

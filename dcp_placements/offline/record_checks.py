@@ -6,6 +6,7 @@ and dtype, and it has a checksum of every part, which ``torch.load`` does not lo
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
 import zlib
@@ -28,6 +29,8 @@ from dcp_placements.tensor_record import (
     TensorRecord,
     parse_record,
 )
+
+_UTF_8 = 0x800
 
 PIECE_NBYTES = 4 << 20
 """Contents are read in pieces of this size."""
@@ -86,7 +89,7 @@ class RecordChecker:
         """Yield what is wrong with a record that lies within its file."""
         part = FilePart(file, record.start, record.chunk.nbytes)
         if record.chunk.transforms:
-            yield from self._check_loaded(record)
+            yield from self._check_loaded(record, part)
         elif record.tensor is None:
             yield from self._check_object(part, record)
         elif self._raw:
@@ -108,7 +111,7 @@ class RecordChecker:
                 if broken:
                     yield from broken
                     return
-            yield from self._check_loaded(record)
+            yield from self._check_loaded(record, part)
             return
         yield from _mismatch(record, known.shape, known.dtype)
         if not self._contents:
@@ -165,7 +168,7 @@ class RecordChecker:
             if told is not None and xxhash.xxh3_128_digest(found) != told:
                 yield Finding("digest", f"{fqn}: the contents are not those that were saved")
 
-    def _check_loaded(self, record: Record) -> Iterator[Finding]:
+    def _check_loaded(self, record: Record, part: FilePart) -> Iterator[Finding]:
         """Check what is not plain: other strides, transforms."""
         if record.tensor is None:
             return
@@ -173,7 +176,7 @@ class RecordChecker:
             self.skipped.append(record.name)
             return
         try:
-            found = self._load(record)
+            found = self._load(record) if record.chunk.transforms else _saved(part, record)
         except Exception as error:
             # Whatever a broken file makes torch.load say.
             yield Finding("wrong_record", _first_lines(error))
@@ -226,7 +229,7 @@ class RecordChecker:
             # torch.serialization.set_crc32_options(False) writes none.
             has_sums = any(entry.CRC for entry in entries)
             for entry in entries:
-                start = _data_start(part, entry.header_offset)
+                start = _data_start(part, entry)
                 takes = take if (start, entry.file_size) == elements else None
                 total = 0
                 for piece in _pieces(part, start, entry.file_size):
@@ -243,6 +246,16 @@ class RecordChecker:
                     )
         except (zipfile.BadZipFile, EOFError, struct.error, ValueError, NotImplementedError) as e:
             yield Finding("wrong_record", f"this is no whole file of torch.save: {e}")
+
+
+def _saved(part: FilePart, record: Record) -> torch.Tensor:
+    """Return a record as it is: what a load makes of it has the dtype that the metadata say."""
+    data = bytearray(record.chunk.nbytes)
+    part.read_into(memoryview(data), 0)
+    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(found, torch.Tensor):
+        raise ValueError(f"it holds a {type(found).__name__}, and no tensor")
+    return found
 
 
 def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Finding]:
@@ -298,13 +311,15 @@ def _pieces(part: FilePart, start: int, nbytes: int) -> Iterator[memoryview]:
         yield piece
 
 
-def _data_start(part: FilePart, header: int) -> int:
-    held = bytearray(LOCAL_NBYTES)
-    part.read_into(memoryview(held), header)
-    if bytes(held[:4]) != LOCAL:
-        raise zipfile.BadZipFile("a header is not where the directory says")
+def _data_start(part: FilePart, entry: zipfile.ZipInfo) -> int:
+    # The name stands in the file twice; torch.load goes by the one, zipfile by the other.
+    name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF_8 else "cp437")
+    held = bytearray(LOCAL_NBYTES + len(name))
+    part.read_into(memoryview(held), entry.header_offset)
     names, extra = struct.unpack_from("<HH", held, 26)
-    return header + LOCAL_NBYTES + int(names) + int(extra)
+    if bytes(held[:4]) != LOCAL or (names, bytes(held[LOCAL_NBYTES:])) != (len(name), name):
+        raise zipfile.BadZipFile("a header is not where the directory says")
+    return entry.header_offset + LOCAL_NBYTES + int(names) + int(extra)
 
 
 def _first_lines(error: Exception) -> str:
