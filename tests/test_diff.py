@@ -159,6 +159,25 @@ def test_neighbours_of_large_integers_differ_by_one() -> None:
     assert (tally.differing, tally.max_abs) == (1, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "dtype"),
+    [
+        (2**63 - 1, -(2**63), torch.int64),
+        (2**60, 2**60 + 1, torch.int64),
+        (2**64 - 1, 2**64 - 2, torch.uint64),
+        (2**64 - 1, 0, torch.uint64),
+    ],
+)
+def test_large_integers_are_near_where_they_are(one: int, other: int, dtype: torch.dtype) -> None:
+    """Neither an int64 that overflows nor a float64 that rounds makes them near."""
+    for a, b in ((one, other), (other, one)):
+        tally = Tally()
+        pair = torch.tensor([a], dtype=dtype), torch.tensor([b], dtype=dtype)
+        tally.add(*pair, (0,), rtol=0.0, atol=0.5)
+        assert tally.differing == 1
+        assert tally.max_abs == float(abs(a - b))
+
+
 def test_tensors_of_every_kind(tmp_path: Path) -> None:
     kinds = all_kinds()
     dcp.save(kinds, checkpoint_id=tmp_path / "a")

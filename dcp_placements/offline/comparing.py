@@ -67,7 +67,7 @@ class Tally:
             if rtol or atol:
                 # An infinite number is near to nothing but itself.
                 near = gap.isfinite() & (gap <= atol + rtol * other_numbers.abs())
-                near |= numbers == other_numbers
+                near |= numbers.isinf() & (numbers == other_numbers)
                 near |= numbers.isnan() & other_numbers.isnan()
                 positions, gap = positions[~near], gap[~near]
                 if not len(positions):
@@ -102,10 +102,12 @@ def _differs(a: torch.Tensor, b: torch.Tensor, *, alike: bool) -> torch.Tensor:
 def _gap(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the absolute differences as float64, and both sides as wide as needed for them."""
     wide, other = _wide(a), _wide(b)
-    if a.dtype == b.dtype == torch.int64:
-        # Beyond 2**53 float64 does not tell neighbours apart.
-        return (a - b).abs().double(), wide, other
-    return (wide - other).abs(), wide, other
+    gap = (wide - other).abs()
+    if a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64):
+        # Beyond 2**53 float64 does not tell neighbours apart; far from each other int64 overflows.
+        exact = (a.view(torch.int64) - b.view(torch.int64)).abs().double()
+        gap = torch.where(gap < 2.0**62, exact, gap)
+    return gap, wide, other
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
