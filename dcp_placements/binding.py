@@ -8,7 +8,7 @@ the model-parallel part: that holds whatever position its axis has in the checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_placements.errors import Fault
@@ -68,12 +68,14 @@ class Binding:
         axes: Those axes seen from this rank, in the order of ``sharding.axis_sizes``.
         layout: Where this rank's local tensor lies.
         is_uniform: Whether the same sharding describes all ranks (no ``IndexShard``).
+        homes: For each axis the mesh that it is of, and its position there.
     """
 
     sharding: Sharding
     axes: tuple[Axis, ...]
     layout: Layout
     is_uniform: bool
+    homes: tuple[tuple[Any, int], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -119,12 +121,14 @@ def bind(
 
     # All axes that anybody knows, the rule's first; an axis known to both stands once.
     axes = list(rule_axes)
+    homes = [(None if placement is None else placement.mesh, j) for j in range(len(axes))]
     own_position = []
-    for axis in own_axes:
-        same = next((i for i, known in enumerate(rule_axes) if known.is_same(axis)), None)
+    for i, axis in enumerate(own_axes):
+        same = next((j for j, known in enumerate(rule_axes) if known.is_same(axis)), None)
         own_position.append(len(axes) if same is None else same)
         if same is None:
             axes.append(axis)
+            homes.append((own.mesh, i))
     cuts: list[Cut | Pick] = list(rule_cuts)
     cuts += [
         Cut(cut.dim, own_position[cut.axis], cut.parts, cut.interleaved)
@@ -157,7 +161,7 @@ def bind(
             + (_format_cuts(sharding, axes) or "nothing"),
             *_mismatch_advice(own, placement, local_shape, layout.local_shape),
         )
-    return Binding(sharding, tuple(axes), layout, sharding.is_uniform)
+    return Binding(sharding, tuple(axes), layout, sharding.is_uniform, tuple(homes))
 
 
 def fault_of(error: BindError, fqn: str, rank: int, rule: str | None) -> Fault:

@@ -60,6 +60,8 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _device_capability, _get_object_coll_device
 from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
@@ -96,6 +98,7 @@ __all__ = [
     "WriteItemType",
     "WriteResult",
     "agreed",
+    "axis_group",
     "chunk_list",
     "cpu_tensors",
     "create_default_global_save_plan",
@@ -106,6 +109,7 @@ __all__ = [
     "flatten_as_2_3",
     "get_element",
     "global_rank",
+    "group_device",
     "has_hooks",
     "is_dtensor_like",
     "known_world_size",
@@ -247,6 +251,27 @@ def named_axes(mesh: Any) -> dict[str, tuple[int, int]]:
                 zip(known.mesh_dim_names, zip(coordinate, known.shape, strict=True), strict=True)
             )
     return found
+
+
+def axis_group(mesh: Any, axis: int) -> dist.ProcessGroup | None:
+    """Return the process group along one axis of a ``DeviceMesh``; None where there is none."""
+    if not isinstance(mesh, DeviceMesh):
+        return None
+    try:
+        group = mesh.get_group(axis)
+    except (RuntimeError, KeyError, IndexError):  # a mesh made without groups
+        return None
+    return group if dist.get_rank(group) >= 0 else None
+
+
+def group_device(group: dist.ProcessGroup | None, wanted: torch.device) -> torch.device:
+    """Return the device to send from: ``wanted``, if the group's backends send from there."""
+    if wanted.type in _device_capability(group):
+        return wanted
+    device = torch.device(_get_object_coll_device(group))
+    if device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def files_by_name(storage_data: Any) -> bool:

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from dcp_placements.casting import CASTS
 from dcp_placements.digests import full_digest
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_names, raise_faults
+from dcp_placements.exchange import Exchange
 from dcp_placements.interop import (
     DefaultLoadPlanner,
     LoadPlan,
@@ -28,6 +30,7 @@ from dcp_placements.interop import (
     leaves,
     local_tensor,
     set_element,
+    world_size,
 )
 from dcp_placements.items import LazyItems
 from dcp_placements.layout import Box
@@ -40,6 +43,7 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.request import Policy, Request
 from dcp_placements.rules import Rules, compile_pattern
+from dcp_placements.shares import Verdict, verdicts
 from dcp_placements.stacking import unfold
 from dcp_placements.tiling import format_box
 
@@ -69,6 +73,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         live: The model (or an iterable of tensors) that the load is for. Tensors of the state
             dict that are no part of its storage are refused, unless they are optimizer state:
             what is read into a copy never reaches the model.
+        exchange: Ranks that want the same read each byte once and send it to each other, along
+            the axes of the rules' and the DTensors' meshes; with ``PlacementFileSystemReader``. A
+            process group where the load runs on another one than the default.
         flatten_state_dict: As in ``DefaultLoadPlanner``.
         flatten_sharded_tensors: As in ``DefaultLoadPlanner``.
         allow_partial_load: As in ``DefaultLoadPlanner``, but a load that matches nothing is an
@@ -92,6 +99,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         cast: str = "warn",
         verify: str = "off",
         live: torch.nn.Module | Iterable[torch.Tensor] | None = None,
+        exchange: bool | dist.ProcessGroup = False,
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
         allow_partial_load: bool = False,
@@ -111,6 +119,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.cast = cast
         self.verify = verify
         self.live = live
+        self.exchange = exchange
         self.report = LoadReport()
         self._placing = Placing()
         self._provenance: Mapping[str, Any] | None = None
@@ -121,6 +130,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._agreed: dict[str, tuple[str, Any]] = {}
         self._collapsed: Mapping[str, torch.Size] = {}
         self._items: LazyItems[ReadItem] = LazyItems()
+        self._exchange: Exchange | None = None
+        self._unplanned: Exception | None = None
 
     def set_up_planner(
         self,
@@ -175,10 +186,38 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.report.warnings = tuple(map(str, request.notes))
         if request.notes:
             warnings.warn(format_faults("look at this load", request.notes, "note"), stacklevel=2)
-        return LoadPlan(self._items)  # type: ignore[arg-type]
+        return LoadPlan(self._items, planner_data=self._claims())  # type: ignore[arg-type]
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Answer which ranks exchange what. Called on the coordinator."""
+        plans = super().create_global_plan(global_plan)
+        told = [plan.planner_data for plan in plans]
+        if all(each is None for each in told):
+            return plans
+        return [
+            dataclasses.replace(plan, planner_data=verdict)
+            for plan, verdict in zip(plans, verdicts(told), strict=True)
+        ]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Return what this rank reads, all ranks having agreed. Called on every rank."""
+        if self._exchange is not None:
+            verdict = new_plan.planner_data
+            self._exchange.verdict = verdict if isinstance(verdict, Verdict) else Verdict(False)
+        try:
+            return self._finished(new_plan)
+        except Exception as error:
+            if not self._exchanges:
+                raise
+            # The other ranks will ask this one whether it could read.
+            self._unplanned = error
+            return LoadPlan([])
+
+    @property
+    def _exchanges(self) -> bool:
+        return self._exchange is not None and self._exchange.verdict.active
+
+    def _finished(self, new_plan: LoadPlan) -> LoadPlan:
         for fqn in self._stateless:
             self._reset_step(fqn)
         logger.info("load: %s", self.report.line)
@@ -186,7 +225,31 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             # They stayed here: the coordinator changes nothing of what a rank reads.
             with quiet_gc():
                 new_plan = dataclasses.replace(new_plan, items=self._items.all)
+        if self._exchange is not None:
+            if self._exchanges:
+                assert self.metadata is not None
+                with quiet_gc():
+                    kept = self._exchange.share(new_plan.items, self.metadata)
+                new_plan = dataclasses.replace(new_plan, items=kept)
+            elif self._exchange.verdict.why:
+                self._note_plain(self._exchange.verdict)
         return new_plan
+
+    def finish_reads(self, error: BaseException | None) -> None:
+        """Exchange what was read, if that was agreed. Called by the reader, on every rank.
+
+        Args:
+            error: What went wrong while this rank read.
+
+        Raises:
+            PlacementError: On all ranks, where one could not read or is gone.
+        """
+        if not self._exchanges:
+            if error is not None:
+                raise error
+            return
+        assert self._exchange is not None
+        self._exchange.finish(self._unplanned or error, self.lookup_tensor, self.report)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""
@@ -249,6 +312,29 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 self._agree(fqn, loaded)
             for path in self._copies.get(fqn, ()):
                 set_element(self.original_state_dict, path, loaded)
+
+    def _claims(self) -> Any:
+        """Return what this rank would exchange, for the coordinator; None where nothing."""
+        self._exchange = self._unplanned = None
+        if self.exchange is False or world_size() == 1:
+            return None
+        assert self.metadata is not None
+        group = None if self.exchange is True else self.exchange
+        self._exchange = Exchange(group)
+        own = {*self._shared, *self._shared.values(), *self._collapsed}
+        with quiet_gc():
+            return self._exchange.claims(
+                self.state_dict, self._placing, self.metadata, own.__contains__
+            )
+
+    def _note_plain(self, verdict: Verdict) -> None:
+        note = Fault(
+            "exchange=True",
+            "every rank reads all that it needs by itself",
+            (f"because:     {verdict.why}", f"way out:     {verdict.way_out}"),
+        )
+        self.report.warnings = (*self.report.warnings, str(note))
+        warnings.warn(format_faults("look at this load", [note], "note"), stacklevel=2)
 
     def _unfold(self, metadata: Metadata, rank: int) -> None:
         """Take apart what rename= stacks or unstacks."""
@@ -331,6 +417,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._own_keys = set()
         self._copies, self._shared, self._agreed, self._collapsed = {}, {}, {}, {}
         self._items = LazyItems()
+        self._exchange = self._unplanned = None
 
     def _verify_faults(self, metadata: Metadata) -> list[Fault]:
         self._provenance = None
@@ -404,9 +491,11 @@ _OF_ONE_LOAD = frozenset(
         "_agreed",
         "_collapsed",
         "_copies",
+        "_exchange",
         "_own_keys",
         "_placing",
         "_provenance",
         "_shared",
+        "_unplanned",
     )
 )

@@ -104,6 +104,27 @@ class SaveReport:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a load moved.
+
+    Attributes:
+        opens: Data files opened.
+        storage_nbytes: Bytes read from them.
+        exchanged_nbytes: Bytes that came from ranks that had read them.
+    """
+
+    opens: int = 0
+    storage_nbytes: int = 0
+    exchanged_nbytes: int = 0
+
+    def __str__(self) -> str:
+        told = f"{format_nbytes(self.storage_nbytes)} of {_count(self.opens, 'file')}"
+        if self.exchanged_nbytes:
+            told += f", {format_nbytes(self.exchanged_nbytes)} from other ranks"
+        return told
+
+
 @dataclass(slots=True)
 class LoadReport:
     """What a load plans to read on this rank.
@@ -122,6 +143,9 @@ class LoadReport:
         verified: Chunks whose digest was compared after reading; the rest were read in part.
         unverified: Chunks read in part, or cast, so that no digest speaks for them.
         copies: Keys whose destination is no live parameter's storage.
+        traffic: What this rank moved, as ``PlacementFileSystemReader`` counts it.
+        all_traffic: What all ranks moved, files counted by each; known after an exchange only,
+            since nothing else is sent for a report.
         warnings: What was let pass but ought to be known.
     """
 
@@ -136,6 +160,8 @@ class LoadReport:
     verified: int = 0
     unverified: int = 0
     copies: tuple[str, ...] = ()
+    traffic: Traffic = Traffic()
+    all_traffic: Traffic | None = None
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -160,6 +186,10 @@ class LoadReport:
             lines.append(f"    {'cast:':<12}{cast} for {len(names)}: {format_names(names, 4)}")
         if self.verified or self.unverified:
             lines.append(f"    {'verified:':<12}{self.verified} chunks, {self.unverified} not")
+        if self.traffic != Traffic():
+            lines.append(f"    {'moved:':<12}{self.traffic}")
+        if self.all_traffic is not None:
+            lines.append(f"    {'all ranks:':<12}{self.all_traffic}")
         lines += [f"    {'warning:':<12}{warning.splitlines()[0]}" for warning in self.warnings]
         return "\n".join(lines)
 

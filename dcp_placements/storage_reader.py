@@ -8,6 +8,7 @@ does not know (other formats, strides, extensions) it leaves to ``torch.load``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.futures import Future
@@ -27,6 +28,8 @@ from dcp_placements.interop import (
 from dcp_placements.metadata_file import read_metadata
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rank_metadata import merge_rank_metadata, rank_files
+from dcp_placements.report import LoadReport, Traffic
+from dcp_placements.shares import hooked
 from dcp_placements.storage_table import StorageTable
 
 
@@ -82,12 +85,37 @@ class PlacementFileSystemReader(FileSystemReader):
         rank = kwargs.get("rank")
         self._copies = Copies(metadata, global_rank() if rank is None else rank)
 
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Say that the planner's exchange is called after the reads. Called on every rank."""
+        plan = super().prepare_local_plan(plan)
+        return replace(plan, planner_data=hooked(plan.planner_data))
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items. Called on every rank.
 
         Raises:
             PlacementError: Files that do not hold what the metadata says.
         """
+        opens, nbytes = self.opens, self.bytes_read
+        failed: BaseException | None = None
+        try:
+            self._read(plan, planner)
+        except BaseException as error:
+            # Told to the ranks that wait for what was to be read here.
+            failed = error
+        report = getattr(planner, "report", None)
+        if isinstance(report, LoadReport):
+            report.traffic = Traffic(self.opens - opens, self.bytes_read - nbytes)
+        finish = getattr(planner, "finish_reads", None)
+        if finish is not None:
+            finish(failed)
+        elif failed is not None:
+            raise failed
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         wanted: dict[str, dict[tuple[int, int], Record]] = {}
         with quiet_gc():
             sources = self._copies.sources(plan.items)
@@ -109,9 +137,6 @@ class PlacementFileSystemReader(FileSystemReader):
                 finally:
                     self.bytes_read += file.nbytes
                     self.reads += file.reads
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _merged(self, files: Sequence[tuple[int, Any]]) -> Metadata:
         self._unmerged = None

@@ -31,7 +31,7 @@ ORDER = [
         "buckets",
     ),
     *("report", "live", "lint", "offer", "provenance", "numbering", "members", "comparison"),
-    *("world_plan", "request", "summary", "shadows", "options"),
+    *("world_plan", "request", "summary", "shadows", "options", "shares", "exchange"),
     *("kept_places", "plan_cache", "plan_record", "save_planner", "load_planner"),
     *("slices", "tensor_record", "tensor_stamp", "storage_table", "safe_pickle", "metadata_file"),
     *("rank_metadata", "file_reads", "copies", "chunk_reads", "storage_writer", "storage_reader"),
