@@ -268,7 +268,7 @@ class Exchange:
             return known
         names: list[str] = []
         lines: list[Line] = []
-        if type(placed) is Placed and binding.is_uniform:
+        if type(placed) is Placed and binding.is_uniform and binding.homes:
             cut = {cut.axis for cut in binding.sharding.cuts if isinstance(cut, Cut)}
             for at, (axis, home) in enumerate(zip(binding.axes, binding.homes, strict=True)):
                 if at in cut or axis.size == 1:

@@ -282,6 +282,22 @@ def not_alike(path: Path) -> Facts:
 
 
 @scenario
+def with_shadows(path: Path) -> Facts:
+    """Copies in each rank's own file, beside what is exchanged."""
+    wholes: State = {f"norm.{n}": arange(512, start=n) for n in range(100)}
+    wholes |= {"big": arange(900, 1000)}
+    state = {name: whole.clone() for name, whole in wholes.items()}
+    dcp.save(
+        state,
+        storage_writer=PlacementFileSystemWriter(path),
+        planner=PlacementSavePlanner(shadows=1 << 20, digests="full"),
+    )
+    dist.barrier()
+    found = load(path, state, wholes, verify="digests")
+    return found | {"unique": sum(whole.nbytes for whole in wholes.values())}
+
+
+@scenario
 def stock_reader(path: Path) -> Facts:
     """A reader that does not call the exchange: everything is read, and that is said."""
     wholes = {"w": arange(1024, 700)}
