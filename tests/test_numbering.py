@@ -172,6 +172,27 @@ def test_in_a_large_world_the_first_rank_of_a_mesh_tells_for_all(
         assert sorted(report.keys) == [f"experts.{i}.w1" for i in range(4)]
 
 
+def test_in_a_large_world_keys_that_nobody_told_are_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offer, "EXACT_WORLD", 1)
+    monkeypatch.setattr("dcp_placements.save_planner.EXACT_WORLD", 1)
+    world = World(4)
+
+    def held(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, fsdp=2)
+        kind = torch.float64 if rank == 3 else torch.float32
+        part = torch.ones(1, 2, dtype=kind)
+        return {"experts.0.w1": real_dtensor(part, mesh["fsdp"], [Shard(0)], (2, 2))}
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        return PlacementSavePlanner(rename=Renumber("experts.{}", [rank // 2], total=2))
+
+    with pytest.raises(CheckpointException) as refused:
+        world.check(held, planner)
+    assert "rank 3 hold other tensors" in str(refused.value.failures[0][0])
+
+
 def test_without_collectives_nobody_sees_the_rest(tmp_path: Path) -> None:
     World(2).save(
         tmp_path,
