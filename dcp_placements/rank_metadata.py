@@ -21,7 +21,7 @@ from dcp_placements.interop import (
     TensorStorageMetadata,
 )
 from dcp_placements.layout import Box
-from dcp_placements.provenance import RESERVED_KEY
+from dcp_placements.provenance import RESERVED_KEY, stored, stored_digest
 from dcp_placements.storage_table import StorageTable, rows_of_entries
 from dcp_placements.tiling import format_box, overlaps, tiles, uncovered
 
@@ -92,10 +92,13 @@ class _Merger:
         self.faults: list[Fault] = []
         self._first: dict[str, int] = {}
         self._boxes: dict[str, dict[Box, int]] = {}
+        self._provenance: dict[int, Mapping[str, Any]] = {}
+        self._unlike: dict[str, list[tuple[Box, int, int]]] = {}
 
     def add(self, rank: int, metadata: Metadata) -> None:
         """Take in what one rank says."""
         data: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
+        self._provenance[rank] = stored(metadata) or {}
         for fqn, told in metadata.state_dict_metadata.items():
             if fqn not in self.stored:
                 self._first[fqn] = rank
@@ -124,12 +127,23 @@ class _Merger:
             # elements one is kept.
             empty = not box.numel and (told.size.numel() or boxes)
             index = MetadataIndex(fqn, chunk.offsets)
+            if box.numel and box in boxes and index in data:
+                self._compare(fqn, index, box, boxes[box], rank)
             if empty or box in boxes or index not in data:
                 continue
             boxes[box] = rank
             if index not in self.places:
                 self.places[index] = data[index]
                 self.stored[fqn].chunks.append(ChunkStorageMetadata(chunk.offsets, chunk.sizes))
+
+    def _compare(self, fqn: str, index: MetadataIndex, box: Box, first: int, other: int) -> None:
+        """Note two ranks that wrote one chunk with other contents, by their full digests."""
+        told = [self._provenance[rank] for rank in (first, other)]
+        if any(one.get("options", {}).get("on_conflict") == "warn" for one in told):
+            return
+        one, two = (stored_digest(known, index) for known in told)
+        if one is not None and two is not None and one != two:
+            self._unlike.setdefault(fqn, []).append((box, first, other))
 
     def settle(self, ranks: Sequence[int], *, whole: bool) -> None:
         """Prove what was taken in.
@@ -148,7 +162,47 @@ class _Merger:
                 self._overlap(fqn, extent, *pairs[0])
             elif whole:
                 self._hole(fqn, extent, uncovered(all_of_it, real), ranks)
+        for fqn, unlike in self._unlike.items():
+            self._conflict(fqn, unlike)
+        self._check_steps()
         raise_faults("the ranks' metadata do not make a checkpoint", self.faults)
+
+    def _conflict(self, fqn: str, unlike: Sequence[tuple[Box, int, int]]) -> None:
+        box, first, other = unlike[0]
+        extent = tuple(self.stored[fqn].size)
+        more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
+        self.faults.append(
+            Fault(
+                fqn,
+                f"ranks {first} and {other} stored different contents as {format_box(box, extent)} "
+                f"of {extent}{more}",
+                (
+                    "likely:      it needs a rule that says how it is sharded; or replicas that "
+                    "have drifted apart",
+                    'way out:     save with rules; on_conflict="warn" keeps the lowest rank\'s; '
+                    "of files that are there, move the __<rank>.metadata of ranks away whose "
+                    "copies are not wanted",
+                ),
+            )
+        )
+
+    def _check_steps(self) -> None:
+        steps: dict[Any, list[int]] = {}
+        for rank, told in self._provenance.items():
+            if told.get("step") is not None:
+                steps.setdefault(told["step"], []).append(rank)
+        if len(steps) > 1:
+            parts = "; ".join(f"step {step} by {format_ranks(r)}" for step, r in steps.items())
+            self.faults.append(
+                Fault(
+                    "this checkpoint",
+                    f"its parts are of several saves: {parts}",
+                    (
+                        "likely:      a later save into the same directory was cut off",
+                        "way out:     load an older checkpoint; this one is not sound",
+                    ),
+                )
+            )
 
     def _contradiction(self, fqn: str, rank: int, told: Any) -> None:
         self.faults.append(

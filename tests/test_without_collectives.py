@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
+    PlacementError,
     PlacementRules,
     PlacementSavePlanner,
     save_planner,
@@ -129,3 +130,45 @@ def test_a_rank_of_a_large_world_knows_its_own_tables(
     assert len(save(tmp_path, state_dict)) == 4 + 1
     merge_metadata(tmp_path)
     assert torch.equal(read_whole(tmp_path)["w"], WHOLE)
+
+
+def test_copies_that_differ_are_told_when_ranks_metadata_are_merged(tmp_path: Path) -> None:
+    """Nobody compares them at the save; their full digests do afterwards."""
+
+    def planner(rank: int, on_conflict: str) -> PlacementSavePlanner:
+        return PlacementSavePlanner(digests="full", on_conflict=on_conflict)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {"w": WHOLE + (rank == 5), "b": WHOLE, "step": rank}
+
+    for on_conflict in ("error", "warn"):
+        path = tmp_path / on_conflict
+        WORLD.save(
+            path, state_dict, lambda rank, at=on_conflict: planner(rank, at), use_collectives=False
+        )
+    with pytest.raises(PlacementError) as refused:
+        merge_metadata(tmp_path / "error")
+    assert "w: ranks 0 and 5 stored different contents as [:, :] of (8, 6)" in str(refused.value)
+    assert "\nb:" not in str(refused.value)
+    assert not (tmp_path / "error" / ".metadata").exists()
+    merge_metadata(tmp_path / "warn")
+    assert torch.equal(read_whole(tmp_path / "warn")["w"], WHOLE)
+
+
+def test_a_later_save_that_was_cut_off_is_told_by_its_step(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
+
+    for name, step in (("first", 10), ("second", 20)):
+        WORLD.save(
+            tmp_path / name,
+            state_dict,
+            lambda rank, step=step: PlacementSavePlanner(digests="full", step=step),
+            use_collectives=False,
+        )
+        merge_metadata(tmp_path / name)
+    for file in (tmp_path / "second").glob("__2*"):
+        (tmp_path / "first" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(PlacementError, match=r"several saves: step 10 by .*; step 20 by rank 2"):
+        merge_metadata(tmp_path / "first")
