@@ -104,6 +104,17 @@ def test_the_ranks_that_saved_open_their_own_file_and_the_shared_one(outcomes: R
     assert sum(rank["verified"][0] for rank in seen(outcomes, "with_shadows")) >= 100
 
 
+def test_rehearse_predicts_what_is_read(outcomes: Ranks) -> None:
+    for rank in seen(outcomes, "experts"):
+        exchanged, plainly, files = rank["predicted"]
+        assert rank["read"] == pytest.approx(exchanged, rel=0.03)
+        differing, nbytes, opens = rank["plainly"]
+        assert differing == []
+        assert opens == files
+        # Up to the bytes before the elements of each chunk.
+        assert plainly <= nbytes <= plainly + 1024 * rank["compared"]
+
+
 def test_what_one_file_has_of_all_is_read_once(outcomes: Ranks) -> None:
     """Plain tensors, scalars and columns; the object is read by every rank."""
     found = seen(outcomes, "all_ranks_alike")

@@ -80,11 +80,13 @@ def _print(found: Rehearsal) -> None:
     mesh = ", ".join(f"{name}={length}" for name, length in found.axes.items())
     sliced = sum(rank.slices_nbytes for rank in found.ranks)
     whole = sum(rank.chunks_nbytes for rank in found.ranks)
+    exchanged = sum(rank.exchange_nbytes for rank in found.ranks)
     say(
         "",
         f"mesh:      {mesh}: {counted(len(found.ranks), 'rank')}",
         f"memory:    {size(max(rank.memory_nbytes for rank in found.ranks))} at most, on a rank",
         f"in all:    {size(sliced)} read of {size(found.unique_nbytes)}, stock {size(whole)}",
+        f"exchange:  {size(exchanged)} read with exchange=True",
         f"whole:     {counted(found.replicated, 'tensor')} that no rule cuts",
     )
     if found.unmatched:

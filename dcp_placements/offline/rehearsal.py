@@ -53,6 +53,8 @@ class RankRehearsal:
             bytes before the elements of each chunk.
         chunks_nbytes: What torch's ``FileSystemReader`` reads for that: every chunk that it needs
             a part of.
+        exchange_nbytes: What it reads with ``exchange=True``: an even share of what other ranks
+            want alike, and the rest as ever.
         reads: Read items: one per stored chunk and part of a tensor that it meets.
         files: Files opened.
     """
@@ -63,6 +65,7 @@ class RankRehearsal:
     memory_nbytes: int
     slices_nbytes: int
     chunks_nbytes: int
+    exchange_nbytes: int
     reads: int
     files: int
 
@@ -75,6 +78,7 @@ class RankRehearsal:
             "memory_bytes": self.memory_nbytes,
             "slices_bytes": self.slices_nbytes,
             "chunks_bytes": self.chunks_nbytes,
+            "exchange_bytes": self.exchange_nbytes,
             "reads": self.reads,
             "files": self.files,
         }
@@ -269,11 +273,12 @@ class _Stage:
         self, rank: int, coordinate: tuple[int, ...], rules: Rules, parts: Sequence[_Part]
     ) -> RankRehearsal:
         opened = np.zeros(len(self._numbers), bool)
-        wanted = memory = slices = chunks = reads = 0
+        wanted = memory = slices = chunks = exchanged = reads = 0
         for part in parts:
-            layout = self._layout(part, rules, rank, coordinate)
-            if layout is None:
+            found = self._layout(part, rules, rank, coordinate)
+            if found is None:
                 continue
+            layout, replicas = found
             key = (layout.intervals, part.members.tobytes())
             case = part.known.cases.get(key)
             if case is None:
@@ -285,6 +290,7 @@ class _Stage:
             memory += case.memory
             slices += case.slices
             chunks += case.chunks
+            exchanged += -(-case.slices // replicas)
             reads += case.reads
             opened[case.files] = True
             self._note(part, case, rank)
@@ -294,12 +300,15 @@ class _Stage:
                 reads += 1
                 slices += held.nbytes
                 chunks += held.nbytes
+                exchanged += held.nbytes
         if self._absent:
             for name, number in self._numbers.items():
                 if opened[number] and name in self._absent:
                     self._faults.add(rank, name, "the checkpoint lacks this file")
         files = int(opened.sum())
-        return RankRehearsal(rank, coordinate, wanted, memory, slices, chunks, reads, files)
+        return RankRehearsal(
+            rank, coordinate, wanted, memory, slices, chunks, exchanged, reads, files
+        )
 
     def _parts_of(self, rules: Rules, rename: Any) -> list[_Part]:
         holds = holder(rename)
@@ -319,8 +328,11 @@ class _Stage:
 
     def _layout(
         self, part: _Part, rules: Rules, rank: int, coordinate: tuple[int, ...]
-    ) -> Layout | None:
-        """Return what a rank holds of a part's tensors; None where it cannot be told."""
+    ) -> tuple[Layout, int] | None:
+        """Return what a rank holds of a part's tensors, and how many ranks hold the same.
+
+        None where it cannot be told.
+        """
         known = part.known
         placement = rules(part.fqn, known.example) if known.shape else None
         own = fsdp_axes(known.shape, placement, self._fsdp)
@@ -328,7 +340,8 @@ class _Stage:
         try:
             if key not in self._shardings:
                 self._shardings[key] = whole_sharding(known.shape, placement, self._axes, own)
-            return layout_at(self._shardings[key], placement, self._axes, own, coordinate)
+            layout = layout_at(self._shardings[key], placement, self._axes, own, coordinate)
+            return layout, _replicas(self._shardings[key], prod(self._axes.values()))
         except (PlacementError, LayoutError) as error:
             rule = f"by rule:     {rule_name(rules, part.fqn)}"
             for fqn in part.fqns:
@@ -364,6 +377,14 @@ class _Stage:
                     told = f"dim {dim} of {size} is cut into {factor} uneven parts"
                     way = f"way out:     global_shape={shape} in the rule, or a load is refused"
                     self._notes[Fault(fqn, told, (way,))] = None
+
+
+def _replicas(sharding: Sharding, ranks: int) -> int:
+    """Return how many ranks exchange what they hold alike; what is picked they do not."""
+    if not sharding.is_uniform:
+        return 1
+    cut = {cut.axis for cut in sharding.cuts}
+    return ranks // prod(sharding.axis_sizes[axis] for axis in cut)
 
 
 class _Told:

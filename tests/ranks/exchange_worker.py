@@ -44,6 +44,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
+from dcp_placements.offline import rehearse
 
 SCENARIOS: dict[str, Callable[[Path], Facts]] = {}
 State = dict[str, Any]
@@ -161,6 +162,14 @@ def experts(path: Path) -> Facts:
         planner=PlacementSavePlanner(rules),
     )
     found = load(path, state, wanted, rules)
+
+    def rules_at(mesh: Any) -> PlacementRules:
+        return PlacementRules({"w1": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+    told = rehearse(path, rules_at, {"ep": 2, "edp": 2}).ranks[dist.get_rank()]
+    plainly = load(path, state, wanted, rules, exchange=False)
+    found["predicted"] = [told.exchange_nbytes, told.slices_nbytes, told.files]
+    found["plainly"] = [plainly["differing"], *plainly["told"]]
     return found | {"unique": sum(whole.nbytes for whole in wholes.values())}
 
 
