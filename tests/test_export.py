@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -180,15 +181,19 @@ def test_rows_in_files_are_copied_and_others_put_together(
 
 
 def test_every_dtype_that_the_format_has_comes_through(tmp_path: Path) -> None:
-    raw = torch.arange(48, dtype=torch.uint8) % 2
-    tensors = {f"t{i}": raw.clone().view(dtype) for i, dtype in enumerate(DTYPES.values())}
+    # Three elements each, the smallest first: the larger ones then have to be moved to lie well.
+    dtypes = sorted(DTYPES.values(), key=lambda dtype: dtype.itemsize)
+    tensors = {
+        f"t{i}": (torch.arange(3 * dtype.itemsize) % 2).to(torch.uint8).view(dtype)
+        for i, dtype in enumerate(dtypes)
+    }
     dcp.save({"model": dict(tensors)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     export_safetensors(tmp_path / "ckpt", tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert len(found) == len(DTYPES)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name].view(torch.uint8), raw)
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
     # Each where its elements can be mapped: at a multiple of their size.
     data = (tmp_path / "out" / "model.safetensors").read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -248,6 +253,8 @@ def test_whatever_is_taken_apart_is_what_slicing_gives(
     if row_dim is not None:
         rename = Renames(Unstack("a.{}.qkv", dim=row_dim), split)
     export_safetensors(root / "ckpt", root / "out", rename=rename)
+    with mock.patch("dcp_placements.offline.assembly.SHORT_NBYTES", 1):
+        export_safetensors(root / "ckpt", root / "copied", rename=rename)
     wanted = {}
     rows = [whole] if row_dim is None else list(whole.unbind(row_dim))
     for number, row in enumerate(rows):
@@ -260,17 +267,19 @@ def test_whatever_is_taken_apart_is_what_slicing_gives(
                 parts[name].append(piece)
         wanted |= {f"{head}.{name}": torch.cat(held, dim) for name, held in parts.items()}
     assert_same(load_file(root / "out" / "model.safetensors"), wanted)
+    assert_same(load_file(root / "copied" / "model.safetensors"), wanted)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_experts_by_name_become_one_tensor(dim: int, tmp_path: Path) -> None:
     rows = [arange((3, 2)) + 10 * number for number in range(3)]
-    held = {f"experts.{number}.w": row for number, row in enumerate(rows)}
+    held = {f"experts.{number}.w": rows[number] for number in (2, 0, 1)}
     dcp.save(dict(held), checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    export_safetensors(
-        tmp_path / "ckpt", tmp_path / "out", rename=Stack("experts.{}.w", 3, dim=dim)
-    )
-    assert_same(read(tmp_path / "out"), {"experts.w": torch.stack(rows, dim)})
+    stack = Stack("experts.{}.w", 3, dim=dim)
+    for name, short in (("out", 1 << 20), ("copied", 1)):
+        with mock.patch("dcp_placements.offline.assembly.SHORT_NBYTES", short):
+            export_safetensors(tmp_path / "ckpt", tmp_path / name, rename=stack)
+        assert_same(read(tmp_path / name), {"experts.w": torch.stack(rows, dim)})
     with pytest.raises(PlacementError, match=r"experts.w: of 4 rows these are missing: 3"):
         export_safetensors(tmp_path / "ckpt", tmp_path / "more", rename=Stack("experts.{}.w", 4))
 
@@ -342,14 +351,21 @@ def test_safetensors_are_exported_too(tmp_path: Path) -> None:
 
 def test_one_torch_file(tmp_path: Path, run: Run) -> None:
     whole = save(tmp_path / "ckpt")
-    export_torch(tmp_path / "ckpt", tmp_path / "model.pt", tied={})
+    (tmp_path / "model.pt").mkdir()
+    gate, again = "layers.0.mlp.gate.weight", "layers.0.mlp.again.weight"
+    export_torch(tmp_path / "ckpt", tmp_path / "model.pt")
     assert_same(torch.load(tmp_path / "model.pt", weights_only=True), whole)
+    dcp.save({gate: whole[gate], again: whole[gate].clone()}, checkpoint_id=tmp_path / "tied")
+    export_torch(tmp_path / "tied", tmp_path / "tied.pt", tied={again: gate})
+    found = torch.load(tmp_path / "tied.pt", weights_only=True)
+    assert found[again].data_ptr() == found[gate].data_ptr()
     ran = run(
         "export", tmp_path / "ckpt", tmp_path / "again.pt", "--to", "torch", "--dtype", "float16"
     )
     assert ran.code == 0, ran.err
     assert torch.load(tmp_path / "again.pt", weights_only=True)["embed.weight"].dtype == torch.half
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["again.pt", "ckpt", "model.pt"]
+    files = ["again.pt", "ckpt", "model.pt", "tied", "tied.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
 
 
 def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ class Block:
         box: In the tensor.
         source: Where its elements are.
         at: Which of them.
-        dims: For each dim of the tensor the source's; None for one that the source lacks. The
-            source's other dims have one element in ``at``.
+        dims: For each dim of the tensor the source's, ascending; None for one that the source
+            lacks. The source's other dims have one element in ``at``.
     """
 
     box: Box
@@ -50,18 +50,6 @@ class Block:
                 offsets[origin] += piece.offsets[dim] - self.box.offsets[dim]
                 sizes[origin] = piece.sizes[dim]
         return Box(tuple(offsets), tuple(sizes))
-
-    def shaped(self, read: torch.Tensor, piece: Box) -> torch.Tensor:
-        """Return what was read of the source, with the dims of the tensor."""
-        order = [dim for dim in self.dims if dim is not None]
-        rest = [dim for dim in range(read.ndim) if dim not in order]
-        return read.permute((*rest, *order)).reshape(piece.sizes)
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether its elements follow each other as the source's do."""
-        order = [dim for dim in self.dims if dim is not None]
-        return order == sorted(order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +90,7 @@ class Made:
             if shared is None:
                 continue
             read = reader.read(block.source, block.source_box(shared))
-            found = block.shaped(read, shared).to(self.dtype)
+            found = read.reshape(shared.sizes).to(self.dtype)
             if shared == piece:
                 return found.contiguous()
             if into is None:
@@ -125,9 +113,7 @@ class Made:
         """
         found: list[tuple[int, str, int, int]] = []
         for block in self.blocks:
-            if block.source.dtype != self.dtype or not block.keeps_order:
-                return None
-            if not is_run(block.box.sizes, self.shape):
+            if block.source.dtype != self.dtype or not is_run(block.box.sizes, self.shape):
                 return None
             start = _offset(block.box.offsets, self.shape) * self.dtype.itemsize
             read = reader.runs(block.source, block.at)
@@ -305,7 +291,7 @@ class _Assembler:
         self.faults.append(Fault(fqn, headline, details))
 
 
-_NAMELESS = ("way out:     a name for every key, or exclude= with a pattern of those not wanted",)
+_NAMELESS = ("way out:     a name for every key; exclude= of an export leaves keys out",)
 
 
 def _picked(values: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:

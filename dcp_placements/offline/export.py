@@ -138,7 +138,7 @@ def export_safetensors(
     raise_faults("the checkpoint cannot be exported", faults)
     shards = _shards(plan.made, max_shard_size)
     half = target.with_name(f".{target.name}.partial")
-    is_same = _prepare(half, plan.identity({"shards": {k: len(v) for k, v in shards.items()}}))
+    _prepare(half, plan.identity({"shards": {k: len(v) for k, v in shards.items()}}))
     total = sum(made.nbytes for made in plan.made)
     done, kept = 0, []
     with BoxReader(plan.checkpoint) as reader:
@@ -146,7 +146,7 @@ def export_safetensors(
         for name, tensors in shards.items():
             nbytes = sum(made.nbytes for made in tensors)
             path = half / name
-            if is_same and path.exists():
+            if path.exists():
                 kept.append(name)
             else:
                 _write_shard(path, tensors, writer, partial(_step, progress, done, total))
@@ -178,12 +178,12 @@ def export_torch(
     Args:
         checkpoint: The checkpoint.
         out: The file, which must not be there.
-        dtype: As in ``export_safetensors``, like all that follow.
-        rename: ...
-        prefix: ...
-        tied: ...
-        optimizer: ...
-        exclude: ...
+        dtype: As in ``export_safetensors``.
+        rename: Likewise.
+        prefix: Likewise.
+        tied: Likewise, but such a name is in the file, and shares the other's elements.
+        optimizer: As in ``export_safetensors``.
+        exclude: Likewise.
 
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read.
@@ -195,6 +195,8 @@ def export_torch(
         state_dict = {made.fqn: made.read(reader, made.whole) for made in plan.made}
     for name, whose in plan.tied.items():
         state_dict[name] = state_dict[whose]
+    if target.is_dir():
+        target.rmdir()  # an empty one, as is known
     half = target.with_name(f".{target.name}.partial")
     target.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state_dict, half)
@@ -310,15 +312,14 @@ LEAST_NBYTES = 1 << 20
 _PLAN = "export-plan"
 
 
-def _prepare(half: Path, identity: str | None) -> bool:
-    """Make the directory to write into; return whether it has files of the same export."""
+def _prepare(half: Path, identity: str | None) -> None:
+    """Make the directory to write into; it keeps nothing but files of the same export."""
     plan = half / _PLAN
     if identity is not None and plan.exists() and plan.read_text() == identity:
-        return True
+        return
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir(parents=True)
     _write_text(plan, identity or "")
-    return False
 
 
 def _shards(made: Sequence[Made], limit: int) -> dict[str, list[Made]]:
