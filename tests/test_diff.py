@@ -226,6 +226,10 @@ def test_a_pattern_picks_what_is_compared(saved: Path, tmp_path: Path, run: Run)
     dcp.save({**wholes(), W1: torch.zeros(1)}, checkpoint_id=tmp_path)
     assert run("diff", saved / "hf", tmp_path, "--fqn", "experts.w2").code == 0
     assert run("diff", saved / "hf", tmp_path, "--fqn", "experts").code == 1
+    for asked in (("diff", tmp_path, tmp_path), ("inspect", tmp_path)):
+        nothing = run(*asked, "--fqn", "expert.w2")
+        assert nothing.code == 2
+        assert "no key matches 'expert.w2'" in nothing.err
 
 
 def test_damaged_checkpoints_are_different_and_say_why(saved: Path, tmp_path: Path) -> None:

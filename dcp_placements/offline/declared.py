@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-from dcp_placements.errors import PlacementError
+from dcp_placements.errors import PlacementError, format_names
 from dcp_placements.mesh import MeshCoordinate
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.rules import Rules, compile_pattern
@@ -111,6 +111,17 @@ def mesh_at(axes: MeshAxes, rank: int) -> MeshCoordinate:
     if rank:
         raise CannotLook(f"the mesh {axes} has no rank that high")
     return MeshCoordinate(tuple(axes), tuple(axes.values()), tuple(reversed(coordinate)))
+
+
+def check_picked(pattern: str | None, found: Iterable[str], keys: Iterable[str]) -> None:
+    """Refuse a pattern that picks no key: nothing would be looked at, and found sound.
+
+    Raises:
+        CannotLook: ``found`` is empty, and there is a pattern.
+    """
+    if pattern is not None and not list(found):
+        there = format_names(sorted(keys), 3) or "none"
+        raise CannotLook(f"no key matches {pattern!r}\n    there are:   {there}")
 
 
 def matcher(pattern: str | None) -> Callable[[str], bool]:

@@ -16,7 +16,7 @@ from dcp_placements.layout import Box
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredTensor
 from dcp_placements.offline.comparing import Tally
-from dcp_placements.offline.declared import Rename, matcher
+from dcp_placements.offline.declared import Rename, check_picked, matcher
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.structure import box_faults
 from dcp_placements.offline.verification import MEMORY_NBYTES, Progress
@@ -136,13 +136,14 @@ def diff(
 
     Raises:
         CannotLook: One of them is no checkpoint, or cannot be read; or ``rename`` makes one key
-            of two.
+            of two; or no key matches ``fqn``.
     """
     left = one if isinstance(one, Checkpoint) else Checkpoint(one)
     right = other if isinstance(other, Checkpoint) else Checkpoint(other)
     wanted = matcher(fqn)
     names = _renamed([*left.tensors, *left.objects], rename)
     keys = sorted(key for key in {*names, *right.tensors, *right.objects} if wanted(key))
+    check_picked(fqn, keys, {*names, *right.tensors, *right.objects})
     notes = []
     if SAFETENSORS in (left.format, right.format):
         objects = {key for key in keys if names.get(key) in left.objects or key in right.objects}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_placements.offline.checkpoint import Checkpoint, writer_of
-from dcp_placements.offline.declared import matcher
+from dcp_placements.offline.declared import check_picked, matcher
 from dcp_placements.offline.experts import ExpertLayer, find_experts
 
 TOLD_OF_MAKING = ("save_id", "step", "world_size", "axes", "versions", "options")
@@ -185,13 +185,15 @@ def inspect(
         experts: Whether to list the experts of each layer.
 
     Raises:
-        CannotLook: There is no checkpoint, or it cannot be read.
+        CannotLook: There is no checkpoint, or it cannot be read; or no key matches ``fqn``.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     wanted = matcher(fqn)
     told = checkpoint.provenance or {}
     rules: Mapping[str, str] = told.get("rules") or {}
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if wanted(name)}
+    objects = [name for name in checkpoint.objects if wanted(name)]
+    check_picked(fqn, [*tensors, *objects], [*checkpoint.tensors, *checkpoint.objects])
     return Inspection(
         path=checkpoint.path,
         format=checkpoint.format,
@@ -208,9 +210,8 @@ def inspect(
             for name, tensor in tensors.items()
         },
         objects={
-            name: ObjectInfo(known.file, known.nbytes)
-            for name, known in checkpoint.objects.items()
-            if wanted(name)
+            name: ObjectInfo(checkpoint.objects[name].file, checkpoint.objects[name].nbytes)
+            for name in objects
         },
         files={
             name: FileInfo(size, writer_of(name), name in checkpoint.files)
