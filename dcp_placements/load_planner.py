@@ -36,7 +36,7 @@ from dcp_placements.items import LazyItems
 from dcp_placements.layout import Box
 from dcp_placements.live import fleeting_faults, live_faults
 from dcp_placements.naming import Path, Rename, rename_keys
-from dcp_placements.options import check_choice, check_rules
+from dcp_placements.options import check_choice, check_rename, check_rules
 from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.provenance import stored, stored_digest
 from dcp_placements.quiet_gc import quiet_gc
@@ -110,6 +110,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             allow_partial_load=allow_partial_load,
         )
         check_rules(rules)
+        check_rename(rename)
         check_choice("cast", cast, CASTS)
         check_choice("verify", verify, VERIFY)
         patterns = (optional,) if isinstance(optional, str) else tuple(optional)
@@ -140,6 +141,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state dict to fill, under the checkpoint's keys. Called on every rank."""
+        # dcp.save gives another thing in this place.
+        if metadata is not None and not isinstance(metadata, Metadata):
+            raise PlacementError(
+                "a PlacementLoadPlanner cannot save: dcp.save wants a save planner"
+            )
         # torch replaces values of types it does not know by None; they are put back, and
         # DTensor-likes among them are loaded into.
         unknown = [

@@ -18,6 +18,15 @@ def check_rules(rules: Any) -> None:
         )
 
 
+def check_rename(rename: Any) -> None:
+    """Refuse what cannot be called with a key."""
+    if rename is not None and not callable(rename):
+        raise PlacementError(
+            "rename= must be Renumber, Replace, Renames or another callable key -> key, or None, "
+            f"not {type(rename).__name__}"
+        )
+
+
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Refuse an option that there is not."""
     if value not in choices:

@@ -29,7 +29,7 @@ class FusedShard:
         interleaved: The parts alternate row by row (g0 u0 g1 u1 ...); they must be of equal size.
 
     Raises:
-        PlacementError: No part, or a part without rows.
+        PlacementError: No part, or a part without rows; strings.
     """
 
     dim: int
@@ -37,6 +37,11 @@ class FusedShard:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.parts, str):
+            raise PlacementError(
+                f"FusedShard takes a dim and a number of parts, or their sizes, not {self.dim!r} "
+                f"and {self.parts!r}"
+            )
         if not isinstance(self.parts, int):
             object.__setattr__(self, "parts", tuple(int(part) for part in self.parts))
         sizes = (self.parts,) if isinstance(self.parts, int) else self.parts
@@ -56,13 +61,15 @@ class IndexShard:
         indices: Global rows, one per local row.
 
     Raises:
-        PlacementError: A negative index.
+        PlacementError: A negative index, or a dim that is no number.
     """
 
     dim: int
     indices: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dim, int):
+            raise PlacementError(f"IndexShard takes a dim and its rows, not dim {self.dim!r}")
         object.__setattr__(self, "indices", tuple(int(index) for index in self.indices))
         if self.indices and min(self.indices) < 0:
             raise PlacementError(f"IndexShard takes rows from 0 up, not {min(self.indices)}")

@@ -72,4 +72,6 @@ def _one_error(failed: CheckpointException) -> Exception:
     if len(refusals) == 1:
         return refusals[0]
     mine = own[0] if own is not None and isinstance(own[0], PlacementError) else refusals[0]
-    return PlacementError(f"{mine}\n... and {len(refusals) - 1} more ranks refuse")
+    more = len(refusals) - 1
+    told = "1 more rank refuses" if more == 1 else f"{more} more ranks refuse"
+    return PlacementError(f"{mine}\n... and {told}")

@@ -35,7 +35,8 @@ class PlacementRules:
             which has some of the names.
 
     Raises:
-        PlacementError: An empty pattern, or a value that is no ``CheckpointPlacement``.
+        PlacementError: No mapping, an empty pattern, or a value that is no
+                ``CheckpointPlacement``.
     """
 
     def __init__(
@@ -44,6 +45,11 @@ class PlacementRules:
         *,
         optional: bool = False,
     ) -> None:
+        if not isinstance(rules, Mapping):
+            raise PlacementError(
+                "PlacementRules takes a mapping {pattern: CheckpointPlacement or None}, "
+                f"not {type(rules).__name__}"
+            )
         self.optional = optional
         self._rules: list[tuple[str, re.Pattern[str], CheckpointPlacement | None]] = []
         for pattern, placement in rules.items():

@@ -48,7 +48,7 @@ from dcp_placements.offer import (
     offering_of,
     owned_items,
 )
-from dcp_placements.options import check_choice, check_rules, check_waivers
+from dcp_placements.options import check_choice, check_rename, check_rules, check_waivers
 from dcp_placements.ownership import left_to_others
 from dcp_placements.placing import Placing, counted_faults, place, recheck_aliases
 from dcp_placements.plan_cache import PlanCache, standing
@@ -144,6 +144,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
         )
         check_rules(rules)
+        check_rename(rename)
         check_choice("digests", digests, DIGESTS)
         check_choice("on_conflict", on_conflict, ON_CONFLICT)
         self.rules = rules
@@ -181,6 +182,10 @@ class PlacementSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state dict, flat and under the checkpoint's keys. Called on every rank."""
+        if isinstance(storage_meta, Metadata):
+            raise PlacementError(
+                "a PlacementSavePlanner cannot load: dcp.load wants a load planner"
+            )
         self._start_over()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.state_dict, self.mappings = rename_keys(self.state_dict, self.mappings, self.rename)

@@ -88,6 +88,12 @@ def test_negative_dims_count_from_the_end() -> None:
     CheckpointPlacement(MESH, {"ep": Shard(-2)}, global_shape=(4, 3))
 
 
+def test_strings_for_numbers_are_refused() -> None:
+    for made in (lambda: FusedShard("0", 2), lambda: FusedShard(0, "2")):  # type: ignore[arg-type]
+        assert "takes a dim and a number of parts" in refusal(made)
+    assert "not dim '0'" in refusal(lambda: IndexShard("0", (1,)))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("what", ["Shard(0)", 0, None])
 def test_what_is_no_placement_is_refused(what: Any) -> None:
     told = refusal(lambda: CheckpointPlacement(MESH, {"ep": what}))

@@ -570,6 +570,8 @@ def test_the_older_checkpoint_stays_as_it_was_when_a_save_is_refused(tmp_path: P
         (lambda: PlacementLoadPlanner(optional=["a..b"]), "empty component"),
         (lambda: PlacementSavePlanner({"w": None}), "not dict"),
         (lambda: PlacementLoadPlanner("w"), "not str"),
+        (lambda: PlacementSavePlanner(rename={"a": "b"}), "rename= must be Renumber"),
+        (lambda: PlacementLoadPlanner(rename="experts"), "not str"),
         (lambda: PlacementSavePlanner(waive={"w": ""}), "needs a reason"),
         (lambda: PlacementSavePlanner(waive={"**": "all"}), "would silence every key"),
     ],
@@ -580,6 +582,18 @@ def test_options_that_there_are_not_are_refused_with_those_that_there_are(
     with pytest.raises(PlacementError) as refused:
         make()
     assert told in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")
+def test_a_planner_in_the_other_s_place_is_refused(tmp_path: Path) -> None:
+    state_dict = {"w": torch.ones(3)}
+    with pytest.raises(dcp.CheckpointException) as refused:
+        dcp.save(state_dict, checkpoint_id=tmp_path, planner=PlacementLoadPlanner())
+    assert "dcp.save wants a save planner" in str(refused.value.failures[0][0])
+    dcp.save(state_dict, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
+    with pytest.raises(dcp.CheckpointException) as refused:
+        dcp.load(state_dict, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
+    assert "dcp.load wants a load planner" in str(refused.value.failures[0][0])
 
 
 def test_casts_are_made_warned_about_or_refused_as_asked(tmp_path: Path) -> None:

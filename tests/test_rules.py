@@ -137,6 +137,11 @@ def test_a_value_that_is_no_placement_is_refused() -> None:
     assert "no CheckpointPlacement" in str(refused.value)
 
 
+def test_what_is_no_mapping_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"takes a mapping .* not list"):
+        PlacementRules([("experts.w1", None)])  # type: ignore[arg-type]
+
+
 def test_rules_travel_and_say_the_same() -> None:
     rules = PlacementRules({"hc_head.*": None, re.compile("head"): ROWS, "**": COLUMNS})
     keys = ["hc_head.w", "head.w", "x.y"]
