@@ -50,6 +50,7 @@ from fakes import cut
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DECISIONS = ROOT / "dcp_placements" / "README.md"
+DOCUMENTS = ROOT / "dcp_placements" / "cli" / "README.md"
 LINES = README.read_text().splitlines()
 
 
@@ -101,12 +102,13 @@ PROMISED |= {block.line: block.text for block in BLOCKS if block.kind == "consol
 SECTIONS = list(dict.fromkeys(block.section for block in BLOCKS if block.kind == "python"))
 
 
-def read_table(section: str, number: int = 0) -> list[list[str]]:
+def read_table(section: str, number: int = 0, page: Path = README) -> list[list[str]]:
     """Return the cells of a section's table, without its head."""
-    start = LINES.index(f"## {section}")
+    lines = LINES if page == README else page.read_text().splitlines()
+    start = lines.index(f"## {section}")
     tables: list[list[list[str]]] = []
     inside = False
-    for line in LINES[start + 1 :]:
+    for line in lines[start + 1 :]:
         if line.startswith("## "):
             break
         if line.startswith("|") and not inside:
@@ -227,7 +229,7 @@ def test_hazard_table_has_every_hazard_of_a_save_and_a_load() -> None:
     assert all(len(row) == 4 and all(row) for row in rows)
 
 
-@pytest.mark.parametrize("page", [README, DECISIONS], ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", [README, DECISIONS, DOCUMENTS], ids=lambda page: page.parent.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
@@ -278,7 +280,7 @@ JSON_OF = {
 
 @pytest.mark.parametrize("command", JSON_OF)
 def test_documents_have_the_keys_of_the_table(walk_through: Path, command: str) -> None:
-    (row,) = [row for row in read_table("The command line", 1) if code_of(row[0]) == command]
+    (row,) = [row for row in read_table("Keys", page=DOCUMENTS) if code_of(row[0]) == command]
     with contextlib.chdir(walk_through), contextlib.redirect_stdout(io.StringIO()) as output:
         main([command, *JSON_OF[command].split(), "--json"])
     assert list(json.loads(output.getvalue())) == re.findall(r"\w+", row[1])

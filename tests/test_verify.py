@@ -257,7 +257,7 @@ def test_the_readme_lists_every_kind() -> None:
         for name in ("structure.py", "record_checks.py", "verification.py")
     )
     made = set(re.findall(r'(?:CheckpointFault\(|Finding\(|yield )\s*"(\w+)"', code)) - {"digest"}
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (Path(__file__).parent.parent / "dcp_placements" / "cli" / "README.md").read_text()
     _, _, table = readme.partition("| kind | is |")
     rows = table.partition("\n\n")[0].splitlines()[2:]
     assert {kind for row in rows for kind in re.findall(r"`(\w+)`", row.split("|")[1])} == made
