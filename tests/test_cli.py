@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import fsspec
 import pytest
 import torch.distributed.checkpoint as dcp
 
+from dcp_placements.cli.app import app
 from dcp_placements.offline import Checkpoint
 from fakes import damage
 from tests.offline_scenes import (
@@ -113,6 +115,18 @@ def test_every_command_finds_something_to_say_of_any_checkpoint(
             assert ran.code == (kind in ("removed", "dropped"))
     assert ("hole" in Path("drawn.svg").read_text()) is (kind in ("dropped",))
     assert ("more than once" in Path("drawn.svg").read_text()) is (kind == "overlap")
+
+
+@pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
+def test_help_fits_80_columns(command: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    told = run(command, "--help").out
+    assert "--help" in told
+    assert "…" not in told + run("--help").out
+    assert "..." not in run("--help").out.partition("Commands:")[2]
+    assert max(map(len, told.splitlines())) <= 80
+    # Bytes are told in units.
+    assert re.search(r"\d{7}", told) is None
 
 
 def test_usage_errors_are_exit_2(run: Run, sound: Path) -> None:

@@ -33,6 +33,8 @@ app = typer.Typer(
     "1: faults or different; 2: could not look.",
     no_args_is_help=True,
     add_completion=False,
+    # Panels cut long names of options at 80 columns.
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -44,7 +46,9 @@ def _command(name: str, function: Callable[..., int]) -> None:
     def command(*args: Any, **kwargs: Any) -> None:
         raise typer.Exit(_exit_code(lambda: function(*args, **kwargs)))
 
-    app.command(name)(command)
+    # The first paragraph, all of it; left to itself the list of commands cuts it short.
+    told = " ".join((function.__doc__ or "").partition("\n\n")[0].split())
+    app.command(name, short_help=told)(command)
 
 
 def _exit_code(work: Callable[[], int]) -> int:

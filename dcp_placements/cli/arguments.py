@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from dcp_placements.errors import format_nbytes
+
 CheckpointPath = Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint's directory.")]
 Fqn = Annotated[
     str | None,
@@ -33,7 +35,16 @@ Memory = Annotated[
         parser=parse_nbytes, metavar="SIZE", help="How much memory data may take, such as 512MiB."
     ),
 ]
-MEMORY = 2 << 30
+
+
+class Size(int):
+    """A number of bytes that ``--help`` tells in binary units."""
+
+    def __str__(self) -> str:
+        return format_nbytes(self)
+
+
+MEMORY = Size(2 << 30)
 
 
 def parse_dtype(text: Any) -> torch.dtype:

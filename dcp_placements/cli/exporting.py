@@ -13,6 +13,7 @@ from dcp_placements.cli.arguments import (
     Json,
     Memory,
     RenameSpec,
+    Size,
     parse_dtype,
     parse_nbytes,
 )
@@ -20,6 +21,9 @@ from dcp_placements.cli.printing import print_json, progress, say
 from dcp_placements.errors import PlacementError
 from dcp_placements.offline.declared import resolve
 from dcp_placements.offline.export import MEMORY_NBYTES, SHARD_NBYTES
+
+SHARD_SIZE = Size(SHARD_NBYTES)
+MEMORY = Size(MEMORY_NBYTES)
 
 
 class Format(StrEnum):
@@ -35,7 +39,7 @@ def export_command(
     to: Annotated[Format, typer.Option(help="A directory of safetensors, or one torch file.")],
     max_shard_size: Annotated[
         int, typer.Option(parser=parse_nbytes, metavar="SIZE", help="Of one safetensors file.")
-    ] = SHARD_NBYTES,
+    ] = SHARD_SIZE,
     dtype: Annotated[
         Any, typer.Option(parser=parse_dtype, metavar="DTYPE", help="Such as bfloat16.")
     ] = None,
@@ -50,7 +54,7 @@ def export_command(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Keys to leave out.")
     ] = None,
-    memory: Memory = MEMORY_NBYTES,
+    memory: Memory = MEMORY,
     json: Json = False,
 ) -> int:
     """Write a checkpoint as the files that from_pretrained reads, or as one torch file."""

@@ -28,17 +28,18 @@ def import_command(
     from_: Annotated[Source, typer.Option("--from", help="Whose files they are.")],
     preset: Annotated[str, typer.Option(help="Whose names the weights have.")] = "megatron_core",
     vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Words without padding; else what the files say.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Words without padding; else what the files say."),
     ] = None,
     optimizer: Annotated[
         bool | None,
         typer.Option(help="Insist on its state, or leave it out; else import it if possible."),
     ] = None,
     expert_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="Where names and contents do not tell.")
+        int | None, typer.Option(metavar="N", min=1, help="Where names and contents do not tell.")
     ] = None,
     expert_tensor_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="Where the files hold no arguments.")
+        int | None, typer.Option(metavar="N", min=1, help="Where the files hold no arguments.")
     ] = None,
     rename: RenameSpec = None,
     memory: Annotated[

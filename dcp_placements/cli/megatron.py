@@ -16,10 +16,15 @@ Path = Annotated[str, typer.Argument(help="An iteration's directory, or the one 
 def megatron_command(
     path: Path,
     expert_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="Of the run that is to load it. It decides.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Of the run that is to load it. It decides."),
     ] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Likewise.")] = None,
-    pipeline_parallel_size: Annotated[int | None, typer.Option(min=1, help="Likewise.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Likewise.")
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Likewise.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Tell which ranks mp_rank_* files are of, and what is missing or does not fit."""
