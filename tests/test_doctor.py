@@ -166,6 +166,13 @@ def test_chunks_of_different_experts_make_a_torn_one(tmp_path: Path) -> None:
     assert_true(tmp_path, found)
 
 
+def test_a_mesh_in_which_ranks_cannot_have_written_what_they_did(tmp_path: Path) -> None:
+    save(tmp_path, {"ep": 2, "edp": 2}, 1, lowest=True)
+    assert_true(tmp_path, diagnose(tmp_path, axes={"ep": 2, "edp": 2}))
+    with pytest.raises(CannotLook, match=r"ranks 0 and 1 wrote different parts of it"):
+        diagnose(tmp_path, axes={"edp": 2, "ep": 2})
+
+
 def test_without_a_mesh_rows_and_ranks_are_told(tmp_path: Path) -> None:
     save(tmp_path, {"ep": 2, "edp": 2}, 1)
     found = diagnose(tmp_path)

@@ -181,7 +181,8 @@ def diagnose(
             Each ep rank is taken to have had a contiguous run of the experts.
 
     Raises:
-        CannotLook: There is no checkpoint, or ``axes`` has no ``ep`` or fewer ranks than wrote.
+        CannotLook: There is no checkpoint; or ``axes`` has no ``ep`` or fewer ranks than wrote, or
+            they wrote what in such a mesh they cannot have had.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     if axes is not None:
@@ -194,6 +195,8 @@ def diagnose(
         if experts is None and axes is not None:
             experts = family.stored * axes[EP]
         tensors[fqn] = _examined(fqn, family, experts, axes)
+        if axes is not None and tensors[fqn].verdict == OVERWRITTEN:
+            _check_order(family, axes)
     among = set()
     numbered = set()
     for fqn, family in families.items():
@@ -387,6 +390,35 @@ def _check_axes(checkpoint: Checkpoint, axes: MeshAxes) -> None:
             f"the mesh {axes} has {ranks} ranks, but {format_ranks(beyond)} wrote a part of the "
             "checkpoint\n    way out:     the mesh of all ranks that saved"
         )
+
+
+def _check_order(family: Family, axes: MeshAxes) -> None:
+    """Refuse a mesh whose ranks cannot have written what they did.
+
+    A DTensor is one box on each rank, and an EP-unaware save has the same boxes on every ep rank.
+    Where there are as many boxes as positions beside ep, each of those has one of its own.
+    """
+    names = list(axes)
+    beside = 1
+    for name, size in axes.items():
+        beside *= 1 if name == EP else size
+    for tensor in family.members.values():
+        if len(tensor.boxes) != beside:
+            continue
+        first: dict[tuple[int, ...], int] = {}
+        for chunk in tensor.chunks:
+            if chunk.writer is None:
+                continue
+            at = mesh_at(axes, chunk.writer).get_coordinate()
+            position = tuple(at[i] for i, name in enumerate(names) if name != EP)
+            if position in first:
+                raise CannotLook(
+                    f"{tensor.fqn}: ranks {first[position]} and {chunk.writer} wrote different "
+                    f"parts of it, but in the mesh {dict(axes)} they differ along {EP} alone and "
+                    "hold the same part\n    way out:     the axes in rank order, the last one "
+                    "fastest"
+                )
+            first[position] = chunk.writer
 
 
 def _examined(fqn: str, family: Family, experts: int | None, axes: MeshAxes | None) -> ExpertTensor:
