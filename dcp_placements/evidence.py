@@ -81,6 +81,23 @@ class Story:
 
 
 @dataclass(slots=True)
+class PickedOffer:
+    """What a rank has of tensors whose rows each rank names itself.
+
+    Attributes:
+        table: The table of them. Its digests are all in one, under 0: of every item, in entry
+            order.
+        rows: The rows that are here, a packed ``RowLists``.
+    """
+
+    table: TableOffer
+    rows: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PickedOffer, (self.table, self.rows)
+
+
+@dataclass(slots=True)
 class Loose:
     """What no layout class describes: items that travel one by one.
 
@@ -112,6 +129,7 @@ class Offer:
         sizes: The sizes of those axes.
         digests: What kind they are: ``"sampled"``, ``"full"`` or ``"off"``.
         bucketed: Whether digests are folded into buckets.
+        picked: Tensors whose rows it names.
         loose: Items that no table holds.
         story: What else it has to tell.
     """
@@ -122,8 +140,14 @@ class Offer:
     sizes: dict[str, int] = field(default_factory=dict)
     digests: str = "off"
     bucketed: bool = False
+    picked: PickedOffer | None = None
     loose: Loose | None = None
     story: Story | None = None
+
+    @property
+    def all_tables(self) -> list[TableOffer]:
+        """Its tables, and that of picked rows."""
+        return self.tables if self.picked is None else [*self.tables, self.picked.table]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Neither the names of fields nor that of a table's class travel.
@@ -167,6 +191,7 @@ class Answer:
         slots: For each table, packed: for each class (objects last) how many ranks hold what this
             rank holds, and then for each class which of them it is.
         elsewhere: For each table, entries that others write, as a bitmap; empty for none.
+        picked: The rows that are its own, a packed ``RowLists``; empty where it has none at all.
         loose: Positions of the loose items that are its own.
         extra: Keys and offsets of table entries that are its own though they are elsewhere.
         spreads: For each table, ``(replicas, writers)``: how many of so many replicas share the big
@@ -180,6 +205,7 @@ class Answer:
 
     slots: tuple[bytes, ...]
     elsewhere: tuple[bytes, ...] = ()
+    picked: bytes = b""
     loose: tuple[int, ...] = ()
     extra: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
     spreads: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -211,7 +237,7 @@ class Tables:
     def learn(self, offers: Sequence[Offer]) -> None:
         """Take in the tables that were sent, each once."""
         for offer in offers:
-            for sent in offer.tables:
+            for sent in offer.all_tables:
                 if sent.packed is not None and sent.table_id not in self._known:
                     self._known[sent.table_id] = unpacked(sent.packed)
 

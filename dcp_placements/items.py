@@ -20,7 +20,8 @@ from dcp_placements.interop import (
     WriteItem,
     WriteItemType,
 )
-from dcp_placements.layout import Chunk
+from dcp_placements.layout import Box, Chunk
+from dcp_placements.picked import RowLists
 from dcp_placements.placing import Placed
 from dcp_placements.table import OBJECT, Look, Table, boxes
 
@@ -111,19 +112,64 @@ class TableItems:
         ]
 
     def _write_data(self, index: int, look: Look) -> list[tuple[torch.Size, TensorWriteData]]:
-        properties = tensor_properties(look)
-        size = torch.Size(self.table.classes[index].sharding.global_shape)
+        shape = self.table.classes[index].sharding.global_shape
+        return _write_data(self._boxes[index], look, shape)
+
+
+class PickedItems:
+    """Makes the write items of one coordinate of a table of picked rows."""
+
+    def __init__(self, table: Table, coordinates: Sequence[int], rows: RowLists) -> None:
+        self.table = table
+        self.rows = rows
+        self._coordinates = []
+        start = 0
+        for known in table.classes:
+            stop = start + len(known.sharding.axis_sizes)
+            self._coordinates.append(tuple(coordinates[start:stop]))
+            start = stop
+        self._boxes: dict[tuple[int, int], tuple[Box, ...]] = {}
+        self._data: dict[tuple[int, int, int], list[tuple[torch.Size, TensorWriteData]]] = {}
+
+    def boxes(self, entry: int) -> tuple[Box, ...]:
+        """Return the boxes of one key."""
+        key = index, number = self.table.class_of[entry], self.rows.list_of[entry]
+        found = self._boxes.get(key)
+        if found is None:
+            known, rows = self.table.classes[index], self.rows.lists[number]
+            found = self._boxes[key] = boxes(known, self._coordinates[index], rows)
+        return found
+
+    def of(self, entry: int) -> list[WriteItem]:
+        """Return the items of one key, in the order of ``boxes``."""
+        table = self.table
+        fqn, index, look = table.fqns[entry], table.class_of[entry], table.look_of[entry]
+        key = index, look, self.rows.list_of[entry]
+        data = self._data.get(key)
+        if data is None:
+            shape = table.classes[index].sharding.global_shape
+            data = self._data[key] = _write_data(self.boxes(entry), table.looks[look], shape)
+        kind = WriteItemType.SHARD
         return [
-            (
-                torch.Size(box.offsets),
-                TensorWriteData(chunk_metadata(box.offsets, box.sizes), properties, size),
-            )
-            for box in self._boxes[index]
+            WriteItem(MetadataIndex(fqn, offsets), kind, tensor_data=part) for offsets, part in data
         ]
 
 
+def _write_data(
+    held: Sequence[Box], look: Look, shape: tuple[int, ...]
+) -> list[tuple[torch.Size, TensorWriteData]]:
+    properties, size = tensor_properties(look), torch.Size(shape)
+    return [
+        (
+            torch.Size(box.offsets),
+            TensorWriteData(chunk_metadata(box.offsets, box.sizes), properties, size),
+        )
+        for box in held
+    ]
+
+
 def placed_items(placed: Placed) -> list[WriteItem]:
-    """Return the write items of a tensor that no table holds (an expert map)."""
+    """Return the write items of a tensor that no table holds."""
     properties = tensor_properties(look_of(placed.tensor))
     size = torch.Size(placed.global_shape)
     return [

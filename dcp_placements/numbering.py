@@ -32,7 +32,7 @@ def numbering_faults(offers: Sequence[Offer], tables: Tables) -> list[Fault]:
         return []
     faults = []
     families = _Families(list(told))
-    names = dict.fromkeys(sent.table_id for offer in offers for sent in offer.tables)
+    names = dict.fromkeys(sent.table_id for offer in offers for sent in offer.all_tables)
     if not all(name in tables for name in names):
         return []  # refused already; and whose keys are not known may have what is missing
     for name in names:

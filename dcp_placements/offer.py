@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from dcp_placements.evidence import (
     Answer,
     Loose,
     Offer,
+    PickedOffer,
     Story,
     TableOffer,
     Tables,
@@ -38,12 +39,19 @@ from dcp_placements.interop import (
     known_world_size,
     named_axes,
 )
-from dcp_placements.items import TableItems, placed_items, written_chunks, written_data
+from dcp_placements.items import (
+    PickedItems,
+    TableItems,
+    placed_items,
+    written_chunks,
+    written_data,
+)
 from dcp_placements.layout import Pick, Sharding
 from dcp_placements.lint import lint
 from dcp_placements.naming import Path, Rename
 from dcp_placements.optimizer_state import stateless_parameters
 from dcp_placements.ownership import owned_entries
+from dcp_placements.picked import RowLists, picked_rows, unpacked_rows
 from dcp_placements.placing import Placed, Placing
 from dcp_placements.renaming import numbering
 from dcp_placements.rules import PlacementRules, Rules, compile_pattern
@@ -60,6 +68,9 @@ EXACT_WORLD = 512
 """Up to so many ranks every replicated item has a digest of its own, and every rank sends its
 tables; in larger worlds digests are folded into buckets, and a mesh's table is sent once."""
 
+PICKED = -1
+"""Stands for a table's position where its rows are picked."""
+
 _OBJECT_KIND = (OBJECT, 0, -1)
 
 Objects = dict[str, io.BytesIO]
@@ -75,12 +86,13 @@ class RankTable:
         first: Whether this is the first rank of the mesh that the table is about; None for a table
             that is about no mesh.
         coordinates: The position along the axes of each class, class after class.
-        items: Makes the items; set when the table is complete.
+        rows: Of a table of picked rows, those that this rank has.
     """
 
     table: Table
     first: bool | None
     coordinates: list[int] = field(default_factory=list)
+    rows: RowLists = field(default_factory=RowLists)
     _name: bytes | None = None
     _rows: list[tuple[Any, ...]] = field(default_factory=list)
     _kinds: dict[Any, tuple[int, int, int]] = field(default_factory=dict)
@@ -89,6 +101,8 @@ class RankTable:
     _looks: dict[Any, int] = field(default_factory=dict)
     _rules: dict[str, int] = field(default_factory=dict)
     _paths: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _lists: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _list_of: dict[int, int] = field(default_factory=dict)
 
     @property
     def name(self) -> bytes:
@@ -123,6 +137,9 @@ class RankTable:
         if at is None:
             at = _position(self._paths, counts, self.table.paths)
         self._rows.append((fqn, *known, at))
+        if self._list_of:
+            assert placed is not None
+            self.rows.list_of.append(self._list_of[id(placed.binding)])
 
     def finish(self) -> None:
         """Make the table's columns, once all keys are in."""
@@ -149,7 +166,14 @@ class RankTable:
             known = LayoutClass(Sharding(tuple(key)), (), plain=True)
         else:
             names = tuple(axis.name for axis in placed.binding.axes)
-            known = LayoutClass(placed.binding.sharding, names)
+            sharding = placed.binding.sharding
+            picked = picked_rows(placed.binding)
+            if picked is None:
+                known = LayoutClass(sharding, names)
+            else:
+                others = tuple(cut for cut in sharding.cuts if cut.dim != picked[0])
+                known = LayoutClass(replace(sharding, cuts=others), names, rows=picked[0])
+                self._list_of[key] = _position(self._lists, picked[1], self.rows.lists)
             coordinate = placed.binding.coordinate
         found = self._standings.get((known, coordinate))
         if found is None:
@@ -166,21 +190,37 @@ class Offering:
 
     Attributes:
         tables: Its tables.
+        picked: The table of tensors whose rows it names.
         loose: Items that no table holds.
         order: The keys in state dict order: ``(table, entry)``, or the loose items themselves.
     """
 
     tables: list[RankTable] = field(default_factory=list)
+    picked: RankTable | None = None
     loose: Loose = field(default_factory=Loose)
     order: list[tuple[int, int] | list[WriteItem]] = field(default_factory=list)
 
+    @property
+    def all_tables(self) -> list[RankTable]:
+        """Its tables, and that of picked rows."""
+        return self.tables if self.picked is None else [*self.tables, self.picked]
+
     def items(self) -> list[WriteItem]:
         """Return all items, replicas included, in state dict order."""
-        makers = [TableItems(known.table, known.coordinates) for known in self.tables]
+        makers = self._makers()
         made: list[WriteItem] = []
         for entry in self.order:
             made += entry if isinstance(entry, list) else makers[entry[0]].of(entry[1])
         return made
+
+    def _makers(self) -> dict[int, TableItems | PickedItems]:
+        makers: dict[int, TableItems | PickedItems] = {
+            at: TableItems(known.table, known.coordinates) for at, known in enumerate(self.tables)
+        }
+        if self.picked is not None:
+            known = self.picked
+            makers[PICKED] = PickedItems(known.table, known.coordinates, known.rows)
+        return makers
 
     def owned_items(self, answer: Answer) -> list[WriteItem]:
         """Return the items that are this rank's own to write, in state dict order."""
@@ -188,7 +228,12 @@ class Offering:
             set(owned_entries(kept.table, *told))
             for kept, told in zip(self.tables, answer.by_table(), strict=True)
         ]
-        makers = [TableItems(known.table, known.coordinates) for known in self.tables]
+        tables = {at: kept.table for at, kept in enumerate(self.tables)}
+        makers = self._makers()
+        rows = None
+        if self.picked is not None:
+            tables[PICKED] = self.picked.table
+            rows = _owned_rows(tables[PICKED], self.picked.coordinates, answer)
         extra = set(answer.extra)
         extra_keys = {fqn for fqn, _ in extra}
         loose = {self.loose.items[at].index for at in answer.loose}
@@ -196,9 +241,13 @@ class Offering:
         for entry in self.order:
             if isinstance(entry, list):
                 made += [item for item in entry if item.index in loose]
+                continue
+            if entry[0] == PICKED:
+                made += [] if rows is None else rows.of(entry[1])
             elif entry[1] in owned[entry[0]]:
                 made += makers[entry[0]].of(entry[1])
-            elif extra_keys and self.tables[entry[0]].table.fqns[entry[1]] in extra_keys:
+                continue
+            if extra_keys and tables[entry[0]].fqns[entry[1]] in extra_keys:
                 made += [item for item in makers[entry[0]].of(entry[1]) if place_of(item) in extra]
         return made
 
@@ -206,18 +255,45 @@ class Offering:
 def owned_items(tables: Tables, offer: Offer, answer: Answer) -> list[WriteItem]:
     """Return the items that are a rank's own to write, seen from the coordinator."""
     extra = set(answer.extra)
+    extra_keys = dict.fromkeys(key for key, _ in answer.extra)
     made: list[WriteItem] = []
     for told, share in zip(offer.tables, answer.by_table(), strict=True):
         table = tables[told.table_id]
         maker = TableItems(table, unpacked_ints(told.coordinates).tolist())
         for entry in owned_entries(table, *share):
             made += maker.of(entry)
-        for fqn in dict.fromkeys(key for key, _ in answer.extra):
-            if fqn in table.fqns:
-                items = maker.of(table.fqns.index(fqn))
-                made += [item for item in items if place_of(item) in extra]
+        made += _extra_items(table, maker, extra_keys, extra)
+    if offer.picked is not None:
+        table = tables[offer.picked.table.table_id]
+        coordinates = unpacked_ints(offer.picked.table.coordinates).tolist()
+        rows = _owned_rows(table, coordinates, answer)
+        if rows is not None:
+            for entry in range(len(table.fqns)):
+                made += rows.of(entry)
+        everything = PickedItems(table, coordinates, unpacked_rows(offer.picked.rows))
+        made += _extra_items(table, everything, extra_keys, extra)
     if offer.loose is not None:
         made += [offer.loose.items[at] for at in answer.loose]
+    return made
+
+
+def _owned_rows(table: Table, coordinates: Sequence[int], answer: Answer) -> PickedItems | None:
+    if not answer.picked:
+        return None
+    return PickedItems(table, coordinates, unpacked_rows(answer.picked))
+
+
+def _extra_items(
+    table: Table,
+    maker: TableItems | PickedItems,
+    keys: Iterable[str],
+    places: Collection[tuple[str, tuple[int, ...] | None]],
+) -> list[WriteItem]:
+    made: list[WriteItem] = []
+    for fqn in keys:
+        if fqn in table.fqns:
+            items = maker.of(table.fqns.index(fqn))
+            made += [item for item in items if place_of(item) in places]
     return made
 
 
@@ -241,11 +317,18 @@ def offering_of(
     by_mesh: dict[Any, int] = {}
     # A mesh may be sliced anew for every module: meshes are told apart by what they are.
     what: dict[int, Any] = {}
+    picks: dict[int, bool] = {}
     for fqn, value in state_dict.items():
         if fqn in placing.absent:
             continue
         placed = placing.placed.get(fqn)
         path = None if paths is None else paths.get(fqn)
+        if placed is not None and _is_picked(placed, picks):
+            if offering.picked is None:
+                offering.picked = RankTable(Table(), None)
+            offering.picked.add(fqn, placed.tensor, placed, path)
+            offering.order.append((PICKED, len(offering.picked.rows.list_of) - 1))
+            continue
         if _is_loose(value, placed):
             items = default_write_items(fqn, value) if placed is None else placed_items(placed)
             offering.order.append(items)
@@ -274,6 +357,8 @@ def offering_of(
         offering.order.append((position, len(known._rows) - 1))
     for known in offering.tables:
         known.finish()
+    if offering.picked is not None:
+        offering.picked.finish()
     return offering
 
 
@@ -302,20 +387,14 @@ def make_offer(
         known: Names of tables that the coordinator keeps from the last save.
         exact: Whether every rank sends its tables, whatever the size of the world.
     """
-    tables = []
-    tells = exact
-    for kept in offering.tables:
-        name = kept.name
-        send = name not in known and (exact or kept.first is not False)
-        # Where no mesh is, or this is its first rank, nobody else may be counted on.
-        tells = tells or kept.first is not False
-        tables.append(
-            TableOffer(
-                name,
-                packed_ints(kept.coordinates),
-                packed=kept.table.compressed() if send else None,
-            )
-        )
+    tables = [_table_offer(kept, known, exact=exact) for kept in offering.tables]
+    picked = None
+    if offering.picked is not None:
+        told = _table_offer(offering.picked, known, exact=exact)
+        picked = PickedOffer(told, offering.picked.rows.packed())
+    # Where no mesh is, or this is its first rank, nobody else may be counted on.
+    tells = exact or any(kept.first is not False for kept in offering.tables)
+    tells = tells or picked is not None
     axes = _axes(placing, rules)
     story = None
     if tells:
@@ -333,9 +412,17 @@ def make_offer(
         tables=tables,
         positions={name: position for name, (position, _) in axes.items()},
         sizes={name: size for name, (_, size) in axes.items()},
+        picked=picked,
         loose=offering.loose if offering.loose.items else None,
         story=story,
     )
+
+
+def _table_offer(kept: RankTable, known: Collection[bytes], *, exact: bool) -> TableOffer:
+    name = kept.name
+    send = name not in known and (exact or kept.first is not False)
+    packed = kept.table.compressed() if send else None
+    return TableOffer(name, packed_ints(kept.coordinates), packed=packed)
 
 
 def add_digests(
@@ -418,8 +505,22 @@ def add_digests(
                     for one in told
                 ]
             )
+    if offering.picked is not None and offer.picked is not None:
+        _picked_digests(offer.picked.table, offering.picked.table, placing, full=full)
     _loose_digests(offering.loose, lookup, full, objects)
     return objects
+
+
+def _picked_digests(told: TableOffer, table: Table, placing: Placing, *, full: bool) -> None:
+    """Put digests of all rows into an offer, item by item in a large world, too.
+
+    Ranks have other rows in common than a whole table: nothing that is folded could be compared.
+    """
+    pieces = [piece for fqn in table.fqns for piece in _pieces(placing.placed[fqn])]
+    made = [full_digest(t) for t in pieces] if full else sampled_digests(pieces)
+    told.digests = {0: b"".join(map(_known, made))}
+    if full:
+        told.stored_digests = b"".join([digest or bytes(FULL_NBYTES) for digest in made])
 
 
 def _pieces(placed: Placed) -> list[torch.Tensor]:
@@ -427,6 +528,17 @@ def _pieces(placed: Placed) -> list[torch.Tensor]:
     if len(placed.chunks) == 1 and placed.chunks[0].sizes == placed.tensor.shape:
         return [placed.tensor]
     return [written_data(placed, chunk) for chunk in written_chunks(placed)]
+
+
+def _is_picked(placed: Placed, known: dict[int, bool]) -> bool:
+    """Whether all but the rows is alike on all ranks; ``known`` by binding."""
+    binding = placed.binding
+    if binding.is_uniform:
+        return False
+    found = known.get(id(binding))
+    if found is None:
+        found = known[id(binding)] = picked_rows(binding) is not None
+    return found
 
 
 def _mesh_content(mesh: Any) -> Any:

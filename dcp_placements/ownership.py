@@ -158,6 +158,25 @@ def set_in_bitmap(bitmap: bytearray, entry: int) -> None:
     bitmap[entry >> 3] |= 1 << (entry & 7)
 
 
+def shared_by_holders(
+    pieces: Sequence[tuple[int, Sequence[int]]], load: list[int], limit: float
+) -> list[int]:
+    """Return who writes each piece: the lowest of its holders that can take it, or has least.
+
+    Args:
+        pieces: Bytes and ranks that hold it, ascending.
+        load: Bytes that each rank writes; what it is given is added.
+        limit: What none ought to exceed.
+    """
+    owners = [0] * len(pieces)
+    for at in sorted(range(len(pieces)), key=lambda at: -pieces[at][0]):
+        nbytes, among = pieces[at]
+        least = min(among, key=lambda rank: load[rank])
+        owners[at] = next((rank for rank in among if load[rank] + nbytes <= limit), least)
+        load[owners[at]] += nbytes
+    return owners
+
+
 def drop_replicas(
     plans: Sequence[SavePlan],
     *,
@@ -193,14 +212,9 @@ def drop_replicas(
                 load[held_by[0]] += nbytes
             else:
                 shared.append((nbytes, item.index))
-    shared.sort(key=lambda entry: -entry[0])
     limit = max(BALANCE * total / max(len(plans), 1), max(load, default=0))
-    for nbytes, item_index in shared:
-        among = holders[item_index]
-        least = min(among, key=lambda rank: load[rank])
-        chosen = next((rank for rank in among if load[rank] + nbytes <= limit), least)
-        owner[item_index] = chosen
-        load[chosen] += nbytes
+    chosen = shared_by_holders([(n, holders[index]) for n, index in shared], load, limit)
+    owner.update(zip([index for _, index in shared], chosen, strict=True))
     return [
         dataclasses.replace(plan, items=[item for item in plan.items if owner[item.index] == rank])
         for rank, plan in enumerate(plans)

@@ -22,8 +22,8 @@ from dcp_placements.world_plan import WorldPlan
 
 MAX_CACHES = 8
 
-Standing = tuple[tuple[tuple[bytes, bytes], ...], list[WriteItem] | None]
-"""What a rank's plan depends on: its tables and coordinates, and its loose items."""
+Standing = tuple[tuple[tuple[bytes, bytes], ...], bytes, list[WriteItem] | None]
+"""What a rank's plan depends on: its tables and coordinates, its rows, and its loose items."""
 
 
 @dataclass(slots=True)
@@ -118,8 +118,9 @@ def difference(known: Table, table: Table) -> str | None:
 
 def standing(offer: Offer) -> Standing:
     """Return what the plan depends on, of what a rank offers."""
-    tables = tuple([(told.table_id, told.coordinates) for told in offer.tables])
-    return tables, None if offer.loose is None else offer.loose.items
+    tables = tuple([(told.table_id, told.coordinates) for told in offer.all_tables])
+    rows = b"" if offer.picked is None else offer.picked.rows
+    return tables, rows, None if offer.loose is None else offer.loose.items
 
 
 _caches: OrderedDict[str, PlanCache] = OrderedDict()

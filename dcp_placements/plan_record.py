@@ -35,7 +35,7 @@ def plan_record(
     offers: Sequence[Offer], tables: Tables, standings: Sequence[Standing]
 ) -> dict[str, Any]:
     """Return what a plan was made from: its hash, the number of ranks, and the tables."""
-    names = dict.fromkeys(told.table_id for offer in offers for told in offer.tables)
+    names = dict.fromkeys(told.table_id for offer in offers for told in offer.all_tables)
     told = tuple([_squeezed(tables[name].told()) for name in names])
     kept = len(repr(told)) <= MAX_NBYTES
     return {
@@ -86,7 +86,7 @@ def _why(record: Mapping[str, Any], offers: Sequence[Offer], tables: Tables) -> 
     ranks = record.get("ranks")
     if ranks != len(offers):
         return f"{len(offers)} ranks, and {ranks} saved what was loaded"
-    names = dict.fromkeys(told.table_id for offer in offers for told in offer.tables)
+    names = dict.fromkeys(told.table_id for offer in offers for told in offer.all_tables)
     try:
         known = [table_of(_loosened(told)) for told in record["tables"] or ()]
     except Exception:  # written by another version, or damaged: no more than a line of the log
@@ -105,8 +105,8 @@ def _why(record: Mapping[str, Any], offers: Sequence[Offer], tables: Tables) -> 
 
 def _hash_of(standings: Sequence[Standing]) -> bytes:
     hasher = xxhash.xxh3_128()
-    for tables, loose in standings:
-        hasher.update(repr((tables, loose)).encode())
+    for told in standings:
+        hasher.update(repr(told).encode())
     return hasher.digest()
 
 

@@ -16,8 +16,9 @@ import torch
 from dcp_placements.digests import FULL_NBYTES
 from dcp_placements.evidence import Answer, Offer, Tables, unpacked_ints
 from dcp_placements.interop import Metadata, MetadataIndex
-from dcp_placements.items import TableItems
+from dcp_placements.items import PickedItems, TableItems
 from dcp_placements.ownership import owned_entries
+from dcp_placements.picked import unpacked_rows
 
 RESERVED_KEY = "dcp_placements"
 """The key in ``Metadata.planner_data``."""
@@ -32,20 +33,24 @@ def provenance(
     """Return who wrote a checkpoint, how: plain values only.
 
     Keys: ``save_id``, ``step``, ``versions``, ``world_size``, ``axes`` (sizes by name), ``rules``
-    (rule by FQN), ``options``, ``row_maps`` (FQN to rank to the rows that an ``IndexShard`` names).
+    (rule by FQN), ``options``, ``row_maps`` (FQN to rank to the rows that it names as its own).
     """
     rules: dict[str, str] = {}
     row_maps: dict[str, dict[int, tuple[int, ...]]] = {}
-    for name in {told.table_id for offer in offers for told in offer.tables}:
+    for name in {told.table_id for offer in offers for told in offer.all_tables}:
         table = tables[name]
         for fqn, rule in zip(table.fqns, table.rule_of, strict=True):
             if rule >= 0:
                 rules[fqn] = table.rules[rule]
     for offer in offers:
+        if offer.picked is not None:
+            rows = unpacked_rows(offer.picked.rows)
+            for entry, fqn in enumerate(tables[offer.picked.table.table_id].fqns):
+                row_maps.setdefault(fqn, {})[offer.rank] = rows.of(entry)
         if offer.loose is not None:
             rules.update(offer.loose.rules_of)
-            for fqn, rows in offer.loose.row_maps.items():
-                row_maps.setdefault(fqn, {})[offer.rank] = rows
+            for fqn, indices in offer.loose.row_maps.items():
+                row_maps.setdefault(fqn, {})[offer.rank] = indices
     return {
         "save_id": uuid.uuid4().hex,
         "step": step,
@@ -74,10 +79,22 @@ def written_digests(
                 for item in maker.of(entry):
                     place = _offset(item.index)
                     if entry in owned or (item.index.fqn, place) in extra:
-                        start = position * FULL_NBYTES
-                        digest = told.stored_digests[start : start + FULL_NBYTES]
-                        if any(digest):
-                            found.setdefault(item.index.fqn, {})[place] = digest
+                        _keep(found, item.index, told.stored_digests, position)
+                    position += 1
+        if offer.picked is not None:
+            told = offer.picked.table
+            table = tables[told.table_id]
+            coordinates = unpacked_ints(told.coordinates).tolist()
+            held = PickedItems(table, coordinates, unpacked_rows(offer.picked.rows))
+            rows = unpacked_rows(answer.picked) if answer.picked else None
+            position = 0
+            for entry, fqn in enumerate(table.fqns):
+                owned = set() if rows is None else set(rows.of(entry))
+                dim = table.classes[table.class_of[entry]].rows
+                for box in held.boxes(entry):
+                    if box.offsets[dim] in owned or (fqn, box.offsets) in extra:
+                        index = MetadataIndex(fqn, box.offsets)
+                        _keep(found, index, told.stored_digests, position)
                     position += 1
         for at in answer.loose:
             assert offer.loose is not None
@@ -85,6 +102,12 @@ def written_digests(
             if kept is not None:
                 found.setdefault(item.index.fqn, {})[_offset(item.index)] = kept
     return found
+
+
+def _keep(found: StoredDigests, index: MetadataIndex, digests: bytes, position: int) -> None:
+    digest = digests[position * FULL_NBYTES : (position + 1) * FULL_NBYTES]
+    if any(digest):
+        found.setdefault(index.fqn, {})[_offset(index)] = digest
 
 
 def stored(metadata: Metadata) -> Mapping[str, Any] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 from dcp_placements.errors import format_names, format_nbytes
 
@@ -27,6 +29,29 @@ class KeyReport:
     unique_nbytes: int
     whole_nbytes: int
     copies: float
+
+
+def key_report(
+    shape: tuple[int, ...], dtype: Any, chunks: int, unique: int, held: int
+) -> KeyReport:
+    """Return the report on one tensor.
+
+    Args:
+        shape: Of the whole tensor.
+        dtype: Its torch dtype.
+        chunks: Different boxes.
+        unique: Elements in those boxes.
+        held: Elements that the ranks hold, replicas included.
+    """
+    whole = prod(shape)
+    return KeyReport(
+        shape=shape,
+        dtype=str(dtype).removeprefix("torch."),
+        chunks=chunks,
+        unique_nbytes=unique * dtype.itemsize,
+        whole_nbytes=whole * dtype.itemsize,
+        copies=held / whole if whole else 1.0,
+    )
 
 
 @dataclass(slots=True)

@@ -225,7 +225,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 lookup=self.lookup_object,
                 exact=exact,
             )
-        self._names = [told.table_id for told in offer.tables]
+        self._names = [told.table_id for told in offer.all_tables]
         self.plan = SavePlan(LazyItems(offering.items), planner_data=offer)  # type: ignore[arg-type]
         return self.plan
 
@@ -241,7 +241,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             tables = Tables() if self._cache is None else self._cache.tables
             tables.learn(offers)
             # Its own are here, sent or not: a rank that plans alone hears from no other.
-            for name, kept in zip(self._names, self._offering.tables, strict=True):
+            for name, kept in zip(self._names, self._offering.all_tables, strict=True):
                 tables.add(name, kept.table)
             made = self._planned(offers, tables)
             answers = self._shadowing(offers, tables, made.answers)
@@ -316,7 +316,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if answer.shadows is None:
             return []
         kept = self._offering.tables
-        packs = packs_of(list(zip(self._names, [k.table for k in kept], strict=True)), answer)
+        packs = packs_of([(k.name, k.table) for k in kept], answer)
         self._packs = {pack.key: pack.fqns for pack in packs}
         made = []
         for item in pack_items(packs, [(k.table, k.coordinates) for k in kept], answer):
@@ -403,7 +403,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         """Return the names of the tables that the coordinator keeps."""
         if cache is None:
             return frozenset()
-        why = cache.begin([kept.table for kept in self._offering.tables])
+        why = cache.begin([kept.table for kept in self._offering.all_tables])
         self._reuse = "reused" if why is None else f"made anew: {why}"
         logger.info("plan %s", self._reuse)
         return cache.known
@@ -510,7 +510,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
         kept = None if self._cache is None else self._cache.paths
         if kept is None:
             kept = {}
-            for name in dict.fromkeys(told.table_id for offer in offers for told in offer.tables):
+            names = (told.table_id for offer in offers for told in offer.all_tables)
+            for name in dict.fromkeys(names):
                 kept.update(tables[name].paths_of_keys())
             if self._cache is not None:
                 self._cache.paths = kept
@@ -537,7 +538,7 @@ _OF_ONE_SAVE = frozenset(
 def _may_say_more(made: WorldPlan, offers: Sequence[Offer]) -> bool:
     """Whether contents are told of, or something was said when the plan was made."""
     return bool(made.faults or made.conflicts or made.notes) or any(
-        [offer.loose or [told for told in offer.tables if told.digests] for offer in offers]
+        [offer.loose or [told for told in offer.all_tables if told.digests] for offer in offers]
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 from dcp_placements.evidence import Offer
+from dcp_placements.items import PickedItems
+from dcp_placements.layout import Box
 from dcp_placements.offer import Offering
 from dcp_placements.placing import Placing
-from dcp_placements.report import KeyReport, SaveReport
-from dcp_placements.table import OBJECT, boxes
+from dcp_placements.report import KeyReport, SaveReport, key_report
+from dcp_placements.table import OBJECT, Table, boxes
 from dcp_placements.world_plan import WorldPlan
 
 
@@ -47,16 +48,18 @@ def summarise_rank(offering: Offering, placing: Placing, waived: Mapping[str, st
             if index == OBJECT:
                 objects.append(fqn)
                 continue
-            look = table.looks[table.look_of[entry]]
-            shape = table.classes[index].sharding.global_shape
-            numel = sum(box.numel for box in held[index])
-            report.keys[fqn] = KeyReport(
-                shape=shape,
-                dtype=str(look.dtype).removeprefix("torch."),
-                chunks=len(held[index]),
-                unique_nbytes=numel * look.dtype.itemsize,
-                whole_nbytes=prod(shape) * look.dtype.itemsize,
-                copies=numel / prod(shape) if prod(shape) else 1.0,
-            )
+            report.keys[fqn] = _held_here(table, entry, held[index])
+    if offering.picked is not None:
+        kept = offering.picked
+        rows = PickedItems(kept.table, kept.coordinates, kept.rows)
+        for entry, fqn in enumerate(kept.table.fqns):
+            report.keys[fqn] = _held_here(kept.table, entry, rows.boxes(entry))
     report.objects = tuple(objects)
     return report
+
+
+def _held_here(table: Table, entry: int, held: Sequence[Box]) -> KeyReport:
+    dtype = table.looks[table.look_of[entry]].dtype
+    shape = table.classes[table.class_of[entry]].sharding.global_shape
+    numel = sum(box.numel for box in held)
+    return key_report(shape, dtype, len(held), numel, numel)

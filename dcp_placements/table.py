@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from dcp_placements.keys import packed_column, packed_keys, unpacked_column, unpacked_keys
-from dcp_placements.layout import Box, Cut, Interval, Sharding
+from dcp_placements.layout import Box, Cut, Interval, Layout, Sharding
 from dcp_placements.naming import Path
 
 OBJECT = -1
@@ -35,11 +35,14 @@ class LayoutClass:
         sharding: The same object of values for every coordinate; no ``Pick`` in it.
         axis_names: One per axis of ``sharding.axis_sizes``, for messages.
         plain: A tensor that neither a rule nor a DTensor speaks of: torch's ``TENSOR`` items.
+        rows: The dim of which every rank says itself what rows it has, one chunk each; no cut of
+            ``sharding`` is on it. -1 where there is none.
     """
 
     sharding: Sharding
     axis_names: tuple[str | None, ...]
     plain: bool = False
+    rows: int = -1
 
     @property
     def cut_axes(self) -> tuple[int, ...]:
@@ -247,18 +250,32 @@ def _split_at(counts: tuple[int, ...]) -> Callable[[str], Path]:
     return one_by_one
 
 
-def boxes(known: LayoutClass, coordinate: Sequence[int]) -> tuple[Box, ...]:
-    """Return the boxes that one coordinate writes; one empty box of a tensor without elements."""
+def boxes(
+    known: LayoutClass, coordinate: Sequence[int], rows: Sequence[int] = ()
+) -> tuple[Box, ...]:
+    """Return the boxes that one coordinate writes; one empty box of a tensor without elements.
+
+    Args:
+        known: The tensor's class.
+        coordinate: One int per axis.
+        rows: Of dim ``known.rows``, those that are here.
+    """
     shape = known.sharding.global_shape
     if 0 in shape:
         return (Box((0,) * len(shape), shape),)
-    return tuple([chunk.box for chunk in known.sharding.at(coordinate).chunks()])
+    layout = known.sharding.at(coordinate)
+    if known.rows >= 0:
+        dims = list(layout.intervals)
+        dims[known.rows] = tuple([(row, row + 1) for row in rows])
+        layout = Layout(shape, tuple(dims))
+    return tuple([chunk.box for chunk in layout.chunks()])
 
 
 def _class_state(known: LayoutClass) -> tuple[object, ...]:
     s = known.sharding
     cuts = [(c.dim, c.axis, c.parts, c.interleaved) for c in s.cuts if isinstance(c, Cut)]
-    return s.global_shape, s.axis_sizes, cuts, s.padded_shape, known.axis_names, known.plain
+    kind = known.axis_names, known.plain, known.rows
+    return s.global_shape, s.axis_sizes, cuts, s.padded_shape, *kind
 
 
 def _class_of_state(
@@ -268,6 +285,7 @@ def _class_of_state(
     padded: tuple[int, ...] | None,
     names: tuple[str | None, ...],
     plain: bool,
+    rows: int,
 ) -> LayoutClass:
     sharding = Sharding(shape, axis_sizes, tuple(Cut(*cut) for cut in cuts), padded)
-    return LayoutClass(sharding, names, plain)
+    return LayoutClass(sharding, names, plain, rows)

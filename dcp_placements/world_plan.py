@@ -44,7 +44,8 @@ from dcp_placements.ownership import (
     shared_out,
     writers_needed,
 )
-from dcp_placements.report import KeyReport
+from dcp_placements.picked_plan import PickedPlan
+from dcp_placements.report import KeyReport, key_report
 from dcp_placements.table import OBJECT, LayoutClass, Table, grid
 
 
@@ -129,6 +130,7 @@ class _Coordinator:
         self.odd: dict[str, None] = {}
         self.owned_odd: list[SavePlan] = []
         self.known_chunks: dict[tuple[tuple[int, ...], ...], ChunkStorageMetadata] = {}
+        self.picked: PickedPlan | None = None
 
     def plan(self) -> WorldPlan:
         refused = self._unknown_tables() or self._unlike_digests()
@@ -163,11 +165,26 @@ class _Coordinator:
         self.odd.update(comparison.odd)
         self.made.conflicts += comparison.conflicts
         self.made.notes += comparison.notes
+        self._survey_picked()
+
+    def _survey_picked(self) -> None:
+        if not any(offer.picked for offer in self.offers):
+            return
+        picked = self.picked = PickedPlan(self.offers, self.tables, complete=self.complete)
+        self.odd.update(picked.odd)
+        self.made.faults += picked.faults
+        loose = {
+            item.index.fqn
+            for offer in self.offers
+            if offer.loose is not None
+            for item in offer.loose.items
+        }
+        self.odd.update((fqn, None) for fqn in picked.keys if fqn in self.first or fqn in loose)
 
     def _unknown_tables(self) -> Fault | None:
         lost: dict[bytes, list[int]] = {}
         for offer in self.offers:
-            for told in offer.tables:
+            for told in offer.all_tables:
                 if told.table_id not in self.tables:
                     lost.setdefault(told.table_id, []).append(offer.rank)
         if not lost:
@@ -236,6 +253,9 @@ class _Coordinator:
 
     def settle_odd(self) -> None:
         """Take what is odd apart item by item."""
+        if self.picked is not None:
+            beside, others, _ = self._held()
+            self.picked.share(self.odd, beside.tolist(), others, lowest_rank=self.lowest_rank)
         if not self.odd and not any(offer.loose for offer in self.offers):
             return
         entries: dict[bytes, list[int]] = {}
@@ -245,8 +265,8 @@ class _Coordinator:
             for entry in found:
                 members.drop(entry)
         plans, witnesses = [], []
-        for offer in self.offers:
-            items, witness = self._taken_apart(offer, entries)
+        for plan, offer in enumerate(self.offers):
+            items, witness = self._taken_apart(plan, offer, entries)
             plans.append(SavePlan(items))
             witnesses.append(witness)
         agreement = examine(plans, witnesses, complete=self.complete)
@@ -265,10 +285,10 @@ class _Coordinator:
             dtype = next(iter(claims.dtypes))
             held = sum(box.numel * len(told) for box, told in claims.boxes.items())
             unique = sum(box.numel for box in claims.boxes)
-            self.made.keys[fqn] = _key_report(shape, dtype, len(claims.boxes), unique, held)
+            self.made.keys[fqn] = key_report(shape, dtype, len(claims.boxes), unique, held)
 
     def _taken_apart(
-        self, offer: Offer, entries: dict[bytes, list[int]]
+        self, plan: int, offer: Offer, entries: dict[bytes, list[int]]
     ) -> tuple[list[WriteItem], Witness]:
         items: list[WriteItem] = []
         digests: list[bytes | None] = []
@@ -299,7 +319,14 @@ class _Coordinator:
             items += offer.loose.items
             digests += offer.loose.digests or [None] * len(offer.loose.items)
             rules_of.update(offer.loose.rules_of)
-        rows = {} if offer.loose is None else offer.loose.row_maps
+        rows = {} if offer.loose is None else dict(offer.loose.row_maps)
+        if self.picked is not None:
+            for fqn, rule, here, made, told_here in self.picked.apart(plan, self.odd):
+                items += made
+                digests += told_here
+                rows[fqn] = here
+                if rule is not None:
+                    rules_of[fqn] = rule
         return items, Witness(
             offer.rank, digests, offer.positions, offer.sizes, rules_of, replicated, rows
         )
@@ -314,6 +341,12 @@ class _Coordinator:
         """Make the metadata and the report of all keys."""
         for members in self.members.values():
             self._describe_table(members)
+        if self.picked is not None:
+            for fqns, stored, report in self.picked.described():
+                self.made.metadata.update(dict.fromkeys(fqns, stored))
+                self.made.keys.update(dict.fromkeys(fqns, report))
+            for fqns, ranks in self.picked.partial():
+                self.made.partial.update(dict.fromkeys(fqns, ranks))
         if self.owned_odd:
             bare = [SavePlan(plan.items) for plan in self.owned_odd]
             _, metadata = create_default_global_save_plan(bare)
@@ -377,7 +410,7 @@ class _Coordinator:
         unique = whole if self.complete else sum(prod(chunk.sizes) for chunk in chunks)
         held = whole * held_by // known.cells
         stored = TensorStorageMetadata(tensor_properties(told), torch.Size(shape), chunks)
-        return stored, _key_report(shape, told.dtype, len(chunks), unique, held)
+        return stored, key_report(shape, told.dtype, len(chunks), unique, held)
 
     def _chunks(
         self, known: LayoutClass, members: Members, index: int
@@ -427,6 +460,7 @@ class _Coordinator:
         # A rank's tables come in its own order, the members in that of the tables' first ranks.
         order = {name: at for at, name in enumerate(self.members)}
         extra, loose = self._odd_answers()
+        picked = {} if self.picked is None else self.picked.answers()
         for plan, offer in enumerate(self.offers):
             ranked = sorted(range(len(offer.tables)), key=lambda i: order[offer.tables[i].table_id])
             back = [ranked.index(i) for i in range(len(ranked))]
@@ -434,12 +468,14 @@ class _Coordinator:
             elsewhere[plan] = [elsewhere[plan][i] for i in back]
             spreads[plan] = [spreads[plan][i] for i in back]
             writes[plan] = writes[plan] or bool(extra[plan]) or bool(loose[plan])
+            writes[plan] = writes[plan] or plan in picked
         writers = sum(writes)
         in_pieces = tuple(islice(self._in_pieces(), 8))
         self.made.answers = [
             Answer(
                 slots=tuple(slots[plan]),
                 elsewhere=tuple(elsewhere[plan]) if any(elsewhere[plan]) else (),
+                picked=picked.get(plan, b""),
                 loose=tuple(loose[plan]),
                 extra=tuple(extra[plan]),
                 spreads=tuple(spreads[plan]) if any(spreads[plan]) else (),
@@ -516,6 +552,9 @@ class _Coordinator:
                 held[plans[members.slots[index] == 0]] += nbytes * number
             for count, (index, pieces) in big.items():
                 shared[name, count] = index, small[count], pieces
+        if self.picked is not None:
+            held += self.picked.written
+            total += int(self.picked.written.sum())
         return held, total, shared
 
     def _used_slots(self, members: Members, spread: Spread) -> list[set[int]]:
@@ -558,6 +597,8 @@ class _Coordinator:
             for entry, index in enumerate(members.table.class_of):
                 if index in several and not in_bitmap(members.elsewhere, entry):
                     yield members.table.fqns[entry], *several[index]
+        if self.picked is not None:
+            yield from self.picked.in_pieces()
         for plan, owned in enumerate(self.owned_odd):
             counts = Counter(item.index.fqn for item in owned.items)
             for fqn, count in counts.items():
@@ -581,17 +622,3 @@ def _replicated(known: LayoutClass) -> frozenset[str]:
 
 def _may_be_in_pieces(known: LayoutClass) -> bool:
     return any(isinstance(cut, Cut) and cut.parts != 1 for cut in known.sharding.cuts)
-
-
-def _key_report(
-    shape: tuple[int, ...], dtype: torch.dtype, chunks: int, unique: int, held: int
-) -> KeyReport:
-    whole = prod(shape)
-    return KeyReport(
-        shape=shape,
-        dtype=str(dtype).removeprefix("torch."),
-        chunks=chunks,
-        unique_nbytes=unique * dtype.itemsize,
-        whole_nbytes=whole * dtype.itemsize,
-        copies=held / whole if whole else 1.0,
-    )

@@ -1,0 +1,410 @@
+"""Rows that ranks name themselves, planned many tensors at once: the same as item by item."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import example, given
+from hypothesis import strategies as st
+from strategies import examples
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    IndexShard,
+    PlacementFileSystemReader,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+    Renames,
+    Renumber,
+    Stack,
+)
+from dcp_placements.offline import merge_metadata
+from dcp_placements.picked import RowLists, unpacked_rows
+from dcp_placements.table import grid
+from fakes import World, cut
+
+COLUMNS = 5
+KEYS = ("layers.{}.w1", "optim.state.layers.{}.w1.exp_avg")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """How some ranks hold the rows of a tensor per layer.
+
+    Attributes:
+        rows: How many there are.
+        maps: By layer and ``ep`` position, the rows there.
+        dim: The dim that they lie along; the other one is cut by ``tp``.
+        tp: Ranks along that axis.
+        dp: Ranks that hold the same.
+        drift: A rank, a layer, and which of its elements differs there.
+        other_dtype: A rank and a layer that are of another dtype there.
+        lacking: A rank and a layer that are not there.
+    """
+
+    rows: int
+    maps: tuple[tuple[tuple[int, ...], ...], ...]
+    dim: int = 0
+    tp: int = 1
+    dp: int = 1
+    drift: tuple[int, int, int] | None = None
+    other_dtype: tuple[int, int] | None = None
+    lacking: tuple[int, int] | None = None
+
+    @property
+    def world(self) -> World:
+        return World(self.dp * len(self.maps[0]) * self.tp)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.rows, COLUMNS) if self.dim == 0 else (COLUMNS, self.rows)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no rank contradicts another and every row is somewhere."""
+        whole = all(
+            {r for part in layer for r in part} == set(range(self.rows)) for layer in self.maps
+        )
+        return whole and self.drift is self.other_dtype is self.lacking is None
+
+    def mesh(self, rank: int) -> Any:
+        return self.world.mesh(rank, dp=self.dp, ep=len(self.maps[0]), tp=self.tp)
+
+    def truth(self) -> dict[str, torch.Tensor]:
+        made = {}
+        for layer in range(len(self.maps)):
+            for sign, key in zip((1, -1), KEYS, strict=True):
+                whole = torch.arange(1.0, 1 + self.rows * COLUMNS).reshape(self.shape)
+                made[key.format(layer)] = sign * (whole + 100 * layer)
+        return made
+
+    def state_dict(self, rank: int) -> dict[str, Any]:
+        _, ep, tp = self.mesh(rank).get_coordinate()
+        held: dict[str, Any] = {"norm": torch.ones(3)}
+        for layer, by_ep in enumerate(self.maps):
+            for key in KEYS:
+                fqn = key.format(layer)
+                mine = cut(self.truth()[fqn], [IndexShard(self.dim, by_ep[ep])], (1,), (0,))
+                mine = cut(mine, [Shard(1 - self.dim)], (self.tp,), (tp,)).contiguous()
+                if self.drift is not None and self.drift[:2] == (rank, layer) and mine.numel():
+                    mine.view(-1)[self.drift[2] % mine.numel()] += 0.5
+                if self.other_dtype == (rank, layer):
+                    mine = mine.double()
+                if self.lacking != (rank, layer):
+                    held[fqn] = mine
+        return held
+
+    def rules(self, rank: int) -> PlacementRules:
+        mesh = self.mesh(rank)
+        ep = mesh.get_coordinate()[1]
+        return PlacementRules(
+            {
+                f"layers.{layer}": CheckpointPlacement(
+                    mesh,
+                    {"ep": IndexShard(self.dim, by_ep[ep]), "tp": Shard(1 - self.dim)},
+                    global_shape=self.shape,
+                )
+                for layer, by_ep in enumerate(self.maps)
+            }
+        )
+
+    def save(self, path: Path, **options: Any) -> list[Any]:
+        return self.world.save(
+            path, self.state_dict, lambda rank: PlacementSavePlanner(self.rules(rank), **options)
+        )
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    rows, ep = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    part = st.lists(st.integers(0, rows - 1), max_size=4).map(tuple)
+    layer = st.tuples(*[part] * ep).filter(any)
+    maps = draw(st.lists(layer, min_size=1, max_size=3))
+    if draw(st.booleans()):
+        everywhere = tuple(draw(st.permutations(range(rows))))
+        maps = [(*one[:-1], everywhere) for one in maps]
+    made = Scene(
+        rows,
+        tuple(maps),
+        dim=draw(st.integers(0, 1)),
+        tp=draw(st.integers(1, 2)),
+        dp=draw(st.integers(1, 2)),
+    )
+    rank, at = st.integers(0, made.world.size - 1), st.integers(0, len(maps) - 1)
+    fault = draw(st.sampled_from([None, None, "drift", "other_dtype", "lacking"]))
+    if fault is None:
+        return made
+    where = (draw(rank), draw(at))
+    return replace(
+        made, **{fault: (*where, draw(st.integers(0, 40))) if fault == "drift" else where}
+    )
+
+
+def outcome(work: Callable[[], Any]) -> str | None:
+    """Return why a save was refused; None where it was not."""
+    try:
+        work()
+    except CheckpointException as error:
+        return "\n".join(str(told[0]) for told in error.failures.values())
+    return None
+
+
+def chunks_of(path: Path) -> dict[str, Counter[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        fqn: Counter((tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks)  # type: ignore[union-attr]
+        for fqn, stored in metadata.items()
+    }
+
+
+def read_plainly(path: Path, truth: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    read = {fqn: torch.full_like(whole, 77) for fqn, whole in truth.items()}
+    dcp.load(read, checkpoint_id=path, no_dist=True)
+    return read
+
+
+@pytest.mark.parametrize("exact_world", [512, 1], ids=["exact", "large"])
+@examples(60)
+@given(scene=scenes(), digests=st.sampled_from(["sampled", "full", "off"]))
+@example(Scene(3, (((0, 1), (2,)), ((0,), (1, 2))), drift=(0, 1, 0), dp=2), "sampled")
+@example(Scene(3, (((0, 1), (1,)),)), "sampled")
+@example(Scene(3, (((0, 1), (1, 2)),), other_dtype=(1, 0)), "sampled")
+@example(Scene(3, (((0, 0), (1, 2, 0)),), tp=2, dim=1), "full")
+def test_a_table_of_rows_saves_and_refuses_what_items_do(
+    exact_world: int, scene: Scene, digests: str
+) -> None:
+    with (
+        tempfile.TemporaryDirectory() as base,
+        mock.patch("dcp_placements.save_planner.EXACT_WORLD", exact_world),
+    ):
+        table, items = Path(base) / "table", Path(base) / "items"
+        told = outcome(lambda: scene.save(table, digests=digests))
+        with mock.patch("dcp_placements.offer.picked_rows", return_value=None):
+            told_by_items = outcome(lambda: scene.save(items, digests=digests))
+        assert told == told_by_items
+        if scene.is_sound:
+            assert told is None
+        if told is not None:
+            assert not table.exists() or not list(table.iterdir())
+            return
+        assert chunks_of(table) == chunks_of(items)
+        if scene.is_sound:
+            truth = scene.truth()
+            for path in (table, items):
+                read = read_plainly(path, truth)
+                assert all(torch.equal(read[fqn], whole) for fqn, whole in truth.items())
+        if digests == "full" and scene.is_sound:
+            stored = [
+                FileSystemReader(path).read_metadata().planner_data["dcp_placements"]["digests"]
+                for path in (table, items)
+            ]
+            assert stored[0] == stored[1]
+
+
+def plans_of(scene: Scene, **options: Any) -> tuple[list[PlacementSavePlanner], list[Any]]:
+    """Return what each rank sends."""
+    planners, plans = [], []
+    for rank in range(scene.world.size):
+        with scene.world._as(rank):
+            planner = PlacementSavePlanner(scene.rules(rank), **options)
+            planner.set_up_planner(scene.state_dict(rank), is_coordinator=rank == 0)
+            plans.append(planner.create_local_plan())
+            planners.append(planner)
+    return planners, plans
+
+
+def test_rows_travel_once_for_all_tensors_and_no_item_does() -> None:
+    rows = tuple((tuple(range(at, 256, 4)),) for at in range(4))
+    maps = (tuple(row for (row,) in rows),)
+    few = Scene(256, maps * 2)
+    many = Scene(256, maps * 60)
+    sent = [plans_of(scene, digests="off")[1] for scene in (few, many)]
+    for plan in sent[1]:
+        assert plan.planner_data.loose is None
+        assert unpacked_rows(plan.planner_data.picked.rows).lists == [
+            rows[plan.planner_data.rank][0]
+        ]
+    sizes = [len(pickle.dumps(plans[1].planner_data.picked)) for plans in sent]
+    # 116 tensors more, of 64 rows each: a few bytes each.
+    assert sizes[1] - sizes[0] < 116 * 8
+
+
+def test_the_coordinator_looks_at_each_row_of_alike_tensors_once() -> None:
+    maps = (((0, 3, 5), (1, 4), (2, 3)),)
+    planners, plans = plans_of(Scene(6, maps * 40))
+    counted = mock.Mock(side_effect=AssertionError("taken apart"))
+    with (
+        mock.patch("dcp_placements.picked_plan.grid", wraps=grid) as proved,
+        mock.patch("dcp_placements.world_plan.examine", counted),
+        Scene(6, maps).world._as(0),
+    ):
+        answers, _ = planners[0].create_global_plan(pickle.loads(pickle.dumps(plans)))
+    assert proved.call_count == 1
+    written = Counter(item.index for answer in answers for item in answer.items)
+    assert set(written.values()) == {1}
+    assert len(written) == 40 * 2 * 6 + 1
+
+
+@pytest.mark.parametrize("lowest", [False, True])
+def test_big_rows_that_several_ranks_hold_are_shared_by_bytes(
+    monkeypatch: pytest.MonkeyPatch, lowest: bool
+) -> None:
+    monkeypatch.setattr("dcp_placements.picked_plan.SMALL_NBYTES", 1)
+    scene = Scene(4, (((0, 1), (2, 3)),) * 9, dp=3)
+    planners, plans = plans_of(scene, dedup_save_to_lowest_rank=lowest)
+    with scene.world._as(0):
+        answers, _ = planners[0].create_global_plan(plans)
+    written = [
+        sum(item.tensor_data.chunk.sizes.numel() for item in answer.items) for answer in answers
+    ]
+    whole = 4 * COLUMNS * len(KEYS) * 9
+    if lowest:
+        assert written == [whole // 2 + 3, whole // 2, 0, 0, 0, 0]
+    else:
+        assert sum(written) == whole + 3
+        assert max(written) - min(written) <= 2 * COLUMNS
+
+
+def test_each_rank_finishes_with_what_the_coordinator_gave_it() -> None:
+    scene = Scene(5, (((0, 3, 4, 3), (1, 2)), ((1, 0), (2, 3, 4))), tp=2, dp=2)
+    planners, plans = plans_of(scene)
+    with scene.world._as(0):
+        answers, _ = planners[0].create_global_plan(pickle.loads(pickle.dumps(plans)))
+    for planner, answer in zip(planners, answers, strict=True):
+        seen = {item.index for item in answer.items}
+        finished = planner.finish_plan(pickle.loads(pickle.dumps(answer)))
+        assert {item.index for item in finished.items} == seen
+
+
+def test_a_key_of_which_every_rank_names_no_row_is_refused(tmp_path: Path) -> None:
+    told = outcome(lambda: Scene(2, (((0,), (1,)), ((), ()))).save(tmp_path))
+    assert told is not None
+    assert "layers.1.w1.exp_avg: nobody holds any row of the (2, 5) tensor" in told
+    assert "(2 faults)" in told
+    assert "layers.0.w1" not in told
+
+
+def test_a_row_by_rows_on_one_rank_and_whole_on_another_is_refused(tmp_path: Path) -> None:
+    scene = Scene(2, (((0,), (1,)),))
+
+    def rules(rank: int) -> PlacementRules:
+        return scene.rules(0) if rank == 0 else PlacementRules({})
+
+    told = outcome(
+        lambda: scene.world.save(
+            tmp_path, scene.state_dict, lambda rank: PlacementSavePlanner(rules(rank))
+        )
+    )
+    assert told is not None
+    assert "layers.0.w1.exp_avg: the ranks do not agree on the shape of the whole tensor" in told
+
+
+def test_a_cached_plan_is_not_used_for_other_rows(tmp_path: Path) -> None:
+    scenes = [Scene(4, (((0, 1), (2, 3)),)), Scene(4, (((3, 1), (0, 2)),))]
+    planners = [
+        PlacementSavePlanner(scenes[0].rules(rank), enable_plan_caching=True) for rank in range(2)
+    ]
+    for turn, scene in enumerate([scenes[0], scenes[0], scenes[1], scenes[1]]):
+        for rank, planner in enumerate(planners):
+            planner.rules = scene.rules(rank)
+        path = tmp_path / str(turn)
+        scene.world.save(path, scene.state_dict, lambda rank: planners[rank])
+        read = read_plainly(path, scene.truth())
+        assert all(torch.equal(read[fqn], whole) for fqn, whole in scene.truth().items())
+
+
+@pytest.mark.parametrize("exact_world", [512, 1], ids=["exact", "large"])
+def test_ranks_that_plan_alone_write_all_rows_that_they_hold_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact_world: int
+) -> None:
+    monkeypatch.setattr("dcp_placements.save_planner.EXACT_WORLD", exact_world)
+    scene = Scene(4, (((0, 1), (2, 3, 2)),), tp=2)
+    planners = [
+        PlacementSavePlanner(scene.rules(rank), enable_plan_caching=True)
+        for rank in range(scene.world.size)
+    ]
+    for turn in ("first", "second"):
+        path = tmp_path / turn
+        scene.world.save(path, scene.state_dict, planners.__getitem__, use_collectives=False)
+        merge_metadata(path)
+        read = read_plainly(path, scene.truth())
+        assert all(torch.equal(read[fqn], whole) for fqn, whole in scene.truth().items())
+    assert planners[1].report.plan_cache == "reused"
+
+
+@pytest.mark.parametrize("exact_world", [512, 1], ids=["exact", "large"])
+def test_stacks_of_layers_with_maps_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact_world: int
+) -> None:
+    """Every layer has another expert map, one rank no expert of a layer at all."""
+    monkeypatch.setattr("dcp_placements.save_planner.EXACT_WORLD", exact_world)
+    maps = [[[0, 3], [2, 1], [3, 0]], [[1], [], [0, 2, 3]], [[2, 0], [1, 3], [1, 0]]]
+    world, total = World(3), 4
+    wholes = {
+        f"layers.{layer}.experts.{w}": torch.arange(24.0).reshape(4, 6) + 100 * layer + 50 * i
+        for layer in range(3)
+        for i, w in enumerate(("w1", "w2"))
+    }
+
+    def held(rank: int, drift: float = 0.0) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, whole in wholes.items():
+            _, layer, _, w = key.split(".")
+            for local, expert in enumerate(maps[int(layer)][rank]):
+                made[f"layers.{layer}.experts.{local}.{w}"] = whole[expert].clone() + drift * rank
+        return made
+
+    def rename(rank: int) -> Renames:
+        ids = {layer: maps[layer][rank] for layer in range(3)}
+        number = Renumber("layers.{layer}.experts.{}", ids, total=total)
+        return Renames(number, Stack("experts.{}", total))
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        return PlacementSavePlanner(rename=rename(rank))
+
+    saved = world.save(tmp_path / "sound", held, planner)
+    assert saved[0].report.partial_keys == {  # type: ignore[attr-defined]
+        f"layers.1.experts.{w}": (0, 2) for w in ("w1", "w2")
+    }
+    read = read_plainly(tmp_path / "sound", wholes)
+    assert all(torch.equal(read[fqn], whole) for fqn, whole in wholes.items())
+    into = {rank: {k: torch.zeros_like(v) for k, v in held(rank).items()} for rank in range(3)}
+    world.load(
+        tmp_path / "sound",
+        lambda rank: into[rank],
+        lambda rank: PlacementLoadPlanner(rename=rename(rank)),
+        lambda rank: PlacementFileSystemReader(tmp_path / "sound"),
+    )
+    for rank, found in into.items():
+        assert all(torch.equal(found[key], value) for key, value in held(rank).items())
+    told = outcome(lambda: world.save(tmp_path / "drift", lambda rank: held(rank, 0.5), planner))
+    assert told is not None
+    assert "layers.0.experts.w1" in told
+    assert "2 different contents on 2 ranks" in told
+    assert "layers.1.experts.w1" not in told  # nobody else has those rows
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1 << 20)).map(tuple), min_size=1, unique=True).flatmap(
+        lambda lists: st.tuples(
+            st.just(lists), st.lists(st.integers(0, len(lists) - 1), max_size=9)
+        )
+    )
+)
+def test_row_lists_are_what_was_packed(
+    told: tuple[list[tuple[int, ...]], list[int]],
+) -> None:
+    assert unpacked_rows(RowLists(*told).packed()) == RowLists(*told)
