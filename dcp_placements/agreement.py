@@ -269,13 +269,19 @@ class _Checker:
             details.append(f"likely:      {factor} times too little is held{told}")
         if any(fqn in self.witnesses[plan].row_maps for plan in having):
             if parameters_of(fqn):
+                details += [
+                    "likely:      these rows were never stepped, and have no optimizer state; none "
+                    "is made up for them",
+                    "way out:     a rename= that stacks the parameters and leaves their state a "
+                    "tensor per row, as in lambda key: key if '.state.' in key else stack(key)",
+                    "             or, if they have state: no rank's IndexShard or rename= names "
+                    "these rows",
+                ]
+            else:
                 details.append(
-                    "likely:      these rows were never stepped, and have no optimizer state"
+                    "way out:     no rank's IndexShard or rename= names these rows: every row must "
+                    "be on one of them"
                 )
-            details.append(
-                "way out:     no rank's IndexShard or rename= names these rows: every row must be "
-                "on one of them"
-            )
         else:
             details.append(
                 "way out:     save with all ranks that hold a part and with the key on each of "

@@ -429,7 +429,30 @@ def test_a_stack_with_a_row_that_nobody_holds_is_refused(tmp_path: Path) -> None
     assert "nobody holds all of the (3, 2) tensor" in told
     assert "missing:     [2:3, :] (2 of 6 elements)" in told
     assert "never stepped" in told
+    assert "key if '.state.' in key else stack(key)" in told
     assert not list(tmp_path.glob("*metadata*"))
+
+
+def test_state_a_tensor_per_row_beside_stacked_parameters_may_lack(tmp_path: Path) -> None:
+    """The way out of a stack with rows that were never stepped, as the refusal tells it."""
+    stacked = Stack("experts.{}", 3)
+
+    def rename(key: str) -> str | Row | Rows:
+        return key if ".state." in key else stacked(key)
+
+    saved = adam([0, 1, 2], steps=[4, 4])
+    save_alone(tmp_path, saved, rename)
+    read = read_plainly(tmp_path)
+    assert torch.equal(
+        read["experts.w1"], torch.stack([saved[f"experts.{i}.w1"] for i in range(3)])
+    )
+    assert "optim.state.experts.2.w1.exp_avg" not in read
+    held = adam([0, 1, 2], sign=-1, steps=[9, 9, 9])
+    kept = held["optim.state.experts.2.w1.exp_avg"].clone()
+    load_alone(tmp_path, held, rename)
+    assert torch.equal(held["optim.state.experts.2.w1.exp_avg"], kept)
+    assert held["optim.state.experts.2.w1.step"] == 0
+    assert all(torch.equal(held[key], value) for key, value in saved.items())
 
 
 def test_objects_of_a_stack_must_be_equal(tmp_path: Path) -> None:
