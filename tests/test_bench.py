@@ -94,3 +94,20 @@ def test_bench_export_compares_with_plain_copies(tmp_path: Path) -> None:
         assert export["peak_bytes"] - told["floor_bytes"] < 200 << 20
     written = [told["exports"][name]["written_bytes"] for name in told["exports"]]
     assert written[2] > 1.9 * written[1] > written[0]
+
+
+@pytest.mark.dist
+def test_bench_exchange_reads_unique_bytes_once(tmp_path: Path) -> None:
+    printed, told = bench("exchange", tmp_path)
+    assert "read/unique" in printed
+    assert {"machine", "options", "seconds", "missed", "cases"} <= set(told)
+    assert told["missed"] == []
+    assert set(told["cases"]) == {"hsdp", "experts", "plain"}
+    for name, case in told["cases"].items():
+        ratios = {
+            k: side["all_read_bytes"] / case["unique_bytes"] for k, side in case["sides"].items()
+        }
+        assert ratios["exchange"] < 1.01
+        assert min(ratios["stock"], ratios["ours"]) > (3.9 if name == "plain" else 1.9)
+        assert case["sides"]["exchange"]["exchanged_bytes"] > 0
+        assert all(side["load_s"] > 0 for side in case["sides"].values())
