@@ -316,9 +316,9 @@ def _w3(name: str, shape: tuple[int, int], grow: int = 0) -> Callable[[int, bool
     return make
 
 
-def _w4(ranks: int, part: bool) -> Workload:
+def _w4(ranks: int, part: bool, steps: bool = False) -> Workload:
     parameters = llama(ranks, layers=range(4 if part else 80), whole=not part)
-    return Workload("w4", ranks, tuple(parameters))
+    return Workload("w4-steps" if steps else "w4", ranks, tuple(parameters), steps=steps)
 
 
 WORKLOADS: dict[str, Callable[[int, bool], Workload]] = {
@@ -329,6 +329,7 @@ WORKLOADS: dict[str, Callable[[int, bool], Workload]] = {
     "w3-own": _w3("w3-own", (8192, 28672), 1),
     "w4": _w4,
     "w1-steps": lambda ranks, part: _w1(ranks, part, steps=True),
+    "w4-steps": lambda ranks, part: _w4(ranks, part, steps=True),
 }
 """By name, ``make(ranks, part)``; ``part`` gives a few layers or tensors, for the slow side."""
 

@@ -111,3 +111,23 @@ def test_bench_exchange_reads_unique_bytes_once(tmp_path: Path) -> None:
         assert min(ratios["stock"], ratios["ours"]) > (3.9 if name == "plain" else 1.9)
         assert case["sides"]["exchange"]["exchanged_bytes"] > 0
         assert all(side["load_s"] > 0 for side in case["sides"].values())
+
+
+@pytest.mark.dist
+def test_bench_load_counts_files_calls_and_bytes_of_both_sides(tmp_path: Path) -> None:
+    printed, told = bench("load", tmp_path)
+    assert "same topology" in printed
+    assert {"machine", "options", "seconds", "missed", "cases"} <= set(told)
+    assert told["missed"] == []
+    assert set(told["cases"]) == {"fsdp", "hsdp", "norms", "w1", "w4"}
+    for case, sides in told["cases"].items():
+        assert {"stock", "lowest", "ours", "shadows"} <= set(sides)
+        for side in sides.values():
+            assert side["opens"] >= 1
+            assert side["written"] >= 1
+        assert sides["ours"]["opens"] <= sides["stock"]["opens"]
+        if case in ("fsdp", "hsdp", "norms"):
+            assert sides["ours"]["reads"] < sides["stock"]["reads"]
+            assert sides["ours"]["read_bytes"] < sides["stock"]["read_bytes"]
+            assert sides["shadows"]["opens"] == 1
+    assert told["cases"]["norms"]["ours"]["small_ratio"] <= 1.1
