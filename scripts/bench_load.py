@@ -13,13 +13,15 @@ under torchrun with gloo, and one of a simulated world. Exit status 1 when a goa
 
 Sides are torch's default planners and file system storage ("stock"), the same with
 dedup_save_to_lowest_rank ("lowest"), ours with our storage ("ours") and with shadows of 4 MiB
-("shadows"). Reads are those of the system (/proc/self/io) while data files are read. In the
-simulated world stock plans a few layers (its files are as many as there are replicated tensors, up
-to one per rank); ours plans all tensors, through the planners' own hooks.
+("shadows"), and, in real runs, with exchange=True ("exchange"). Reads are those of the system
+(/proc/self/io) while data files are read. In the simulated world stock plans a few layers (its
+files are as many as there are replicated tensors, up to one per rank); ours plans all tensors,
+through the planners' own hooks.
 
 With --json a file of machine, options, seconds, missed (goals) and cases: by name the sides, each
 with opens (the largest rank), written (largest rank over mean), and of real runs reads, read_bytes
-(largest rank), needed_bytes, all_read_bytes (all ranks), unique_bytes, small_reads, small_ratio.
+(largest rank), read_balance (over mean), needed_bytes, all_read_bytes (all ranks), unique_bytes,
+small_reads, small_ratio.
 """
 
 from __future__ import annotations
@@ -84,6 +86,12 @@ SIDES: dict[str, Side] = {
     "shadows": (
         lambda: PlacementSavePlanner(shadows=SHADOWS),
         PlacementLoadPlanner,
+        PlacementFileSystemWriter,
+        PlacementFileSystemReader,
+    ),
+    "exchange": (
+        PlacementSavePlanner,
+        lambda: PlacementLoadPlanner(exchange=True),
         PlacementFileSystemWriter,
         PlacementFileSystemReader,
     ),
@@ -187,6 +195,7 @@ def real(case: str, side: str, directory: Path, watched: Watched, *, tiny: bool)
         "read_bytes": max(nbytes),
         "needed_bytes": max(needs),
         "all_read_bytes": sum(nbytes),
+        "read_balance": max(nbytes) / statistics.mean(nbytes),
         "unique_bytes": big * dist.get_world_size() // COPIES[case] + small,
         # On the rank that reads most: what is beside the one large tensor.
         "small_reads": None,
@@ -356,6 +365,12 @@ def missed(cases: dict[str, Any], *, tiny: bool) -> list[str]:
         if case == "norms" and (ours["small_reads"] > 1 or ours["small_ratio"] > 1.1):
             told = f"{ours['small_reads']:.2f} reads, {ours['small_ratio']:.2f} of the bytes"
             found.append(f"norms: {told} per small tensor, more than 1 and 1.1")
+        exchange = sides.get("exchange")
+        if exchange is not None and not tiny:
+            ratio = exchange["all_read_bytes"] / exchange["unique_bytes"]
+            if ratio > 1.02 or exchange["read_balance"] > 1.05:
+                told = f"{ratio:.2f} of the bytes, {exchange['read_balance']:.2f} of the mean"
+                found.append(f"{case}: {told} read with exchange=True, more than 1.02 and 1.05")
     return found
 
 
@@ -368,13 +383,14 @@ def show_real(cases: dict[str, Any], nproc: int) -> None:
             row = [f"{case} {side}", f"{told['opens']:.0f}", f"{told['written']:.2f}"]
             row += [three(told["reads"]), f"{ratio:.2f}x"]
             row += [f"{told['all_read_bytes'] / told['unique_bytes']:.2f}x"]
+            row += [f"{told['read_balance']:.2f}"]
             row += [three(told["small_reads"])]
             row += ["-" if told["small_ratio"] is None else f"{told['small_ratio']:.2f}x"]
             rows.append(row)
     show(
         f"{nproc} processes: same topology, largest rank",
         (
-            *("", "opens", "written/mean", "reads", "bytes/needed", "all/unique"),
+            *("", "opens", "written/mean", "reads", "bytes/needed", "all/unique", "read/mean"),
             *("reads/small", "bytes/small"),
         ),
         rows,
