@@ -219,6 +219,15 @@ def _rule_cuts(
                 f"mesh, but of size {axis.size} in the rule's",
                 "way out:     name a mesh of this model-parallel setup in the rule",
             )
+        is_cut = shards(entry) or any(cut.axis == same for cut in own_cuts)
+        if same is not None and is_cut and own_axes[same].position != axis.position:
+            raise BindError(
+                f"is at {own_axes[same].position} of axis {_axis_name(axis)} in the tensor's own "
+                f"mesh, but at {axis.position} in the rule's",
+                "likely:      two meshes of the same axis names that lay out the ranks differently",
+                "way out:     in the rule the mesh that the tensor's was sliced from; or other "
+                "names, where the two axes are not the same",
+            )
         if not shards(entry):
             continue
         if not -ndim <= entry.dim < ndim:

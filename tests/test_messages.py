@@ -188,6 +188,21 @@ def test_one_axis_of_two_sizes_is_refused_with_both(tmp_path: Path) -> None:
     assert_told(told[3], "w: rank 3 has axis fsdp of size 2 in the tensor's own mesh", "size 4")
 
 
+def test_one_axis_in_two_places_is_refused_with_both(tmp_path: Path) -> None:
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, fsdp=2, ep=2)["fsdp"]
+        return {"w": FakeDTensor.distribute(torch.zeros(4, 6), mesh, [Shard(0)])}
+
+    swapped = ruled(world, "w", {"ep": Shard(0)}, ep=2, fsdp=2)
+    told = refused_saves(tmp_path, world, state_dict, swapped)
+    assert_told(
+        told[1], "w: rank 1 is at 0 of axis fsdp in the tensor's own mesh, but at 1 in the rule's"
+    )
+    assert_told(told[2], "w: rank 2 is at 1 of axis fsdp", "at 0 in the rule's")
+
+
 def test_a_partial_sum_is_refused_with_the_way_out(tmp_path: Path) -> None:
     world = World(2)
 
