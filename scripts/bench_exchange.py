@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_common import machine, show, three, write_json
+from bench_common import leave, machine, show, three, write_json
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -201,7 +201,7 @@ def work(args: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         (directory / "cases.json").write_text(json.dumps(cases))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def launch(args: argparse.Namespace) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_common import PeakMemory, machine, show, three, write_json
+from bench_common import PeakMemory, leave, machine, show, three, write_json
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -316,7 +316,7 @@ def work(args: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         (Path(args.worker) / "cases.json").write_text(json.dumps(cases))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def launch(args: argparse.Namespace) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_common import in_child, machine, show, three, write_json
+from bench_common import in_child, leave, machine, show, three, write_json
 from bench_planning import Options, make_plans, read_plans
 from bench_workloads import WORKLOADS, Memory, StockPlans, Workload, real_state_dict
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -221,7 +221,7 @@ def work(args: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         (directory / "cases.json").write_text(json.dumps(cases))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def launch(args: argparse.Namespace) -> dict[str, Any]:

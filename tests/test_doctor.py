@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import product
@@ -322,17 +323,21 @@ def test_a_real_save_of_four_ranks(tmp_path: Path) -> None:
         "import sys\n"
         "import torch.distributed as dist\n"
         "import torch.distributed.checkpoint as dcp\n"
+        "from tests.ranks.leaving import leave\n"
         "from tests.test_doctor import state_dict\n"
         "from fakes import FakeMesh\n"
         "dist.init_process_group('gloo')\n"
         "mesh = FakeMesh((2, 2), ('ep', 'edp'), rank=dist.get_rank())\n"
         "dcp.save(state_dict(mesh, 3), checkpoint_id=sys.argv[1])\n"
-        "dist.destroy_process_group()\n"
+        "leave()\n"
     )
     path = tmp_path / "unaware"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=4", str(program), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
     assert (path / ".metadata").exists(), done.stderr
     found = diagnose(path, axes={"ep": 2, "edp": 2})
     assert {tensor.verdict for tensor in found.tensors.values()} == {OVERWRITTEN}

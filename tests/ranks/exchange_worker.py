@@ -45,6 +45,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import rehearse
+from tests.ranks.leaving import leave
 
 SCENARIOS: dict[str, Callable[[Path], Facts]] = {}
 State = dict[str, Any]
@@ -462,7 +463,7 @@ def main() -> None:
         (out / f"{dist.get_rank()}.json").write_text(json.dumps(outcomes, indent=1))
         dist.barrier()
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from dcp_placements import (
     PlacementSavePlanner,
     check,
 )
+from tests.ranks.leaving import leave
 
 WORLD = 4
 EXPERTS, HIDDEN, WIDTH = 8, 5, 3
@@ -652,7 +653,7 @@ def main() -> None:
         (out / f"{dist.get_rank()}.json").write_text(json.dumps(outcomes, indent=1))
         dist.barrier()
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
+from tests.ranks.leaving import leave
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -128,7 +129,7 @@ def main(out: Path) -> None:
         planner=planner(digests="full", step=2),
     )
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from tests.ranks.leaving import leave
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         (out / f"{run}.json").write_text(json.dumps(said))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
