@@ -251,6 +251,18 @@ def alone(name: str, path: Path) -> dict[str, Any]:
     }
 
 
+def on_mesh(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
+    """Return the same shard as a DTensor over ``mesh`` itself."""
+    return DTensor.from_local(
+        tensor.to_local(),
+        mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def tensor_parallel(name: str, out: Path) -> dict[str, Any]:
     """Save weights that transformers itself has cut over tp, as its DTensors and as plain ones."""
     wholes = {f"model.{k}": v.clone() for k, v in model_of(name, 0).state_dict().items()}
@@ -264,7 +276,11 @@ def tensor_parallel(name: str, out: Path) -> dict[str, Any]:
             model = model_of(name, 0)
             plan = model._expand_parallel_plan(dict(model.tp_plan))
             apply_tensor_parallelism(model, mesh, plan)
-            state = model.state_dict()
+            # torch takes equal meshes for one, also where another rank's was made first.
+            state = {
+                k: on_mesh(v, mesh) if isinstance(v, DTensor) else v
+                for k, v in model.state_dict().items()
+            }
             if kind == "plain":
                 state = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
             held.append({"model": dict(state)})
