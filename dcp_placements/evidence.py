@@ -107,7 +107,7 @@ class Loose:
         stored_digests: One per item, for full digests.
         paths: Where their keys stand in the nested state dict.
         rules_of: The rule that spoke, by key.
-        row_maps: The rows that an ``IndexShard`` names here, by key.
+        row_maps: The rows that an ``IndexShard`` names here, by key; none of several dims.
     """
 
     items: list[WriteItem] = field(default_factory=list)

@@ -25,14 +25,22 @@ class Row:
         fqn: The checkpoint's key, one for all rows.
         index: Which row it is.
         total: How many rows there are.
-        dim: The dim of the checkpoint's tensor that the rows lie along; its others are those of
-            the row.
+        dim: The dim of the stacked tensor that the rows lie along; its others are those of the
+            row.
+        within: Of what the stack is a row itself, from the inside out: its layer, say, where the
+            checkpoint has one tensor ``[layers, experts, ...]``. Only their numbers count.
     """
 
     fqn: str
     index: int
     total: int
     dim: int = 0
+    within: tuple[Row, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Itself and what it is within, from the inside out."""
+        return (self, *self.within)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +121,13 @@ class Stacked:
     """Values of this rank that are rows of one of the checkpoint's.
 
     Attributes:
-        total: How many rows there are.
-        dim: The dim that they lie along.
-        rows: ``(row, this rank's key, value, its path)`` each.
+        axes: ``(rows, dim)`` of each stack, from the inside out: how many rows there are, and the
+            dim of that stack that they lie along.
+        rows: ``(row of each, this rank's key, value, its path)`` each.
     """
 
-    total: int
-    dim: int
-    rows: list[tuple[int, str, Any, Path | None]] = field(default_factory=list)
+    axes: tuple[tuple[int, int], ...]
+    rows: list[tuple[tuple[int, ...], str, Any, Path | None]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -211,24 +218,31 @@ def _add_row(
     faults: list[Fault],
 ) -> bool:
     """Take in one row, if its key is one of rows."""
-    if not 0 <= row.index < row.total:
-        faults.append(Fault(held[0], f"rename() gave row {row.index} of {row.total} for it"))
+    beyond = [one for one in row.rows if not 0 <= one.index < one.total]
+    if beyond:
+        told = ", ".join([f"row {one.index} of {one.total}" for one in beyond])
+        faults.append(Fault(held[0], f"rename() gave {told} for it"))
         return True
+    axes = tuple([(one.total, one.dim) for one in row.rows])
     known = renamed.get(row.fqn)
     if known is None and row.fqn not in source:
-        known = renamed[row.fqn] = Stacked(row.total, row.dim)
+        known = renamed[row.fqn] = Stacked(axes)
     if not isinstance(known, Stacked):
         return False
-    if (known.total, known.dim) != (row.total, row.dim):
+    if known.axes != axes:
         faults.append(
             Fault(
                 row.fqn,
-                f"rename() stacks {source[row.fqn]} as one of {known.total} rows on dim "
-                f"{known.dim}, and {held[0]} as one of {row.total} on dim {row.dim}",
+                f"rename() stacks {source[row.fqn]} as one of {_format_axes(known.axes)}, and "
+                f"{held[0]} as one of {_format_axes(axes)}",
             )
         )
-    known.rows.append((row.index, *held))
+    known.rows.append((tuple([one.index for one in row.rows]), *held))
     return True
+
+
+def _format_axes(axes: tuple[tuple[int, int], ...]) -> str:
+    return " within ".join([f"{total} rows on dim {dim}" for total, dim in axes])
 
 
 def checkpoint_path(key: str, path: Path) -> Path:

@@ -557,9 +557,10 @@ def _is_loose(value: Any, placed: Placed | None) -> bool:
 def _note_picks(loose: Loose, placed: Placed) -> None:
     if placed.rule is not None:
         loose.rules_of[placed.fqn] = placed.rule
-    for cut in placed.binding.sharding.cuts:
-        if isinstance(cut, Pick):
-            loose.row_maps[placed.fqn] = cut.indices
+    picks = [cut for cut in placed.binding.sharding.cuts if isinstance(cut, Pick)]
+    if picks:  # of several dims no one list tells which rows they are
+        one_dim = len({cut.dim for cut in picks}) == 1
+        loose.row_maps[placed.fqn] = picks[-1].indices if one_dim else ()
 
 
 def _position(known: dict[Any, int], value: Any, values: list[Any]) -> int:

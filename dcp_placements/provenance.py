@@ -50,7 +50,8 @@ def provenance(
         if offer.loose is not None:
             rules.update(offer.loose.rules_of)
             for fqn, indices in offer.loose.row_maps.items():
-                row_maps.setdefault(fqn, {})[offer.rank] = indices
+                if indices:
+                    row_maps.setdefault(fqn, {})[offer.rank] = indices
     return {
         "save_id": uuid.uuid4().hex,
         "step": step,

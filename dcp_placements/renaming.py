@@ -233,10 +233,13 @@ class Stack:
     """Stores tensors that differ by a number in their names as one, with a dim more.
 
     >>> Stack("experts.{}.w*", total=8)("layers.0.experts.5.w1.weight")
-    Row(fqn='layers.0.experts.w1.weight', index=5, total=8, dim=0)
+    Row(fqn='layers.0.experts.w1.weight', index=5, total=8, dim=0, within=())
 
     The numbers are those of the whole: ``Renumber`` comes first. Scalars (``step``) become a tensor
     ``[total]``; objects (``lr``) must be equal and are stored once.
+
+    A ``Stack`` behind another stacks what that one makes: that of the experts, then that of the
+    layers gives a tensor ``[layers, experts, ...]``. A rank may have other experts of each layer.
 
     Args:
         pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number.
@@ -453,7 +456,7 @@ class Renames:
             if isinstance(name, str):
                 name = step(name)
             elif isinstance(name, Row):
-                name = replace(name, fqn=_one_name(step, name.fqn))
+                name = _row_of(name, step(name.fqn), step)
             elif isinstance(name, Parts):
                 fqns = [_one_name(step, fqn) for fqn in name.fqns]
                 name = replace(name, fqns=tuple(fqns), whole=_whole_name(step, name.whole))
@@ -500,8 +503,18 @@ class Renames:
 NUMBER = "number"
 
 
+def _row_of(row: Row, renamed: Renamed, step: Rename) -> Row:
+    """Return a row of a stack that is called otherwise, or is a row itself."""
+    if isinstance(renamed, Row):
+        return replace(row, fqn=renamed.fqn, within=(*row.within, *renamed.rows))
+    return replace(row, fqn=_as_name(renamed, row.fqn, step))
+
+
 def _one_name(step: Rename, name: str) -> str:
-    renamed = step(name)
+    return _as_name(step(name), name, step)
+
+
+def _as_name(renamed: Renamed, name: str, step: Rename) -> str:
     if not isinstance(renamed, str):
         raise RenameError(
             f"{step!r} would stack or unstack {name}, which already is stacked or unstacked"
@@ -531,7 +544,8 @@ def table(rename: Callable[[str], object], keys: Iterable[str]) -> str:
 
 def _told(name: object) -> str:
     if isinstance(name, Row):
-        return f"{name.fqn}, row {name.index} of {name.total}"
+        rows = " of ".join([f"row {row.index} of {row.total}" for row in name.rows])
+        return f"{name.fqn}, {rows}"
     return name.fqn if isinstance(name, Rows | Parts) else str(name)
 
 

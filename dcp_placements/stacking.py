@@ -30,11 +30,12 @@ class StackedPlaced(Placed):
 
     Attributes:
         parts: The tensors, one per row that this rank holds; ``tensor`` is the first of them.
-        dim: The dim of the checkpoint's tensor that the rows lie along.
+        dims: The dims of the checkpoint's tensor that the rows lie along, ascending. On each of
+            them a chunk's local offset says which of the tensors it is a piece of.
     """
 
     parts: list[torch.Tensor] = field(default_factory=list)
-    dim: int = 0
+    dims: tuple[int, ...] = (0,)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -43,8 +44,10 @@ class StackedPlaced(Placed):
 
     def view(self, chunk: Chunk) -> torch.Tensor:
         """Return the piece of a row that ``chunk`` is; a view with the checkpoint's dims."""
-        part = self.parts[chunk.local_offsets[self.dim]].detach()
-        return _piece(part.unsqueeze(self.dim), chunk)
+        part = self.parts[chunk.local_offsets[self.dims[0]]].detach()
+        for dim in self.dims:
+            part = part.unsqueeze(dim)
+        return _piece(part, chunk)
 
 
 @dataclass(slots=True)
@@ -148,6 +151,9 @@ class _Shifted:
 
 Piece = tuple[Binding, tuple[Chunk, ...]]
 
+Numbers = tuple[int, ...]
+"""Which row it is, of each of the stacks, from the inside out."""
+
 
 @dataclass(slots=True)
 class _Row:
@@ -188,7 +194,7 @@ class _Unfolder:
         # Bindings are found by identity here and later: they must not make room for others.
         self._kept: list[Any] = []
         self._scalar: Binding | None = None
-        self._plain: dict[str, tuple[tuple[int, ...], list[torch.Tensor]]] = {}
+        self._plain: dict[str, tuple[list[Numbers], list[torch.Tensor]]] = {}
         self._copies: dict[tuple[int, int], tuple[Chunk, ...]] = {}
 
     def unfold(self, state_dict: dict[str, Any]) -> Unfolded:
@@ -254,7 +260,7 @@ class _Unfolder:
         self.made.copies[fqn] = [at for _, _, _, at in stacked.rows[1:] if at is not None]
 
     def _stack_tensors(
-        self, fqn: str, stacked: Stacked, values: list[Any], rows: list[int]
+        self, fqn: str, stacked: Stacked, values: list[Any], rows: list[Numbers]
     ) -> None:
         facts = [_facts(value) for value in values]
         kinds = {(part.dtype, part.shape, own.shape, own.placements) for part, own in facts}
@@ -270,11 +276,15 @@ class _Unfolder:
             )
         parts = [part for part, _ in facts]
         own = facts[0][1]
-        ndim = len(own.shape) + 1
-        if ndim > 1 and not -ndim <= stacked.dim < ndim:
-            dims = "1 dim" if ndim == 2 else f"{ndim - 1} dims"
-            raise BindError(f"cannot stack rows of {dims} on dim {stacked.dim}")
-        dim = stacked.dim % ndim
+        dims: list[int] = []
+        for ndim, (_, dim) in enumerate(stacked.axes, len(own.shape) + 1):
+            if not own.shape:  # has none of the dims that its parameter has
+                dim = min(max(dim, -ndim), ndim - 1)
+            elif not -ndim <= dim < ndim:
+                dims_told = "1 dim" if ndim == 2 else f"{ndim - 1} dims"
+                raise BindError(f"cannot stack rows of {dims_told} on dim {dim}")
+            dims.append(dim % ndim)
+        axes = [(total, dim) for (total, _), dim in zip(stacked.axes, dims, strict=True)]
         stored = self.stored.get(fqn)
         if not own.shape and stored is not None and tuple(getattr(stored, "size", (0,))) == ():
             # One scalar for all rows, as a stacked parameter's optimizer state has it.
@@ -287,30 +297,29 @@ class _Unfolder:
             )
             return
         if own.shape and own.mesh is None and parameters_of(fqn):
-            self._plain[fqn] = (tuple(rows), parts)
+            self._plain[fqn] = (rows, parts)
         placement, rule = None, None
         if own.shape:
-            probe = torch.empty(
-                _with(tuple(parts[0].shape), dim, len(rows)), dtype=parts[0].dtype, device="meta"
-            )
+            shape = tuple(parts[0].shape)
+            for dim, numbers in zip(dims, zip(*rows, strict=True), strict=True):
+                shape = _with(shape, dim, len(numbers if len(dims) == 1 else set(numbers)))
+            probe = torch.empty(shape, dtype=parts[0].dtype, device="meta")
             placement, rule = self.placer.ask(fqn, probe)
         key = (
-            *(stacked.total, dim, tuple(rows), own.shape, own.placements),
+            *(tuple(axes), tuple(rows), own.shape, own.placements),
             *(tuple(parts[0].shape), id(own.mesh), id(placement)),
         )
         if key not in self._stacks:
             self._kept.append(own.mesh)
-            self._stacks[key] = self._bind_stack(
-                own, tuple(parts[0].shape), placement, stacked.total, dim, rows
-            )
-        self._place_stack(fqn, self._stacks[key], parts, dim, rule)
+            self._stacks[key] = self._bind_stack(own, tuple(parts[0].shape), placement, axes, rows)
+        self._place_stack(fqn, self._stacks[key], parts, _lie_along(dims), rule)
 
     def _place_stack(
         self,
         fqn: str,
         found: tuple[Binding, tuple[Chunk, ...]] | None,
         parts: list[torch.Tensor],
-        dim: int,
+        dims: tuple[int, ...],
         rule: str | None,
     ) -> None:
         if found is None:
@@ -318,7 +327,7 @@ class _Unfolder:
         else:
             binding, chunks = found
             self.placing.placed[fqn] = StackedPlaced(
-                fqn, parts[0], binding, chunks, rule, None, parts, dim
+                fqn, parts[0], binding, chunks, rule, None, parts, tuple(sorted(dims))
             )
 
     def _bind_stack(
@@ -326,34 +335,41 @@ class _Unfolder:
         own: Own,
         local: tuple[int, ...],
         placement: Any,
-        total: int,
-        dim: int,
-        rows: list[int],
+        axes: list[tuple[int, int]],
+        rows: list[Numbers],
     ) -> tuple[Binding, tuple[Chunk, ...]] | None:
         """Bind as if this rank had all rows; then leave it those that it has."""
-        ndim = len(local) + 1
-        axis = -1
-        if placement is not None:
-            for at, entry in enumerate(placement.placements):
+        dims = _lie_along([dim for _, dim in axes])
+        ndim = len(local) + len(dims)
+        along = [-1] * len(dims)
+        for at, (dim, (total, _)) in enumerate(zip(dims, axes, strict=True)):
+            if placement is None:
+                continue
+            for axis, entry in enumerate(placement.placements):
                 if shards(entry) and -ndim <= entry.dim < ndim and shard_dim(entry, ndim) == dim:
-                    axis = at
+                    along[at] = axis
             told = placement.global_shape
             if told is not None and (len(told) != ndim or told[dim] != total):
                 raise BindError(
                     f"stacks {total} rows on dim {dim} of a tensor of {ndim} dims, but its rule "
                     f"says global_shape={told}"
                 )
-            if axis >= 0:
+            if along[at] >= 0:
                 placement = placement.without(dim, ndim)
-        shifted = Own(_with(own.shape, dim, total), own.mesh, _shifted(own, dim))
-        whole = bind(shifted, _with(local, dim, total), placement)
+        for total, dim in axes:
+            own = Own(_with(own.shape, dim, total), own.mesh, _shifted(own, dim))
+            local = _with(local, dim, total)
+        whole = bind(own, local, placement)
         if whole is None:
             return None
-        picked = Pick(dim, tuple(rows), axis)
-        sharding = replace(whole.sharding, cuts=(picked, *whole.sharding.cuts))
+        picks = [
+            Pick(dim, numbers, axis)
+            for dim, numbers, axis in zip(dims, zip(*rows, strict=True), along, strict=True)
+        ]
+        sharding = replace(whole.sharding, cuts=(*picks, *whole.sharding.cuts))
         layout = sharding.at(whole.coordinate)
         binding = Binding(sharding, whole.axes, layout, is_uniform=False)
-        return binding, layout.chunks()
+        return binding, layout.chunks() if len(dims) == 1 else _cells(layout, dims, rows)
 
     def _let_states_follow(self) -> None:
         """Give plain optimizer state, row by row of its parameter's local shape, its place."""
@@ -373,9 +389,9 @@ class _Unfolder:
             first = found[0]
             assert isinstance(first, StackedPlaced)
             picks = [cut.indices for cut in first.binding.sharding.cuts if isinstance(cut, Pick)]
-            if picks == [rows] and held[0].shape == first.tensor.shape:
+            if picks == list(zip(*rows, strict=True)) and held[0].shape == first.tensor.shape:
                 self.placing.placed[fqn] = StackedPlaced(
-                    fqn, held[0], first.binding, first.chunks, first.rule, None, held, first.dim
+                    fqn, held[0], first.binding, first.chunks, first.rule, None, held, first.dims
                 )
                 self.placing.faults = [f for f in self.placing.faults if f.fqn != fqn]
 
@@ -499,6 +515,34 @@ class _Unfolder:
             for fqn in _fqns(name, number):
                 self._note(fqn, value.value, value.path)
                 self.made.shared[fqn] = name.stacked
+
+
+def _lie_along(dims: Sequence[int]) -> tuple[int, ...]:
+    """Return the dims of the checkpoint's tensor that are each stack's own dim.
+
+    >>> _lie_along([0, 0]), _lie_along([1, 0]), _lie_along([0, 1])
+    ((1, 0), (2, 0), (0, 1))
+    """
+    found: list[int] = []
+    for dim in dims:
+        found = [*[known + (known >= dim) for known in found], dim]
+    return tuple(found)
+
+
+def _cells(layout: Layout, dims: Sequence[int], rows: Sequence[Numbers]) -> tuple[Chunk, ...]:
+    """Return the chunks of rows of rows, of which a rank need not have a full product."""
+    intervals = layout.intervals
+    for dim in dims:
+        intervals = _put(intervals, dim, ((0, 1),))
+    pieces = Layout(layout.global_shape, intervals).chunks()
+    found = []
+    for at, numbers in enumerate(rows):
+        for chunk in pieces:
+            local, offsets = chunk.local_offsets, chunk.offsets
+            for dim, number in zip(dims, numbers, strict=True):
+                local, offsets = _put(local, dim, at), _put(offsets, dim, number)
+            found.append(Chunk(local, offsets, chunk.sizes))
+    return tuple(found)
 
 
 def _fqns(name: Rows | Parts, number: int) -> list[str]:

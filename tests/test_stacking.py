@@ -597,7 +597,7 @@ def test_replicas_of_a_row_that_differ_are_refused(tmp_path: Path) -> None:
         (
             {"a.w": torch.zeros(2), "b.w": torch.zeros(2)},
             lambda key: Row("w", 0 if key < "b" else 1, 2 if key < "b" else 3),
-            "one of 2 rows on dim 0, and b.w as one of 3 on dim 0",
+            "one of 2 rows on dim 0, and b.w as one of 3 rows on dim 0",
         ),
         ({"experts.w": torch.zeros(2)}, Unstack("experts.{}", dim=1), "on dim 1: it has 1 dims"),
         ({"experts.0.w": torch.zeros(2)}, Stack("experts.{}", 2, dim=2), "rows of 1 dim on dim 2"),

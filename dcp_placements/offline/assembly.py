@@ -167,7 +167,13 @@ class _Assembler:
             except (LookupError, ValueError) as error:
                 self._nameless(name, f"{type(error).__name__}: {error}")
                 continue
-            if isinstance(new, Row):
+            if isinstance(new, Row) and new.within:
+                self._fault(
+                    new.fqn,
+                    f"{name} is a row of a row: rows are stacked along one dim here",
+                    "way out:     one Stack per key, in rename=",
+                )
+            elif isinstance(new, Row):
                 if new.fqn not in self.stacks:
                     self._add(name, Made(new.fqn, (), tensor.dtype, ()))
                 self.stacks.setdefault(new.fqn, []).append((new, name, tensor))
