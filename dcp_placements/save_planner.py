@@ -37,6 +37,7 @@ from dcp_placements.interop import (
 )
 from dcp_placements.items import LazyItems, written_chunks, written_data
 from dcp_placements.kept_places import kept_places
+from dcp_placements.layout import Chunk
 from dcp_placements.naming import Rename, checkpoint_path, rename_keys
 from dcp_placements.numbering import numbering_faults
 from dcp_placements.offer import (
@@ -290,10 +291,19 @@ class PlacementSavePlanner(DefaultSavePlanner):
         placed = self._placing.placed.get(index.fqn)
         if placed is None:
             return super().lookup_object(index)
-        for chunk in written_chunks(placed):
-            if chunk.offsets == index.offset:
-                return written_data(placed, chunk)
-        raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
+        chunks = placed.chunks
+        if len(chunks) > _FEW:
+            known = self._written.get(id(chunks))
+            if known is None or known[0] is not chunks:
+                by_offsets = {chunk.offsets: chunk for chunk in written_chunks(placed)}
+                known = self._written[id(chunks)] = chunks, by_offsets
+            found = known[1].get(tuple(index.offset or ()))
+        else:
+            there = (chunk for chunk in written_chunks(placed) if chunk.offsets == index.offset)
+            found = next(there, None)
+        if found is None:
+            raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
+        return written_data(placed, found)
 
     def _shadowing(
         self, offers: Sequence[Offer], tables: Tables, answers: Sequence[Answer]
@@ -361,6 +371,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self._objects = {}
         self._names = []
         self._packs = {}
+        self._written: dict[int, tuple[tuple[Chunk, ...], dict[tuple[int, ...], Chunk]]] = {}
         self._report = None
 
     def _place(self, rank: int) -> None:
@@ -518,6 +529,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return kept
 
 
+_FEW = 8
+"""Chunks of a tensor that are searched one by one."""
+
 _OF_ONE_SAVE = frozenset(
     (
         "state_dict",
@@ -530,6 +544,7 @@ _OF_ONE_SAVE = frozenset(
         "_objects",
         "_names",
         "_packs",
+        "_written",
         "_report",
     )
 )
