@@ -9,7 +9,6 @@ that waits for it.
 from __future__ import annotations
 
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from dcp_placements.interop import (
 )
 from dcp_placements.layout import Box, Cut
 from dcp_placements.placing import Placed, Placing
+from dcp_placements.provenance import writer_of
 from dcp_placements.reads import StoredChunks
 from dcp_placements.report import LoadReport, Traffic
 from dcp_placements.shares import Claim, Claims, Share, Verdict, Wanted, shares
@@ -41,8 +41,6 @@ memory. Below a few MiB a broadcast costs latency alone."""
 
 ALIGNED_NBYTES = 16
 """Tensors in one buffer begin at multiples of this."""
-
-_FILE_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class ExchangeBroken(PlacementError):
@@ -503,8 +501,7 @@ class _Writers:
             at = self._lately[key] = meeting[0][0]
         index = MetadataIndex(target.fqn, chunks[at].offsets, at)
         info = (self._metadata.storage_data or {}).get(index)
-        match = _FILE_OF_RANK.fullmatch(str(getattr(info, "relative_path", "")))
-        return None if match is None else int(match[1])
+        return writer_of(str(getattr(info, "relative_path", "")))
 
 
 def _is_box(chunk: Any, box: Box) -> bool:

@@ -9,6 +9,7 @@ parameter.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -54,7 +55,22 @@ class Numbered:
     ranges: tuple[tuple[str, int, int], ...]
 
 
-class Renumber:
+class _Rename(ABC):
+    """What all ready-made renames have in common."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, key: str) -> Renamed: ...
+
+    def table(self, keys: Iterable[str]) -> str:
+        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
+        changed = [(key, _told(new)) for key in keys if (new := self(key)) != key]
+        width = max((len(key) for key, _ in changed), default=0)
+        return "\n".join(f"{key:{width}} -> {new}" for key, new in changed)
+
+
+class Renumber(_Rename):
     """Renames a local number in a key to the number that it has in the whole.
 
     >>> rename = Renumber("experts.{}", [6, 1], total=8)
@@ -166,10 +182,6 @@ class Renumber:
             return {"": {number for known in self.ids.values() for number in known}}
         return {str(selector): set(known) for selector, known in self.ids.items()}
 
-    def table(self, keys: Iterable[str]) -> str:
-        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
-        return table(self, keys)
-
     def __str__(self) -> str:
         of = "" if self.total is None else f" (of {self.total})"
         if self._by is None:
@@ -187,7 +199,7 @@ class Renumber:
         return Renumber, (self.pattern, self.ids, self.total)
 
 
-class Replace:
+class Replace(_Rename):
     """Renames a run of components, or drops it: a stage's prefix that the whole does not have.
 
     >>> Replace("model_pp*", "model")("model_pp3.layers.0.weight")
@@ -211,13 +223,7 @@ class Replace:
         found = self._regex.search("." + key)
         if found is None:
             return key
-        start, stop = found.span()
-        parts = (key[: max(start - 1, 0)], self.by, key[stop:])
-        return ".".join([part for part in parts if part])
-
-    def table(self, keys: Iterable[str]) -> str:
-        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
-        return table(self, keys)
+        return _replaced(key, found, self.by)
 
     def __str__(self) -> str:
         return f"{self.pattern} -> {self.by or 'dropped'}"
@@ -229,7 +235,7 @@ class Replace:
         return Replace, (self.pattern, self.by)
 
 
-class Stack:
+class Stack(_Rename):
     """Stores tensors that differ by a number in their names as one, with a dim more.
 
     >>> Stack("experts.{}.w*", total=8)("layers.0.experts.5.w1.weight")
@@ -276,10 +282,6 @@ class Stack:
         name = dotted[:start] + dotted[stop:]
         return Row(name.removeprefix("."), number, self.total, self.dim)
 
-    def table(self, keys: Iterable[str]) -> str:
-        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
-        return table(self, keys)
-
     def __str__(self) -> str:
         return f"{self.pattern} -> one tensor of {self.total} rows on dim {self.dim}"
 
@@ -294,7 +296,7 @@ def _make_stack(pattern: str, total: int, dim: int) -> Stack:
     return Stack(pattern, total, dim=dim)
 
 
-class Unstack:
+class Unstack(_Rename):
     """Stores the rows of a tensor as tensors of their own, with a number in their names.
 
     >>> Unstack("experts.{}.w*")("layers.0.experts.w1.weight")
@@ -333,10 +335,6 @@ class Unstack:
         name = f"{dotted[:at]}{'.' if self._own else ''}{{}}{dotted[at:]}"
         return Rows(name.removeprefix("."), key, self.dim)
 
-    def table(self, keys: Iterable[str]) -> str:
-        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
-        return table(self, keys)
-
     def __str__(self) -> str:
         return f"rows of dim {self.dim} -> {self.pattern}"
 
@@ -351,7 +349,7 @@ def _make_unstack(pattern: str, dim: int) -> Unstack:
     return Unstack(pattern, dim=dim)
 
 
-class Split:
+class Split(_Rename):
     """Stores the parts of a fused tensor as tensors of their own.
 
     >>> Split("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))("layers.0.mlp.gate_up_proj")
@@ -401,14 +399,8 @@ whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
         found = self._regex.search("." + key)
         if found is None:
             return key
-        start, stop = found.span()
-        head, tail = key[: max(start - 1, 0)], key[stop:]
-        fqns = [".".join([part for part in (head, name, tail) if part]) for name in self.names]
+        fqns = [_replaced(key, found, name) for name in self.names]
         return Parts(tuple(fqns), key, self.dim, self.sizes, self.groups)
-
-    def table(self, keys: Iterable[str]) -> str:
-        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
-        return table(self, keys)
 
     def __str__(self) -> str:
         return f"{self.pattern} -> {' + '.join(self.names)} of dim {self.dim}"
@@ -427,7 +419,7 @@ def _make_split(
     return Split(pattern, names, dim=dim, sizes=sizes, groups=groups)
 
 
-class Renames:
+class Renames(_Rename):
     """Renames by several functions, one after the other.
 
     >>> rename = Renames(
@@ -486,10 +478,6 @@ class Renames:
                 found.append(replace(known, pattern=pattern))
         return tuple(found)
 
-    def table(self, keys: Iterable[str]) -> str:
-        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
-        return table(self, keys)
-
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))
 
@@ -535,11 +523,10 @@ def _check_number(pattern: str) -> None:
         )
 
 
-def table(rename: Callable[[str], object], keys: Iterable[str]) -> str:
-    """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
-    changed = [(key, _told(new)) for key in keys if (new := rename(key)) != key]
-    width = max((len(key) for key, _ in changed), default=0)
-    return "\n".join(f"{key:{width}} -> {new}" for key, new in changed)
+def _replaced(key: str, found: re.Match[str], by: str) -> str:
+    """Return a key with other components, or none, for the run found in ``"." + key``."""
+    start, stop = found.span()
+    return ".".join([part for part in (key[: max(start - 1, 0)], by, key[stop:]) if part])
 
 
 def _told(name: object) -> str:

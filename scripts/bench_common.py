@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
 import platform
 import resource
+import subprocess
 import sys
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 
 class Child:
@@ -144,13 +149,58 @@ def write_json(path: str | None, told: dict[str, Any]) -> None:
         Path(path).write_text(json.dumps(told, indent=1) + "\n")
 
 
-def leave() -> NoReturn:
-    """End a process of torchrun, its process group first, with exit code 0.
+def write_measured(args: argparse.Namespace, start: float, **found: Any) -> None:
+    """Write what a bench found, with machine, options and seconds, to ``--json`` if that is given.
+
+    Args:
+        args: The options, ``json`` among them.
+        start: When it began, by ``time.perf_counter``.
+        found: The rest of the document.
+    """
+    options = {key: value for key, value in vars(args).items() if key != "worker"}
+    seconds = time.perf_counter() - start
+    write_json(args.json, {"machine": machine(), "options": options, "seconds": seconds, **found})
+
+
+def launch(program: str, directory: str, nproc: int, *options: str) -> dict[str, Any]:
+    """Return what the processes of torchrun measured, case by case.
+
+    Args:
+        program: The bench; it is given ``--worker directory``, and ends by ``finish``.
+        directory: Where it writes.
+        nproc: Processes.
+        options: Its others.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(nproc), program, "--worker", directory, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, check=False, stdout=sys.stderr)
+    if done.returncode:
+        raise SystemExit(f"bench: torchrun ended with exit code {done.returncode}")
+    found: dict[str, Any] = json.loads((Path(directory) / _CASES).read_text())
+    return found
+
+
+def begin() -> None:
+    """Begin as one process of torchrun."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+
+
+def finish(directory: Path, cases: dict[str, Any]) -> NoReturn:
+    """End as one process of torchrun, and leave what rank 0 measured for ``launch``.
 
     Now and then a gloo thread of torch aborts a process whose program is done: what would run at
     exit is left out.
     """
-    torch.distributed.destroy_process_group()
+    if dist.get_rank() == 0:
+        (directory / _CASES).write_text(json.dumps(cases))
+    dist.barrier()
+    dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+_CASES = "cases.json"

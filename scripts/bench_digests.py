@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from bench_common import machine, show, three, write_json
+from bench_common import show, three, write_measured
 
 from dcp_placements import PlacementSavePlanner
 
@@ -158,13 +158,7 @@ def main() -> int:
         ),
         rows,
     )
-    told = {
-        "machine": machine(),
-        "options": vars(args),
-        "seconds": time.perf_counter() - start,
-        "cases": cases,
-    }
-    write_json(args.json, told)
+    write_measured(args, start, cases=cases)
     return 0
 
 

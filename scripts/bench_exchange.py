@@ -23,14 +23,11 @@ sides, each with all_read_bytes, read_bytes (of each rank), exchanged_bytes (all
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_common import leave, machine, show, three, write_json
+from bench_common import begin, finish, launch, show, three, write_measured
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -193,32 +190,17 @@ def measured(name: str, directory: Path, rounds: int, *, tiny: bool) -> dict[str
 
 def work(args: argparse.Namespace) -> None:
     """Be one process of torchrun."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    begin()
     directory = Path(args.worker)
     cases = {name: measured(name, directory, args.rounds, tiny=args.tiny) for name in CASES}
-    if dist.get_rank() == 0:
-        (directory / "cases.json").write_text(json.dumps(cases))
-    dist.barrier()
-    leave()
+    finish(directory, cases)
 
 
-def launch(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the processes measured."""
+    options = ["--rounds", str(args.rounds), *(["--tiny"] if args.tiny else [])]
     with tempfile.TemporaryDirectory(prefix="bench-exchange-", dir=args.directory) as directory:
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(args.nproc), __file__, "--worker", directory),
-            *("--rounds", str(args.rounds)),
-            *(("--tiny",) if args.tiny else ()),
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, check=False, stdout=sys.stderr)
-        if done.returncode:
-            raise SystemExit(f"bench: torchrun ended with exit code {done.returncode}")
-        found: dict[str, Any] = json.loads((Path(directory) / "cases.json").read_text())
-        return found
+        return launch(__file__, directory, args.nproc, *options)
 
 
 def spread(side: dict[str, Any]) -> float:
@@ -281,19 +263,12 @@ def main() -> int:
         work(args)
         return 0
     start = time.perf_counter()
-    cases = launch(args)
+    cases = measure(args)
     show_cases(cases, args)
     goals = missed(cases)
     for goal in goals:
         print(f"missed: {goal}")
-    told = {
-        "machine": machine(),
-        "options": {key: value for key, value in vars(args).items() if key != "worker"},
-        "seconds": time.perf_counter() - start,
-        "missed": goals,
-        "cases": cases,
-    }
-    write_json(args.json, told)
+    write_measured(args, start, missed=goals, cases=cases)
     return 1 if goals else 0
 
 

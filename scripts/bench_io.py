@@ -25,15 +25,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_common import PeakMemory, leave, machine, show, three, write_json
+from bench_common import PeakMemory, begin, finish, launch, show, three, write_measured
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -304,37 +301,22 @@ def _compare(saved: dict[str, Any], target: dict[str, Any], case: str) -> None:
 
 def work(args: argparse.Namespace) -> None:
     """Be one process of torchrun."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    begin()
     worker = Worker(args, Path(args.worker))
     cases = {}
     for case in args.cases:
         if dist.get_rank() == 0:
             print(f"bench: {case}", file=sys.stderr, flush=True)
         cases[case] = worker.run(case)
-    if dist.get_rank() == 0:
-        (Path(args.worker) / "cases.json").write_text(json.dumps(cases))
-    dist.barrier()
-    leave()
+    finish(Path(args.worker), cases)
 
 
-def launch(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the processes measured."""
+    options = ["--cases", *args.cases, "--rounds", str(args.rounds)]
+    options += ["--seconds", str(args.seconds), *(["--tiny"] if args.tiny else [])]
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.directory) as directory:
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(args.nproc), __file__, "--worker", directory),
-            *("--cases", *args.cases, "--rounds", str(args.rounds)),
-            *("--seconds", str(args.seconds)),
-            *(("--tiny",) if args.tiny else ()),
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, check=False, stdout=sys.stderr)
-        if done.returncode:
-            raise SystemExit(f"bench: torchrun ended with exit code {done.returncode}")
-        found: dict[str, Any] = json.loads((Path(directory) / "cases.json").read_text())
-        return found
+        return launch(__file__, directory, args.nproc, *options)
 
 
 def show_case(case: str, entry: dict[str, Any], nproc: int) -> None:
@@ -387,17 +369,10 @@ def main() -> int:
         work(args)
         return 0
     start = time.perf_counter()
-    cases = launch(args)
+    cases = measure(args)
     for case, entry in cases.items():
         show_case(case, entry, args.nproc)
-    options = {key: value for key, value in vars(args).items() if key != "worker"}
-    told = {
-        "machine": machine(),
-        "options": options,
-        "seconds": time.perf_counter() - start,
-        "cases": cases,
-    }
-    write_json(args.json, told)
+    write_measured(args, start, cases=cases)
     return 0
 
 

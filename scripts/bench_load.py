@@ -27,15 +27,12 @@ small_reads, small_ratio.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_common import in_child, leave, machine, show, three, write_json
+from bench_common import begin, finish, in_child, launch, show, three, write_measured
 from bench_planning import Options, make_plans, read_plans
 from bench_workloads import WORKLOADS, Memory, StockPlans, Workload, real_state_dict
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -209,35 +206,20 @@ def real(case: str, side: str, directory: Path, watched: Watched, *, tiny: bool)
 
 def work(args: argparse.Namespace) -> None:
     """Be one process of torchrun."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    begin()
     directory = Path(args.worker)
     watched = Watched(directory)
     cases = {
         case: {side: real(case, side, directory, watched, tiny=args.tiny) for side in SIDES}
         for case in CASES
     }
-    if dist.get_rank() == 0:
-        (directory / "cases.json").write_text(json.dumps(cases))
-    dist.barrier()
-    leave()
+    finish(directory, cases)
 
 
-def launch(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the processes measured."""
     with tempfile.TemporaryDirectory(prefix="bench-load-") as directory:
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(args.nproc), __file__, "--worker", directory),
-            *(("--tiny",) if args.tiny else ()),
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, check=False, stdout=sys.stderr)
-        if done.returncode:
-            raise SystemExit(f"bench: torchrun ended with exit code {done.returncode}")
-        found: dict[str, Any] = json.loads((Path(directory) / "cases.json").read_text())
-        return found
+        return launch(__file__, directory, args.nproc, *(["--tiny"] if args.tiny else []))
 
 
 def simulated_stock(workload: Workload, *, lowest: bool) -> dict[str, Any]:
@@ -443,7 +425,7 @@ def main() -> int:
     start = time.perf_counter()
     cases: dict[str, Any] = {}
     if "real" in args.only:
-        cases |= (found := launch(args))
+        cases |= (found := measure(args))
         show_real(found, args.nproc)
     if "simulated" in args.only:
         cases |= (found := simulate(args))
@@ -451,14 +433,7 @@ def main() -> int:
     goals = missed(cases, tiny=args.tiny)
     for goal in goals:
         print(f"missed: {goal}")
-    told = {
-        "machine": machine(),
-        "options": {key: value for key, value in vars(args).items() if key != "worker"},
-        "seconds": time.perf_counter() - start,
-        "missed": goals,
-        "cases": cases,
-    }
-    write_json(args.json, told)
+    write_measured(args, start, missed=goals, cases=cases)
     return 1 if goals else 0
 
 

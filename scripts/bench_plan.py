@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import Child, in_child, machine, show, three, write_json
+from bench_common import Child, in_child, show, three, write_measured
 from bench_planning import Options, as_ranks, coordinate, make_plans
 from bench_workloads import WORKLOADS, Workload
 
@@ -510,16 +510,14 @@ def main() -> int:
             print(f"warning: {entry['workload']}, {entry['ranks']} ranks, {entry['side']}: {note}")
     for fault in bench.faults:
         print(f"fault: {fault}")
-    told = {
-        "machine": machine(),
-        "options": {k: v for k, v in vars(args).items()},
-        "seconds": time.perf_counter() - start,
-        "coordinator": bench.coordinator,
-        "rank": bench.ranks,
-        "exponents": exponents(bench),
-        "faults": bench.faults,
-    }
-    write_json(args.json, told)
+    write_measured(
+        args,
+        start,
+        coordinator=bench.coordinator,
+        rank=bench.ranks,
+        exponents=exponents(bench),
+        faults=bench.faults,
+    )
     if args.plot:
         plot(bench, args.plot)
     return 1 if bench.faults else 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 
 from fakes import damage
 from tests.offline_scenes import Run
+from tests.torchrun import tail, torchrun
 
 pytestmark = pytest.mark.dist
 
@@ -24,19 +22,8 @@ MOMENT = "optim.state.experts.w2.exp_avg"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "4", str(WORKER), str(out)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    done = torchrun(WORKER, out)
+    assert done.returncode == 0, tail(done)
     return out
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.torchrun import tail, torchrun
+
 pytestmark = pytest.mark.dist
 
 WORKER = Path(__file__).parent / "ranks" / "exchange_worker.py"
@@ -34,17 +36,8 @@ def environment() -> dict[str, str]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Return what each rank saw, by scenario."""
     out = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", str(len(RANKS)), str(WORKER), str(out)],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    done = torchrun(WORKER, out, ranks=len(RANKS))
+    assert done.returncode == 0, tail(done)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in RANKS]
 
 

@@ -7,13 +7,12 @@ the tests assert on that.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.torchrun import tail, torchrun
 
 pytestmark = pytest.mark.dist
 
@@ -25,19 +24,8 @@ RANKS = range(4)
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each rank saw, by scenario."""
     out = tmp_path_factory.mktemp("ranks")
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONHASHSEED", "RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", str(len(RANKS)), str(WORKER), str(out)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    done = torchrun(WORKER, out, ranks=len(RANKS))
+    assert done.returncode == 0, tail(done)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in RANKS]
 
 

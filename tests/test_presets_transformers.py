@@ -7,9 +7,6 @@ is fetched from a hub.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import FusedShard, MeshCoordinate, PlacementError
 from dcp_placements.presets import transformers
+from tests.torchrun import tail, torchrun
 
 ROOT = Path(__file__).parent.parent
 WORKER = ROOT / "tests" / "ranks" / "transformers_worker.py"
@@ -33,20 +31,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     out = tmp_path_factory.mktemp("transformers")
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "4", str(WORKER), str(out)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = torchrun(WORKER, out)
     # Judged by what was written: gloo's threads sometimes abort a process that is done.
     files = [out / f"{rank}.json" for rank in range(4)]
-    assert all(file.exists() for file in files), done.stdout[-8000:]
+    assert all(file.exists() for file in files), tail(done)
     told = [json.loads(file.read_text()) for file in files]
     for rank in told:
         assert "failed" not in rank, rank["failed"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +31,7 @@ from dcp_placements.layout import Box
 from dcp_placements.metadata_file import read_metadata
 from dcp_placements.offline.directory import CannotLook, Directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import Entry, read_header
-from dcp_placements.provenance import stored
+from dcp_placements.provenance import stored, writer_of
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rank_metadata import merge_rank_metadata, rank_file_rank
 from dcp_placements.safe_pickle import RefusedGlobal
@@ -42,8 +41,6 @@ from dcp_placements.storage_table import Array, Rows, RowsBuilder, StorageTable,
 DCP = "dcp"
 TORCH_DIST = "torch_dist"
 SAFETENSORS = "safetensors"
-
-_WRITER = re.compile(r"__(\d+)_\d+\.distcp$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,16 +264,6 @@ class Checkpoint:
                 if offset not in claimed:
                     found.append((fqn, offset, row[0]))
         return found
-
-
-def writer_of(file: str) -> int | None:
-    """Return the rank that wrote a file, by its name; None where the name does not say.
-
-    >>> writer_of("__3_0.distcp"), writer_of("model.safetensors")
-    (3, None)
-    """
-    found = _WRITER.search(file)
-    return int(found[1]) if found else None
 
 
 _Place = tuple[str, int, int, tuple[str, ...]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import prod
 from typing import Any
@@ -214,17 +214,7 @@ def explain(
     for number in range(size) if rank is None else (rank,):
         spoken, _ = rules_at(rules, axes, number)
         parts.append(work.part(number, spoken))
-    return Explanation(
-        fqn=explained.fqn,
-        shape=explained.shape,
-        dtype=explained.dtype,
-        chunks=explained.chunks,
-        saved_rule=explained.saved_rule,
-        saved_axes=explained.saved_axes,
-        rule=work.rule,
-        axes=work.told,
-        ranks=tuple(parts),
-    )
+    return replace(explained, rule=work.rule, axes=work.told, ranks=tuple(parts))
 
 
 def _unknown(checkpoint: Checkpoint, fqn: str) -> CannotLook:

@@ -23,6 +23,8 @@ WEIGHTS = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 DISTRIBUTED = "distrib_optim.pt"
 
+EMBEDDING = "embedding.word_embeddings.weight"
+
 _RANK_DIRECTORY = re.compile(r"mp_rank_(\d{2,})((?:_\d{3,})*)")
 _CHUNK = re.compile(r"model\d*")
 

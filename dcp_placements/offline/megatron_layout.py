@@ -20,6 +20,7 @@ from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.megatron_files import (
     ARGUMENTS,
     DISTRIBUTED,
+    EMBEDDING,
     WEIGHTS,
     Contents,
     Coordinate,
@@ -34,8 +35,6 @@ from dcp_placements.offline.megatron_files import (
 
 NON_EP = "non-EP"
 EP_AWARE = "EP-aware"
-
-_FIRST = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +309,8 @@ def _settle_by_keys(
     held = [
         (fields[1], found) for name, fields in ranks.items() if (found := contents.keys.get(name))
     ]
-    first = [_FIRST in found for at, found in held if at == 0]
-    others = [_FIRST in found for at, found in held if at > 0]
+    first = [EMBEDDING in found for at, found in held if at == 0]
+    others = [EMBEDDING in found for at, found in held if at > 0]
     if not first or not others or not all(first):
         return None
     if len({found for _, found in held}) == 1:

@@ -18,6 +18,7 @@ from dcp_placements.layout import Box
 from dcp_placements.offline.chunk_writer import Piece, Target
 from dcp_placements.offline.megatron_files import (
     DISTRIBUTED,
+    EMBEDDING,
     WEIGHTS,
     Coordinate,
     RankFiles,
@@ -39,7 +40,6 @@ from dcp_placements.renaming import Renames
 from dcp_placements.rules import PlacementRules
 from dcp_placements.tiling import format_box, tiles, uncovered
 
-EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
 _BLOB = "_extra_state"
