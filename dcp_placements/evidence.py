@@ -183,7 +183,7 @@ class Shadowing:
     unlike: tuple[tuple[int, ...] | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """What the coordinator sends to one rank: which of its items are its own to write.
 
@@ -201,6 +201,7 @@ class Answer:
             files that know a tensor by its name alone cannot hold those.
         known: Whether the coordinator keeps the tables, so that they need not be sent again.
         shadows: Which copies it writes beside; None for none.
+        save_id: Names this save, as 16 bytes; set anew for each, also where a plan is reused.
     """
 
     slots: tuple[bytes, ...]
@@ -213,6 +214,7 @@ class Answer:
     in_pieces: tuple[tuple[str, int, int], ...] = ()
     known: bool = False
     shadows: Shadowing | None = None
+    save_id: bytes = b""
 
     def all_slots(self) -> list[list[tuple[int, int]]]:
         """Return ``(replicas, slot)`` for each table and class, objects last."""

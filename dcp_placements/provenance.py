@@ -7,8 +7,8 @@ own keys only and ignore it.
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -30,13 +30,28 @@ StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
 """FQN to offset (None for an object) to digest."""
 
 
-def provenance(
-    offers: Sequence[Offer], tables: Tables, *, options: Mapping[str, Any], step: int | None
-) -> dict[str, Any]:
-    """Return who wrote a checkpoint, how: plain values only.
+def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, Any]:
+    """Return what every checkpoint says of its making.
 
-    Keys: ``save_id``, ``step``, ``versions``, ``world_size``, ``axes`` (sizes by name), ``rules``
-    (rule by FQN), ``options``, ``row_maps`` (FQN to rank to the rows that it names as its own).
+    Keys: ``save_id``, ``versions``, ``world_size``, and ``step`` where there is one.
+    """
+    told: dict[str, Any] = {
+        "save_id": save_id.hex(),
+        "versions": {"dcp_placements": _own_version(), "torch": str(torch.__version__)},
+        "world_size": world_size,
+    }
+    if step is not None:
+        told["step"] = step
+    return told
+
+
+def provenance(
+    offers: Sequence[Offer], tables: Tables, *, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return how a checkpoint was saved, beside its identity: plain values only.
+
+    Keys: ``axes`` (sizes by name), ``rules`` (rule by FQN), ``options``, ``row_maps`` (FQN to rank
+    to the rows that it names as its own).
     """
     rules: dict[str, str] = {}
     row_maps: dict[str, dict[int, tuple[int, ...]]] = {}
@@ -56,10 +71,6 @@ def provenance(
                 if indices:
                     row_maps.setdefault(fqn, {})[offer.rank] = indices
     return {
-        "save_id": uuid.uuid4().hex,
-        "step": step,
-        "versions": {"dcp_placements": _own_version(), "torch": str(torch.__version__)},
-        "world_size": len(offers),
         "axes": {name: size for offer in offers for name, size in offer.sizes.items()},
         "rules": rules,
         "options": dict(options),
@@ -131,6 +142,7 @@ def _offset(index: MetadataIndex) -> tuple[int, ...] | None:
     return None if index.offset is None else tuple(index.offset)
 
 
+@cache
 def _own_version() -> str:
     try:
         return version("dcp-placements")

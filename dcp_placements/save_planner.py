@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -54,7 +55,7 @@ from dcp_placements.ownership import left_to_others
 from dcp_placements.placing import Placing, counted_faults, place, recheck_aliases
 from dcp_placements.plan_cache import PlanCache, standing
 from dcp_placements.plan_record import PLAN_KEY, plan_record, record_of, said_of, signed
-from dcp_placements.provenance import RESERVED_KEY, provenance, written_digests
+from dcp_placements.provenance import RESERVED_KEY, identity, provenance, written_digests
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules import Rules
@@ -94,8 +95,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             ``PlacementLoadPlanner(verify="digests")``) or ``"off"``.
         on_conflict: ``"error"`` refuses a save whose replicas differ; ``"warn"`` saves one.
         waive: ``{pattern: reason}`` of keys whose lint warnings are known to be wrong.
-        step: The training step, kept with full digests or plan caching; an attribute, to be set
-            before each save.
+        step: The training step, kept with the checkpoint; an attribute, to be set before each
+            save.
         shadows: Copies of what is replicated, in the files of the ranks that would otherwise read
             it elsewhere: ``"off"``, the bytes that a rank may write more (the smallest tensors
             first), or patterns of keys. For ``PlacementFileSystemReader``; others see none of it.
@@ -246,13 +247,17 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 tables.add(name, kept.table)
             made = self._planned(offers, tables)
             answers = self._shadowing(offers, tables, made.answers)
+            save_id = uuid.uuid4().bytes
+            for answer in answers:
+                answer.save_id = save_id
             # What a writer put into a local plan stays in it: without collectives, its file names.
             self.global_plan = [
                 _answered(plan, answer, partial(owned_items, tables, offer, answer))
                 for plan, offer, answer in zip(all_plans, offers, answers, strict=True)
             ]
             self.metadata = Metadata(
-                dict(made.metadata), planner_data=self._planner_data(offers, tables, answers)
+                dict(made.metadata),
+                planner_data=self._planner_data(offers, tables, answers, save_id),
             )
         return self.global_plan, self.metadata
 
@@ -480,14 +485,15 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return report
 
     def _planner_data(
-        self, offers: Sequence[Offer], tables: Tables, answers: Sequence[Answer]
-    ) -> Any:
+        self, offers: Sequence[Offer], tables: Tables, answers: Sequence[Answer], save_id: bytes
+    ) -> dict[str, Any]:
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
             data.update(self._paths_of_tables(offers, tables))
             for offer in offers:
                 if offer.loose is not None:
                     data.update(offer.loose.paths)
+        told = identity(save_id, world_size=len(offers), step=self.step)
         if self.digests == "full" or self.shadows is not None:
             options = {
                 "digests": self.digests,
@@ -496,16 +502,16 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 "flatten_state_dict": self.flatten_state_dict,
                 "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
             }
-            told = provenance(offers, tables, options=options, step=self.step)
+            told |= provenance(offers, tables, options=options)
             if self.digests == "full":
                 told["digests"] = written_digests(offers, answers, tables)
             if self.shadows is not None:
                 told["shadows"] = all_packs(offers, answers, tables)
-            data[RESERVED_KEY] = told
         record = self._record(offers, tables)
         if record is not None:
-            data.setdefault(RESERVED_KEY, {})[PLAN_KEY] = record
-        return data if self.flatten_state_dict or data else None
+            told[PLAN_KEY] = record
+        data[RESERVED_KEY] = told
+        return data
 
     def _record(self, offers: Sequence[Offer], tables: Tables) -> dict[str, Any] | None:
         """Return what the checkpoint is to say of its plan."""

@@ -38,6 +38,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
+from dcp_placements.provenance import RESERVED_KEY
 from fakes import FakeDTensor, World, real_dtensor
 
 SavePlanners = [DefaultSavePlanner, PlacementSavePlanner]
@@ -127,7 +128,7 @@ def test_without_rules_the_pair_reads_and_writes_what_torch_s_does(
 
 
 @pytest.mark.parametrize("options", [{}, {"flatten_state_dict": False}])
-def test_without_rules_the_metadata_is_that_of_torch_s_planner(
+def test_without_rules_the_metadata_is_that_of_torch_s_planner_but_for_the_identity(
     options: dict[str, bool], tmp_path: Path
 ) -> None:
     state_dict = mixed() if not options else {"w": torch.ones(3, 2), "s": torch.tensor(1), "o": [1]}
@@ -139,7 +140,9 @@ def test_without_rules_the_metadata_is_that_of_torch_s_planner(
     ours, theirs = found[1], found[0]
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
-    assert ours.planner_data == theirs.planner_data
+    told = ours.planner_data.pop(RESERVED_KEY)
+    assert set(told) == {"save_id", "versions", "world_size"}
+    assert ours.planner_data == (theirs.planner_data or {})
     assert ours.storage_data == theirs.storage_data
 
 
