@@ -120,7 +120,7 @@ class Loose:
 
 @dataclass(slots=True)
 class Offer:
-    """All that one rank sends to the coordinator; a few hundred bytes when its tables are known.
+    """All that one rank sends to the coordinator; a few hundred bytes beside its tables.
 
     Attributes:
         rank: Its global rank.
@@ -199,7 +199,6 @@ class Answer:
         writers: Ranks that write anything.
         in_pieces: Some keys of which one rank writes several chunks, with the rank and how many:
             files that know a tensor by its name alone cannot hold those.
-        known: Whether the coordinator keeps the tables, so that they need not be sent again.
         shadows: Which copies it writes beside; None for none.
         save_id: Names this save, as 16 bytes; set anew for each, also where a plan is reused.
     """
@@ -212,7 +211,6 @@ class Answer:
     spreads: tuple[tuple[tuple[int, int], ...], ...] = ()
     writers: int = 1
     in_pieces: tuple[tuple[str, int, int], ...] = ()
-    known: bool = False
     shadows: Shadowing | None = None
     save_id: bytes = b""
 

@@ -371,7 +371,6 @@ def make_offer(
     rules: Rules | None,
     rename: Rename | None,
     waived: Mapping[str, str],
-    known: Collection[bytes],
     exact: bool,
 ) -> Offer:
     """Return what this rank sends to the coordinator, digests left to ``add_digests``.
@@ -384,13 +383,12 @@ def make_offer(
         rules: The user's rules.
         rename: The user's renaming.
         waived: Patterns of keys whose lints are silenced.
-        known: Names of tables that the coordinator keeps from the last save.
         exact: Whether every rank sends its tables, whatever the size of the world.
     """
-    tables = [_table_offer(kept, known, exact=exact) for kept in offering.tables]
+    tables = [_table_offer(kept, exact=exact) for kept in offering.tables]
     picked = None
     if offering.picked is not None:
-        told = _table_offer(offering.picked, known, exact=exact)
+        told = _table_offer(offering.picked, exact=exact)
         picked = PickedOffer(told, offering.picked.rows.packed())
     # Where no mesh is, or this is its first rank, nobody else may be counted on.
     tells = exact or any(kept.first is not False for kept in offering.tables)
@@ -418,11 +416,9 @@ def make_offer(
     )
 
 
-def _table_offer(kept: RankTable, known: Collection[bytes], *, exact: bool) -> TableOffer:
-    name = kept.name
-    send = name not in known and (exact or kept.first is not False)
-    packed = kept.table.compressed() if send else None
-    return TableOffer(name, packed_ints(kept.coordinates), packed=packed)
+def _table_offer(kept: RankTable, *, exact: bool) -> TableOffer:
+    packed = kept.table.compressed() if exact or kept.first is not False else None
+    return TableOffer(kept.name, packed_ints(kept.coordinates), packed=packed)
 
 
 def add_digests(

@@ -110,15 +110,6 @@ def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Plac
     return placer.placing
 
 
-def recheck_aliases(
-    state_dict: Mapping[str, Any], placing: Placing, rules: Rules | None, rank: int
-) -> None:
-    """Note in a placing that is known already two names of one storage that lie differently."""
-    placer = Placer(rules, rank)
-    placer.placing = placing
-    placer.check_aliases(state_dict)
-
-
 class Placer:
     def __init__(self, rules: Rules | None, rank: int) -> None:
         self.rules = rules

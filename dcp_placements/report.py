@@ -72,7 +72,6 @@ class SaveReport:
         stateless: Parameters that have no optimizer state while others have.
         waived: Patterns whose lint warnings were silenced, with the reason given.
         warnings: What was let pass but ought to be known; each was logged as a warning, too.
-        plan_cache: Whether the plan of an earlier save was used, or why not.
     """
 
     ranks: int = 1
@@ -84,7 +83,6 @@ class SaveReport:
     stateless: tuple[str, ...] = ()
     waived: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    plan_cache: str = "off"
 
     @property
     def unique_nbytes(self) -> int:
@@ -124,8 +122,6 @@ class SaveReport:
             lines.append(f"    stateless: no optimizer state for {format_names(self.stateless)}")
         lines += [f"    waived:    {name}: {reason}" for name, reason in self.waived.items()]
         lines += [f"    warning:   {warning.splitlines()[0]}" for warning in self.warnings]
-        if self.plan_cache != "off":
-            lines.append(f"    plan:      {self.plan_cache}")
         return "\n".join(lines)
 
 

@@ -22,7 +22,6 @@ from dcp_placements.errors import (
 )
 from dcp_placements.evidence import Answer, Offer, Shadowing, Tables
 from dcp_placements.interop import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
     Metadata,
     MetadataIndex,
@@ -37,7 +36,6 @@ from dcp_placements.interop import (
     world_size,
 )
 from dcp_placements.items import LazyItems, written_chunks, written_data
-from dcp_placements.kept_places import kept_places
 from dcp_placements.layout import Chunk
 from dcp_placements.naming import Rename, checkpoint_path, rename_keys
 from dcp_placements.numbering import numbering_faults
@@ -52,9 +50,7 @@ from dcp_placements.offer import (
 )
 from dcp_placements.options import check_choice, check_rename, check_rules, check_waivers
 from dcp_placements.ownership import left_to_others
-from dcp_placements.placing import Placing, counted_faults, place, recheck_aliases
-from dcp_placements.plan_cache import PlanCache, standing
-from dcp_placements.plan_record import PLAN_KEY, plan_record, record_of, said_of, signed
+from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.provenance import RESERVED_KEY, identity, provenance, written_digests
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
@@ -70,7 +66,7 @@ from dcp_placements.shadows import (
 )
 from dcp_placements.stacking import unfold
 from dcp_placements.summary import summarise, summarise_rank
-from dcp_placements.world_plan import WorldPlan, compare, plan_world
+from dcp_placements.world_plan import WorldPlan, plan_world
 
 logger = logging.getLogger(__name__)
 
@@ -104,18 +100,15 @@ class PlacementSavePlanner(DefaultSavePlanner):
         flatten_sharded_tensors: As in ``DefaultSavePlanner``.
         dedup_replicated_tensors: As in ``DefaultSavePlanner`` (deprecated there, no effect).
         dedup_save_to_lowest_rank: As in ``DefaultSavePlanner``.
-        enable_plan_caching: Reuse the plan of the last save where the tensors are the same; held
-            by this planner.
-        after: With ``enable_plan_caching=True`` the planner of the load that this run has resumed
-            by: the first save's report says whether its plan is that of the checkpoint.
+        enable_plan_caching: Accepted as in ``DefaultSavePlanner``, and changes nothing: every save
+            is planned by what is there.
 
     Attributes:
         report: After planning, a ``SaveReport``; of all ranks on the coordinator, of what this
             rank holds on the others.
 
     Raises:
-        PlacementError: An option that there is not; ``after`` without plan caching, or of a
-            planner that has not loaded.
+        PlacementError: An option that there is not.
     """
 
     _objects: Objects
@@ -137,7 +130,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
         dedup_replicated_tensors: bool | None = None,
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
-        after: DefaultLoadPlanner | None = None,
     ) -> None:
         super().__init__(
             flatten_state_dict=flatten_state_dict,
@@ -161,11 +153,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 'shadows= needs on_conflict="error": of replicas that differ the copies would too'
             )
         self._report: SaveReport | None = None
-        self._reuse = "off"
-        self._cache = PlanCache() if enable_plan_caching else None
-        if after is not None and not enable_plan_caching:
-            raise PlacementError("after= is for enable_plan_caching=True, which is off")
-        self._resumed = None if after is None else record_of(after)
         self._exact = False
         self._start_over()
 
@@ -174,7 +161,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
         """What the save comes to."""
         if self._report is None:
             self._report = summarise_rank(self._offering, self._placing, self.waive)
-            self._report.plan_cache = self._reuse
         return self._report
 
     def set_up_planner(
@@ -203,8 +189,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         """
         rank = global_rank()
         with quiet_gc():
-            if not self._placed_as_before(rank):
-                self._place(rank)
+            self._place(rank)
             offering = self._offering
             exact = self._exact or (known_world_size() or 1) <= EXACT_WORLD
             offer = make_offer(
@@ -215,7 +200,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 rules=self.rules,
                 rename=self.rename,
                 waived=self.waive,
-                known=self._begin(self._cache),
                 exact=exact,
             )
             self._objects = add_digests(
@@ -240,7 +224,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         """
         offers: list[Offer] = [plan.planner_data for plan in all_plans]
         with quiet_gc():
-            tables = Tables() if self._cache is None else self._cache.tables
+            tables = Tables()
             tables.learn(offers)
             # Its own are here, sent or not: a rank that plans alone hears from no other.
             for name, kept in zip(self._names, self._offering.all_tables, strict=True):
@@ -274,15 +258,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 with quiet_gc():
                     items = self._offering.owned_items(answer) + self._shadow_items(answer)
                 new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
-            if self._cache is not None and answer.known:
-                self._cache.end(self._names, len(new_plan.items))
         self.plan = new_plan
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Return the data of a write item: a view, or an object's bytes. Called on every rank."""
-        if self._cache is not None:
-            self._cache.resolved.append(None)
         if write_item.type == WriteItemType.BYTE_IO:
             made = self._objects.get(write_item.index.fqn)
             if made is not None:
@@ -391,23 +371,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
         raise_faults(f"rank {rank} cannot be placed in the checkpoint", faults)
         paths = self._paths() if self.flatten_state_dict else None
         self._offering = offering_of(self.state_dict, self._placing, paths)
-        if self._cache is not None and self.rename is None:
-            told = self.state_dict, self.rules, rank, paths
-            self._cache.places = kept_places(*told, self._placing, self._offering)
-
-    def _placed_as_before(self, rank: int) -> bool:
-        """Take the places of the last save, where these tensors lie the same."""
-        kept = None if self._cache is None or self.rename is not None else self._cache.places
-        if kept is None:
-            return False
-        paths = self._paths() if self.flatten_state_dict else None
-        placing = kept.again(self.state_dict, self.rules, rank, paths)
-        if placing is None:
-            return False
-        recheck_aliases(self.state_dict, placing, self.rules, rank)
-        raise_faults(f"rank {rank} cannot be placed in the checkpoint", placing.faults)
-        self._placing, self._offering = placing, kept.offering
-        return True
 
     def _paths(self) -> dict[str, Any]:
         """Return where each key stands in the nested dict."""
@@ -415,50 +378,23 @@ class PlacementSavePlanner(DefaultSavePlanner):
             return self.mappings
         return {key: checkpoint_path(key, path) for key, path in self.mappings.items()}
 
-    def _begin(self, cache: PlanCache | None) -> frozenset[bytes]:
-        """Return the names of the tables that the coordinator keeps."""
-        if cache is None:
-            return frozenset()
-        why = cache.begin([kept.table for kept in self._offering.all_tables])
-        self._reuse = "reused" if why is None else f"made anew: {why}"
-        logger.info("plan %s", self._reuse)
-        return cache.known
-
     def _planned(self, offers: Sequence[Offer], tables: Tables) -> WorldPlan:
-        """Return the plan of all ranks, an earlier one where it depends on the same."""
-        cache = self._cache
-        standings = None if cache is None else [standing(offer) for offer in offers]
+        """Return the plan of all ranks, and make the report."""
         # One plan where there are more ranks: a save without collectives; nobody sees the rest.
         alone = len(offers) == 1 and world_size() > 1
-        if cache is not None and cache.plan is not None and cache.standings == standings:
-            said = WorldPlan()
-            if _may_say_more(cache.plan, offers):
-                said = compare(offers, tables, complete=not alone)
-            made = dataclasses.replace(
-                cache.plan, faults=said.faults, conflicts=said.conflicts, notes=said.notes
-            )
-        else:
-            made = plan_world(
-                offers,
-                tables,
-                complete=not alone,
-                lowest_rank=self.dedup_save_to_lowest_rank,
-                known=cache is not None,
-                # A rank that has no coordinator of its own (no_dist=True) saves for itself alone.
-                left=left_to_others(self._placing.placed.values())
-                if alone and not self.is_coordinator
-                else (),
-            )
-            if not alone:
-                made.faults += numbering_faults(offers, tables)
-        if cache is not None and standings is not None:
-            if self._resumed is not None and cache.standings is None:
-                self._reuse = said_of(self._resumed, offers, tables, standings)
-                logger.info("plan %s", self._reuse)
-            self._report = self._judge(made, offers)
-            cache.keep(standings, made)
-        else:
-            self._report = self._judge(made, offers)
+        made = plan_world(
+            offers,
+            tables,
+            complete=not alone,
+            lowest_rank=self.dedup_save_to_lowest_rank,
+            # A rank that has no coordinator of its own (no_dist=True) saves for itself alone.
+            left=left_to_others(self._placing.placed.values())
+            if alone and not self.is_coordinator
+            else (),
+        )
+        if not alone:
+            made.faults += numbering_faults(offers, tables)
+        self._report = self._judge(made, offers)
         return made
 
     def _judge(self, made: WorldPlan, offers: Sequence[Offer]) -> SaveReport:
@@ -466,7 +402,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
         notes = [*made.notes, *_merged_notes(offers)]
         (faults if self.on_conflict == "error" else notes).extend(made.conflicts)
         report = summarise(made, offers, self.waive)
-        report.plan_cache = self._reuse
         # A rank that plans alone does not know what the patterns match on others.
         alone = len(offers) == 1 and world_size() > 1
         if report.unmatched and not alone:
@@ -489,7 +424,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
     ) -> dict[str, Any]:
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
-            data.update(self._paths_of_tables(offers, tables))
+            names = (told.table_id for offer in offers for told in offer.all_tables)
+            for name in dict.fromkeys(names):
+                data.update(tables[name].paths_of_keys())
             for offer in offers:
                 if offer.loose is not None:
                     data.update(offer.loose.paths)
@@ -507,32 +444,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 told["digests"] = written_digests(offers, answers, tables)
             if self.shadows is not None:
                 told["shadows"] = all_packs(offers, answers, tables)
-        record = self._record(offers, tables)
-        if record is not None:
-            told[PLAN_KEY] = record
         data[RESERVED_KEY] = told
         return data
-
-    def _record(self, offers: Sequence[Offer], tables: Tables) -> dict[str, Any] | None:
-        """Return what the checkpoint is to say of its plan."""
-        cache = self._cache
-        if cache is None or cache.standings is None or len(offers) < world_size():
-            return None
-        if cache.record is None:
-            cache.record = plan_record(offers, tables, cache.standings)
-        return signed(cache.record, self.step)
-
-    def _paths_of_tables(self, offers: Sequence[Offer], tables: Tables) -> dict[str, Any]:
-        """Return where the keys of all tables stand; kept with the plan."""
-        kept = None if self._cache is None else self._cache.paths
-        if kept is None:
-            kept = {}
-            names = (told.table_id for offer in offers for told in offer.all_tables)
-            for name in dict.fromkeys(names):
-                kept.update(tables[name].paths_of_keys())
-            if self._cache is not None:
-                self._cache.paths = kept
-        return kept
 
 
 _FEW = 8
@@ -554,13 +467,6 @@ _OF_ONE_SAVE = frozenset(
         "_report",
     )
 )
-
-
-def _may_say_more(made: WorldPlan, offers: Sequence[Offer]) -> bool:
-    """Whether contents are told of, or something was said when the plan was made."""
-    return bool(made.faults or made.conflicts or made.notes) or any(
-        [offer.loose or [told for told in offer.all_tables if told.digests] for offer in offers]
-    )
 
 
 def _answered(plan: SavePlan, answer: Answer, make: Callable[[], list[WriteItem]]) -> SavePlan:

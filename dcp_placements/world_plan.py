@@ -81,7 +81,6 @@ def plan_world(
     *,
     complete: bool,
     lowest_rank: bool = False,
-    known: bool = False,
     left: Collection[str] = (),
 ) -> WorldPlan:
     """Return the plan of a save: who writes what, and the metadata; or what is wrong.
@@ -92,20 +91,11 @@ def plan_world(
         complete: Whether these ranks are all there are, so that together they must hold every
             element.
         lowest_rank: Leave every replica to its lowest rank.
-        known: Whether the tables are kept for the next save.
         left: For a rank that plans alone: keys that it leaves to other ranks.
     """
-    coordinator = _Coordinator(offers, tables, complete, lowest_rank, known)
+    coordinator = _Coordinator(offers, tables, complete, lowest_rank)
     coordinator.left = left
     return coordinator.plan()
-
-
-def compare(offers: Sequence[Offer], tables: Tables, *, complete: bool) -> WorldPlan:
-    """Return what is to be said of the contents alone, for offers whose plan is known."""
-    coordinator = _Coordinator(offers, tables, complete, False, True)
-    coordinator.survey()
-    coordinator.settle_odd()
-    return coordinator.made
 
 
 class _Coordinator:
@@ -115,13 +105,11 @@ class _Coordinator:
         tables: Tables,
         complete: bool,
         lowest_rank: bool,
-        known: bool,
     ) -> None:
         self.offers = offers
         self.tables = tables
         self.complete = complete
         self.lowest_rank = lowest_rank
-        self.known = known
         self.left: Collection[str] = ()
         self.made = WorldPlan()
         self.members: dict[bytes, Members] = {}
@@ -196,8 +184,7 @@ class _Coordinator:
             (
                 "reason:      in a large world the first rank of a mesh speaks for all of it, "
                 "because a DTensor is the same on all ranks of its mesh",
-                "likely:      a key is in the state dict of some of these ranks only; or, with "
-                "enable_plan_caching=True, not every rank uses one planner for all saves",
+                "likely:      a key is in the state dict of some of these ranks only",
                 "way out:     dcp_placements.check(state_dict, rules) names the keys",
             ),
         )
@@ -481,7 +468,6 @@ class _Coordinator:
                 spreads=tuple(spreads[plan]) if any(spreads[plan]) else (),
                 writers=writers,
                 in_pieces=in_pieces,
-                known=self.known,
             )
             for plan in range(len(self.offers))
         ]

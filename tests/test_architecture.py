@@ -42,7 +42,7 @@ ORDER = [
         "shares",
         "exchange",
     ),
-    *("kept_places", "plan_cache", "plan_record", "save_planner", "load_planner"),
+    *("save_planner", "load_planner"),
     *("slices", "tensor_record", "tensor_stamp", "storage_table", "safe_pickle", "metadata_file"),
     *("rank_metadata", "file_reads", "copies", "chunk_reads", "storage_writer", "storage_reader"),
     *("preflight",),

@@ -611,10 +611,8 @@ class TestPlanCache:
         planners: Callable[[int], PlacementSavePlanner],
         whole: torch.Tensor,
         **kwargs: Any,
-    ) -> str:
-        return WORLD.save(path, lambda rank: self.state(rank, whole), planners, **kwargs)[
-            0
-        ].report.plan_cache
+    ) -> None:
+        WORLD.save(path, lambda rank: self.state(rank, whole), planners, **kwargs)
 
     def test_m25_holds_over_steps_dtypes_and_shapes(self, tmp_path: Path) -> None:
         planners = self.planners()
@@ -626,14 +624,9 @@ class TestPlanCache:
             arange(16, 3, start=5),
             arange(8, 3, start=7),
         ]
-        told = []
         for step, whole in enumerate(wholes):
-            told.append(self.save(tmp_path / f"{step}", planners, whole))
+            self.save(tmp_path / f"{step}", planners, whole)
             assert_holds(tmp_path / f"{step}", {"experts.w": whole, "norm": arange(5)})
-        assert told[0] == "made anew: no plan yet"
-        assert [text == "reused" for text in told[:5]] == [False, True, False, False, True], told
-        assert "experts.w" in told[2]
-        assert "experts.w" in told[3]
 
     def test_m25_holds_over_two_storage_writers(self, tmp_path: Path) -> None:
         planners = self.planners()
@@ -691,8 +684,7 @@ class TestPlanCache:
 
         with pytest.raises(dcp.CheckpointException, match="No space left"):
             self.save(tmp_path / "1", planners, arange(8, 3), writer=lambda _: Full(tmp_path / "1"))
-        told = self.save(tmp_path / "2", planners, arange(8, 3, start=1))
-        assert told == "made anew: the last save did not finish"
+        self.save(tmp_path / "2", planners, arange(8, 3, start=1))
         assert_holds(tmp_path / "2", {"experts.w": arange(8, 3, start=1), "norm": arange(5)})
 
 

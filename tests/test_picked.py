@@ -342,7 +342,6 @@ def test_ranks_that_plan_alone_write_all_rows_that_they_hold_again_and_again(
         merge_metadata(path)
         read = read_plainly(path, scene.truth())
         assert all(torch.equal(read[fqn], whole) for fqn, whole in scene.truth().items())
-    assert planners[1].report.plan_cache == "reused"
 
 
 @pytest.mark.parametrize("exact_world", [512, 1], ids=["exact", "large"])

@@ -344,12 +344,6 @@ def test_a_planner_is_reused_for_many_saves(caching: bool, tmp_path: Path) -> No
         world.save(path, held.__getitem__, planners.__getitem__)
         expected = {**whole, "step": torch.tensor(step)}
         assert same(load(path, {k: torch.zeros_like(v) for k, v in expected.items()}), expected)
-        told = planners[0].report.plan_cache
-        assert (
-            told == "off"
-            if not caching
-            else told.startswith("reused" if step in (1, 4) else "made anew")
-        )
         assert set(planners[0].report.keys) == set(expected)
 
 

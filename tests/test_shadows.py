@@ -323,7 +323,6 @@ def test_a_plan_that_is_reused_keeps_its_shadows(tmp_path: Path) -> None:
             made.__getitem__,
             lambda rank: PlacementFileSystemWriter(path),  # noqa: B023
         )
-        assert (made[0].report.plan_cache == "reused") == (step > 0)
         _, readers = load_and_check(path, {"fsdp": 4})
         assert [reader.opens for reader in readers] == [1] * 4
     assert pickle.loads(pickle.dumps(made[0])).shadows == 1 << 20

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hazard_scenes import assert_holds, read_whole
 from torch.distributed.tensor import Replicate, Shard
 
@@ -43,6 +44,21 @@ def save(path: Path, state_dict: Any, rules: Any = lambda rank: None) -> Counter
             (index.fqn, index.offset) for index in pickle.loads(file.read_bytes()).storage_data
         )
     return written
+
+
+def save_without_others(
+    rank: int, path: Path, state_dict: dict[str, Any], planner: PlacementSavePlanner
+) -> None:
+    """Save as ``dcp.save(..., no_dist=True)`` does on a rank of the world."""
+    writer = dcp.FileSystemWriter(path)
+    with WORLD._as(rank):
+        planner.set_up_planner(state_dict, writer.storage_meta(), is_coordinator=True)
+        writer.set_up_storage_writer(True)
+        plans, metadata = planner.create_global_plan(
+            [writer.prepare_local_plan(planner.create_local_plan())]
+        )
+        final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        writer.finish(metadata, [writer.write_data(final, planner).value()])
 
 
 def test_hsdp_replicas_are_written_once(tmp_path: Path) -> None:
@@ -114,7 +130,33 @@ def test_a_planner_that_keeps_its_plan_saves_again(tmp_path: Path) -> None:
         WORLD.save(tmp_path / name, state_dict, planners.__getitem__, use_collectives=False)
         merge_metadata(tmp_path / name)
         assert_holds(tmp_path / name, {"w": WHOLE})
-    assert planners[3].report.plan_cache == "reused"
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_m36_one_planner_with_and_without_a_coordinator_keeps_every_tensor(
+    tmp_path: Path, caching: bool
+) -> None:
+    """What a rank leaves to others without collectives it writes itself with ``no_dist=True``."""
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {
+            "w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)]),
+            "norm": FakeDTensor.distribute(WHOLE[0], mesh, [Replicate(), Replicate()]),
+        }
+
+    planner = PlacementSavePlanner(enable_plan_caching=caching)
+    planners = [PlacementSavePlanner() for _ in range(8)]
+    planners[5] = planner
+    for step in range(2):
+        WORLD.save(tmp_path / f"{step}", state_dict, planners.__getitem__, use_collectives=False)
+        merge_metadata(tmp_path / f"{step}")
+        assert_holds(tmp_path / f"{step}", {"w": WHOLE, "norm": WHOLE[0]})
+        alone = tmp_path / f"{step}.alone"
+        save_without_others(5, alone, state_dict(5), planner)
+        stored = dcp.FileSystemReader(alone).read_metadata()
+        chunks = {(index.fqn, tuple(index.offset)) for index in stored.storage_data}
+        assert chunks == {("w", (2, 0)), ("norm", (0,))}
 
 
 def test_a_rank_of_a_large_world_knows_its_own_tables(

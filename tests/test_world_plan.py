@@ -303,18 +303,3 @@ class TestStages:
         assert "embed: 2 different contents" in told
         assert "differs along 'pp'" in told
         assert not list(tmp_path.glob("*.distcp"))
-
-
-def test_a_plan_is_reused_and_its_tables_are_not_sent_again(tmp_path: Path) -> None:
-    made = planners(enable_plan_caching=True)
-    for step in range(3):
-        whole = arange(13, 3, start=step)
-        WORLD.save(tmp_path / f"{step}", lambda rank, whole=whole: {"w": hsdp(rank, whole)}, made)
-        read = {"w": torch.zeros(13, 3)}
-        dcp.load(read, checkpoint_id=tmp_path / f"{step}", no_dist=True)
-        assert torch.equal(read["w"], whole)
-    assert made(0).report.plan_cache == "reused"
-    with WORLD._as(3):
-        made(3).set_up_planner({"w": hsdp(3, arange(13, 3))}, is_coordinator=False)
-        offer = made(3).create_local_plan().planner_data
-    assert [told.packed for told in offer.tables] == [None]
