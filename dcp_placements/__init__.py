@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcp_placements.declaration import Placements
     from dcp_placements.errors import PlacementError
     from dcp_placements.load_planner import PlacementLoadPlanner
     from dcp_placements.mesh import MeshCoordinate
@@ -42,6 +43,7 @@ __all__ = [
     "PlacementLoadPlanner",
     "PlacementRules",
     "PlacementSavePlanner",
+    "Placements",
     "Renames",
     "Renumber",
     "Replace",
@@ -69,6 +71,7 @@ _HOMES = {
     "PlacementLoadPlanner": "load_planner",
     "PlacementRules": "rules",
     "PlacementSavePlanner": "save_planner",
+    "Placements": "declaration",
     "Renames": "renaming",
     "Renumber": "renaming",
     "Replace": "renaming",

@@ -11,6 +11,11 @@ from dcp_placements.rules import compile_pattern
 
 def check_rules(rules: Any) -> None:
     """Refuse what cannot be asked for a placement."""
+    if hasattr(rules, "save_planner"):
+        raise PlacementError(
+            "a Placements stands in the place of rules\n"
+            "    way out:     its own .save_planner(...) or .load_planner(...)"
+        )
     if rules is not None and not callable(rules):
         raise PlacementError(
             "rules must be PlacementRules, a callable (fqn, tensor) -> CheckpointPlacement or "

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
 from dcp_placements.interop import (
     CheckpointException,
@@ -21,7 +22,7 @@ from dcp_placements.save_planner import PlacementSavePlanner
 
 def check(
     state_dict: dict[str, Any],
-    rules: Rules | None,
+    rules: Placements | Rules | None,
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> SaveReport:
@@ -32,9 +33,10 @@ def check(
 
     Args:
         state_dict: As for ``dcp.save``.
-        rules: As for ``PlacementSavePlanner``.
+        rules: ``Placements``, or rules as for ``PlacementSavePlanner``.
         process_group: As for ``dcp.save``.
-        options: Further options of ``PlacementSavePlanner``.
+        options: Further options of ``PlacementSavePlanner``; with ``Placements``, of its
+            ``save_planner``.
 
     Returns:
         The report on all ranks together, the same on each of them.
@@ -42,7 +44,10 @@ def check(
     Raises:
         PlacementError: All that a save would refuse, on all ranks.
     """
-    planner = PlacementSavePlanner(rules, **options)
+    if isinstance(rules, Placements):
+        planner = rules.save_planner(**options)
+    else:
+        planner = PlacementSavePlanner(rules, **options)
     planner._exact = True
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     plain = state_dicts_of_statefuls(state_dict)

@@ -91,11 +91,16 @@ class PlacementRules:
         return tuple(pattern for pattern, _, _ in self._rules)
 
     def __repr__(self) -> str:
-        told = (
+        return f"PlacementRules({{{', '.join(self._lines())}}})"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        return [
             f"{pattern!r}: {'None' if placement is None else placement.format()}"
             for pattern, _, placement in self._rules
-        )
-        return f"PlacementRules({{{', '.join(told)}}})"
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optional": self.optional, "_rules": self._rules, "_found": {}}

@@ -44,35 +44,27 @@ def planners(kind: str, mesh: DeviceMesh) -> tuple[SavePlanner, LoadPlanner]:
     if kind == "stock":
         return dcp.DefaultSavePlanner(), dcp.DefaultLoadPlanner()
 
-    from dcp_placements import (
-        CheckpointPlacement,
-        FusedShard,
-        PlacementLoadPlanner,
-        PlacementRules,
-        PlacementSavePlanner,
-        Renumber,
-    )
+    from dcp_placements import CheckpointPlacement, FusedShard, Placements, Renumber
 
     def by_tp(placement: Any, *shape: int) -> CheckpointPlacement:
         return CheckpointPlacement(mesh, {"tp": placement}, global_shape=shape)
 
     by_ep = CheckpointPlacement(mesh, {"ep": Shard(0)})
-    rules = PlacementRules(
-        {
-            "hc_head.*": None,  # asked first: the pattern of the head below would match it as well
-            "*head.*": by_ep,
-            "embed.weight": by_ep,
-            "experts.w*": by_ep,
-            "attention.qkv": by_tp(FusedShard(0, 3), 3 * HIDDEN, HIDDEN),
-            "attention.out": by_tp(Shard(1), HIDDEN, HIDDEN),
-            "shared_expert.w2": by_tp(Shard(1), HIDDEN, WIDTH),
-            "shared_expert": by_tp(Shard(0), WIDTH, HIDDEN),
-        }
-    )
+    rules = {
+        "hc_head.*": None,  # asked first: the pattern of the head below would match it as well
+        "*head.*": by_ep,
+        "embed.weight": by_ep,
+        "experts.w*": by_ep,
+        "attention.qkv": by_tp(FusedShard(0, 3), 3 * HIDDEN, HIDDEN),
+        "attention.out": by_tp(Shard(1), HIDDEN, HIDDEN),
+        "shared_expert.w2": by_tp(Shard(1), HIDDEN, WIDTH),
+        "shared_expert": by_tp(Shard(0), WIDTH, HIDDEN),
+    }
     each = EXPERTS // mesh["ep"].size()
     first = mesh.get_local_rank("ep") * each
     rename = Renumber("experts_list.{}", range(first, first + each), total=EXPERTS)
-    return PlacementSavePlanner(rules, rename=rename), PlacementLoadPlanner(rules, rename=rename)
+    placements = Placements(rules, rename=rename)
+    return placements.save_planner(), placements.load_planner()
 
 
 def state_dict(trainer: Trainer) -> dict[str, Any]:

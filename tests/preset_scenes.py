@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.presets import Preset
+from dcp_placements import Placements, PlacementSavePlanner
 from fakes import World
 
 StateDict = Callable[[int], dict[str, Any]]
@@ -31,17 +30,13 @@ def filled(names: Iterable[str], shapes: Callable[[str], tuple[int, ...]]) -> di
 
 
 def save(
-    path: Path, world: World, state_dict: StateDict, preset: Callable[[int], Preset]
+    path: Path, world: World, state_dict: StateDict, preset: Callable[[int], Placements]
 ) -> PlacementSavePlanner:
     """Save in ``world``, without a single warning; return the coordinator's planner."""
 
-    def planner(rank: int) -> PlacementSavePlanner:
-        made = preset(rank)
-        return PlacementSavePlanner(made.rules, rename=made.rename, waive=made.waive)
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first = world.save(path, state_dict, planner)[0]
+        first = world.save(path, state_dict, lambda rank: preset(rank).save_planner())[0]
     assert isinstance(first, PlacementSavePlanner)
     assert first.report.warnings == ()
     return first
@@ -66,14 +61,12 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert torch.equal(found[name], tensor), name
 
 
-def load(path: Path, world: World, wanted: StateDict, preset: Callable[[int], Preset]) -> None:
+def load(path: Path, world: World, wanted: StateDict, preset: Callable[[int], Placements]) -> None:
     """Load into tensors of -1 in ``world``, and compare with what each rank should hold."""
 
-    def planner(rank: int) -> PlacementLoadPlanner:
-        made = preset(rank)
-        return PlacementLoadPlanner(made.rules, rename=made.rename)
-
-    found = world.load(path, lambda rank: _emptied(wanted(rank)), planner)
+    found = world.load(
+        path, lambda rank: _emptied(wanted(rank)), lambda rank: preset(rank).load_planner()
+    )
     for rank in range(world.size):
         assert_equal(_local(found[rank]), _local(wanted(rank)))
 

@@ -43,6 +43,7 @@ ORDER = [
         "exchange",
     ),
     *("save_planner", "load_planner"),
+    "declaration",
     *("slices", "tensor_record", "tensor_stamp", "storage_table", "safe_pickle", "metadata_file"),
     *("rank_metadata", "file_reads", "copies", "chunk_reads", "storage_writer", "storage_reader"),
     *("preflight",),

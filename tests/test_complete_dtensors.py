@@ -12,8 +12,7 @@ from preset_scenes import assert_equal, load, read_whole, save
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_placements import CheckpointPlacement, PlacementRules
-from dcp_placements.presets import Preset
+from dcp_placements import CheckpointPlacement, PlacementRules, Placements
 from fakes import FakeMesh, World, cut, real_dtensor
 
 EXPERTS = 8
@@ -62,7 +61,7 @@ def test_complete_dtensors_need_no_rule_and_a_rule_changes_nothing(
         }
         return held | {f"optimizer.state.{name}.exp_avg": held[name]}
 
-    def preset(rank: int) -> Preset:
+    def preset(rank: int) -> Placements:
         mesh = world.mesh(rank, **axes)
         ruled = {
             "none": {},
@@ -70,8 +69,8 @@ def test_complete_dtensors_need_no_rule_and_a_rule_changes_nothing(
             "ep alone": {"ep": Shard(0)},
         }
         if not ruled[rule]:
-            return Preset(PlacementRules({}))
-        return Preset(PlacementRules({name: CheckpointPlacement(mesh, ruled[rule])}))
+            return Placements(PlacementRules({}))
+        return Placements(PlacementRules({name: CheckpointPlacement(mesh, ruled[rule])}))
 
     save(tmp_path / "ours", world, state_dict, preset)
     world.save(tmp_path / "stock", state_dict, lambda rank: dcp.DefaultSavePlanner())

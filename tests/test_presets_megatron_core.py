@@ -22,8 +22,8 @@ from preset_scenes import assert_equal, filled, load, read_whole, save
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from dcp_placements import FusedShard, PlacementError
-from dcp_placements.presets import Preset, megatron_core, megatron_meshes
+from dcp_placements import FusedShard, PlacementError, Placements
+from dcp_placements.presets import megatron_core, megatron_meshes
 from fakes import World, cut
 
 ROOT = Path(__file__).parent.parent
@@ -243,7 +243,7 @@ class Job:
             made.append(tree(module=model))  # as DDP wraps it
         return made
 
-    def preset(self, rank: int) -> Preset:
+    def preset(self, rank: int) -> Placements:
         models = self.models(rank)
         return megatron_core(
             models if self.chunks else models[0], *self.meshes(rank), vocab_size=10

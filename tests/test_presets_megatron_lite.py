@@ -12,8 +12,8 @@ import torch
 from preset_scenes import assert_equal, filled, load, read_whole, save
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements import FusedShard, PlacementError
-from dcp_placements.presets import Preset, megatron_lite, megatron_meshes
+from dcp_placements import FusedShard, PlacementError, Placements
+from dcp_placements.presets import megatron_lite, megatron_meshes
 from fakes import FakeMesh, World, cut, real_dtensor
 
 LAYERS, EXPERTS, HIDDEN, WIDTH, VOCAB = 2, 4, 4, 8, 130
@@ -109,7 +109,7 @@ class Topology:
         stage, each = (self.meshes(rank)[0].get_coordinate() or [0])[0], LAYERS // self.pp
         return range(stage * each, (stage + 1) * each)
 
-    def preset(self, model: str, rank: int) -> Preset:
+    def preset(self, model: str, rank: int) -> Placements:
         return megatron_lite(
             *self.meshes(rank),
             experts=EXPERTS,

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements import PlacementError
-from dcp_placements.presets import Preset, veomni
+from dcp_placements import PlacementError, Placements
+from dcp_placements.presets import veomni
 from fakes import FakeMesh, World, cut, real_dtensor
 
 EXPERTS = 8
@@ -59,7 +59,7 @@ class Job:
             for name in WHOLE
         }
 
-    def preset(self, rank: int) -> Preset:
+    def preset(self, rank: int) -> Placements:
         model = nn.Module()
         model._fqn2spec_info = self.specs(rank)
         return veomni(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from dcp_placements import (
     PlacementFileSystemReader,
     PlacementLoadPlanner,
     PlacementRules,
+    Placements,
     PlacementSavePlanner,
     Renumber,
 )
@@ -230,7 +230,7 @@ def test_a_renumber_says_which_experts_a_rank_has(tmp_path: Path) -> None:
     def rules(mesh: Any) -> Any:
         (at,) = mesh.get_coordinate()
         rename = Renumber("experts.{}", [at, at + 4], total=8)
-        return SimpleNamespace(rules=PlacementRules({"experts": None}), rename=rename)
+        return Placements({"experts": None}, rename=rename)
 
     found = rehearse(tmp_path, rules, {"ep": 4})
     assert [rank.wanted_nbytes for rank in found.ranks] == [2 * 64] * 4

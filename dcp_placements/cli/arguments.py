@@ -57,7 +57,7 @@ def parse_dtype(text: Any) -> torch.dtype:
 
 RulesSpec = Annotated[
     str | None,
-    typer.Option("--rules", metavar="MODULE:FUNC", help="A function: mesh -> PlacementRules."),
+    typer.Option("--rules", metavar="MODULE:FUNC", help="A function: mesh -> Placements."),
 ]
 FsdpAxes = Annotated[
     str, typer.Option("--fsdp", metavar="AXIS,...", help="Axes over which FSDP cuts dim 0.")

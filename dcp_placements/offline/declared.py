@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError, format_names
 from dcp_placements.mesh import MeshCoordinate
 from dcp_placements.offline.directory import CannotLook
-from dcp_placements.rules import Rules, compile_pattern
+from dcp_placements.rules import PlacementRules, Rules, compile_pattern
 
 Rename = Callable[[str], str]
 MeshAxes = dict[str, int]
@@ -48,13 +49,12 @@ def resolve(spec: str) -> Callable[..., Any]:
 
 def rules_at(
     function: Callable[..., Any], axes: MeshAxes, rank: int
-) -> tuple[Rules, Rename | None]:
+) -> tuple[Rules, Callable[[str], Any] | None]:
     """Return the rules of one rank, and its rename where they come with one.
 
     Args:
         function: ``mesh -> rules``: called with a ``MeshCoordinate`` of the rank. It returns
-            ``PlacementRules``, any callable of that kind, or an object with ``rules`` and
-            ``rename``.
+            ``Placements``, or what ``Placements`` takes as rules.
         axes: The mesh; ranks count in C order, the last axis fastest.
         rank: From 0.
 
@@ -71,13 +71,14 @@ def rules_at(
             f"{getattr(function, '__qualname__', function)} fails for {mesh}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    rules = getattr(found, "rules", found)
-    if not callable(rules):
+    if not (isinstance(found, Placements | Mapping) or callable(found)):
         raise CannotLook(
             f"{getattr(function, '__qualname__', function)} returns {found!r}, which are no rules\n"
-            "    way out:     a function mesh -> PlacementRules"
+            "    way out:     a function mesh -> Placements, or mesh -> PlacementRules"
         )
-    return rules, getattr(found, "rename", None)
+    placements = found if isinstance(found, Placements) else Placements(found)
+    rules = PlacementRules({}) if placements.rules is None else placements.rules
+    return rules, placements.rename
 
 
 def parse_mesh(text: str) -> MeshAxes:

@@ -143,10 +143,10 @@ def rehearse(
 
     Args:
         path: The checkpoint that is to be loaded.
-        rules: Called with each rank's place in the mesh. Returns a planner's ``rules``, or an
-            object with ``rules`` and ``rename``. The rules have to say all that cuts a tensor,
-            since there is no DTensor to say it; tensors without a rule are wanted whole by every
-            rank. A ``Renumber`` (``Renames``) says which experts and layers this rank has; after
+        rules: Called with each rank's place in the mesh. Returns ``Placements``, or what
+            ``Placements`` takes as rules. The rules have to say all that cuts a tensor, since
+            there is no DTensor to say it; tensors without a rule are wanted whole by every rank.
+            A ``Renumber`` (``Renames``) says which experts and layers this rank has; after
             any other rename, ranks are taken to have all keys.
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
         fsdp: Axes over which FSDP cuts dim 0 of every tensor (of one dim or more), inside whatever

@@ -1,18 +1,16 @@
 """Rules and renaming for known frameworks: thin tables of what each says of its parameters.
 
-Each function returns a ``Preset``: what both planners take. torchtitan and NeMo AutoModel need
+Each function returns the ``Placements`` of one rank. torchtitan and NeMo AutoModel need
 none: their DTensors say all that there is to say.
 """
 
 from dcp_placements.presets.megatron import megatron_meshes
 from dcp_placements.presets.megatron_core import megatron_core
 from dcp_placements.presets.megatron_lite import megatron_lite
-from dcp_placements.presets.preset import Preset
 from dcp_placements.presets.transformers import transformers
 from dcp_placements.presets.veomni import veomni
 
 __all__ = [
-    "Preset",
     "megatron_core",
     "megatron_lite",
     "megatron_meshes",

@@ -31,12 +31,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
 from dcp_placements.mesh import Mesh
 from dcp_placements.naming import Rename
 from dcp_placements.placement import CheckpointPlacement, FusedShard
 from dcp_placements.presets.megatron import check_meshes, position, without_axis
-from dcp_placements.presets.preset import Preset, axis_sizes, rules_of
+from dcp_placements.presets.preset import axis_sizes, rules_of
 from dcp_placements.renaming import Renames, Renumber, Replace, contiguous
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -57,8 +58,8 @@ def megatron_core(
     *,
     vocab_size: int | None = None,
     data_parallel: str = "ddp",
-) -> Preset:
-    """Return rules and renaming for a Megatron Core model on this rank.
+) -> Placements:
+    """Return the placements of a Megatron Core model on this rank.
 
     The state dict has the names of the model without its wrappers (``module.``): under any prefix
     for one model, ``{"model0": ..., "model1": ...}`` for the chunks of a virtual pipeline. Leave
@@ -88,7 +89,7 @@ def megatron_core(
         for name, module, parameter in _parameters(chunk):
             fqn = rename.name(prefix + name).removeprefix("model.")
             placements[fqn] = table.placement(name, module, parameter)
-    return Preset(rules_of(placements), rename, _waived(config))
+    return Placements(rules_of(placements), rename=rename, waive=_waived(config))
 
 
 class _Table:

@@ -21,11 +21,12 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Shard
 
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
 from dcp_placements.mesh import Mesh
 from dcp_placements.placement import CheckpointPlacement, FusedShard
 from dcp_placements.presets.megatron import check_meshes, position, without_axis
-from dcp_placements.presets.preset import Preset, axis_sizes
+from dcp_placements.presets.preset import axis_sizes
 from dcp_placements.renaming import Renames, Renumber, Replace, contiguous
 from dcp_placements.rules import PlacementRules
 
@@ -42,8 +43,8 @@ def megatron_lite(
     num_layers: int | None = None,
     vocabulary: tuple[int, int] | None = None,
     data_parallel: str = "ddp",
-) -> Preset:
-    """Return rules and renaming for a Megatron Lite model on this rank.
+) -> Placements:
+    """Return the placements of a Megatron Lite model on this rank.
 
     The state dict is the framework's own: ``{"model_pp{r}": model.state_dict()}`` on stage ``r`` of
     several, ``{"model": ...}`` on a single one; an optimizer's, keyed by name, beside it.
@@ -110,7 +111,7 @@ def megatron_lite(
         "lm_head.**.weight": rows,
     }
     renames.append(Replace("model_pp*", "model"))
-    return Preset(PlacementRules(rules, optional=True), Renames(*renames))
+    return Placements(PlacementRules(rules, optional=True), rename=Renames(*renames))
 
 
 def _expert_numbers(expert_mesh: Mesh, experts: int | None) -> Renumber:

@@ -1,34 +1,14 @@
-"""What every preset returns, and what they share: the table that a model's own facts come to."""
+"""What the presets share: the table that a model's own facts come to."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.mesh import Mesh, format_mesh
-from dcp_placements.naming import Rename
 from dcp_placements.placement import CheckpointPlacement
-from dcp_placements.rules import PlacementRules, Rules
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """What the planners take, for one framework and one rank.
-
-    ``PlacementSavePlanner(preset.rules, rename=preset.rename, waive=preset.waive)`` and
-    ``PlacementLoadPlanner(preset.rules, rename=preset.rename)``.
-
-    Attributes:
-        rules: The rules; they see the checkpoint's keys.
-        rename: This rank's key to the checkpoint's; None where the two are equal.
-        waive: ``{pattern: reason}`` of lint warnings that do not hold for this framework.
-    """
-
-    rules: Rules
-    rename: Rename | None = None
-    waive: Mapping[str, str] = field(default_factory=dict)
+from dcp_placements.rules import PlacementRules
 
 
 def axis_sizes(mesh: Mesh, *names: str) -> dict[str, int]:

@@ -20,10 +20,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
 from dcp_placements.mesh import Mesh, format_mesh
 from dcp_placements.placement import CheckpointPlacement, FusedShard
-from dcp_placements.presets.preset import Preset, rules_of, starred
+from dcp_placements.presets.preset import rules_of, starred
 
 FUSED = 2  # gate and up
 
@@ -53,8 +54,8 @@ UNCUT |= {"moe_tp_experts", "replicate", "replicated_with_grad_allreduce", "sequ
 """Styles that are about a module's inputs and outputs alone."""
 
 
-def transformers(model: nn.Module, mesh: Mesh, *, tp: str = "tp", ep: str = "ep") -> Preset:
-    """Return rules for a transformers model whose experts or weights are cut over ``mesh``.
+def transformers(model: nn.Module, mesh: Mesh, *, tp: str = "tp", ep: str = "ep") -> Placements:
+    """Return the placements of a transformers model whose experts or weights are cut over ``mesh``.
 
     The state dict has the model's names, under any prefix. Axes of ``mesh`` that are neither ``tp``
     nor ``ep`` hold replicas, or FSDP's shards, of which the DTensors speak.
@@ -96,7 +97,7 @@ def transformers(model: nn.Module, mesh: Mesh, *, tp: str = "tp", ep: str = "ep"
         if key not in made:
             made[key] = CheckpointPlacement(mesh, {found[0]: cut})
         placements[name] = made[key]
-    return Preset(rules_of(placements))
+    return Placements(rules_of(placements))
 
 
 def _plan(model: nn.Module, kind: str) -> Mapping[str, str]:

@@ -19,15 +19,16 @@ from typing import Any
 from torch import nn
 
 from dcp_placements.binding import BindError
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
 from dcp_placements.mesh import Mesh
 from dcp_placements.placement import CheckpointPlacement, shard_dim, shards
-from dcp_placements.presets.preset import Preset, axis_sizes, rules_of
+from dcp_placements.presets.preset import axis_sizes, rules_of
 from dcp_placements.rules import PlacementRules
 
 
-def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = None) -> Preset:
-    """Return rules for the raw state of a VeOmni model.
+def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = None) -> Placements:
+    """Return the placements of the raw state of a VeOmni model.
 
     The state dict is that of the model as FSDP2 holds it, ``model.<fqn>``, before
     ``restore_extra_parallel_dim``.
@@ -60,7 +61,7 @@ def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = No
         if key not in made:
             made[key] = CheckpointPlacement(own, {spec.para_name: spec.placement})
         placements[fqn] = made[key]
-    return Preset(RawState(rules_of(placements)))
+    return Placements(RawState(rules_of(placements)))
 
 
 class RawState:

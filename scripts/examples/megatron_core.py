@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from dcp_placements import PlacementSavePlanner, presets
+from dcp_placements import Placements, presets
 from fakes import World
 
 EXPERTS, HIDDEN, WIDTH, VOCAB = 4, 3, 4, 10
@@ -57,14 +57,17 @@ def model(rank: int) -> nn.Module:
     return made
 
 
-def planner(rank: int) -> PlacementSavePlanner:
-    preset = presets.megatron_core(model(rank), *meshes(rank), vocab_size=VOCAB)
-    return PlacementSavePlanner(preset.rules, rename=preset.rename, waive=preset.waive)
+def placements(rank: int) -> Placements:
+    return presets.megatron_core(model(rank), *meshes(rank), vocab_size=VOCAB)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as path:
-        World(4).save(path, lambda rank: {"model": model(rank).state_dict()}, planner)
+        World(4).save(
+            path,
+            lambda rank: {"model": model(rank).state_dict()},
+            lambda rank: placements(rank).save_planner(),
+        )
         prefix = "model.decoder.layers.0.mlp.experts.local_experts"
         found = {f"{prefix}.{i}.linear_fc1.weight": torch.zeros(8, 3) for i in range(EXPERTS)}
         found["model.embedding.word_embeddings.weight"] = torch.zeros(VOCAB, HIDDEN)

@@ -9,7 +9,7 @@ import tempfile
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_placements import PlacementSavePlanner, presets
+from dcp_placements import Placements, presets
 from fakes import World
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 4, 4, 3, 4
@@ -42,17 +42,16 @@ def state_dict(rank: int) -> dict:
     return {f"model_pp{pp}": model}
 
 
-def planner(rank: int) -> PlacementSavePlanner:
+def placements(rank: int) -> Placements:
     dense, expert = presets.megatron_meshes(rank, 8, **SIZES)
     stage = dense.get_coordinate()[0]
     layers = range(stage * LAYERS // 2, (stage + 1) * LAYERS // 2)  # model.layer_indices
-    preset = presets.megatron_lite(dense, expert, experts=EXPERTS, layers=layers, num_layers=LAYERS)
-    return PlacementSavePlanner(preset.rules, rename=preset.rename, waive=preset.waive)
+    return presets.megatron_lite(dense, expert, experts=EXPERTS, layers=layers, num_layers=LAYERS)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as path:
-        World(8).save(path, state_dict, planner)
+        World(8).save(path, state_dict, lambda rank: placements(rank).save_planner())
         found = {
             "model.layers.3.mlp.gate_up.linear.weight": torch.zeros(2 * WIDTH, HIDDEN),
             "model.layers.3.moe.experts.fc1.weight3": torch.zeros(2 * WIDTH, HIDDEN),

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from dcp_placements import PlacementSavePlanner, presets
+from dcp_placements import presets
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=64,
@@ -52,9 +52,9 @@ def main(path: str) -> None:
         fully_shard(experts, mesh=mesh["fsdp"])
     fully_shard(model)
 
-    preset = presets.transformers(model, mesh)
+    placements = presets.transformers(model, mesh)
     state_dict = {"model": model.state_dict()}
-    dcp.save(state_dict, checkpoint_id=path, planner=PlacementSavePlanner(preset.rules))
+    dcp.save(state_dict, checkpoint_id=path, planner=placements.save_planner())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard
 
-from dcp_placements import PlacementSavePlanner, presets
+from dcp_placements import Placements, presets
 from fakes import FakeMesh, World, real_dtensor
 
 NAME = "model.layers.0.mlp.experts.gate_proj"
@@ -37,14 +37,13 @@ def state_dict(rank: int) -> dict:
     return {"model": {NAME: real_dtensor(local, mesh(rank)["ep_fsdp"], [Shard(0)], part.shape)}}
 
 
-def planner(rank: int) -> PlacementSavePlanner:
-    preset = presets.veomni(specs(rank))
-    return PlacementSavePlanner(preset.rules, rename=preset.rename, waive=preset.waive)
+def placements(rank: int) -> Placements:
+    return presets.veomni(specs(rank))
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as path:
-        World(4).save(path, state_dict, planner)
+        World(4).save(path, state_dict, lambda rank: placements(rank).save_planner())
         found = {f"model.{NAME}": torch.zeros(8, 2)}
         dcp.load(found, checkpoint_id=path, no_dist=True)
     rows = found[f"model.{NAME}"][:, 0].int().tolist()

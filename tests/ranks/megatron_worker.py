@@ -26,9 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from preset_scenes import read_whole
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements import Placements
 from dcp_placements.offline import import_megatron
-from dcp_placements.presets import Preset, megatron_core, megatron_meshes
+from dcp_placements.presets import megatron_core, megatron_meshes
 from fakes import World
 
 VOCAB, HIDDEN, EXPERTS = 64, 16, 4
@@ -164,7 +164,7 @@ class Model:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
-    def preset(self, rank: int) -> Preset:
+    def preset(self, rank: int) -> Placements:
         return self.presets[rank]
 
 
@@ -184,19 +184,17 @@ def seen(models: dict[str, Model], saved: str, loaded: str, out: Path) -> dict[s
     before, after = models[saved], models[loaded]
     path = out / f"{saved}-{loaded}"
 
-    def saver(rank: int) -> PlacementSavePlanner:
-        made = before.preset(rank)
-        return PlacementSavePlanner(made.rules, rename=made.rename, waive=made.waive)
-
-    def loader(rank: int) -> PlacementLoadPlanner:
-        made = after.preset(rank)
-        return PlacementLoadPlanner(made.rules, rename=made.rename)
-
-    planner = before.world.save(path, lambda rank: before.held[rank], saver)[0]
+    planner = before.world.save(
+        path, lambda rank: before.held[rank], lambda rank: before.preset(rank).save_planner()
+    )[0]
     # The model that no parallelism has cut, as Megatron itself filled it.
     truth = {f"model.{k}": v for k, v in models["one"].held[0]["model"].items()}
     whole = read_whole(path)
-    found = after.world.load(path, lambda rank: copied(after.held[rank], -1.0), loader)
+    found = after.world.load(
+        path,
+        lambda rank: copied(after.held[rank], -1.0),
+        lambda rank: after.preset(rank).load_planner(),
+    )
     return {
         "warnings": planner.report.warnings,
         "tensors": len(whole),

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner, presets
+from dcp_placements import Placements, presets
 from dcp_placements.offline import export_safetensors
 from dcp_placements.presets import hub
 from fakes import World
@@ -172,7 +172,7 @@ def run(name: str, path: Path) -> dict[str, Any]:
     job = Job(model_of(name, 0), ep=2)
     job.set_moments(wholes)
     preset = presets.transformers(job.model, job.mesh)
-    planner = PlacementSavePlanner(preset.rules, rename=preset.rename, waive=preset.waive)
+    planner = preset.save_planner()
     dcp.save(job.state_dict(), checkpoint_id=path, planner=planner)
     told: dict[str, Any] = {"patterns": preset.rules.patterns}
     told["report"] = planner.report.warnings
@@ -184,7 +184,7 @@ def run(name: str, path: Path) -> dict[str, Any]:
                 other.optimizer.state[parameter][moment].to_local().fill_(-1)
         preset = presets.transformers(other.model, other.mesh)
         state = other.state_dict()
-        dcp.load(state, checkpoint_id=path, planner=PlacementLoadPlanner(preset.rules))
+        dcp.load(state, checkpoint_id=path, planner=preset.load_planner())
         set_optimizer_state_dict(other.model, other.optimizer, state["optim"], options=FLAT)
         told[f"differing_ep{ep}"] = other.differing(wholes)
     told["differing_hub"] = from_hub(name, path, wholes)
@@ -200,9 +200,8 @@ def from_hub(name: str, path: Path, wholes: dict[str, torch.Tensor]) -> list[str
     job = Job(model_of(name, 1), ep=2)
     job.set_moments(wholes)
     state = get_model_state_dict(job.model)
-    planner = PlacementLoadPlanner(
-        presets.transformers(job.model, job.mesh).rules, rename=getattr(hub, name)
-    )
+    preset = presets.transformers(job.model, job.mesh)
+    planner = Placements(preset.rules, rename=getattr(hub, name)).load_planner()
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(files)), planner=planner)
     return job.differing(wholes)
 
@@ -286,7 +285,7 @@ def tensor_parallel(name: str, out: Path) -> dict[str, Any]:
             held.append({"model": dict(state)})
             made.append(presets.transformers(model, mesh))
         path = out / f"{name}-tp-{kind}"
-        savers = [PlacementSavePlanner(preset.rules) for preset in made]
+        savers = [preset.save_planner() for preset in made]
         planners = World(2).save(path, held.__getitem__, savers.__getitem__)
         found = read_whole(path)
         told[kind] = {

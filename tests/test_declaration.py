@@ -1,0 +1,199 @@
+"""``Placements``: both planners are made of one declaration, and cannot differ in it."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hazard_scenes import arange, assert_holds, without_warning
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    MeshCoordinate,
+    PlacementError,
+    PlacementLoadPlanner,
+    PlacementRules,
+    Placements,
+    PlacementSavePlanner,
+    Renumber,
+    check,
+    contiguous,
+)
+from fakes import World
+
+WORLD = World(2)
+MESH = MeshCoordinate(("ep",), (2,), (1,))
+BY_EP = CheckpointPlacement(MESH, {"ep": Shard(0)})
+
+
+def by_function(fqn: str, tensor: Any) -> CheckpointPlacement | None:
+    return BY_EP if "experts" in fqn else None
+
+
+def both(placements: Placements, **options: Any) -> tuple[Any, Any]:
+    return placements.save_planner(**options), placements.load_planner(**options)
+
+
+def test_what_one_declaration_saves_it_loads(tmp_path: Path) -> None:
+    """The stacked weight is cut by a rule, the numbered ones are found by a rename."""
+    stacked = arange(6, 2)
+    single = {f"single.{number}.w": arange(2, start=50 * number) for number in range(4)}
+
+    def on(rank: int) -> Placements:
+        placement = CheckpointPlacement(WORLD.mesh(rank, ep=2), {"ep": Shard(0)})
+        ids = contiguous([2, 2], at=rank)
+        return Placements({"experts": placement}, rename=Renumber("single.{}", ids, total=4))
+
+    def held(rank: int) -> dict[str, torch.Tensor]:
+        mine = {f"single.{i}.w": single[f"single.{2 * rank + i}.w"].clone() for i in range(2)}
+        return {"experts": stacked.chunk(2)[rank].clone(), **mine}
+
+    def emptied(rank: int) -> dict[str, torch.Tensor]:
+        return {key: torch.full_like(tensor, -1) for key, tensor in held(rank).items()}
+
+    with without_warning():
+        WORLD.save(tmp_path, held, lambda rank: on(rank).save_planner())
+        loaded = WORLD.load(tmp_path, emptied, lambda rank: on(rank).load_planner())
+    assert_holds(tmp_path, {"experts": stacked, **single})
+    for rank in range(2):
+        for key, tensor in held(rank).items():
+            assert torch.equal(loaded[rank][key], tensor)
+
+
+@pytest.mark.parametrize(
+    "rules", [None, PlacementRules({"experts": BY_EP}), by_function], ids=["none", "table", "call"]
+)
+def test_both_planners_have_its_rules_and_rename(rules: Any) -> None:
+    placements = Placements(rules, rename=str.lower)
+    saver, loader = both(placements)
+    assert (type(saver), type(loader)) == (PlacementSavePlanner, PlacementLoadPlanner)
+    assert saver.rules is loader.rules is placements.rules is rules
+    assert saver.rename is loader.rename is str.lower
+
+
+def test_a_mapping_becomes_rules() -> None:
+    placements = Placements({"experts.w1": BY_EP, "experts": None})
+    assert isinstance(placements.rules, PlacementRules)
+    assert placements.rules.patterns == ("experts.w1", "experts")
+    assert placements.rules("layers.0.experts.w1") is BY_EP
+    with pytest.raises(PlacementError, match="rule 'w' gives 3, which is no CheckpointPlacement"):
+        Placements({"w": 3})  # type: ignore[dict-item]
+
+
+def test_options_are_those_of_the_planners() -> None:
+    placements = Placements(None)
+    saver = placements.save_planner(digests="full", step=7)
+    assert (saver.digests, saver.step) == ("full", 7)
+    loader = placements.load_planner(cast="error", verify="digests")
+    assert (loader.cast, loader.verify) == ("error", "digests")
+    with pytest.raises(PlacementError, match="digests='half'"):
+        placements.save_planner(digests="half")
+    with pytest.raises(TypeError, match="digest"):
+        placements.load_planner(digest="full")
+
+
+def test_each_call_makes_a_planner_of_its_own() -> None:
+    placements = Placements(None)
+    assert placements.save_planner() is not placements.save_planner()
+    assert placements.load_planner() is not placements.load_planner()
+
+
+@pytest.mark.parametrize("side", ["save_planner", "load_planner"])
+@pytest.mark.parametrize("option", ["rules", "rename"])
+def test_a_side_has_no_rules_or_rename_of_its_own(side: str, option: str) -> None:
+    planner = "PlacementSavePlanner" if side == "save_planner" else "PlacementLoadPlanner"
+    with pytest.raises(PlacementError) as refused:
+        getattr(Placements(None), side)(**{option: None})
+    assert str(refused.value) == (
+        f"{side}({option}=...): {option} is part of the Placements, so that saves and loads cannot "
+        "differ in it\n"
+        f"    way out:     give it to Placements(rules, rename=...); or {planner} itself"
+    )
+
+
+def test_waivers_are_declared_once_and_added_to() -> None:
+    placements = Placements(None, waive={"linear_fc1": "one tensor"})
+    assert placements.save_planner().waive == {"linear_fc1": "one tensor"}
+    saver = placements.save_planner(waive={"qkv": "by head"})
+    assert saver.waive == {"linear_fc1": "one tensor", "qkv": "by head"}
+    assert placements.waive == {"linear_fc1": "one tensor"}
+    with pytest.raises(PlacementError, match="needs a reason"):
+        Placements(None, waive={"w": ""})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (dict(rules=3), "rules must be PlacementRules"),
+        (dict(rules=Placements(None)), r"way out: +its own \.save_planner"),
+        (dict(rules=None, rename="experts"), "rename= must be Renumber"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_at_once(arguments: Any, told: str) -> None:
+    with pytest.raises(PlacementError, match=told):
+        Placements(**arguments)
+
+
+@pytest.mark.parametrize("planner", [PlacementSavePlanner, PlacementLoadPlanner])
+def test_a_planner_given_one_for_rules_says_how_to_use_it(planner: Any) -> None:
+    with pytest.raises(PlacementError, match=r"way out: +its own \.save_planner"):
+        planner(Placements(None))
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Placements(None).rename = str.lower  # type: ignore[misc]
+    waive = {"w": "a reason"}
+    placements = Placements(None, waive=waive)
+    waive["v"] = "another"
+    assert placements.waive == {"w": "a reason"}
+
+
+def test_it_can_be_pickled() -> None:
+    rename = Renumber("experts.{}", [2, 3], total=4)
+    placements = Placements({"experts": BY_EP}, rename=rename, waive={"w": "a reason"})
+    copied = pickle.loads(pickle.dumps(placements))
+    assert repr(copied) == repr(placements)
+    assert str(copied) == str(placements)
+    assert copied.load_planner().rename("experts.1.w") == "experts.3.w"
+    by_call = pickle.loads(pickle.dumps(Placements(by_function)))
+    assert by_call.rules is by_function
+
+
+def test_it_prints_what_is_declared() -> None:
+    rename = Renumber("experts.{}", [2, 3], total=4)
+    full = Placements({"experts": BY_EP, "norm": None}, rename=rename, waive={"w": "a reason"})
+    assert str(full).splitlines() == [
+        "placements",
+        f"    rules:   'experts': {BY_EP.format()}",
+        "             'norm': None",
+        "    rename:  experts.{}: 0-1 -> 2-3 (of 4)",
+        "    waive:   w: a reason",
+    ]
+    assert repr(full) == (
+        f"Placements(PlacementRules({{'experts': {BY_EP.format()}, 'norm': None}}), "
+        "rename=Renumber('experts.{}', [2, 3], total=4), waive={'w': 'a reason'})"
+    )
+    assert str(Placements(None)) == (
+        "placements\n    rules:   none: every tensor keeps its own mesh and placements"
+    )
+    assert str(Placements({})) == "placements\n    rules:   an empty table"
+    assert str(Placements(by_function)) == "placements\n    rules:   by_function()"
+
+
+def test_check_takes_it_in_place_of_rules() -> None:
+    one = MeshCoordinate(("ep",), (1,), (0,))
+    placements = Placements({"experts": CheckpointPlacement(one, {"ep": Shard(0)})})
+    assert check({"experts.w": arange(4, 2)}, placements).rules == {"'experts'": 1}
+    report = check({"e.0.w": arange(4)}, Placements(None, rename=lambda key: f"model.{key}"))
+    assert set(report.keys) == {"model.e.0.w"}
+    with pytest.raises(PlacementError, match="rename is part of the Placements"):
+        check({"w": arange(4)}, placements, rename=str.lower)
+    with pytest.raises(PlacementError, match="rules must be"):
+        check({"w": arange(4)}, {"w": None})  # type: ignore[arg-type]
+    assert check({"w": arange(4)}, Placements(None), digests="full").warnings == ()
