@@ -70,8 +70,10 @@ def _told(fqns: Sequence[str], fault: Fault) -> str:
     place = list(fault.place)
     if place and len(fqns) > 1:
         place[0] += f" (of {fqns[0]})"
-    lines = [f"{format_names(fqns, MAX_NAMES_TOLD)}: {fault.headline}", *place, *fault.details]
-    return "\n    ".join(lines)
+    lines = [f"{fault.headline}", *place, *fault.details]
+    # What names of files and keys are in them, is not known here.
+    headline, *details = map(format_name, lines)
+    return "\n    ".join([f"{format_names(fqns, MAX_NAMES_TOLD)}: {headline}", *details])
 
 
 def raise_faults(opening: str, faults: Iterable[Fault]) -> None:
@@ -108,9 +110,22 @@ def format_names(names: Sequence[str], limit: int = 8) -> str:
     >>> format_names(["a", "b", "c"], limit=2)
     'a, b and 1 more'
     """
-    if len(names) <= limit:
-        return ", ".join(names)
-    return ", ".join(names[:limit]) + f" and {len(names) - limit} more"
+    told = ", ".join([format_name(name) for name in names[:limit]])
+    return told if len(names) <= limit else f"{told} and {len(names) - limit} more"
+
+
+def format_name(name: object) -> str:
+    """Return a name, or any text from a file, as text of one line that a terminal only shows.
+
+    Line breaks, escape sequences and whatever else is not printable are escaped.
+
+    >>> print(format_name("layers.0.w"), format_name("w\\nall sound\\x1b[2K"))
+    layers.0.w w\\nall sound\\x1b[2K
+    """
+    text = str(name)
+    if text.isprintable():
+        return text
+    return "".join([c if c.isprintable() else ascii(c)[1:-1] for c in text])
 
 
 def format_nbytes(nbytes: int) -> str:
