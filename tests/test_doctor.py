@@ -286,6 +286,7 @@ def test_a_rescue_never_overwrites_and_leaves_nothing_half_done(tmp_path: Path) 
     checkpoint = Checkpoint(path)
     found = diagnose(checkpoint, axes=axes)
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "precious").write_text("x")
     with pytest.raises(CannotLook, match="is there already"):
         rescue(checkpoint, found, tmp_path / "there")
     largest = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)

@@ -1,22 +1,16 @@
 """A DCP checkpoint written chunk by chunk, out of whatever holds the chunks.
 
-The files are those of the package's own writer. They come into being under another name, which
-becomes the asked-for one when all is on disk: what stops half-way leaves no checkpoint, and what it
-leaves behind is cleared away by the next attempt.
+The files are those of the package's own writer, in a directory that appears when all is on disk.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from dcp_placements.errors import PlacementError
 from dcp_placements.interop import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,6 +24,7 @@ from dcp_placements.interop import (
     WriteItemType,
 )
 from dcp_placements.layout import Box
+from dcp_placements.offline.output import Output
 from dcp_placements.storage_writer import PlacementFileSystemWriter
 
 
@@ -62,7 +57,7 @@ class Piece:
 
 
 def write_chunks(
-    out: str | os.PathLike[str],
+    output: Output,
     targets: Mapping[str, Target],
     files: Sequence[Sequence[Piece]],
     progress: Callable[[int], None] = lambda nbytes: None,
@@ -70,51 +65,25 @@ def write_chunks(
     """Write a DCP checkpoint of one file per entry of ``files``; one chunk is in memory at a time.
 
     Args:
-        out: The checkpoint's directory, which must not be there.
+        output: Where the checkpoint is to be.
         targets: By key; the pieces must tile them.
         files: The pieces of each file.
         progress: Told the bytes of each piece that is written.
 
     Raises:
-        PlacementError: ``out`` is there, or is a URL.
+        CannotLook: Something else came to be there meanwhile.
     """
-    target = check_absent(out)
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     metadata, plans, pieces = _plans(targets, files)
-    writer = PlacementFileSystemWriter(partial)
-    writer.set_up_storage_writer(True)
-    planner = cast(SavePlanner, _Reader(pieces, progress))
-    results = []
-    for plan in writer.prepare_global_plan(plans):
-        written = writer.write_data(plan, planner)
-        written.wait()
-        results.append(written.value())
-    writer.finish(metadata, results)
-    # An empty directory of that name gives way to it.
-    os.rename(partial, target)
-
-
-def check_absent(path: str | os.PathLike[str]) -> Path:
-    """Return where a checkpoint is to be, which is nowhere yet, or an empty directory.
-
-    Raises:
-        PlacementError: Something is there, or it is no path of this machine.
-    """
-    out = Path(path)
-    if "://" in os.fspath(path):
-        raise PlacementError(
-            f"{path}: a checkpoint appears there by renaming, which a URL cannot do\n"
-            "    way out:     write it to a disk of this machine, and copy it"
-        )
-    is_empty = out.is_dir() and not any(out.iterdir())
-    if out.exists() and not is_empty:
-        raise PlacementError(
-            f"{out}: is there already, and is left as it is\n"
-            "    way out:     give another directory"
-        )
-    return out
+    with output.directory() as folder:
+        writer = PlacementFileSystemWriter(folder)
+        writer.set_up_storage_writer(True)
+        planner = cast(SavePlanner, _Reader(pieces, progress))
+        results = []
+        for plan in writer.prepare_global_plan(plans):
+            written = writer.write_data(plan, planner)
+            written.wait()
+            results.append(written.value())
+        writer.finish(metadata, results)
 
 
 def _plans(

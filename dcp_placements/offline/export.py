@@ -1,8 +1,6 @@
 """A checkpoint as a model's own files: safetensors as Hugging Face has them, or one torch file.
 
-The files come into being in a directory of another name, which becomes the asked-for one when all
-are there. What is found there from an attempt that was stopped is kept, if it was the same export
-of the same files.
+What an attempt that was stopped has written is kept, if it was the same export of the same files.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +21,7 @@ from dcp_placements.file_reads import write_all
 from dcp_placements.offline.assembly import Made, Rename, assemble
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.chunk_writer import check_absent
+from dcp_placements.offline.output import Output, is_own_file, whole_file, write_file
 from dcp_placements.offline.safetensors_files import DTYPES, write_header
 from dcp_placements.offline.selection import select
 
@@ -123,13 +120,20 @@ def export_safetensors(
         progress: Called as files are written.
 
     Raises:
-        CannotLook: There is no checkpoint, or it cannot be read.
-        PlacementError: ``out`` is there; the checkpoint is not whole; a name is missing or given
+        CannotLook: There is no checkpoint, or it cannot be read; ``out`` is there, or being
+            written.
+        PlacementError: The checkpoint is not whole; a name is missing or given
             twice; a dtype that safetensors does not know; tied tensors that differ. All of it is
             told before anything is written.
     """
-    target = check_absent(out)
-    plan = _Plan(checkpoint, rename, dtype, prefix, optimizer, exclude, memory, tied or {})
+    with Output(out) as output:
+        plan = _Plan(checkpoint, rename, dtype, prefix, optimizer, exclude, memory, tied or {})
+        return _export_safetensors(output, plan, max_shard_size, memory, progress)
+
+
+def _export_safetensors(
+    output: Output, plan: _Plan, max_shard_size: int, memory: int, progress: Progress
+) -> Exported:
     faults = [
         Fault(made.fqn, f"safetensors files know no {made.dtype}")
         for made in plan.made
@@ -137,29 +141,26 @@ def export_safetensors(
     ]
     raise_faults("the checkpoint cannot be exported", faults)
     shards = _shards(plan.made, max_shard_size)
-    half = target.with_name(f".{target.name}.partial")
-    _prepare(half, plan.identity({"shards": {k: len(v) for k, v in shards.items()}}))
+    identity = plan.identity({"shards": {k: len(v) for k, v in shards.items()}})
     total = sum(made.nbytes for made in plan.made)
     done, kept = 0, []
-    with BoxReader(plan.checkpoint) as reader:
+    with output.directory(identity) as half, BoxReader(plan.checkpoint) as reader:
         writer = _Writer(reader, memory)
         for name, tensors in shards.items():
             nbytes = sum(made.nbytes for made in tensors)
             path = half / name
-            if path.exists():
+            if is_own_file(path):
                 kept.append(name)
             else:
                 _write_shard(path, tensors, writer, partial(_step, progress, done, total))
             done += nbytes
             progress(done, total)
-    if len(shards) > 1:
-        weights = {made.fqn: name for name, tensors in shards.items() for made in tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-        _write_text(half / INDEX, json.dumps(index, indent=2) + "\n")
-    (half / _PLAN).unlink()
-    os.rename(half, target)
+        if len(shards) > 1:
+            weights = {made.fqn: name for name, tensors in shards.items() for made in tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+            write_file(half / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     files = {name: sum(made.nbytes for made in tensors) for name, tensors in shards.items()}
-    return plan.exported(target, files, kept=tuple(kept), directly=writer.directly)
+    return plan.exported(output.path, files, kept=tuple(kept), directly=writer.directly)
 
 
 def export_torch(
@@ -186,22 +187,21 @@ def export_torch(
         exclude: Likewise.
 
     Raises:
-        CannotLook: There is no checkpoint, or it cannot be read.
-        PlacementError: As ``export_safetensors``, any dtype being known.
+        CannotLook: As ``export_safetensors``.
+        PlacementError: Likewise, any dtype being known.
     """
-    target = check_absent(out)
-    plan = _Plan(checkpoint, rename, dtype, prefix, optimizer, exclude, MEMORY_NBYTES, tied or {})
-    with BoxReader(plan.checkpoint) as reader:
-        state_dict = {made.fqn: made.read(reader, made.whole) for made in plan.made}
-    for name, whose in plan.tied.items():
-        state_dict[name] = state_dict[whose]
-    if target.is_dir():
-        target.rmdir()  # an empty one, as is known
-    half = target.with_name(f".{target.name}.partial")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state_dict, half)
-    os.rename(half, target)
-    return plan.exported(target, {target.name: sum(made.nbytes for made in plan.made)})
+    with Output(out) as output:
+        plan = _Plan(
+            checkpoint, rename, dtype, prefix, optimizer, exclude, MEMORY_NBYTES, tied or {}
+        )
+        with BoxReader(plan.checkpoint) as reader:
+            state_dict = {made.fqn: made.read(reader, made.whole) for made in plan.made}
+        for name, whose in plan.tied.items():
+            state_dict[name] = state_dict[whose]
+        with output.file() as stream:
+            torch.save(state_dict, stream)
+    files = {output.path.name: sum(made.nbytes for made in plan.made)}
+    return plan.exported(output.path, files)
 
 
 class _Plan:
@@ -309,18 +309,6 @@ _BESIDES_NBYTES = 64 << 20
 LEAST_NBYTES = 1 << 20
 """A slab has as many bytes at least, however little memory there is."""
 
-_PLAN = "export-plan"
-
-
-def _prepare(half: Path, identity: str | None) -> None:
-    """Make the directory to write into; it keeps nothing but files of the same export."""
-    plan = half / _PLAN
-    if identity is not None and plan.exists() and plan.read_text() == identity:
-        return
-    shutil.rmtree(half, ignore_errors=True)
-    half.mkdir(parents=True)
-    _write_text(plan, identity or "")
-
 
 def _shards(made: Sequence[Made], limit: int) -> dict[str, list[Made]]:
     """Return the tensors of each file, those with the largest elements first."""
@@ -351,7 +339,6 @@ def _step(progress: Progress, done: int, total: int, nbytes: int) -> None:
 def _write_shard(
     path: Path, tensors: Sequence[Made], writer: _Writer, progress: Callable[[int], None]
 ) -> None:
-    half = path.with_name(path.name + ".tmp")
     header = write_header([(one.fqn, one.dtype, one.shape) for one in tensors], {"format": "pt"})
     done = 0
 
@@ -360,21 +347,10 @@ def _write_shard(
         done += nbytes
         progress(done)
 
-    with open(half, "wb", buffering=0) as stream:
+    with whole_file(path, buffering=0) as stream:
         write_all(stream, memoryview(header))
         for one in tensors:
             writer.write(one, stream, step)
-        os.fsync(stream.fileno())
-    os.replace(half, path)
-
-
-def _write_text(path: Path, text: str) -> None:
-    half = path.with_name(path.name + ".tmp")
-    with open(half, "w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(half, path)
 
 
 def _cast(made: Made, dtype: torch.dtype | None) -> Made:

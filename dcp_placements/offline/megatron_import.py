@@ -12,14 +12,13 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.chunk_writer import check_absent, write_chunks
+from dcp_placements.offline.chunk_writer import write_chunks
 from dcp_placements.offline.megatron_dist import plan_dist
 from dcp_placements.offline.megatron_files import RankFiles
 from dcp_placements.offline.megatron_layout import MegatronLayout, megatron_layout
@@ -27,6 +26,7 @@ from dcp_placements.offline.megatron_model import learn_model
 from dcp_placements.offline.megatron_optimizer import FLAT, NotRecoverable
 from dcp_placements.offline.megatron_parts import Parts, state_entries
 from dcp_placements.offline.megatron_report import OF_THE_RUN, ImportReport, LeftOut
+from dcp_placements.offline.output import Output
 
 
 def import_megatron(
@@ -65,22 +65,34 @@ def import_megatron(
         What was written, what was found equal, and what was left out.
 
     Raises:
-        CannotLook: No Megatron checkpoint, or a file that cannot be read or is refused.
+        CannotLook: No Megatron checkpoint, or a file that cannot be read or is refused; ``out`` is
+            there, or being written.
         PlacementError: Files that are missing or contradict each other, weights that no rule names,
             chunks that do not make whole tensors; all of them at once, and nothing is written.
     """
-    target = check_absent(out)
     if preset != "megatron_core":
         raise PlacementError(f"there is no preset {preset!r} for this: use 'megatron_core'")
-    layout = megatron_layout(source, expert_parallel_size=expert_parallel_size)
-    _check_layout(layout)
-    if layout.format != "torch":
-        return _import_dist(layout, target, vocab_size, optimizer, progress)
+    with Output(out) as output:
+        layout = megatron_layout(source, expert_parallel_size=expert_parallel_size)
+        _check_layout(layout)
+        if layout.format != "torch":
+            return _import_dist(layout, output, vocab_size, optimizer, progress)
+        layout = _with_expert_cut(layout, expert_tensor_parallel_size)
+        return _import_legacy(layout, output, vocab_size, optimizer, progress)
+
+
+def _import_legacy(
+    layout: MegatronLayout,
+    output: Output,
+    vocab_size: int | None,
+    optimizer: bool | None,
+    progress: Callable[[int, int], None],
+) -> ImportReport:
+    """Import ``mp_rank_*`` files: each is one rank's part."""
     files = RankFiles(layout.path)
     args = files.open(next(iter(layout.coordinates))).get("args")
     if not isinstance(args, argparse.Namespace):
         args = argparse.Namespace()
-    layout = _with_expert_cut(layout, expert_tensor_parallel_size)
     model = learn_model(files, layout.coordinates, layout.sizes, args, vocab_size)
     refused = "not asked for"
     if optimizer is not False:
@@ -92,8 +104,8 @@ def import_megatron(
     raise_faults(f"{layout.path} cannot be put together", parts.faults)
     parts.compare()
     raise_faults(f"{layout.path}: files contradict each other", parts.faults)
-    report = parts.report(target)
-    write_chunks(target, parts.targets, parts.pieces(), _counted(progress, report.nbytes))
+    report = parts.report(output.path)
+    write_chunks(output, parts.targets, parts.pieces(), _counted(progress, report.nbytes))
     return report
 
 
@@ -119,7 +131,7 @@ def _counted(progress: Callable[[int, int], None], total: int) -> Callable[[int]
 
 def _import_dist(
     layout: MegatronLayout,
-    target: Path,
+    output: Output,
     vocab_size: int | None,
     optimizer: bool | None,
     progress: Callable[[int, int], None],
@@ -148,10 +160,10 @@ def _import_dist(
             left_out.append(LeftOut(key, why, 1, nbytes))
     with BoxReader(checkpoint) as reader:
         plan = plan_dist(checkpoint, reader, vocab_size)
-        write_chunks(target, plan.targets, plan.files, _counted(progress, plan.nbytes))
+        write_chunks(output, plan.targets, plan.files, _counted(progress, plan.nbytes))
     return ImportReport(
         source=str(layout.path),
-        out=str(target),
+        out=str(output.path),
         layout=layout,
         keys=tuple(sorted(plan.targets)),
         nbytes=plan.nbytes,

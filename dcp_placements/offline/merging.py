@@ -9,6 +9,7 @@ from dcp_placements.interop import Metadata
 from dcp_placements.metadata_file import write_metadata
 from dcp_placements.offline.checkpoint import rank_parts
 from dcp_placements.offline.directory import CannotLook, Directory
+from dcp_placements.offline.output import Output
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rank_metadata import merge_rank_metadata
 
@@ -27,7 +28,8 @@ def merge_metadata(path: str | os.PathLike[str]) -> Metadata:
         What was written.
 
     Raises:
-        CannotLook: There is no rank's metadata, or it cannot be read or is refused.
+        CannotLook: There is no rank's metadata, or it cannot be read or is refused; or another
+            process is writing it.
         PlacementError: Together they are no checkpoint, because chunks overlap, or some elements
             nobody stored. Nothing is written then.
     """
@@ -41,11 +43,6 @@ def merge_metadata(path: str | os.PathLike[str]) -> Metadata:
         )
     with quiet_gc():
         merged = merge_rank_metadata(parts, whole=True)
-        target = directory / ".metadata"
-        written = directory / ".metadata.tmp"
-        with open(written, "wb") as stream:
+        with Output(directory / ".metadata", replace=True) as output, output.file() as stream:
             write_metadata(merged, merged.storage_data, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(written, target)
     return merged

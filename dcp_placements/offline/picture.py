@@ -15,6 +15,7 @@ from typing import Any
 from dcp_placements.errors import format_nbytes
 from dcp_placements.layout import Box
 from dcp_placements.offline.directory import CannotLook
+from dcp_placements.offline.output import Output
 from dcp_placements.offline.projection import Panel, Projection, project
 from dcp_placements.tiling import intersection, overlaps, uncovered
 
@@ -170,10 +171,10 @@ def bytes_figure(title: str, nbytes: Mapping[int | str, Mapping[str, int]]) -> A
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a ``.png`` or ``.svg`` file, to a temporary name first.
+    """Write a figure to a ``.png`` or ``.svg`` file; one that is there is replaced.
 
     Raises:
-        CannotLook: Another ending.
+        CannotLook: Another ending, or another process is writing it.
     """
     import matplotlib
 
@@ -182,13 +183,12 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     # The same bytes from the same input, and text as text.
     steady: Any = {"svg.hashsalt": "dcp_placements", "svg.fonttype": "none"}
     notes = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-    written = target.with_name(f".{target.name}.tmp")
-    try:
-        with matplotlib.rc_context(steady):
-            figure.savefig(written, format=kind, facecolor="white", metadata=notes)
-        os.replace(written, target)
-    finally:
-        written.unlink(missing_ok=True)
+    with (
+        Output(target, replace=True) as output,
+        output.file() as stream,
+        matplotlib.rc_context(steady),
+    ):
+        figure.savefig(stream, format=kind, facecolor="white", metadata=notes)
 
 
 def check_picture_name(path: str | os.PathLike[str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from dcp_placements.offline.diagnosis import (
     expert_template,
 )
 from dcp_placements.offline.directory import CannotLook
+from dcp_placements.offline.output import Output, new_file, write_file
 from dcp_placements.storage_table import RowsBuilder, StorageTable
 
 COPY_NBYTES = 8 << 20
@@ -97,14 +97,12 @@ def rescue(
         progress: Called with bytes written so far, and in all.
 
     Raises:
-        CannotLook: ``out`` is there, or the checkpoint is not DCP's.
+        CannotLook: ``out`` is there or being written, or the checkpoint is not DCP's.
         PlacementError: There is nothing to rescue from, or a file of the checkpoint is damaged.
     """
     target = Path(out)
     if checkpoint.format == SAFETENSORS:
         raise CannotLook(f"{checkpoint.path}: only a DCP checkpoint can be rescued")
-    if target.exists():
-        raise CannotLook(f"{target}: is there already\n    way out:     give another name")
     if diagnosis.healthy:
         what = "all experts are there" if diagnosis.tensors else "no key names experts"
         raise PlacementError(f"{checkpoint.path}: {what}, so nothing is to be rescued")
@@ -114,15 +112,8 @@ def rescue(
             f"{unclear[0].fqn}: it is not clear what there is of its experts: {unclear[0].reason}\n"
             "    way out:     --experts-per-layer and --mesh of the run that saved"
         )
-    written = target.with_name(f".{target.name}.tmp")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    written.mkdir()
-    try:
-        found = _Writer(checkpoint, diagnosis, written, progress).write(target)
-        os.rename(written, target)
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
-    return found
+    with Output(target) as output, output.directory() as folder:
+        return _Writer(checkpoint, diagnosis, folder, progress).write(target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +181,7 @@ class _Writer:
             nbytes,
         )
         told = {"rescued_from": self._checkpoint.path, **found.as_json()}
-        (self._folder / LIST).write_text(json.dumps(told, indent=2) + "\n")
+        write_file(self._folder / LIST, (json.dumps(told, indent=2) + "\n").encode())
         return found
 
     def _all_lost(self) -> dict[str, tuple[int, ...]]:
@@ -260,7 +251,7 @@ class _Writer:
                 members.sort(key=lambda record: (record.start, record.index.fqn))
                 path = self._folder / file
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "wb") as stream:
+                with new_file(path) as stream:
                     for record in members:
                         start = stream.tell()
                         transforms = None
@@ -280,13 +271,9 @@ class _Writer:
                         )
                         done += nbytes
                         self._progress(done, max(total, done))
-                    stream.flush()
-                    os.fsync(stream.fileno())
         metadata = Metadata(self._stored, planner_data=self._paths)
-        with open(self._folder / ".metadata", "wb") as stream:
+        with new_file(self._folder / ".metadata") as stream:
             write_metadata(metadata, StorageTable(rows.rows()), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
         return done
 
     def _copy(self, record: _Record, stream: IO[bytes]) -> None:

@@ -12,7 +12,8 @@ from dcp_placements.errors import PlacementError, format_nbytes, raise_faults
 from dcp_placements.offline.assembly import Made, Rename, assemble
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
-from dcp_placements.offline.chunk_writer import Piece, Target, check_absent, write_chunks
+from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
+from dcp_placements.offline.output import Output
 from dcp_placements.offline.selection import select
 
 FILE_NBYTES = 4 << 30
@@ -72,11 +73,22 @@ def import_safetensors(
         progress: Told ``(done, total)`` bytes as files are written.
 
     Raises:
-        CannotLook: There are no safetensors files, or they cannot be read.
-        PlacementError: ``out`` is there; the files are not whole; a name is missing or given twice.
-            All of it is told before anything is written.
+        CannotLook: There are no safetensors files, or they cannot be read; ``out`` is there, or
+            being written.
+        PlacementError: The files are not whole; a name is missing or given twice. All of it is told
+            before anything is written.
     """
-    check_absent(out)
+    with Output(out) as output:
+        return _import(output, source, rename, memory, progress)
+
+
+def _import(
+    output: Output,
+    source: str | os.PathLike[str],
+    rename: Rename | None,
+    memory: int,
+    progress: Callable[[int, int], None],
+) -> ImportedSafetensors:
     checkpoint = Checkpoint(source)
     if checkpoint.format != SAFETENSORS:
         raise PlacementError(f"{checkpoint.path}: this is a DCP checkpoint already")
@@ -94,8 +106,8 @@ def import_safetensors(
         targets = {one.fqn: Target(one.shape, one.dtype) for one in made}
         # What is read, what it is joined into, and what the writer makes of it.
         files = _files(made, reader, max(memory // 4, 1 << 20))
-        write_chunks(out, targets, files, step)
-    return ImportedSafetensors(checkpoint.path, os.fspath(out), tuple(targets), total)
+        write_chunks(output, targets, files, step)
+    return ImportedSafetensors(checkpoint.path, str(output.path), tuple(targets), total)
 
 
 def _files(made: list[Made], reader: BoxReader, limit_nbytes: int) -> list[list[Piece]]:

@@ -232,7 +232,7 @@ def _notes(checkpoint: Checkpoint) -> list[str]:
     notes = []
     directory = checkpoint.directory
     for name in checkpoint.other_files:
-        if name.endswith(".tmp"):
+        if name.endswith((".tmp", ".partial")):
             notes.append(f"{name} was left over by something that was cut off")
     written = directory.modified(".metadata") if directory.size(".metadata") is not None else None
     if written is not None:

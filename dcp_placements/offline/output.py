@@ -1,0 +1,347 @@
+"""Outputs that are there as a whole or not at all, and one writer of each.
+
+A file or directory is written under a name of its own beside the one asked for, and renamed when
+all of it is on disk. A lock beside it keeps a second process out meanwhile. The lock is the
+system's (``flock``), which ends with its process; the lock file says who holds it. New files never
+replace what somebody put in their place, and links are not followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from dcp_placements.errors import format_name
+from dcp_placements.offline.directory import CannotLook
+
+IDENTITY = "identity"
+"""The file in an unfinished directory that says what it is to become."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""What ``flock`` says where a file system has no locks."""
+
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+_LOCK_NBYTES = 4096
+_SAYS_AFTER_S = 0.5
+"""How long a process may have a lock before it has written who it is."""
+
+
+class Output:
+    """The right to make one file or directory, from the first look to the rename.
+
+    Args:
+        path: What is to be there.
+        replace: Whether a file that is there may be replaced. Otherwise nothing may be there but
+            an empty directory.
+
+    Attributes:
+        path: What is to be there.
+
+    Raises:
+        CannotLook: Something is there, another process is writing it, or it is a URL.
+        OSError: Nothing can be written there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, replace: bool = False) -> None:
+        self.path = absent(path) if not replace else Path(path)
+        self._replace = replace
+        hidden = f".{self.path.name.lstrip('.')}"
+        self._partial = self.path.with_name(f"{hidden}.partial")
+        self._lock = _Lock(self.path, self.path.with_name(f"{hidden}.lock"))
+
+    def __enter__(self) -> Output:
+        self._parents = [p for p in self.path.parents if not p.exists()]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.take()
+            if not self._replace:
+                # Somebody may have finished between the first look and the lock.
+                absent(self.path)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()
+        for parent in self._parents:
+            with suppress(OSError):
+                parent.rmdir()  # still empty: nothing came of it
+
+    @contextmanager
+    def directory(self, identity: str | None = None) -> Iterator[Path]:
+        """Yield a directory to write into; it becomes the output when the block ends.
+
+        Args:
+            identity: What tells this output from others. With it the directory outlasts a block
+                that raises, and is yielded again, files and all, to one of the same identity.
+        """
+        if not self._resumes(identity):
+            _remove(self._partial)
+            self._partial.mkdir()
+            if identity is not None:
+                write_file(self._partial / IDENTITY, identity.encode())
+        try:
+            yield self._partial
+            if identity is not None:
+                (self._partial / IDENTITY).unlink()
+            _sync_directory(self._partial)
+            self._rename()
+        except BaseException:
+            if identity is None:
+                _remove(self._partial)
+            raise
+
+    @contextmanager
+    def file(self) -> Iterator[IO[bytes]]:
+        """Yield a file to write into; it becomes the output when the block ends."""
+        _remove(self._partial)
+        try:
+            with new_file(self._partial) as stream:
+                yield stream
+            if self._replace:
+                os.replace(self._partial, self.path)
+                _sync_directory(self.path.parent)
+                return
+            if self.path.is_dir():
+                self.path.rmdir()  # an empty one, as is known
+            self._link()
+        finally:
+            _remove(self._partial)
+
+    def _resumes(self, identity: str | None) -> bool:
+        """Whether this user left an unfinished directory of that identity."""
+        if identity is None:
+            return False
+        try:
+            held = os.lstat(self._partial)
+            if not stat.S_ISDIR(held.st_mode) or held.st_uid != os.geteuid():
+                return False
+            plan = self._partial / IDENTITY
+            return is_own_file(plan) and plan.read_text() == identity
+        except (OSError, ValueError):
+            return False
+
+    def _rename(self) -> None:
+        try:
+            # An empty directory of that name gives way to it.
+            os.rename(self._partial, self.path)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise _is_there(self.path) from None
+            raise
+        _sync_directory(self.path.parent)
+
+    def _link(self) -> None:
+        try:
+            os.link(self._partial, self.path)
+        except FileExistsError:
+            raise _is_there(self.path) from None
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            absent(self.path)
+            os.rename(self._partial, self.path)
+        _sync_directory(self.path.parent)
+
+
+def absent(path: str | os.PathLike[str]) -> Path:
+    """Return where an output is to be, which is nowhere yet, or an empty directory.
+
+    Raises:
+        CannotLook: Something is there, or it is no path of this machine.
+    """
+    out = Path(path)
+    if "://" in os.fspath(path):
+        raise CannotLook(
+            f"{format_name(path)}: an output appears by renaming, which a URL cannot do\n"
+            "    way out:     write it to a disk of this machine, and copy it"
+        )
+    is_empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+    if os.path.lexists(out) and not is_empty:
+        raise _is_there(out)
+    return out
+
+
+def _is_there(out: Path) -> CannotLook:
+    return CannotLook(
+        f"{format_name(out)}: is there already, and is left as it is\n"
+        "    way out:     give another name"
+    )
+
+
+@contextmanager
+def new_file(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
+    """Yield a new file to write into; it is on disk when the block ends.
+
+    Raises:
+        FileExistsError: Anything of that name is there, a link too.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o666), "wb", buffering=buffering) as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+@contextmanager
+def whole_file(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
+    """Yield a file of an unfinished directory to write into; it gets its name when it is whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    _remove(partial)
+    with new_file(partial, buffering=buffering) as stream:
+        yield stream
+    os.replace(partial, path)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file of an unfinished directory."""
+    with whole_file(path) as stream:
+        stream.write(data)
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether this is a plain file of this user's, and no link to one."""
+    try:
+        held = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(held.st_mode) and held.st_uid == os.geteuid()
+
+
+def _remove(path: Path) -> None:
+    """Remove what is there; of a link the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some file systems have no such thing
+    finally:
+        os.close(descriptor)
+
+
+class _Lock:
+    """A lock file, held by at most one process.
+
+    Of a process that died the system has dropped the lock. Where a file system's locks reach no
+    other host, the file itself is the lock, and stays until it is removed.
+    """
+
+    def __init__(self, target: Path, path: Path) -> None:
+        self._target = target
+        self._path = path
+        self._descriptor: int | None = None
+
+    def take(self) -> None:
+        """Take the lock.
+
+        Raises:
+            CannotLook: Another process has it.
+        """
+        deadline = time.monotonic() + _SAYS_AFTER_S
+        while True:
+            descriptor = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+            )
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise CannotLook(f"{format_name(self._path)}: this is no plain file")
+                if not self._is_free(descriptor):
+                    holder = _holder(descriptor)
+                    if not holder and time.monotonic() < deadline:
+                        time.sleep(_SAYS_AFTER_S / 50)
+                        continue
+                    raise self._busy(holder)
+                if not self._is_ours(descriptor):
+                    continue  # its holder removed it meanwhile: what we locked is no file now
+                told = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(told).encode(), 0)
+                self._descriptor, descriptor = descriptor, -1
+                return
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._descriptor is not None:
+            # Removed first: who opens it now makes a file of his own.
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _is_free(self, descriptor: int) -> bool:
+        holder = _holder(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return not holder or (_is_of_this_host(holder) and not _is_alive(holder))
+        return not holder or _is_of_this_host(holder)
+
+    def _is_ours(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def _busy(self, holder: Mapping[str, Any]) -> CannotLook:
+        who, way = "a process that did not say which", "wait for it, or give another name"
+        if holder:
+            who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+            if not _is_of_this_host(holder):
+                way += f"; if that process is gone, remove {self._path.name}"
+        return CannotLook(
+            f"{format_name(self._target)}: is being written by another process\n"
+            f"    found:       {format_name(who)}\n"
+            f"    way out:     {format_name(way)}"
+        )
+
+
+def _holder(descriptor: int) -> dict[str, Any]:
+    """Return what a lock file says of its holder; nothing where it does not say."""
+    try:
+        told = json.loads(os.pread(descriptor, _LOCK_NBYTES, 0))
+        return {"pid": int(told["pid"]), "host": str(told["host"]), "since": str(told["since"])}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return {}
+
+
+def _is_of_this_host(holder: Mapping[str, Any]) -> bool:
+    return bool(holder["host"] == socket.gethostname())
+
+
+def _is_alive(holder: Mapping[str, Any]) -> bool:
+    try:
+        os.kill(holder["pid"], 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
