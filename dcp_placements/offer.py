@@ -372,6 +372,7 @@ def make_offer(
     rename: Rename | None,
     waived: Mapping[str, str],
     exact: bool,
+    notes: Sequence[Fault] = (),
 ) -> Offer:
     """Return what this rank sends to the coordinator, digests left to ``add_digests``.
 
@@ -384,6 +385,7 @@ def make_offer(
         rename: The user's renaming.
         waived: Patterns of keys whose lints are silenced.
         exact: Whether every rank sends its tables, whatever the size of the world.
+        notes: What this rank lets pass though it ought to be known.
     """
     tables = [_table_offer(kept, exact=exact) for kept in offering.tables]
     picked = None
@@ -392,7 +394,7 @@ def make_offer(
         picked = PickedOffer(told, offering.picked.rows.packed())
     # Where no mesh is, or this is its first rank, nobody else may be counted on.
     tells = exact or any(kept.first is not False for kept in offering.tables)
-    tells = tells or picked is not None
+    tells = tells or picked is not None or bool(notes)
     axes = _axes(placing, rules)
     story = None
     if tells:
@@ -400,7 +402,7 @@ def make_offer(
             matched=placing.matched,
             patterns=_expected(rules),
             stateless=tuple(stateless_parameters(state_dict)),
-            notes=tuple(_lints(placing, waived, renamed=rename is not None)),
+            notes=(*notes, *_lints(placing, waived, renamed=rename is not None)),
             numbered=numbering(rename),
         )
     if story == Story():

@@ -301,7 +301,7 @@ class PickedPlan:
                 }
                 for number, plan in owner.items():
                     counts[plan] += parts[number]
-                plan, count = counts.most_common(1)[0]
+                plan, count = max(counts.items(), key=lambda known: known[1], default=(0, 0))
                 if count > 1:
                     for at in positions:
                         yield group.fqns[at], self.ranks[plan], count

@@ -53,6 +53,7 @@ from dcp_placements.ownership import left_to_others
 from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.provenance import RESERVED_KEY, identity, provenance, written_digests
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.repeats import repeat_faults
 from dcp_placements.report import SaveReport
 from dcp_placements.rules import Rules
 from dcp_placements.shadows import (
@@ -190,6 +191,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         rank = global_rank()
         with quiet_gc():
             self._place(rank)
+            repeats = repeat_faults(self._placing.placed.values(), rank=rank, digests=self.digests)
+            if self.on_conflict == "error":
+                raise_faults(f"rank {rank} holds copies that differ", repeats)
             offering = self._offering
             exact = self._exact or (known_world_size() or 1) <= EXACT_WORLD
             offer = make_offer(
@@ -201,6 +205,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 rename=self.rename,
                 waived=self.waive,
                 exact=exact,
+                notes=repeats,
             )
             self._objects = add_digests(
                 offer,

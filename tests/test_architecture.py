@@ -32,6 +32,7 @@ ORDER = [
         "buckets",
     ),
     *("report", "live", "lint", "offer", "provenance", "numbering", "members", "comparison"),
+    "repeats",
     *(
         "picked_plan",
         "world_plan",

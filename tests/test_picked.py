@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -342,6 +344,114 @@ def test_ranks_that_plan_alone_write_all_rows_that_they_hold_again_and_again(
         merge_metadata(path)
         read = read_plainly(path, scene.truth())
         assert all(torch.equal(read[fqn], whole) for fqn, whole in scene.truth().items())
+
+
+@pytest.mark.parametrize("digests", ["sampled", "full", "off"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_m39_a_rank_that_plans_alone_may_hold_no_row(
+    tmp_path: Path, dim: int, digests: str
+) -> None:
+    scene = Scene(4, (((2, 0, 3, 1), ()), ((), (0, 1, 2, 3)), ((1, 3), (0, 2))), dim=dim, tp=2)
+    scene.world.save(
+        tmp_path,
+        scene.state_dict,
+        lambda rank: PlacementSavePlanner(scene.rules(rank), digests=digests),
+        use_collectives=False,
+    )
+    merge_metadata(tmp_path)
+    read = read_plainly(tmp_path, scene.truth())
+    assert all(torch.equal(read[fqn], whole) for fqn, whole in scene.truth().items())
+
+
+def repeated(rank: int, *, of: str, drift: float, part: int = 0) -> dict[str, Any]:
+    """Four rows on two ranks, of which rank 0 holds row 1 twice: as one tensor, or one by one."""
+    whole = torch.arange(1.0, 1 + 4 * COLUMNS).reshape(4, COLUMNS)
+    rows = [[1, 0, 1], [2, 3]][rank]
+    held = whole[rows].clone()
+    if rank == 0:
+        held[[0, 2][part], COLUMNS // 2] += drift
+    norm = torch.ones(3)
+    if of == "index":
+        return {"layers.0.w1": held, "norm": norm}
+    return {f"layers.0.experts.{at}.w1": row for at, row in enumerate(held)} | {"norm": norm}
+
+
+def repeated_planner(rank: int, of: str, **options: Any) -> PlacementSavePlanner:
+    rows = [[1, 0, 1], [2, 3]][rank]
+    if of == "index":
+        mesh = World(2).mesh(rank, ep=2)
+        placement = CheckpointPlacement(mesh, {"ep": IndexShard(0, rows)}, global_shape=(4, 5))
+        return PlacementSavePlanner(PlacementRules({"layers": placement}), **options)
+    rename = Renames(Renumber("experts.{}", rows, total=4), Stack("experts.{}", total=4))
+    return PlacementSavePlanner(rename=rename, **options)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("digests", ["sampled", "full"])
+@pytest.mark.parametrize("of", ["index", "stack"])
+def test_m38_a_row_that_one_rank_holds_twice_with_different_contents_is_refused(
+    tmp_path: Path, of: str, digests: str, part: int
+) -> None:
+    told = outcome(
+        lambda: World(2).save(
+            tmp_path,
+            lambda rank: repeated(rank, of=of, drift=0.5, part=part),
+            lambda rank: repeated_planner(rank, of, digests=digests),
+        )
+    )
+    assert told is not None
+    key = "layers.0.w1" if of == "index" else "layers.0.experts.w1"
+    assert f"{key}: rank 0 holds [1:2, :] of (4, 5) 2 times, with different contents" in told
+    assert "way out:" in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{}, {"digests": "off"}, {"on_conflict": "warn"}], ids=str)
+@pytest.mark.parametrize("drift", [0.0, 0.5])
+@pytest.mark.parametrize("of", ["index", "stack"])
+def test_m38_a_row_that_one_rank_holds_twice_is_saved_once_where_that_is_let_pass(
+    tmp_path: Path, of: str, drift: float, options: dict[str, str]
+) -> None:
+    if drift and not options:
+        pytest.skip("refused, see above")
+    warns = drift and "on_conflict" in options
+    with pytest.warns(UserWarning, match="with different contents") if warns else nullcontext():
+        World(2).save(
+            tmp_path,
+            lambda rank: repeated(rank, of=of, drift=drift),
+            lambda rank: repeated_planner(rank, of, **options),
+        )
+    key = "layers.0.w1" if of == "index" else "layers.0.experts.w1"
+    whole = torch.arange(1.0, 1 + 4 * COLUMNS).reshape(4, COLUMNS)
+    read = read_plainly(tmp_path, {key: whole})[key]
+    either = [whole[1], whole[1].clone()]
+    either[1][COLUMNS // 2] += drift
+    assert torch.equal(read[[0, 2, 3]], whole[[0, 2, 3]])
+    assert any(torch.equal(read[1], copy) for copy in either)
+
+
+@pytest.mark.parametrize("whole", [torch.zeros, torch.ones])
+def test_m38_equal_copies_of_many_ranks_rows_and_moments_do_not_warn(
+    tmp_path: Path, whole: Callable[..., torch.Tensor]
+) -> None:
+    maps = ((0, 1, 0), (2, 2, 1), (3, 0))
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        made = {f"layers.0.experts.{at}.w": whole(2, 3) for at in range(len(maps[rank]))}
+        return {
+            "model": made,
+            "optim": {
+                "state": {key: {"step": torch.zeros(()), "exp_avg": whole(2, 3)} for key in made}
+            },
+        }
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        number = Renumber("experts.{}", maps[rank], total=4)
+        return PlacementSavePlanner(rename=Renames(number, Stack("experts.{}", total=4)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        World(3).save(tmp_path, state_dict, planner)
 
 
 @pytest.mark.parametrize("exact_world", [512, 1], ids=["exact", "large"])
