@@ -25,10 +25,10 @@ LAYOUTS: list[tuple[MegatronRun, str, str | None, str]] = [
     (MegatronRun(tp=2, cp=2), "1D", None, "mp_rank_00 mp_rank_01"),
     (MegatronRun(tp=2, pp=2), "2D", "pp", "00_000 01_000 00_001 01_001"),
     (MegatronRun(tp=2, pp=2, vpp=2), "2D", "pp", "00_000 01_000 00_001 01_001"),
-    (MegatronRun(tp=2, ep=2), "2D", "ep", "00_000 01_000 00_001 01_001"),
-    (MegatronRun(tp=2, ep=2, etp=1), "2D", "ep", "00_000 01_001"),
-    (MegatronRun(tp=2, ep=4, etp=1), "2D", "ep", "00_000 01_001 00_002 01_003"),
-    (MegatronRun(tp=4, ep=2, etp=1), "2D", "ep", "00_000 01_001 02_000 03_001"),
+    (MegatronRun(tp=2, ep=2), "3D", "ep", "00_000 01_000 00_001 01_001"),
+    (MegatronRun(tp=2, ep=2, etp=1), "3D", "ep", "00_000 01_001"),
+    (MegatronRun(tp=2, ep=4, etp=1), "3D", "ep", "00_000 01_001 00_002 01_003"),
+    (MegatronRun(tp=4, ep=2, etp=1), "3D", "ep", "00_000 01_001 02_000 03_001"),
     (MegatronRun(tp=1, pp=2, ep=2), "3D", None, "00_000_000 00_000_001 00_001_000 00_001_001"),
     (
         MegatronRun(tp=2, pp=2, ep=2, etp=1),
@@ -61,6 +61,9 @@ def test_every_layout_is_told_from_the_files(row: Any, with_args: bool, tmp_path
     assert {entry.name for entry in folder.iterdir()} == wanted
     found = megatron_layout(tmp_path)
     assert (found.layout, found.second_field, found.mismatches) == (layout, second, ())
+    assert found.fields == 1 + (megatron.pp > 1) + (megatron.ep > 1)
+    told_why = "with EP, ranks are addressed by (tp, pp, ep)" in found.reason
+    assert told_why == (found.layout == "3D" and found.fields < 3)
     assert found.fits
     assert found.loader == ("EP-aware" if megatron.ep > 1 else "non-EP")
     fields = ("_PPP" if megatron.pp > 1 else "") + ("_EEE" if megatron.ep > 1 else "")
@@ -82,16 +85,59 @@ def test_names_alone_are_ambiguous_and_the_expert_size_settles_it(tmp_path: Path
     assert found.mismatches == ()
     assert found.pattern.startswith("iter_0000010/mp_rank_TT_XXX/")
     as_experts = megatron_layout(tmp_path, expert_parallel_size=2)
-    assert (as_experts.layout, as_experts.second_field) == ("2D", "ep")
+    assert (as_experts.layout, as_experts.fields, as_experts.second_field) == ("3D", 2, "ep")
     assert (as_experts.loader, as_experts.mismatches) == ("EP-aware", ())
     as_stages = megatron_layout(tmp_path, expert_parallel_size=1)
-    assert (as_stages.second_field, as_stages.loader) == ("pp", "non-EP")
+    assert (as_stages.layout, as_stages.second_field, as_stages.loader) == ("2D", "pp", "non-EP")
     # A pipeline size does not decide: what does is that no expert size stands beside it.
     assert megatron_layout(tmp_path, pipeline_parallel_size=2).second_field == "pp"
     both = megatron_layout(tmp_path, pipeline_parallel_size=2, expert_parallel_size=2)
     assert both.second_field == "ep"
     assert both.pattern.startswith("iter_0000010/mp_rank_TT_PPP_EEE/")
     assert "--pipeline-parallel-size 2, but on disk 1" in both.mismatches
+
+
+@pytest.mark.parametrize(
+    ("names", "etp"),
+    [("00_000 01_001", 1), ("00_000 01_001 02_002 03_003", 1), ("00_000 01_000 02_001 03_001", 2)],
+)
+def test_a_diagonal_is_3d_by_the_names_alone(names: str, etp: int, tmp_path: Path) -> None:
+    """Two fields look like TP and PP; but stages would make a grid."""
+    folder = tmp_path / "iter_0000010"
+    for name in names.split():
+        (folder / f"mp_rank_{name}").mkdir(parents=True)
+        torch.save({"iteration": 10}, folder / f"mp_rank_{name}" / "model_optim_rng.pt")
+    found = megatron_layout(tmp_path)
+    assert (found.layout, found.fields, found.second_field) == ("3D", 2, "ep")
+    assert (found.loader, found.fits) == ("EP-aware", True)
+    assert (found.sizes.pp, found.sizes.etp) == (1, etp)
+    assert "names leave out a pipeline of one stage" in found.reason
+
+
+@pytest.mark.parametrize("run", [MegatronRun(tp=2, pp=2, ep=2, etp=1), MegatronRun(tp=1, ep=2)])
+def test_where_experts_take_part_it_is_3d_though_a_name_lacks_a_field(
+    run: MegatronRun, tmp_path: Path
+) -> None:
+    folder = write_legacy(tmp_path, SMALL, run)
+    for directory in sorted(folder.iterdir()):
+        shorter = directory.with_name(directory.name.rpartition("_")[0])
+        if not shorter.exists():
+            directory.rename(shorter)
+        else:
+            shutil.rmtree(directory)
+    found = megatron_layout(tmp_path)
+    assert (found.layout, found.loader, found.fits) == ("3D", "EP-aware", False)
+    assert found.fields == (1 if run.pp == 1 else 2)
+    assert f"names of such a run have {found.fields + 1} fields" in found.reason
+    assert any("incomplete: 0 of" in told for told in found.mismatches)
+
+
+def test_without_experts_it_is_never_3d(tmp_path: Path) -> None:
+    for number, megatron in enumerate([MegatronRun(tp=2), MegatronRun(tp=2, pp=2)]):
+        write_legacy(tmp_path / str(number), SMALL, megatron)
+        found = megatron_layout(tmp_path / str(number))
+        assert (found.layout, found.fields) == (f"{number + 1}D", number + 1)
+        assert (found.loader, "3D" in found.reason) == ("non-EP", False)
 
 
 def test_every_size_that_does_not_fit_is_told(tmp_path: Path) -> None:
@@ -153,7 +199,7 @@ def test_what_another_run_left_behind_is_told(tmp_path: Path) -> None:
     folder = write_legacy(tmp_path, SMALL, MegatronRun(tp=2, pp=2))
     write_legacy(tmp_path, SMALL, MegatronRun(tp=4))
     told = "\n".join(megatron_layout(folder).mismatches)
-    assert "names of several layouts, mp_rank_TT and mp_rank_TT_XXX" in told
+    assert "names with different numbers of fields, mp_rank_TT and mp_rank_TT_XXX" in told
     assert "args inside the files are of several runs" in told
 
 
@@ -252,9 +298,12 @@ def test_the_command_prints_what_the_function_returns(tmp_path: Path, run: Run) 
     ran = run("megatron", tmp_path, "--json")
     told = json.loads(ran.out)
     assert ran.code == 0
-    assert set(told) == {"layout", "reason", "pattern", "loader", "mismatches", "files"}
-    assert told["layout"] == "2D"
+    assert set(told) == {"layout", "fields", "reason", "pattern", "loader", "mismatches", "files"}
+    assert (told["layout"], told["fields"], told["loader"]) == ("3D", 2, "EP-aware")
     assert told["files"][1] == "mp_rank_00_002/model_optim_rng.pt"
+    text = run("megatron", tmp_path).out
+    assert "    layout:    3D\n    fields:    2\n" in text
+    assert "; 3D, though names have 2 fields: with EP, ranks are addressed by (tp, pp, ep)" in text
     ran = run("megatron", tmp_path, "--expert-parallel-size", 8, "--tensor-parallel-size", 2)
     assert ran.code == 1
     assert "mismatch:  --expert-parallel-size 8, but on disk 4" in ran.out

@@ -5,6 +5,10 @@ stages and by the expert coordinate where experts are spread over ranks. So a na
 of either kind, and names alone do not tell which. What does, in this order: the run's arguments
 inside the files; a set of files that is no grid; which weights which file has; the expert-parallel
 size that is asked for.
+
+The layout is what a loader has to address ranks by, and not what the names spell out. With expert
+parallelism that is (tp, pp, ep), also where a name leaves the single pipeline stage out: ``3D``,
+for an EP-aware loader. ``1D`` and ``2D`` are without expert parallelism.
 """
 
 from __future__ import annotations
@@ -45,8 +49,11 @@ class MegatronLayout:
         path: The directory of the iteration.
         format: ``"torch"`` (``mp_rank_*``), ``"torch_dist"``, or
             ``"torch_dcp or fsdp_dtensor"``, which files do not tell apart.
-        layout: Of ``mp_rank_*`` names: ``"1D"`` (TP), ``"2D"`` (TP and PP, or TP and EP), ``"3D"``
-            (all three), or ``"ambiguous"``; None for the other formats.
+        layout: What ranks of ``mp_rank_*`` files are addressed by: ``"1D"`` (tp), ``"2D"``
+            (tp, pp), ``"3D"`` (tp, pp, ep: wherever there is expert parallelism), or
+            ``"ambiguous"``; None for the other formats.
+        fields: How many numbers a name has, 1 to 3: one that is left out is of an axis of size 1.
+            None for the other formats.
         second_field: ``"pp"`` or ``"ep"`` where a name has two fields and it is known; else None.
         reason: How that is known, or what would settle it.
         pattern: The path of a rank's file, below ``path``'s parent; what the arguments ask for.
@@ -60,6 +67,7 @@ class MegatronLayout:
     path: Path
     format: str
     layout: str | None
+    fields: int | None
     second_field: str | None
     reason: str
     pattern: str
@@ -78,6 +86,7 @@ class MegatronLayout:
         """Return what the command prints with ``--json``."""
         return {
             "layout": self.layout,
+            "fields": self.fields,
             "reason": self.reason,
             "pattern": self.pattern,
             "loader": self.loader,
@@ -89,6 +98,7 @@ class MegatronLayout:
         lines = [
             f"{self.path}: {self.format}",
             f"    layout:    {self.layout or 'none: ranks are in no name'}",
+            *([] if self.fields is None else [f"    fields:    {self.fields}"]),
             f"    reason:    {self.reason}",
             f"    pattern:   {self.pattern}",
             f"    loader:    {self.loader or 'not to be told'}",
@@ -146,6 +156,7 @@ def _dcp_layout(folder: Path, names: Sequence[str]) -> MegatronLayout:
         path=folder,
         format="torch_dist" if is_dist else "torch_dcp or fsdp_dtensor",
         layout=None,
+        fields=None,
         second_field=None,
         reason=(
             "metadata.json makes it torch_dist: a DCP checkpoint of whole tensors, for any layout"
@@ -171,7 +182,9 @@ def _legacy_layout(
     counts = sorted({len(fields) for fields in ranks.values()})
     if len(counts) > 1:
         forms = " and ".join(_name(_FORMS[count]) for count in counts)
-        mismatches.append(f"names of several layouts, {forms}: left over from another run?")
+        mismatches.append(
+            f"names with different numbers of fields, {forms}: left over from another run?"
+        )
     contents = look_inside(folder, ranks)
     mismatches += [f"{name}/{WEIGHTS}: {why}" for name, why in contents.unreadable.items()]
     by_iteration: dict[int, list[str]] = {}
@@ -185,7 +198,14 @@ def _legacy_layout(
     named = {name: fields for name, fields in ranks.items() if len(fields) == count}
     second, reason = _settle(named, count, told, contents, given)
     sizes = _sizes(named, second, count, told)
-    layout = "ambiguous" if count == 2 and second is None else f"{count}D"
+    has_experts = count == 3 or second == "ep" or (sizes.ep or 1) > 1
+    layout = "3D" if has_experts else "ambiguous" if count == 2 and second is None else f"{count}D"
+    if has_experts and count < 3:
+        reason += (
+            f"; 3D, though names have {count} field{'s' * (count > 1)}: with EP, ranks are "
+            "addressed by (tp, pp, ep)"
+            + (", and names leave out a pipeline of one stage" if second == "ep" else "")
+        )
     coordinates: dict[str, Coordinate] = {}
     if layout != "ambiguous" and len(counts) == 1:
         coordinates = _check_set(ranks, sizes, told, mismatches)
@@ -200,11 +220,12 @@ def _legacy_layout(
     _check_optimizer(ranks, sizes, contents, mismatches)
     if contents.distributed:
         reason += f"; {DISTRIBUTED}: with the state of a distributed optimizer"
-    expert = (given.ep or 1) > 1 or (given.ep is None and (sizes.ep or 1) > 1)
+    expert = has_experts if given.ep is None else given.ep > 1
     return MegatronLayout(
         path=folder,
         format="torch",
         layout=layout,
+        fields=count,
         second_field=second if count == 2 else None,
         reason=reason,
         pattern=f"{folder.name}/{_pattern(given, count, second)}/{WEIGHTS}",
@@ -259,6 +280,13 @@ def _settle(
     given: Sizes,
 ) -> tuple[str | None, str]:
     """Return ``("pp", "ep" or None, how it is known)`` for the second field of a name."""
+    if told is not None and (told.ep or 1) > 1:
+        wanted = 3 if (told.pp or 1) > 1 else 2
+        if wanted != count:
+            return None, (
+                f"args inside the files say {format_sizes(told)}: names of such a run have "
+                f"{wanted} fields"
+            )
     if count == 1:
         return None, "TP only: names have no field beside the tensor coordinate"
     if count == 3:
