@@ -14,20 +14,36 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hazard_scenes import (
+    FILL,
     arange,
     assert_holds,
     assert_same,
     blank,
+    edit_metadata,
+    leaves,
     load,
+    read_whole,
     refused_save,
     save,
     warned,
     without_warning,
 )
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements import CheckpointPlacement, PlacementRules, PlacementSavePlanner
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    PlacementRules,
+    Placements,
+    PlacementSavePlanner,
+    Renumber,
+    SaveReport,
+    contiguous,
+)
+from dcp_placements.provenance import RESERVED_KEY
 from fakes import FakeDTensor, FakeMesh, World
 
 WORLD = World(4)
@@ -370,6 +386,217 @@ def test_no_scene_without_rules_is_left_out_unseen(tmp_path: Path) -> None:
         with refused_save(tmp_path / str(number)) as refusal:
             save(WORLD, tmp_path / str(number), scene.state)
         refusal.says("different contents")
+
+
+# What a load may meet beside a checkpoint of its own layout.
+
+
+def tensors_only(scene: Scene) -> bool:
+    return all(isinstance(value, torch.Tensor) for _, value in leaves(scene.state(0)))
+
+
+OF_TENSORS = [scene for scene in SCENES if tensors_only(scene)]
+
+
+def passes_load(path: Path, world: World, state: Build, rules: Any = None, **options: Any) -> None:
+    """Assert that a load fills what each rank should hold, and says nothing."""
+    with without_warning():
+        loaded, reports = load(world, path, lambda rank: blank(state(rank)), rules, **options)
+    for rank in range(world.size):
+        assert_same(loaded[rank], state(rank))
+        assert reports[rank].warnings == ()
+        assert reports[rank].missing == ()
+
+
+def without_record(path: Path) -> None:
+    """Leave what the first version wrote: nothing about how it was saved."""
+
+    def strip(metadata: Metadata) -> None:
+        assert RESERVED_KEY in metadata.planner_data
+        metadata.planner_data = {
+            key: entry for key, entry in metadata.planner_data.items() if key != RESERVED_KEY
+        }
+
+    edit_metadata(path, strip)
+
+
+def test_most_scenes_are_of_tensors_alone() -> None:
+    assert len(OF_TENSORS) >= len(SCENES) - 2
+
+
+@pytest.mark.parametrize("scene", OF_TENSORS, ids=str)
+def test_loads_whole_into_one_rank_without_rules(tmp_path: Path, scene: Scene) -> None:
+    with without_warning():
+        save(WORLD, tmp_path, scene.state, scene.rules)
+    passes_load(tmp_path, World(1), lambda rank: dict(scene.whole))
+
+
+@pytest.mark.parametrize("scene", OF_TENSORS, ids=str)
+def test_a_checkpoint_of_stock_planners_loads(tmp_path: Path, scene: Scene) -> None:
+    World(1).save(tmp_path, lambda rank: dict(scene.whole), lambda rank: dcp.DefaultSavePlanner())
+    passes_load(tmp_path, WORLD, scene.state, scene.rules)
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=str)
+def test_a_checkpoint_without_a_record_loads(tmp_path: Path, scene: Scene) -> None:
+    with without_warning():
+        save(WORLD, tmp_path, scene.state, scene.rules)
+    without_record(tmp_path)
+    passes_load(tmp_path, WORLD, scene.state, scene.rules)
+
+
+# Gate over up, cut by tensor parallelism each on its own, and what others make of it.
+
+FUSED = arange(8, 3)
+
+
+def fused_by_tp(rank: int) -> dict[str, Any]:
+    tp = WORLD.mesh(rank, tp=4).get_coordinate()[0]
+    return {"mlp.gate_up_proj.weight": torch.cat([half.chunk(4)[tp] for half in FUSED.chunk(2)])}
+
+
+def fused_rules(rank: int) -> PlacementRules:
+    placement = CheckpointPlacement(WORLD.mesh(rank, tp=4), {"tp": FusedShard(0, 2)})
+    return PlacementRules({"gate_up_proj": placement})
+
+
+def fused_by_fsdp(rank: int) -> dict[str, Any]:
+    return {
+        "mlp.gate_up_proj.weight": FakeDTensor.distribute(
+            FUSED, WORLD.mesh(rank, fsdp=4), [Shard(0)]
+        )
+    }
+
+
+def test_a_fused_checkpoint_loads_under_fsdp_and_whole(tmp_path: Path) -> None:
+    """FSDP cuts anywhere and gathers before it computes, so that parts mean nothing to it."""
+    with without_warning():
+        save(WORLD, tmp_path, fused_by_tp, fused_rules)
+    assert_holds(tmp_path, {"mlp.gate_up_proj.weight": FUSED})
+    passes_load(tmp_path, WORLD, fused_by_tp, fused_rules)
+    passes_load(tmp_path, WORLD, fused_by_fsdp)
+    passes_load(tmp_path, World(1), lambda rank: {"mlp.gate_up_proj.weight": FUSED.clone()})
+
+
+def test_what_fsdp_saves_of_a_fused_weight_loads_under_tensor_parallelism(tmp_path: Path) -> None:
+    with without_warning():
+        save(WORLD, tmp_path, fused_by_fsdp)
+    passes_load(tmp_path, WORLD, fused_by_tp, fused_rules)
+
+
+# Experts by name: another number of them, and on other ranks.
+
+
+def expert(number: int) -> torch.Tensor:
+    return arange(2, 3, start=10 * number)
+
+
+def alike(number: int) -> torch.Tensor:
+    return torch.ones(2, 3)
+
+
+def renamed_experts(path: Path, weight: Callable[[int], torch.Tensor] = expert) -> None:
+    """Save eight experts from four ranks that each count two from 0, and load them again."""
+
+    def on(rank: int) -> Placements:
+        ids = contiguous([2] * 4, at=rank)
+        return Placements(None, rename=Renumber("experts.{}", ids, total=8))
+
+    def state(rank: int) -> dict[str, Any]:
+        weights = {f"experts.{i}.w1": weight(2 * rank + i) for i in range(2)}
+        zeros = {key: {"exp_avg": torch.zeros(2, 3)} for key in weights}
+        return {**weights, "norm": arange(3), "optim": adam(**zeros)}
+
+    with without_warning():
+        WORLD.save(path, state, lambda rank: on(rank).save_planner())
+        loaded = WORLD.load(
+            path, lambda rank: blank(state(rank)), lambda rank: on(rank).load_planner()
+        )
+    for rank in range(4):
+        assert_same(loaded[rank], state(rank))
+
+
+def test_experts_that_are_equal_at_initialisation_pass_by_name(tmp_path: Path) -> None:
+    renamed_experts(tmp_path, alike)
+    found = read_whole(tmp_path)
+    for i in range(8):
+        assert torch.equal(found[f"experts.{i}.w1"], alike(i))
+        assert torch.equal(found[f"optim.state.experts.{i}.w1.exp_avg"], torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("form", ["by rename", "by global names"])
+def test_ranks_that_read_different_experts_pass(tmp_path: Path, form: str) -> None:
+    renamed_experts(tmp_path)
+    two = World(2)
+
+    def by_rename(rank: int) -> Placements:
+        ids = contiguous([4, 4], at=rank)
+        return Placements(None, rename=Renumber("experts.{}", ids, total=8))
+
+    def state(rank: int) -> dict[str, Any]:
+        first = 0 if form == "by rename" else 4 * rank
+        return {f"experts.{first + i}.w1": expert(4 * rank + i) for i in range(4)}
+
+    with without_warning():
+        loaded = two.load(
+            tmp_path,
+            lambda rank: blank(state(rank)),
+            lambda rank: (
+                by_rename(rank) if form == "by rename" else Placements(None)
+            ).load_planner(),
+        )
+    for rank in range(2):
+        assert_same(loaded[rank], state(rank))
+
+
+def test_one_process_that_reads_some_experts_by_their_names_passes(tmp_path: Path) -> None:
+    renamed_experts(tmp_path)
+    passes_load(tmp_path, World(1), lambda rank: {f"experts.{i}.w1": expert(i) for i in (5, 2)})
+
+
+def test_experts_that_the_checkpoint_lacks_pass_where_they_are_optional(tmp_path: Path) -> None:
+    """A model of twelve experts takes the eight that there are, and keeps its other four."""
+    renamed_experts(tmp_path)
+    state = {f"experts.{i}.w1": expert(i) for i in range(12)}
+    optional = [f"experts.{i}" for i in range(8, 12)]
+    with without_warning():
+        (loaded,), (report,) = load(
+            World(1), tmp_path, lambda rank: blank(state), optional=optional
+        )
+    assert report.warnings == ()
+    for i in range(12):
+        wanted = expert(i) if i < 8 else torch.full((2, 3), FILL, dtype=torch.float32)
+        assert torch.equal(loaded[f"experts.{i}.w1"], wanted)
+
+
+def test_a_model_of_fewer_experts_passes(tmp_path: Path) -> None:
+    """It asks for what it has by name; what it does not ask for is in the report."""
+    renamed_experts(tmp_path)
+    passes_load(tmp_path, World(1), lambda rank: {f"experts.{i}.w1": expert(i) for i in range(4)})
+
+
+# The same scenes that one declaration saves and loads.
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=str)
+def test_passes_through_one_declaration(tmp_path: Path, scene: Scene) -> None:
+    with without_warning():
+        report = check_world(scene)
+        WORLD.save(tmp_path, scene.state, lambda rank: Placements(scene.rules(rank)).save_planner())
+        loaded = WORLD.load(
+            tmp_path,
+            lambda rank: blank(scene.state(rank)),
+            lambda rank: Placements(scene.rules(rank)).load_planner(),
+        )
+    assert report.warnings == ()
+    for rank in range(4):
+        assert_same(loaded[rank], scene.state(rank))
+
+
+def check_world(scene: Scene) -> SaveReport:
+    """Return the report of the pre-flight of all ranks."""
+    planner = WORLD.check(scene.state, lambda rank: Placements(scene.rules(rank)).save_planner())
+    return planner.report  # type: ignore[attr-defined, no-any-return]
 
 
 # Objects that are equal on all ranks, however they came about.
