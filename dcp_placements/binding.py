@@ -7,7 +7,7 @@ the model-parallel part: that holds whatever position its axis has in the checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,8 @@ class Own:
 class Binding:
     """A tensor bound to its place in the checkpoint's tensor.
 
+    Bindings that are equal are one in every table; what they hash to is worked out once.
+
     Attributes:
         sharding: How the whole tensor is cut over all the axes that either source knows.
         axes: Those axes seen from this rank, in the order of ``sharding.axis_sizes``.
@@ -75,7 +77,19 @@ class Binding:
     axes: tuple[Axis, ...]
     layout: Layout
     is_uniform: bool
-    homes: tuple[tuple[Any, int], ...] = field(default=(), compare=False, repr=False)
+    homes: tuple[tuple[Any, int], ...] = field(default=(), repr=False)
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.sharding, self.layout, self.axes)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Names hash to something else in another process.
+        said = self.sharding, self.axes, self.layout, self.is_uniform, self.homes
+        return Binding, said
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -88,15 +102,10 @@ class Binding:
         return self.sharding.global_shape
 
 
-AxesOf = Callable[..., tuple[Axis, ...] | None]
-"""``mesh_axes``, or what remembers its answers."""
-
-
 def bind(
     own: Own,
     local_shape: tuple[int, ...],
     placement: CheckpointPlacement | None,
-    axes_of: AxesOf = mesh_axes,
 ) -> Binding | None:
     """Return where a local tensor lies in the checkpoint, or None on a rank that holds no part.
 
@@ -104,17 +113,16 @@ def bind(
         own: What the tensor says of itself.
         local_shape: The shape that this rank really holds.
         placement: What the rule says; None keeps the tensor's own mesh and placements.
-        axes_of: ``MeshAxes()`` where many tensors are bound.
 
     Raises:
         BindError: The two contradict each other, or do not yield ``local_shape``.
     """
     meshes = [own.mesh, None if placement is None else placement.mesh]
     unnamed = any(mesh is not None and mesh.mesh_dim_names is None for mesh in meshes)
-    own_axes = () if own.mesh is None else axes_of(own.mesh, with_ranks=unnamed)
+    own_axes = () if own.mesh is None else mesh_axes(own.mesh, with_ranks=unnamed)
     if own_axes is None:
         return None
-    rule_axes = _rule_axes(placement, axes_of, with_ranks=unnamed)
+    rule_axes = _rule_axes(placement, with_ranks=unnamed)
     ndim = len(own.shape)
     own_cuts = _own_cuts(own, own_axes, ndim)
     rule_cuts, replaced = _rule_cuts(placement, rule_axes, own_axes, own_cuts, ndim)
@@ -170,12 +178,10 @@ def fault_of(error: BindError, fqn: str, rank: int, rule: str | None) -> Fault:
     return Fault(fqn, f"rank {rank} {error.headline}", details)
 
 
-def _rule_axes(
-    placement: CheckpointPlacement | None, axes_of: AxesOf, *, with_ranks: bool
-) -> tuple[Axis, ...]:
+def _rule_axes(placement: CheckpointPlacement | None, *, with_ranks: bool) -> tuple[Axis, ...]:
     if placement is None:
         return ()
-    axes = axes_of(placement.mesh, with_ranks=with_ranks)
+    axes = mesh_axes(placement.mesh, with_ranks=with_ranks)
     if axes is None:
         raise BindError(
             f"is not part of the rule's mesh {format_mesh(placement.mesh)}",

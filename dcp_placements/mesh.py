@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,22 +139,48 @@ def mesh_axes(mesh: Mesh, *, with_ranks: bool = False) -> tuple[Axis, ...] | Non
     return tuple(axes)
 
 
-class MeshAxes:
-    """The axes of meshes, each worked out once, as ``mesh_axes`` does.
+def mesh_state(mesh: Mesh) -> Hashable:
+    """Return what a mesh is told apart by: names, sizes, this rank's position, and its ranks.
 
-    It keeps the meshes, so that no other one can take the place of one in memory: to be let go of
-    with the work that it is for.
+    A mesh that says itself what it equals, as a ``DeviceMesh`` does, stands for its ranks; of any
+    other one the ranks are listed, where it knows them.
+    """
+    kind = type(mesh)
+    ranks: Hashable = None
+    if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
+        ranks = mesh
+    else:
+        listed = getattr(mesh, "mesh", None)
+        if listed is not None:
+            ranks = tuple(listed.flatten().tolist())
+    coordinate = mesh.get_coordinate()
+    return (
+        None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names),
+        tuple(mesh.shape),
+        None if coordinate is None else tuple(coordinate),
+        ranks,
+    )
+
+
+class MeshNumbers:
+    """Numbers meshes, of one piece of work: equal ones have one number, whichever objects they are.
+
+    The few that were asked about last are known again at once, since nearly all tensors of a state
+    dict are on two or three meshes.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bool], tuple[Mesh, tuple[Axis, ...] | None]] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._lately: list[tuple[Mesh, int]] = []
 
-    def __call__(self, mesh: Mesh, *, with_ranks: bool = False) -> tuple[Axis, ...] | None:
-        """Return the axes of ``mesh`` from this rank, or None where it is no part of the mesh."""
-        key = id(mesh), with_ranks
-        if key not in self._known:
-            self._known[key] = mesh, mesh_axes(mesh, with_ranks=with_ranks)
-        return self._known[key][1]
+    def __call__(self, mesh: Mesh) -> int:
+        """Return the number of a mesh."""
+        for known, number in self._lately:
+            if known is mesh:
+                return number
+        number = self._numbers.setdefault(mesh_state(mesh), len(self._numbers))
+        self._lately = [(mesh, number), *self._lately[:3]]
+        return number
 
 
 def format_mesh(mesh: Mesh) -> str:

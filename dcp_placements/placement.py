@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.mesh import Mesh, format_mesh
+from dcp_placements.mesh import Mesh, format_mesh, mesh_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,13 @@ class IndexShard:
             raise PlacementError(f"IndexShard takes rows from 0 up, not {min(self.indices)}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CheckpointPlacement:
     """Where a tensor lies in the checkpoint: a mesh, and one placement per axis of it.
 
     ``CheckpointPlacement(mesh, {"ep": Shard(0)})`` says: what this rank holds under that name is
     its ``ep`` part of the checkpoint's tensor, and the other axes of ``mesh`` hold replicas, as far
-    as the tensor's own DTensor says nothing else.
+    as the tensor's own DTensor says nothing else. Two that say the same are equal.
 
     Args:
         mesh: A ``DeviceMesh``, or anything with ``shape``, ``mesh_dim_names``,
@@ -118,6 +118,29 @@ class CheckpointPlacement:
         object.__setattr__(self, "global_shape", _shape("global_shape", global_shape))
         object.__setattr__(self, "padded_shape", _shape("padded_shape", padded_shape))
         self._check_shapes()
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, CheckpointPlacement):
+            return NotImplemented
+        if self._said() != other._said():
+            return False
+        return self.mesh is other.mesh or mesh_state(self.mesh) == mesh_state(other.mesh)
+
+    def __hash__(self) -> int:
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            # Asked for each tensor of a state dict, and the rows of an IndexShard may be many.
+            found = hash((tuple(self.mesh.shape), self._said()))
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    def _said(self) -> tuple[Any, ...]:
+        return self.placements, self.global_shape, self.padded_shape
 
     def _check_shapes(self) -> None:
         if self.padded_shape is not None:

@@ -17,7 +17,7 @@ from dcp_placements.binding import BindError, Binding, Own, bind, fault_of
 from dcp_placements.errors import Fault
 from dcp_placements.interop import DTensor, dtensor_facts, has_hooks, is_dtensor_like
 from dcp_placements.layout import Chunk
-from dcp_placements.mesh import MeshAxes
+from dcp_placements.mesh import MeshNumbers
 from dcp_placements.naming import Rename
 from dcp_placements.optimizer_state import (
     counted_fault,
@@ -117,7 +117,7 @@ class Placer:
         self.placing = Placing()
         # Most tensors lie like another one: keyed by all that a binding is worked out from.
         self._bound: dict[Any, tuple[Binding, tuple[Chunk, ...]] | None] = {}
-        self._axes_of = MeshAxes()
+        self._mesh_number = MeshNumbers()
         self._dtensor_kinds: dict[type, bool] = {}
         self._names: dict[str, str] = {}
 
@@ -128,7 +128,8 @@ class Placer:
         if dtensor and self.rules is None and kind is DTensor:
             # The common case in place: of thousands of tensors a call more would be felt.
             local, mesh, placements, whole = dtensor_facts(value)
-            found = self._bound.get((whole, local.shape, id(mesh), placements, _NO_RULE))
+            key = (whole, local.shape, self._mesh_number(mesh), placements, None)
+            found = self._bound.get(key)
             if found is not None and type(local) is torch.Tensor:
                 self.placing.placed[fqn] = Placed(fqn, local, found[0], found[1], None, mesh)
                 return
@@ -150,10 +151,10 @@ class Placer:
                 self._bind_dtensor(fqn, value, placement, rule)
             elif placement is not None:
                 shape = tuple(value.shape)
-                key = (shape, id(placement))
-                if key not in self._bound:
-                    self._bind(Own(shape), shape, placement, key)
-                self._place(fqn, value, self._bound[key], rule)
+                plain = (shape, placement)
+                if plain not in self._bound:
+                    self._bind(Own(shape), shape, placement, plain)
+                self._place(fqn, value, self._bound[plain], rule)
         except BindError as error:
             self._fault(error, fqn)
 
@@ -260,7 +261,7 @@ class Placer:
         self, fqn: str, value: Any, placement: CheckpointPlacement | None, rule: str | None
     ) -> None:
         local, mesh, placements, shape = dtensor_facts(value)
-        key = (shape, local.shape, id(mesh), placements, id(placement))
+        key = (shape, local.shape, self._mesh_number(mesh), placements, placement)
         found = self._bound.get(key, _UNBOUND)
         if found is _UNBOUND:
             own = Own(tuple(shape), mesh, placements)
@@ -274,7 +275,7 @@ class Placer:
         placement: CheckpointPlacement | None,
         key: Any,
     ) -> tuple[Binding, tuple[Chunk, ...]] | None:
-        binding = bind(own, local_shape, placement, self._axes_of)
+        binding = bind(own, local_shape, placement)
         found = self._bound[key] = None if binding is None else (binding, binding.layout.chunks())
         return found
 
@@ -328,7 +329,6 @@ def counted_faults(
 
 
 _UNBOUND: Any = object()
-_NO_RULE = id(None)
 
 
 def _lies_alike(one: Placed | None, other: Placed | None) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dcp_placements.errors import PlacementError
+from dcp_placements.mesh import mesh_state
 from dcp_placements.placement import CheckpointPlacement
 
 Rules = Callable[[str, Any], CheckpointPlacement | None]
@@ -83,7 +84,8 @@ class PlacementRules:
     def meshes(self) -> list[Any]:
         """The meshes that the rules name, each once."""
         placements = [placement for _, _, placement in self._rules if placement is not None]
-        return list({id(placement.mesh): placement.mesh for placement in placements}.values())
+        meshes = {mesh_state(placement.mesh): placement.mesh for placement in placements}
+        return list(meshes.values())
 
     @property
     def patterns(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcp_placements import MeshCoordinate, PlacementError
-from dcp_placements.mesh import Axis, MeshAxes, format_mesh, mesh_axes
+from dcp_placements.mesh import Axis, format_mesh, mesh_axes
 from fakes import FakeMesh
 
 
@@ -86,13 +86,3 @@ def test_axes_are_one_by_name_and_without_names_by_ranks(
 
 def test_a_mesh_without_names_is_told_by_axis_number() -> None:
     assert format_mesh(FakeMesh((2, 3), rank=0)) == "(axis0=2, axis1=3)"
-
-
-def test_the_axes_of_a_mesh_are_worked_out_once() -> None:
-    axes_of = MeshAxes()
-    for rank in (1, 4):
-        mesh = FakeMesh((2, 3), ("ep", "edp"), rank=rank)
-        for with_ranks in (False, True):
-            told = axes_of(mesh, with_ranks=with_ranks)
-            assert told == mesh_axes(mesh, with_ranks=with_ranks)
-            assert axes_of(mesh, with_ranks=with_ranks) is told

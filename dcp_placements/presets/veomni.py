@@ -49,7 +49,7 @@ def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = No
             "    likely:      ParallelPlan.apply has not run, or this is a wrapper of the model\n"
             "    way out:     the model itself, or its map of FQN to SpecInfo"
         )
-    made: dict[Any, CheckpointPlacement] = {}
+    known: dict[CheckpointPlacement, CheckpointPlacement] = {}
     placements: dict[str, CheckpointPlacement | None] = {}
     for fqn, spec in specs.items():
         own = spec.para_fsdp_mesh if mesh is None else mesh
@@ -57,10 +57,8 @@ def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = No
             placements[fqn] = None
             continue
         axis_sizes(own, spec.para_name)
-        key = (id(own), spec.para_name, spec.placement.dim)
-        if key not in made:
-            made[key] = CheckpointPlacement(own, {spec.para_name: spec.placement})
-        placements[fqn] = made[key]
+        made = CheckpointPlacement(own, {spec.para_name: spec.placement})
+        placements[fqn] = known.setdefault(made, made)
     return Placements(RawState(rules_of(placements)))
 
 
