@@ -123,7 +123,10 @@ class Table:
         pickler = pickle.Pickler(buffer, protocol=5)
         # References are not memoised: whether two equal values are one object differs by rank.
         pickler.fast = True
-        pickler.dump((*self._kinds(), "\n".join(self.fqns), *self._columns()))
+        keys: Any = "\n".join(self.fqns)
+        if keys.count("\n") != len(self.fqns) - 1:  # one of them has a line break itself
+            keys = self.fqns
+        pickler.dump((*self._kinds(), keys, *self._columns()))
         return buffer.getvalue()
 
     def compressed(self) -> bytes:

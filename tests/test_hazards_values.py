@@ -16,13 +16,12 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
-    PlacementLoadPlanner,
-    PlacementRules,
-    PlacementSavePlanner,
 )
+from dcp_placements.keys import packed_keys, unpacked_keys
 from dcp_placements.mesh import MeshNumbers
 from dcp_placements.placing import place
-from fakes import FakeDTensor, FakeMesh, World
+from dcp_placements.table import Table, table_id
+from fakes import FakeMesh, World
 
 WORLD = World(4)
 
@@ -89,3 +88,70 @@ def test_m32_meshes_sliced_anew_are_one_mesh() -> None:
     for rank in range(8):  # more than it knows at once
         number(FakeMesh((8,), ("dp",), rank=rank))
     assert [number(mesh) for mesh in meshes] == told
+
+
+# M37: keys of any text.
+
+ODD_KEYS = (
+    *("a\nb", "c", "a", "b\nc", "\n", "a\n", "", "w.\0", "a\rb", "a\u2028b", "é.ü", "名.重み"),
+    *("cut \udc80 off", "w.007", "w.12345678901234567890", "0", ".", "w..x", "x" * 5000),
+)
+
+
+def odd(key: str) -> torch.Tensor:
+    """Return what a key holds in these tests."""
+    return arange(2, 3, start=100 * (1 + ODD_KEYS.index(key)))
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        [("a\nb", "c"), ("a", "b\nc")],
+        [("\n", "a"), ("", "a\n")],
+        [ODD_KEYS[:6], ODD_KEYS[6:]],
+        [ODD_KEYS, ODD_KEYS],
+    ],
+    ids=["joined-alike", "empty-parts", "halves", "replicas"],
+)
+@pytest.mark.parametrize("digests", ["sampled", "full", "off"])
+def test_m37_ranks_keep_keys_with_line_breaks_apart(
+    tmp_path: Path, split: list[tuple[str, ...]], digests: str
+) -> None:
+    """What joins keys must not make two ranks' keys one list."""
+    world = World(2)
+
+    def state(rank: int) -> dict[str, Any]:
+        return {key: odd(key) for key in split[rank]}
+
+    save(world, tmp_path, state, digests=digests)
+    assert_holds(tmp_path, {key: odd(key) for key in {*split[0], *split[1]}})
+    verify = "digests" if digests == "full" else "off"
+    loaded, _ = load(world, tmp_path, lambda rank: blank(state(rank)), verify=verify)
+    for rank, found in enumerate(loaded):
+        assert_same(found, state(rank))
+
+
+def test_m37_objects_under_odd_keys_are_kept(tmp_path: Path) -> None:
+    world = World(2)
+    keys = [("a\nb", "c"), ("a", "b\nc")]
+
+    def state(rank: int) -> dict[str, Any]:
+        return {key: [key, 1.5] for key in keys[rank]}
+
+    save(world, tmp_path, state)
+    loaded, _ = load(world, tmp_path, lambda rank: dict.fromkeys(keys[rank], 0))
+    assert loaded == [state(0), state(1)]
+
+
+@pytest.mark.parametrize("keys", [(), *((key,) for key in ODD_KEYS), ODD_KEYS, ODD_KEYS * 3])
+def test_m37_packed_keys_come_back(keys: tuple[str, ...]) -> None:
+    assert unpacked_keys(packed_keys(keys)) == list(keys)
+
+
+def test_m37_tables_of_other_keys_have_other_names() -> None:
+    def named(*keys: str) -> bytes:
+        return table_id(Table(fqns=list(keys), class_of=[0] * len(keys)).packed())
+
+    lists = [("a\nb", "c"), ("a", "b\nc"), ("a", "b", "c"), ("a\nb\nc",), ("",), ("", "")]
+    lists += [("a\0b",), ("a", "\0b"), ("\n",), ("\udc80",), ("?",)]
+    assert len({named(*keys) for keys in lists}) == len(lists)
