@@ -7,7 +7,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +193,7 @@ class Placer:
                 self.placing.faults = [fault for fault in self.placing.faults if fault.fqn != fqn]
 
     def check_aliases(self, state_dict: Mapping[str, Any]) -> None:
-        """Note two names of one storage that lie differently."""
+        """Note two names of one view of a storage that lie differently."""
         if _all_differ(self.placing.placed, state_dict):
             return
         seen: dict[Any, str] = {}
@@ -207,12 +207,12 @@ class Placer:
             pointer = _data_ptr(tensor)
             if not pointer:
                 continue
-            # Nearly always the only one there: its shape is looked at when a second comes.
+            # Nearly always the only one there: its view is looked at when a second comes.
             name, there = at.setdefault(pointer, (fqn, tensor))
             if name == fqn:
                 continue
-            seen.setdefault((pointer, there.shape), name)
-            first = seen.setdefault((pointer, tensor.shape), fqn)
+            seen.setdefault((pointer, _view_of(there)), name)
+            first = seen.setdefault((pointer, _view_of(tensor)), fqn)
             if first == fqn or not tensor.numel():
                 continue
             other = self.placing.placed.get(first)
@@ -360,6 +360,16 @@ def _all_differ(placed: Mapping[str, Placed], state_dict: Mapping[str, Any]) -> 
     except RuntimeError:  # wrapper subclasses and fake tensors have no memory
         return False
     return len(set(pointers)) == len(pointers)
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Return which elements from its first on a tensor has, and in which order.
+
+    A tensor and its transpose, or the half of its columns, are other views of one storage.
+    """
+    strides: Sequence[int] = tensor.stride() if tensor.layout is torch.strided else tensor.shape
+    dims = zip(tensor.shape, strides, strict=True)
+    return tuple([(size, 0 if size == 1 else stride) for size, stride in dims])
 
 
 def _data_ptr(tensor: torch.Tensor) -> int:

@@ -11,12 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_scenes import arange, assert_holds, assert_same, blank, load, save
+from hazard_scenes import (
+    arange,
+    assert_holds,
+    assert_same,
+    blank,
+    load,
+    refused_save,
+    save,
+    without_warning,
+)
 from torch.distributed.tensor import Shard
 
-from dcp_placements import (
-    CheckpointPlacement,
-)
+from dcp_placements import CheckpointPlacement, PlacementRules
 from dcp_placements.keys import packed_keys, unpacked_keys
 from dcp_placements.mesh import MeshNumbers
 from dcp_placements.placing import place
@@ -155,3 +162,87 @@ def test_m37_tables_of_other_keys_have_other_names() -> None:
     lists = [("a\nb", "c"), ("a", "b\nc"), ("a", "b", "c"), ("a\nb\nc",), ("",), ("", "")]
     lists += [("a\0b",), ("a", "\0b"), ("\n",), ("\udc80",), ("?",)]
     assert len({named(*keys) for keys in lists}) == len(lists)
+
+
+# M42: several views of one storage.
+
+
+def one_rule_each(rank: int) -> PlacementRules:
+    """Return rules that cut ``w`` by rows and ``v`` by columns."""
+    mesh = FakeMesh((2, 2), ("ep", "fsdp"), rank=rank)
+    rows, columns = (CheckpointPlacement(mesh, {"ep": Shard(dim)}) for dim in (0, 1))
+    return PlacementRules({"w": rows, "v": columns})
+
+
+@pytest.mark.parametrize("order", [("w", "v"), ("v", "w")])
+def test_m42_a_tensor_and_its_transpose_take_a_rule_each(
+    tmp_path: Path, order: tuple[str, str]
+) -> None:
+    whole = arange(6, 3)
+
+    def state(rank: int) -> dict[str, Any]:
+        part = whole.chunk(2)[rank // 2].clone()
+        views = {"w": part, "v": part.t()}
+        return {name: views[name] for name in order}
+
+    with without_warning():
+        save(WORLD, tmp_path, state, one_rule_each)
+    assert_holds(tmp_path, {"w": whole, "v": whole.t().contiguous()})
+
+    templates = [blank(state(rank)) for rank in range(4)]
+    loaded, _ = load(WORLD, tmp_path, lambda rank: templates[rank], one_rule_each)
+    for rank, found in enumerate(loaded):
+        assert_same(found, state(rank))
+
+
+def test_m42_slices_and_flat_views_of_one_storage_take_a_rule_each(tmp_path: Path) -> None:
+    """The left half of a part is as large as its transpose, and begins where all of it does."""
+    whole = arange(4, 2)
+
+    def state(rank: int) -> dict[str, Any]:
+        wide = torch.cat([whole.chunk(2)[rank // 2], torch.zeros(2, 2)], dim=1)
+        return {"wide": wide, "w": wide[:, :2], "v": wide[:, :2].t(), "rest": wide[:, 2:]}
+
+    def rules(rank: int) -> PlacementRules:
+        mesh = FakeMesh((2, 2), ("ep", "fsdp"), rank=rank)
+        rows, columns = (CheckpointPlacement(mesh, {"ep": Shard(dim)}) for dim in (0, 1))
+        return PlacementRules({"w": rows, "v": columns, "wide": rows, "rest": rows})
+
+    with without_warning():
+        save(WORLD, tmp_path, state, rules)
+    rest = torch.zeros(4, 2)
+    wide = torch.cat([whole, rest], dim=1)
+    views = {"w": whole, "v": whole.t().contiguous(), "wide": wide, "rest": rest}
+    assert_holds(tmp_path, views)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda part: part,
+        lambda part: part.view(3, 3),
+        lambda part: part.t().t(),
+        lambda part: part.detach(),
+        lambda part: part.as_strided((3, 3), (3, 1)),
+    ],
+)
+def test_m42_one_view_under_two_names_that_lie_differently_is_refused(
+    tmp_path: Path, view: Any
+) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        part = arange(3, 3, start=9 * (rank // 2))
+        return {"w": part, "v": view(part)}
+
+    with refused_save(tmp_path) as refusal:
+        save(WORLD, tmp_path, state, one_rule_each)
+    refusal.says("in one storage with", "lie differently", "'w'", "'v'", "name both in the rules")
+
+
+def test_m42_strides_of_dims_of_one_element_make_no_other_view(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        part = arange(1, 4, start=4 * (rank // 2))
+        return {"w": part, "v": part.as_strided((1, 4), (9, 1))}
+
+    with refused_save(tmp_path) as refusal:
+        save(WORLD, tmp_path, state, one_rule_each)
+    refusal.says("in one storage with")
