@@ -48,7 +48,7 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if plain and tensor.is_cpu and tensor.is_contiguous():
             nbytes = tensor.nbytes
-            if 0 < nbytes <= SAMPLE_NBYTES:
+            if 0 < nbytes <= SAMPLE_NBYTES and not _is_lazy(tensor):
                 kind = chars.get(nbytes)
                 if kind is None:
                     kind = chars[nbytes] = ctypes.c_char * nbytes
@@ -74,8 +74,7 @@ def full_digest(tensor: torch.Tensor) -> bytes | None:
     if not _readable(tensor):
         return None
     hasher = xxhash.xxh3_128()
-    # A conjugate view is another tensor than its memory.
-    for slab in _slabs(tensor.detach().resolve_conj().resolve_neg()):
+    for slab in _slabs(_resolved(tensor.detach())):
         hasher.update(_memory(slab))
     return hasher.digest()
 
@@ -131,7 +130,7 @@ def _readable(tensor: torch.Tensor) -> bool:
 
 
 def _sampled_on_host(tensor: torch.Tensor) -> bytes:
-    if not tensor.is_contiguous():
+    if not tensor.is_contiguous() or _is_lazy(tensor):
         return _digest_64(_sample(tensor))
     nbytes = tensor.nbytes
     pointer = tensor.data_ptr()
@@ -159,7 +158,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sampled elements as bytes on the tensor's device; the same as on the host."""
     tensor = tensor.detach()
     if tensor.nbytes <= SAMPLE_NBYTES:
-        return tensor.reshape(-1).contiguous().view(torch.uint8)
+        return _resolved(tensor).reshape(-1).contiguous().view(torch.uint8)
     block = SAMPLE_BLOCK_NBYTES // tensor.itemsize
     starts = torch.tensor(_block_starts(tensor.numel(), tensor.itemsize), device=tensor.device)
     flat = (starts[:, None] + torch.arange(block, device=tensor.device)).reshape(-1)
@@ -167,7 +166,17 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
         picked = tensor.view(-1)[flat]
     else:
         picked = tensor[torch.unravel_index(flat, tensor.shape)]
-    return picked.view(torch.uint8)
+    return _resolved(picked).view(torch.uint8)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether what is in memory is conjugated or negated when it is read."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory is its values."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _slabs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hazard_scenes import (
     arange,
     assert_holds,
@@ -18,12 +19,20 @@ from hazard_scenes import (
     blank,
     load,
     refused_save,
+    same_bits,
     save,
     without_warning,
 )
 from torch.distributed.tensor import Shard
 
-from dcp_placements import CheckpointPlacement, PlacementRules
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+)
 from dcp_placements.keys import packed_keys, unpacked_keys
 from dcp_placements.mesh import MeshNumbers
 from dcp_placements.placing import place
@@ -246,3 +255,117 @@ def test_m42_strides_of_dims_of_one_element_make_no_other_view(tmp_path: Path) -
     with refused_save(tmp_path) as refusal:
         save(WORLD, tmp_path, state, one_rule_each)
     refusal.says("in one storage with")
+
+
+# M41: views that are conjugated or negated when they are read.
+
+
+def complex_whole(n: int, start: int = 1) -> torch.Tensor:
+    """Return an ``(n, 3)`` tensor whose parts all differ and none of which is 0."""
+    real = arange(n, 3, start=start)
+    return torch.complex(real, -2 * real - 1)
+
+
+LAZY: dict[str, Any] = {
+    "conj": lambda n, start: complex_whole(n, start).conj(),
+    "conj of a transpose": lambda n, start: complex_whole(3, start).t().conj(),
+    "conj of a slice": lambda n, start: complex_whole(n + 1, start).conj()[1:],
+    "neg": lambda n, start: complex_whole(n, start).conj().imag,
+    "neg of a contiguous one": lambda n, start: torch._neg_view(arange(n, 3, start=start)),
+    "neg of a conj": lambda n, start: torch._neg_view(complex_whole(n, start).conj()),
+    "conj scalar": lambda n, start: complex_whole(1, start)[0, 0].conj(),
+    "neg scalar": lambda n, start: torch._neg_view(torch.tensor(float(start))),
+}
+"""Lazy views, by how they come about: of ``n`` rows and a first value."""
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of its own with the values of a lazy view."""
+    return tensor.resolve_conj().resolve_neg().clone()
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the memory of a lazy view, which is other values."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return (torch._neg_view(tensor) if tensor.is_neg() else tensor).clone()
+
+
+@pytest.mark.parametrize("digests", ["sampled", "full"])
+@pytest.mark.parametrize("rows", [2, 3000], ids=["small", "large"])
+@pytest.mark.parametrize("kind", LAZY)
+def test_m41_a_lazy_view_and_its_values_are_replicas(
+    tmp_path: Path, kind: str, rows: int, digests: str
+) -> None:
+    world = World(2)
+    view = LAZY[kind](rows, 1)
+    assert view.is_conj() or view.is_neg()
+    assert not torch.equal(raw(view), resolved(view))
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"w": LAZY[kind](rows, 1) if rank else resolved(view), "v": LAZY[kind](rows, 1)}
+
+    with without_warning():
+        save(world, tmp_path, state, digests=digests)
+    assert_holds(tmp_path, {"w": resolved(view), "v": resolved(view)})
+
+    templates = [
+        {key: LAZY[kind](rows, 70) if rank else blank(resolved(view)) for key in ("w", "v")}
+        for rank in range(2)
+    ]
+    verify = "digests" if digests == "full" else "off"
+    loaded, _ = load(world, tmp_path, lambda rank: templates[rank], verify=verify)
+    for found in loaded:
+        for tensor in found.values():
+            assert same_bits(resolved(tensor), resolved(view))
+    assert loaded[1]["w"].is_conj() or loaded[1]["w"].is_neg()
+
+
+@pytest.mark.parametrize("digests", ["sampled", "full"])
+@pytest.mark.parametrize("rows", [2, 3000], ids=["small", "large"])
+@pytest.mark.parametrize("kind", LAZY)
+def test_m41_a_lazy_view_and_its_memory_are_no_replicas(
+    tmp_path: Path, kind: str, rows: int, digests: str
+) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        view = LAZY[kind](rows, 1)
+        return {"w": view if rank else raw(view)}
+
+    with refused_save(tmp_path) as refusal:
+        save(World(2), tmp_path, state, digests=digests)
+    refusal.says("w: 2 different contents on 2 ranks")
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_m41_what_torchs_planner_writes_of_a_lazy_view_is_read_into_another(
+    tmp_path: Path, kind: str
+) -> None:
+    view = LAZY[kind](5, 1)
+    dcp.save({"w": view}, checkpoint_id=tmp_path, planner=dcp.DefaultSavePlanner(), no_dist=True)
+    for reader in (dcp.FileSystemReader(tmp_path), PlacementFileSystemReader(tmp_path)):
+        found = {"w": LAZY[kind](5, 70)}
+        dcp.load(found, storage_reader=reader, planner=PlacementLoadPlanner(), no_dist=True)
+        assert same_bits(resolved(found["w"]), resolved(view))
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_m41_what_our_writer_writes_of_a_lazy_view_is_read_by_torch(
+    tmp_path: Path, kind: str
+) -> None:
+    view = LAZY[kind](5, 1)
+    planner = PlacementSavePlanner()
+    dcp.save(
+        {"w": view},
+        storage_writer=PlacementFileSystemWriter(tmp_path),
+        planner=planner,
+        no_dist=True,
+    )
+    assert_holds(tmp_path, {"w": resolved(view)})
+    found = {"w": LAZY[kind](5, 70)}
+    dcp.load(
+        found,
+        storage_reader=PlacementFileSystemReader(tmp_path),
+        planner=PlacementLoadPlanner(),
+        no_dist=True,
+    )
+    assert same_bits(resolved(found["w"]), resolved(view))
