@@ -146,7 +146,7 @@ def mesh_state(mesh: Mesh) -> Hashable:
     other one the ranks are listed, where it knows them.
     """
     kind = type(mesh)
-    ranks: Hashable = None
+    ranks: Any = None
     if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
         ranks = mesh
     else:
