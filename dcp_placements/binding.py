@@ -8,7 +8,7 @@ the model-parallel part: that holds whatever position its axis has in the checkp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcp_placements.errors import Fault
@@ -18,10 +18,10 @@ from dcp_placements.placement import (
     CheckpointPlacement,
     FusedShard,
     IndexShard,
+    cut_of,
     format_placement,
     format_placements,
     shard_dim,
-    shard_parts,
     shards,
 )
 
@@ -139,8 +139,7 @@ def bind(
             homes.append((own.mesh, i))
     cuts: list[Cut | Pick] = list(rule_cuts)
     cuts += [
-        Cut(cut.dim, own_position[cut.axis], cut.parts, cut.interleaved)
-        for cut in _without(own_cuts, replaced, own_axes)
+        replace(cut, axis=own_position[cut.axis]) for cut in _without(own_cuts, replaced, own_axes)
     ]
 
     product = list(own.shape)
@@ -200,8 +199,7 @@ def _own_cuts(own: Own, axes: Sequence[Axis], ndim: int) -> list[Cut]:
                 "way out:     redistribute it to Replicate or Shard before saving",
             )
         if shards(placement):
-            parts, interleaved = shard_parts(placement)
-            cuts.append(Cut(shard_dim(placement, ndim), i, parts, interleaved))
+            cuts.append(cut_of(placement, ndim, i))
     return cuts
 
 
@@ -256,9 +254,8 @@ def _rule_cuts(
                 )
             cuts.append(Pick(dim, entry.indices, j))
             continue
-        parts, interleaved = shard_parts(entry)
         if own_cut is None:
-            cuts.append(Cut(dim, j, parts, interleaved))
+            cuts.append(cut_of(entry, ndim, j))
             continue
         if own_cut.dim != dim and axis.size > 1:
             raise BindError(
@@ -268,7 +265,7 @@ def _rule_cuts(
             )
         if isinstance(entry, FusedShard) and own_cut.dim == dim:
             assert same is not None
-            cuts.append(Cut(dim, j, parts, interleaved))
+            cuts.append(cut_of(entry, ndim, j))
             replaced.add(same)
     return cuts, replaced
 
@@ -289,7 +286,7 @@ def _without(own_cuts: Sequence[Cut], replaced: set[int], axes: Sequence[Axis]) 
                 size = axes[other.axis].size
                 if isinstance(parts, int) and parts % size == 0:
                     parts //= size
-        kept.append(Cut(cut.dim, cut.axis, parts, cut.interleaved))
+        kept.append(replace(cut, parts=parts, strided=cut.strided and parts != 1))
     return kept
 
 

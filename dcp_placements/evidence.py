@@ -12,7 +12,7 @@ import numpy as np
 from dcp_placements.digests import SAMPLED_NBYTES
 from dcp_placements.errors import Fault
 from dcp_placements.interop import WriteItem
-from dcp_placements.renaming import Numbered
+from dcp_placements.renaming import Numbered, Step
 from dcp_placements.table import Table, unpacked
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -68,6 +68,7 @@ class Story:
         stateless: Parameters without optimizer state where others have it.
         notes: What is let pass here but ought to be known.
         numbered: What its rename says of numbers of experts and layers.
+        renames: What the checkpoint is to keep of its rename.
     """
 
     matched: Mapping[str, int] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class Story:
     stateless: tuple[str, ...] = ()
     notes: tuple[Fault, ...] = ()
     numbered: tuple[Numbered, ...] = ()
+    renames: tuple[Step, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Story, _values(self)

@@ -71,12 +71,15 @@ class Cut:
         parts: What is being cut joins several logical tensors, each cut on its own: their number
             (``torch.chunk`` of what is being cut) or their sizes. 1 is a plain shard.
         interleaved: The parts alternate row by row instead of lying end to end.
+        strided: The parts are those that cuts after this one make (torch's ``_StridedShard``), and
+            no tensors of their own. The layout is the same.
     """
 
     dim: int
     axis: int
     parts: int | tuple[int, ...] = 1
     interleaved: bool = False
+    strided: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout import Cut
 from dcp_placements.mesh import Axis
 from dcp_placements.placing import Placed
+from dcp_placements.rules import compile_pattern
 
 # Projections that join several in one tensor; Megatron's linear_qkv and Megatron Lite's qkv.linear
 # are not among them, since they are laid out per query group and may be cut plainly.
@@ -53,6 +54,18 @@ def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
             judged[key] = list(_findings(tensor, fused, expert))
         for headline, details in judged[key]:
             yield Fault(tensor.fqn, headline, details)
+
+
+def unwaived(
+    placed: Iterable[Placed], waived: Iterable[str], *, renamed: bool = False
+) -> list[Fault]:
+    """Return the findings at keys that no pattern in ``waived`` names."""
+    patterns = [compile_pattern(pattern) for pattern in waived]
+    return [
+        note
+        for note in lint(placed, renamed=renamed)
+        if not any(pattern.search(f".{note.fqn}") for pattern in patterns)
+    ]
 
 
 def _findings(placed: Placed, fused: bool, expert: bool) -> Iterator[tuple[str, tuple[str, ...]]]:

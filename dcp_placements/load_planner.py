@@ -6,7 +6,7 @@ import dataclasses
 import io
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,15 +35,17 @@ from dcp_placements.interop import (
 from dcp_placements.items import LazyItems
 from dcp_placements.layout import Box
 from dcp_placements.live import fleeting_faults, live_faults
+from dcp_placements.load_checks import LoadChecks, check_load
+from dcp_placements.load_message import LoadMessage, family_faults, unmatched_patterns
 from dcp_placements.naming import Path, Rename, rename_keys
-from dcp_placements.options import check_choice, check_rename, check_rules
+from dcp_placements.options import check_choice, check_rename, check_rules, check_waivers
 from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.provenance import stored, stored_digest
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.request import Policy, Request
-from dcp_placements.rules import Rules, compile_pattern
-from dcp_placements.shares import Verdict, verdicts
+from dcp_placements.rules import Rules, compile_pattern, expected_patterns
+from dcp_placements.shares import Claims, Verdict, verdicts
 from dcp_placements.stacking import unfold
 from dcp_placements.tiling import format_box
 
@@ -70,6 +72,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             ``"warn"`` or ``"allow"``. Float into int is an error whatever is said here.
         verify: ``"digests"`` compares every chunk that is read whole with its stored digest, and
             refuses a checkpoint without digests; ``"off"`` does not look.
+        waive: ``{pattern: reason}`` of keys whose lint warnings, or whose differences from how they
+            were saved, are known to be right.
         live: The model (or an iterable of tensors) that the load is for. Tensors of the state
             dict that are no part of its storage are refused, unless they are optimizer state:
             what is read into a copy never reaches the model.
@@ -98,6 +102,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         optional: Iterable[str] = (),
         cast: str = "warn",
         verify: str = "off",
+        waive: Mapping[str, str] | None = None,
         live: torch.nn.Module | Iterable[torch.Tensor] | None = None,
         exchange: bool | dist.ProcessGroup = False,
         flatten_state_dict: bool = True,
@@ -119,10 +124,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.optional = tuple(compile_pattern(pattern) for pattern in patterns)
         self.cast = cast
         self.verify = verify
+        self.waive = check_waivers(waive)
         self.live = live
         self.exchange = exchange
         self.report = LoadReport()
         self._placing = Placing()
+        self._checks = LoadChecks()
         self._provenance: Mapping[str, Any] | None = None
         self._stateless: list[str] = []
         self._own_keys: set[str] = set()
@@ -182,6 +189,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._collapsed, self._agreed = request.collapsed, {}
         faults = self._shared_faults(request)
         faults += [*self._placing.faults, *request.faults, *self._verify_faults(self.metadata)]
+        faults += self._compare(policy, rank)
         faults += fleeting_faults(self.state_dict, self._placing)
         if self.rename is not None or self.rules is not None:
             faults += counted_faults(self.state_dict, self._placing, self.rename)
@@ -189,21 +197,54 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             faults += live_faults(self.state_dict, self._placing, self.live, self.report)
         raise_faults(f"rank {rank} cannot be loaded from this checkpoint", faults)
         self._stateless = request.stateless
-        self.report.warnings = tuple(map(str, request.notes))
-        if request.notes:
-            warnings.warn(format_faults("look at this load", request.notes, "note"), stacklevel=2)
-        return LoadPlan(self._items, planner_data=self._claims())  # type: ignore[arg-type]
+        notes = [*request.notes, *self._checks.notes]
+        self.report.warnings = tuple(map(str, notes))
+        if notes:
+            warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=2)
+        return LoadPlan(self._items, planner_data=self._message(rank))  # type: ignore[arg-type]
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Answer which ranks exchange what. Called on the coordinator."""
+        """Answer which ranks exchange what. Called on the coordinator.
+
+        Raises:
+            PlacementError: Ranks that together ask for what no rank alone can see to be wrong.
+        """
         plans = super().create_global_plan(global_plan)
-        told = [plan.planner_data for plan in plans]
-        if all(each is None for each in told):
-            return plans
+        sent = [plan.planner_data for plan in plans]
+        messages = [message for message in sent if isinstance(message, LoadMessage)]
+        # Of ranks that load by themselves nobody knows what they ask for.
+        if messages and len(plans) >= world_size():
+            self._judge(messages)
+        claims = [m.claims if isinstance(m, LoadMessage) else None for m in sent]
+        answers: list[Verdict | None] = [None] * len(plans)
+        if any(claims):
+            answers = [*verdicts(claims)]
         return [
-            dataclasses.replace(plan, planner_data=verdict)
-            for plan, verdict in zip(plans, verdicts(told), strict=True)
+            plan if plan.planner_data is None else dataclasses.replace(plan, planner_data=answer)
+            for plan, answer in zip(plans, answers, strict=True)
         ]
+
+    def _judge(self, messages: Sequence[LoadMessage]) -> None:
+        """Refuse or note what all ranks together show."""
+        assert self.metadata is not None
+        faults = family_faults(messages, self._checks.record, self.metadata)
+        unmatched = self.report.unmatched = unmatched_patterns(messages)
+        if unmatched:
+            note = Fault(
+                ", ".join(map(repr, unmatched)),
+                "no key on any rank matches",
+                ("way out:     correct the pattern, or drop it",),
+            )
+            # Told with the faults, too: a slip in a pattern may be the cause of them.
+            if faults:
+                faults.append(note)
+            else:
+                self._warn(note)
+        raise_faults("the ranks do not ask for what was saved", faults)
+
+    def _warn(self, note: Fault) -> None:
+        self.report.warnings = (*self.report.warnings, str(note))
+        warnings.warn(format_faults("look at this load", [note], "note"), stacklevel=3)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Return what this rank reads, all ranks having agreed. Called on every rank."""
@@ -319,7 +360,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             for path in self._copies.get(fqn, ()):
                 set_element(self.original_state_dict, path, loaded)
 
-    def _claims(self) -> Any:
+    def _claims(self) -> Claims | None:
         """Return what this rank would exchange, for the coordinator; None where nothing."""
         self._exchange = self._unplanned = None
         if self.exchange is False or world_size() == 1:
@@ -339,8 +380,34 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             "every rank reads all that it needs by itself",
             (f"because:     {verdict.why}", f"way out:     {verdict.way_out}"),
         )
-        self.report.warnings = (*self.report.warnings, str(note))
-        warnings.warn(format_faults("look at this load", [note], "note"), stacklevel=2)
+        self._warn(note)
+
+    def _compare(self, policy: Policy, rank: int) -> list[Fault]:
+        """Return what is declared otherwise than the checkpoint says that it was saved."""
+        assert self.metadata is not None
+        checks = self._checks = check_load(
+            self.state_dict,
+            self._placing,
+            self.metadata,
+            rename=self.rename,
+            policy=policy,
+            waived=self.waive,
+            rank=rank,
+        )
+        self.report.compared, self.report.waived = checks.compared, dict(self.waive)
+        return checks.faults
+
+    def _message(self, rank: int) -> LoadMessage | None:
+        """Return what the coordinator is to know; None where it has no use for anything."""
+        message = LoadMessage(
+            rank=rank,
+            claims=self._claims(),
+            matched=tuple(self._placing.matched),
+            patterns=expected_patterns(self.rules),
+            asked=self._checks.asked,
+            renames=self._checks.renames,
+        )
+        return None if message.is_empty else message
 
     def _unfold(self, metadata: Metadata, rank: int) -> None:
         """Take apart what rename= stacks or unstacks."""
@@ -419,6 +486,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = {}
         self.mappings = {}
         self._placing = Placing()
+        self._checks = LoadChecks()
         self._provenance = None
         self._own_keys = set()
         self._copies, self._shared, self._agreed, self._collapsed = {}, {}, {}, {}
@@ -495,6 +563,7 @@ _OF_ONE_LOAD = frozenset(
         "metadata",
         "_items",
         "_agreed",
+        "_checks",
         "_collapsed",
         "_copies",
         "_exchange",

@@ -47,14 +47,14 @@ from dcp_placements.items import (
     written_data,
 )
 from dcp_placements.layout import Pick, Sharding
-from dcp_placements.lint import lint
+from dcp_placements.lint import unwaived
 from dcp_placements.naming import Path, Rename
 from dcp_placements.optimizer_state import stateless_parameters
 from dcp_placements.ownership import owned_entries
 from dcp_placements.picked import RowLists, picked_rows, unpacked_rows
 from dcp_placements.placing import Placed, Placing
-from dcp_placements.renaming import numbering
-from dcp_placements.rules import PlacementRules, Rules, compile_pattern
+from dcp_placements.renaming import Step, numbering
+from dcp_placements.rules import PlacementRules, Rules, expected_patterns
 from dcp_placements.table import (
     OBJECT,
     LayoutClass,
@@ -370,6 +370,7 @@ def make_offer(
     placing: Placing,
     rules: Rules | None,
     rename: Rename | None,
+    renames: tuple[Step, ...] = (),
     waived: Mapping[str, str],
     exact: bool,
     notes: Sequence[Fault] = (),
@@ -383,6 +384,7 @@ def make_offer(
         placing: Its tensors' places.
         rules: The user's rules.
         rename: The user's renaming.
+        renames: What the checkpoint is to keep of it.
         waived: Patterns of keys whose lints are silenced.
         exact: Whether every rank sends its tables, whatever the size of the world.
         notes: What this rank lets pass though it ought to be known.
@@ -400,10 +402,14 @@ def make_offer(
     if tells:
         story = Story(
             matched=placing.matched,
-            patterns=_expected(rules),
+            patterns=expected_patterns(rules),
             stateless=tuple(stateless_parameters(state_dict)),
-            notes=(*notes, *_lints(placing, waived, renamed=rename is not None)),
+            notes=(
+                *notes,
+                *unwaived(placing.placed.values(), waived, renamed=rename is not None),
+            ),
             numbered=numbering(rename),
+            renames=renames,
         )
     if story == Story():
         story = None
@@ -615,17 +621,3 @@ def _axes(placing: Placing, rules: Rules | None) -> dict[str, tuple[int, int]]:
             if axis.name is not None:
                 axes[axis.name] = (axis.position, axis.size)
     return axes
-
-
-def _expected(rules: Rules | None) -> tuple[str, ...]:
-    """Return the patterns that ought to match something on some rank."""
-    return rules.patterns if isinstance(rules, PlacementRules) and not rules.optional else ()
-
-
-def _lints(placing: Placing, waived: Mapping[str, str], *, renamed: bool) -> list[Fault]:
-    patterns = [compile_pattern(pattern) for pattern in waived]
-    return [
-        note
-        for note in lint(placing.placed.values(), renamed=renamed)
-        if not any(pattern.search(f".{note.fqn}") for pattern in patterns)
-    ]

@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from dcp_placements.errors import PlacementError
+from dcp_placements.layout import Cut
 from dcp_placements.mesh import Mesh, format_mesh, mesh_state
 
 
@@ -213,6 +214,17 @@ def shard_parts(placement: Any) -> tuple[int | tuple[int, ...], bool]:
     if isinstance(placement, FusedShard):
         return placement.parts, placement.interleaved
     return int(getattr(placement, "split_factor", 1)), False
+
+
+def cut_of(placement: Any, ndim: int, axis: int) -> Cut:
+    """Return what a placement that splits a dim does, over the axis at that position.
+
+    Raises:
+        PlacementError: A dim that a tensor of ``ndim`` dims does not have.
+    """
+    parts, interleaved = shard_parts(placement)
+    strided = parts != 1 and hasattr(placement, "split_factor")
+    return Cut(shard_dim(placement, ndim), axis, parts, interleaved, strided)
 
 
 def format_placement(placement: Any) -> str:

@@ -167,6 +167,10 @@ class LoadReport:
         traffic: What this rank moved, as ``PlacementFileSystemReader`` counts it.
         all_traffic: What all ranks moved, files counted by each; known after an exchange only,
             since nothing else is sent for a report.
+        compared: Whether this load is declared as the checkpoint was saved; ``"no record"`` where
+            the checkpoint does not say how that was. Counted are the keys that both sides cut.
+        waived: Patterns of keys that were let pass, with the reason given.
+        unmatched: Patterns that matched no key on any rank; on the coordinator.
         warnings: What was let pass but ought to be known.
     """
 
@@ -183,6 +187,9 @@ class LoadReport:
     copies: tuple[str, ...] = ()
     traffic: Traffic = Traffic()
     all_traffic: Traffic | None = None
+    compared: str = "no record"
+    waived: Mapping[str, str] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -205,6 +212,10 @@ class LoadReport:
         for cast in sorted(set(self.casts.values())):
             names = [key for key, told in self.casts.items() if told == cast]
             lines.append(f"    {'cast:':<12}{cast} for {len(names)}: {format_names(names, 4)}")
+        lines.append(f"    {'compared:':<12}{self.compared}")
+        if self.unmatched:
+            lines.append(f"    {'unmatched:':<12}{format_names(self.unmatched)}")
+        lines += [f"    {'waived:':<12}{name}: {reason}" for name, reason in self.waived.items()]
         if self.verified or self.unverified:
             lines.append(f"    {'verified:':<12}{self.verified} chunks, {self.unverified} not")
         if self.traffic != Traffic():

@@ -149,6 +149,11 @@ def _component(component: str) -> str:
     return r"\." + re.escape(component).replace(r"\*", "[^.]*")
 
 
+def expected_patterns(rules: Rules | None) -> tuple[str, ...]:
+    """Return the patterns that ought to match something on some rank."""
+    return rules.patterns if isinstance(rules, PlacementRules) and not rules.optional else ()
+
+
 def rule_name(rules: Rules | None, fqn: str) -> str | None:
     """Return what to call the rule that speaks for ``fqn`` in a message, or None."""
     if rules is None:

@@ -7,7 +7,7 @@ import io
 import logging
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,8 @@ from dcp_placements.ownership import left_to_others
 from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.provenance import RESERVED_KEY, identity, provenance, written_digests
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.record import record_of_tables
+from dcp_placements.renaming import Step, renames_in_force
 from dcp_placements.repeats import repeat_faults
 from dcp_placements.report import SaveReport
 from dcp_placements.rules import Rules
@@ -115,6 +117,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
     _objects: Objects
     _names: list[bytes]
     _packs: dict[str, tuple[str, ...]]
+    _renames: tuple[Step, ...]
 
     def __init__(
         self,
@@ -177,7 +180,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
             )
         self._start_over()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.state_dict, self.mappings = rename_keys(self.state_dict, self.mappings, self.rename)
+        local = self.state_dict
+        self.state_dict, self.mappings = rename_keys(local, self.mappings, self.rename)
+        self._renames = renames_in_force(self.rename, local, self.state_dict)
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
@@ -203,6 +208,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 placing=self._placing,
                 rules=self.rules,
                 rename=self.rename,
+                renames=self._renames,
                 waived=self.waive,
                 exact=exact,
                 notes=repeats,
@@ -246,7 +252,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             ]
             self.metadata = Metadata(
                 dict(made.metadata),
-                planner_data=self._planner_data(offers, tables, answers, save_id),
+                planner_data=self._planner_data(offers, tables, answers, made.metadata, save_id),
             )
         return self.global_plan, self.metadata
 
@@ -361,6 +367,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self._objects = {}
         self._names = []
         self._packs = {}
+        self._renames = ()
         self._written: dict[int, tuple[tuple[Chunk, ...], dict[tuple[int, ...], Chunk]]] = {}
         self._report = None
 
@@ -425,7 +432,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return report
 
     def _planner_data(
-        self, offers: Sequence[Offer], tables: Tables, answers: Sequence[Answer], save_id: bytes
+        self,
+        offers: Sequence[Offer],
+        tables: Tables,
+        answers: Sequence[Answer],
+        keys: Collection[str],
+        save_id: bytes,
     ) -> dict[str, Any]:
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
@@ -436,6 +448,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 if offer.loose is not None:
                     data.update(offer.loose.paths)
         told = identity(save_id, world_size=len(offers), step=self.step)
+        told |= record_of_tables(offers, tables, keys)
         if self.digests == "full" or self.shadows is not None:
             options = {
                 "digests": self.digests,
@@ -468,6 +481,7 @@ _OF_ONE_SAVE = frozenset(
         "_objects",
         "_names",
         "_packs",
+        "_renames",
         "_written",
         "_report",
     )

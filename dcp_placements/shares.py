@@ -8,7 +8,7 @@ grants those that all members claim alike; each member then works out everybody'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -75,11 +75,6 @@ class Verdict:
     numbers: tuple[int, ...] = ()
     why: str = ""
     way_out: str = ""
-
-
-def hooked(told: Any) -> Any:
-    """Return a plan's claims marked as coming with a reader that calls the exchange."""
-    return replace(told, hooked=True) if isinstance(told, Claims) else told
 
 
 def verdicts(told: Sequence[Any]) -> list[Verdict]:

@@ -25,11 +25,11 @@ from dcp_placements.interop import (
     StorageMeta,
     global_rank,
 )
+from dcp_placements.load_message import hooked
 from dcp_placements.metadata_file import read_metadata
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rank_metadata import merge_rank_metadata, rank_files
 from dcp_placements.report import LoadReport, Traffic
-from dcp_placements.shares import hooked
 from dcp_placements.storage_table import StorageTable
 
 

@@ -276,7 +276,9 @@ def boxes(
 
 def _class_state(known: LayoutClass) -> tuple[object, ...]:
     s = known.sharding
-    cuts = [(c.dim, c.axis, c.parts, c.interleaved) for c in s.cuts if isinstance(c, Cut)]
+    cuts = [
+        (c.dim, c.axis, c.parts, c.interleaved, c.strided) for c in s.cuts if isinstance(c, Cut)
+    ]
     kind = known.axis_names, known.plain, known.rows
     return s.global_shape, s.axis_sizes, cuts, s.padded_shape, *kind
 
@@ -284,7 +286,7 @@ def _class_state(known: LayoutClass) -> tuple[object, ...]:
 def _class_of_state(
     shape: tuple[int, ...],
     axis_sizes: tuple[int, ...],
-    cuts: list[tuple[int, int, int | tuple[int, ...], bool]],
+    cuts: list[tuple[int, int, int | tuple[int, ...], bool, bool]],
     padded: tuple[int, ...] | None,
     names: tuple[str | None, ...],
     plain: bool,

@@ -31,7 +31,8 @@ ORDER = [
         "reads",
         "buckets",
     ),
-    *("report", "live", "lint", "offer", "provenance", "numbering", "members", "comparison"),
+    *("report", "live", "lint", "offer", "provenance", "record", "numbering", "members"),
+    *("comparison", "families", "cut_checks"),
     "repeats",
     *(
         "picked_plan",
@@ -42,6 +43,8 @@ ORDER = [
         "options",
         "shares",
         "exchange",
+        "load_message",
+        "load_checks",
     ),
     *("save_planner", "load_planner"),
     "declaration",

@@ -141,7 +141,7 @@ def test_without_rules_the_metadata_is_that_of_torch_s_planner_but_for_the_ident
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
     told = ours.planner_data.pop(RESERVED_KEY)
-    assert set(told) == {"save_id", "versions", "world_size"}
+    assert set(told) == {"save_id", "versions", "world_size", "cuts", "renames"}
     assert ours.planner_data == (theirs.planner_data or {})
     assert ours.storage_data == theirs.storage_data
 

@@ -15,8 +15,8 @@ from dcp_placements.offline.directory import CannotLook
 from dcp_placements.placement import (
     CheckpointPlacement,
     IndexShard,
+    cut_of,
     shard_dim,
-    shard_parts,
     shards,
 )
 
@@ -82,7 +82,7 @@ def whole_sharding(
             if isinstance(entry, IndexShard):
                 cuts.append(Pick(dim, entry.indices, axis))
             else:
-                cuts.append(Cut(dim, axis, *shard_parts(entry)))
+                cuts.append(cut_of(entry, len(shape), axis))
     if own:
         cuts.append(Cut(0, len(sizes)))
     return Sharding(shape, (*sizes, prod(axes[name] for name in own)), tuple(cuts), padded)

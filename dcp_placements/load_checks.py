@@ -1,0 +1,169 @@
+"""Is a load declared as its checkpoint was saved: what one rank finds by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcp_placements.cut_checks import Difference, differences
+from dcp_placements.errors import Fault
+from dcp_placements.families import Families, packed_numbers, total_faults
+from dcp_placements.interop import Metadata, TensorStorageMetadata
+from dcp_placements.lint import unwaived
+from dcp_placements.load_message import tensor_keys
+from dcp_placements.naming import Rename
+from dcp_placements.placing import Placing
+from dcp_placements.record import SavedRename, SaveRecord, cuts_of, record_of
+from dcp_placements.renaming import number_finder, numbering, renames_in_force
+from dcp_placements.request import Policy
+from dcp_placements.rules import compile_pattern
+
+NO_RECORD = "no record"
+
+
+@dataclass(slots=True)
+class LoadChecks:
+    """What one rank finds.
+
+    Attributes:
+        record: The checkpoint's; None where it has none.
+        faults: What is declared otherwise than it was saved.
+        notes: What is likely declared wrongly.
+        asked: The numbers that this rank asks for, for the coordinator.
+        renames: The renames that are in force here, in words.
+        compared: What came of it, in words.
+    """
+
+    record: SaveRecord | None = None
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[Fault] = field(default_factory=list)
+    asked: bytes = b""
+    renames: tuple[str, ...] = ()
+    compared: str = NO_RECORD
+
+
+def check_load(
+    state_dict: Mapping[str, Any],
+    placing: Placing,
+    metadata: Metadata,
+    *,
+    rename: Rename | None,
+    policy: Policy,
+    waived: Collection[str],
+    rank: int,
+) -> LoadChecks:
+    """Return how the load of one rank compares with the save.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        placing: Its tensors' places.
+        metadata: The checkpoint's.
+        rename: The user's renaming.
+        policy: What may be let pass.
+        waived: Patterns of keys that are known to be right.
+        rank: This process's rank, for messages.
+    """
+    checks = LoadChecks(record_of(metadata))
+    checks.notes = unwaived(placing.placed.values(), waived, renamed=rename is not None)
+    if checks.record is not None:
+        excuses = _Excuses(waived, policy)
+        _compare_cuts(checks, checks.record, placing, metadata, excuses, rank)
+        _compare_renames(checks, checks.record, state_dict, metadata, rename, excuses, rank)
+    return checks
+
+
+class _Excuses:
+    """Keys that are let pass: waived, or named as ones that may be missing."""
+
+    def __init__(self, waived: Collection[str], policy: Policy) -> None:
+        self._waived = [compile_pattern(pattern) for pattern in waived]
+        self._policy = policy
+
+    def waive(self, fqn: str) -> bool:
+        """Whether a waiver names a key."""
+        return any(pattern.search(f".{fqn}") for pattern in self._waived)
+
+    def name(self, fqn: str) -> bool:
+        """Whether a key is waived, or may be missing."""
+        return self.waive(fqn) or self._policy.names(fqn)
+
+
+def _compare_cuts(
+    checks: LoadChecks,
+    record: SaveRecord,
+    placing: Placing,
+    metadata: Metadata,
+    excuses: _Excuses,
+    rank: int,
+) -> None:
+    """Note the keys that axes cut in another way than the save had it."""
+    stored = metadata.state_dict_metadata
+    memo: dict[Any, tuple[Difference, ...]] = {}
+    compared = waived = 0
+    for fqn, placed in placing.placed.items():
+        group = record.group_of.get(fqn, 0)
+        sharding = placed.binding.sharding
+        there = stored.get(fqn)
+        if not group or not sharding.cuts or not isinstance(there, TensorStorageMetadata):
+            continue
+        if there.size != placed.global_shape:
+            continue
+        compared += 1
+        axis_names = tuple([axis.name for axis in placed.binding.axes])
+        key = group, sharding, axis_names
+        if key not in memo:
+            loaded = cuts_of(sharding, axis_names)
+            memo[key] = tuple(differences(record.groups[group], loaded, placed.global_shape))
+        if memo[key] and excuses.waive(fqn):
+            waived += 1
+            continue
+        checks.faults += [_cut_fault(fqn, found, placed.rule, rank) for found in memo[key]]
+    checks.compared = "declared as saved"
+    if compared:
+        checks.compared += f": {compared - waived} keys"
+    if waived:
+        checks.compared += f"; {waived} otherwise, waived"
+
+
+def _cut_fault(fqn: str, found: Difference, rule: str | None, rank: int) -> Fault:
+    axes = " and ".join(map(repr, found.axes))
+    return Fault(
+        fqn,
+        f"rank {rank} loads it cut by {axes} in another way than it was saved",
+        (
+            f"saved:       {found.saved}",
+            f"this load:   {found.loaded}",
+            f"by rule:     {rule or 'no rule, its own DTensor'}",
+            "reason:      other rows of the whole would come to each rank, or in another order",
+            f"way out:     {found.way_out}; or waive={{pattern: reason}} where both are right",
+        ),
+    )
+
+
+def _compare_renames(
+    checks: LoadChecks,
+    record: SaveRecord,
+    state_dict: Mapping[str, Any],
+    metadata: Metadata,
+    rename: Rename | None,
+    excuses: _Excuses,
+    rank: int,
+) -> None:
+    """Note what this rank asks for of renamed numbers, and totals other than the save's."""
+    checks.renames = tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
+    families = Families(record.renames)
+    if not families:
+        return
+    excused = {family for fqn in state_dict if excuses.name(fqn) for family, *_ in families.of(fqn)}
+    there = tensor_keys(metadata)
+    asked = families.numbers(fqn for fqn in state_dict if fqn in there)
+    checks.asked = packed_numbers(
+        {family: numbers for family, numbers in asked.items() if family not in excused}
+    )
+    declared = [(known.pattern, known.total) for known in numbering(rename)]
+    for fault in total_faults(declared, record, state_dict, rank):
+        finder = number_finder(fault.fqn)
+        named = (fqn for fqn in state_dict if finder.search(f".{fqn}"))
+        if not excuses.waive(fault.fqn) and not any(map(excuses.name, named)):
+            checks.faults.append(fault)
