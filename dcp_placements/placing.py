@@ -216,11 +216,9 @@ class Placer:
         """Whether two DTensors have the same shape, mesh and placements of their own."""
         if (one.shape, one.placements) != (other.shape, other.placements):
             return False
-        if one.mesh is other.mesh or one.mesh is None or other.mesh is None:
+        if one.mesh is None or other.mesh is None:
             return one.mesh is other.mesh
-        return self._axes_of(one.mesh, with_ranks=True) == self._axes_of(
-            other.mesh, with_ranks=True
-        )
+        return self._mesh_number(one.mesh) == self._mesh_number(other.mesh)
 
     def _follow(self, fqn: str, tensor: torch.Tensor, first: Placed, mesh: Any = None) -> None:
         self.placing.placed[fqn] = Placed(
