@@ -34,6 +34,9 @@ from dcp_placements.storage_table import ROW, Array, Rows, StorageTable
 MAGIC = b"dcp_placements/1"
 _TRAILER = struct.Struct("<QQ16s")
 _PART_ROWS = 1 << 20
+_INFLATED = 4
+"""The footer has this many times the bytes of the file at most."""
+
 _I32 = 1 << 31
 _END = b"sb."
 _END_NBYTES = len(_END)
@@ -91,11 +94,13 @@ def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
         # The empty dict that the records would go into, put where it belongs.
         metadata: Metadata = load(io.BytesIO(head + _END))
         stream.seek(footer_start)
-        told = load(io.BytesIO(zlib.decompress(stream.read()[: -_TRAILER.size])))
+        told = load(io.BytesIO(_inflated(stream.read()[: -_TRAILER.size], footer_start)))
         arrays = []
         reached = head_end
         for part, position, count in told["parts"]:
             layout = Part(*part).layout(None)
+            if count < 0 or position + layout.itemsize * count > footer_start:
+                raise pickle.UnpicklingError("its records are beyond its end")
             stream.seek(position)
             records = np.frombuffer(stream.read(layout.itemsize * count), layout, count)
             if restricted and (position != reached or not Part(*part).is_form_of(records)):
@@ -120,6 +125,16 @@ def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
         return metadata
 
 
+def _inflated(data: bytes, before: int) -> bytes:
+    """Return the footer; it repeats what the pickle before it says, so it is no larger by far."""
+    limit = _INFLATED * (before + len(data)) + _PART_ROWS
+    inflating = zlib.decompressobj()
+    made = inflating.decompress(data, limit)
+    if inflating.unconsumed_tail:
+        raise pickle.UnpicklingError("its end inflates to far more than the file")
+    return made + inflating.flush()
+
+
 def _trailer(stream: IO[bytes]) -> tuple[int, int] | None:
     if not stream.seekable():
         return None
@@ -128,7 +143,11 @@ def _trailer(stream: IO[bytes]) -> tuple[int, int] | None:
         return None
     stream.seek(size - _TRAILER.size)
     head_end, footer_start, magic = _TRAILER.unpack(stream.read(_TRAILER.size))
-    return (head_end, footer_start) if magic == MAGIC else None
+    if magic != MAGIC:
+        return None
+    if not head_end <= footer_start <= size:
+        raise pickle.UnpicklingError("its records are beyond its end")
+    return head_end, footer_start
 
 
 @dataclass(slots=True)

@@ -8,6 +8,8 @@ import os
 import pathlib
 import pickle
 import struct
+import time
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,11 @@ from tests.storage_scenes import all_kinds
 def of_global(module: str, name: str, *, protocol: int = 2) -> bytes:
     """Return a pickle of a global, before its last opcode."""
     return pickle.PROTO + bytes([protocol]) + f"c{module}\n{name}\n".encode()
+
+
+def of_text(text: str) -> bytes:
+    """Return the opcode of a short text."""
+    return pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode()
 
 
 @pytest.mark.parametrize("lean", [True, False])
@@ -60,9 +67,7 @@ def test_what_dcp_writes_is_read_as_pickle_reads_it(tmp_path: Path, lean: bool) 
 def test_other_globals_are_refused_by_name(module: str, name: str, protocol: int) -> None:
     if protocol == 4:
         data = pickle.PROTO + b"\x04"
-        for text in (module, name):
-            data += pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode()
-        data += pickle.STACK_GLOBAL + b"."
+        data += of_text(module) + of_text(name) + pickle.STACK_GLOBAL + b"."
     else:
         data = of_global(module, name, protocol=protocol) + b"."
     with pytest.raises(RefusedGlobal) as caught:
@@ -73,15 +78,15 @@ def test_other_globals_are_refused_by_name(module: str, name: str, protocol: int
 def test_getattr_reaches_members_of_the_enumeration_only() -> None:
     encoding = "torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"
     getter = of_global("builtins", "getattr")
-    member = getter + b"(" + of_global(*encoding)[2:] + b"VTORCH_CHANNELS_LAST\ntR."
+    member = getter + b"(" + of_global(*encoding)[2:] + of_text("TORCH_CHANNELS_LAST") + b"tR."
     assert load_restricted(io.BytesIO(member)).name == "TORCH_CHANNELS_LAST"
     for target, name in (
         (encoding, "__class__"),
         (("torch", "Size"), "__class__"),
         (("builtins", "getattr"), "__globals__"),
     ):
-        data = getter + b"(" + of_global(*target)[2:] + f"V{name}\ntR.".encode()
-        with pytest.raises((RefusedGlobal, KeyError)):
+        data = getter + b"(" + of_global(*target)[2:] + of_text(name) + b"tR."
+        with pytest.raises(pickle.UnpicklingError):
             load_restricted(io.BytesIO(data))
 
 
@@ -98,14 +103,122 @@ STATEFUL = [
 def test_a_pickle_cannot_change_a_class(module: str, name: str, real: Any) -> None:
     """BUILD with ``(None, {name: value})`` sets attributes on whatever it is given."""
     before = dict(vars(real))
-    state = b"N}V__eq__\nVmarked\ns\x86"
+    attributes = b"}" + of_text("__eq__") + of_text("marked") + b"s"
+    state = b"N" + attributes + b"\x86"
     data = of_global(module, name) + state + b"b."
-    with pytest.raises(pickle.UnpicklingError, match="changes the class"):
+    with pytest.raises(pickle.UnpicklingError, match="it changes"):
         load_restricted(io.BytesIO(data))
-    # Through a dict of the class, too.
-    with pytest.raises(Exception):  # noqa: B017, PT011
-        load_restricted(io.BytesIO(of_global(module, name) + b"}V__eq__\nVmarked\nsb."))
+    # Through a dict of the class, too, and on an instance.
+    for made in (b"", b")\x81", b")R"):
+        with pytest.raises(pickle.UnpicklingError):
+            load_restricted(io.BytesIO(of_global(module, name) + made + attributes + b"b."))
     assert dict(vars(real)) == before
+
+
+SHARED = {
+    "member": of_global("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+    + b"K\x00\x85R",
+    "layout": of_global("torch.serialization", "_get_layout") + of_text("torch.strided") + b"\x85R",
+    "dtype": of_global("torch", "float32"),
+}
+
+
+@pytest.mark.parametrize("made", SHARED)
+def test_a_pickle_cannot_change_what_others_share(made: str) -> None:
+    """M59: a changed member of torch's enumeration would break every later load."""
+    reached = SHARED[made]
+    value = load_restricted(io.BytesIO(reached + b"."))
+    before = dict(getattr(value, "__dict__", {}))
+    for state in (
+        b"}" + of_text("_value_") + b"K\x07s",
+        b"N}" + of_text("_value_") + b"K\x07s\x86",
+        b"N}" + of_text("__class__") + of_global("torch", "Size")[2:] + b"s\x86",
+    ):
+        with pytest.raises(pickle.UnpicklingError, match="it changes"):
+            load_restricted(io.BytesIO(reached + state + b"b."))
+    assert dict(getattr(value, "__dict__", {})) == before
+    again = pickle.loads(pickle.dumps(TensorProperties()))
+    assert again.memory_format == torch.contiguous_format
+
+
+def repeated(value: bytes, opcodes: bytes, count: int) -> bytes:
+    """Return a pickle that remembers a value, and does something with it again and again."""
+    return b"\x80\x02](" + value + b"q\x000" + opcodes * count + b"e."
+
+
+BOMBS = {
+    "memo": b"\x80\x02]r\xff\xff\xff\xff.",
+    "long": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.",
+    "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.",
+    "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 33) + b"x.",
+    "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b".",
+    "sizes": repeated(
+        b"(" + b"K\x01" * 20_000 + b"t", of_global("torch", "Size")[2:] + b"h\x00\x85R", 10_000
+    ),
+    "sets": repeated(
+        b"(" + b"K\x01" * 20_000 + b"t",
+        of_global("builtins", "set")[2:] + b"h\x00\x85R",
+        10_000,
+    ),
+    "long keys": repeated(b"(" + b"K\x01" * 20_000 + b"t", b"}h\x00Ns", 10_000),
+    "deep key": b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"Ns.",
+    "deep index": b"\x80\x02}"
+    + of_global("torch.distributed.checkpoint.metadata", "MetadataIndex")[2:]
+    + b")\x81}"
+    + of_text("fqn")
+    + b")"
+    + b"\x85" * 200_000
+    + b"sbNs.",
+    "marks": b"(" * 200_000,
+    "deep": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
+    "huge keys": b"\x80\x02}(" + b"\x8a\x09" + b"\x01" * 9 + b"Nu.",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_memory_and_time_are_bounded_by_the_size_of_the_file(tmp_path: Path, name: str) -> None:
+    """M60: files of some bytes that nest, copy or index to gigabytes."""
+    data = BOMBS[name]
+    (tmp_path / ".metadata").write_bytes(data)
+    begun = time.monotonic()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CannotLook, match="no metadata of DCP's that can be read"):
+            Checkpoint(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200 * len(data) + (4 << 20)
+    assert time.monotonic() - begun < 20
+
+
+def test_a_footer_that_inflates_is_refused(tmp_path: Path) -> None:
+    """M60: a few kilobytes of zlib may be gigabytes."""
+    save_sharded(tmp_path)
+    data, told, head_end, footer_start = lean_parts(tmp_path)
+    told["more"] = bytes(200 << 20)
+    (tmp_path / ".metadata").write_bytes(with_footer(data[:footer_start], told, head_end))
+    told.clear()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CannotLook, match="inflates"):
+            Checkpoint(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+@pytest.mark.parametrize("position", [0, 3, -1])
+@pytest.mark.parametrize("count", [1 << 40, -1, 1 << 70, True, "x"])
+def test_records_beyond_the_file_are_refused(tmp_path: Path, count: Any, position: int) -> None:
+    save_sharded(tmp_path)
+    data, told, head_end, footer_start = lean_parts(tmp_path)
+    part, start, _ = told["parts"][0]
+    told["parts"] = [(part, start + position, count)]
+    (tmp_path / ".metadata").write_bytes(with_footer(data[:footer_start], told, head_end))
+    with pytest.raises(CannotLook):
+        Checkpoint(tmp_path)
 
 
 def test_a_foreign_pickle_is_refused_and_nothing_executed(tmp_path: Path, run: Run) -> None:
