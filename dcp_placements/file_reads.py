@@ -5,14 +5,57 @@ from __future__ import annotations
 import errno
 import io
 import os
+import stat
 from collections.abc import Iterable
+from pathlib import Path
 from typing import IO, Any
+
+from dcp_placements.errors import format_name
 
 ANNOUNCED_NBYTES = 16 << 20
 """How much of a file is announced at once."""
 
 COPY_NBYTES = 8 << 20
 """Memory for copying from file to file, where the system does not do it alone."""
+
+
+def why_barred(root: str | os.PathLike[str], name: str) -> str | None:
+    """Return why a file of a directory is not to be opened; None where it may be, or is not there.
+
+    A file is opened if it is a plain one, and in the directory when all links are followed. What
+    the hub's cache has in a snapshot are links to its ``blobs``.
+    """
+    inside = Path(os.path.realpath(root))
+    try:
+        file = Path(os.path.realpath(inside / name))
+        kind = os.stat(file).st_mode
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        return f"it cannot be looked at: {format_name(error)}"
+    roots = [inside]
+    if inside.parent.name == "snapshots":
+        roots.append(inside.parent.parent / "blobs")
+    if not any(file.is_relative_to(root) for root in roots):
+        return f"it leads out of the directory, to {format_name(file)}"
+    return None if stat.S_ISREG(kind) or stat.S_ISDIR(kind) else "it is no plain file"
+
+
+def open_inside(root: str | os.PathLike[str], name: str) -> IO[bytes]:
+    """Return a plain file of a directory, open for reading; never one outside, and never a wait.
+
+    Raises:
+        OSError: It is not there, barred, or cannot be opened.
+    """
+    why = why_barred(root, name)
+    if why is not None:
+        raise PermissionError(errno.EPERM, why, name)
+    # What became a FIFO meanwhile is not waited for.
+    descriptor = os.open(os.path.join(root, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "it is no plain file", name)
+    return open(descriptor, "rb")
 
 
 class CountedFile:

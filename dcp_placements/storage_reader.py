@@ -7,21 +7,26 @@ does not know (other formats, strides, extensions) it leaves to ``torch.load``.
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch.futures import Future
 
 from dcp_placements.chunk_reads import ChunkReader, Record
 from dcp_placements.copies import Copies
-from dcp_placements.errors import PlacementError
-from dcp_placements.file_reads import CountedFile
+from dcp_placements.errors import PlacementError, format_name
+from dcp_placements.file_reads import CountedFile, open_inside
 from dcp_placements.interop import (
+    FileSystem,
     FileSystemReader,
     LoadPlan,
     LoadPlanner,
     Metadata,
+    ReadItem,
     StorageMeta,
     global_rank,
 )
@@ -43,14 +48,22 @@ class PlacementFileSystemReader(FileSystemReader):
     Of what several ranks wrote (``PlacementSavePlanner(shadows=...)``) the copy in this rank's own
     file comes first, then those in files that it opens anyway.
 
+    Args:
+        restricted: Whether the checkpoint may be anybody's. ``.metadata`` is then read by a reader
+            that makes DCP's own records and calls nothing; objects (what is no tensor) are loaded
+            if ``torch.load(weights_only=True)`` accepts them, and refused otherwise, where DCP
+            would run whatever their pickles name; links that lead out of the checkpoint's directory
+            are refused, as all that is no plain file. Tensors run nothing either way.
+
     Attributes:
         bytes_read: Of data files, so far.
         opens: Data files opened so far.
         reads: Calls that read from them so far.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, restricted: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.restricted = restricted
         self.bytes_read = 0
         self.opens = 0
         self.reads = 0
@@ -73,8 +86,8 @@ class PlacementFileSystemReader(FileSystemReader):
             files = rank_files(self.fs, self.path)
             if files:
                 return self._identified(self._merged(files))
-        with self.fs.create_stream(path, "rb") as stream:
-            return self._identified(_read_anyhow(stream))
+        with self._open_metadata(path) as stream:
+            return self._identified(self._read_metadata(stream))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -127,9 +140,11 @@ class PlacementFileSystemReader(FileSystemReader):
                 records[place].add(item, packed)
         told = self.storage_data
         starts = told.rows.starts if isinstance(told, StorageTable) else None
+        if self.restricted:
+            planner = cast(LoadPlanner, _Restricted(planner))
         work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
         for path, records in sorted(wanted.items()):
-            with self.fs.create_stream(self.fs.concat_path(self.path, path), "rb") as stream:
+            with self._open(path) as stream:
                 file = CountedFile(stream)
                 self.opens += 1
                 try:
@@ -138,17 +153,38 @@ class PlacementFileSystemReader(FileSystemReader):
                     self.bytes_read += file.nbytes
                     self.reads += file.reads
 
+    def _open(self, name: str) -> Any:
+        if not self.restricted:
+            return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
+        if type(self.fs) is FileSystem:
+            return open_inside(self.path, name)
+        if name.startswith("/") or "://" in name or ".." in name.split("/"):
+            raise PlacementError(f"{format_name(name)}: a file outside of the checkpoint")
+        return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
+
+    def _open_metadata(self, path: Any) -> Any:
+        if self.restricted and type(self.fs) is FileSystem:
+            return open_inside(self.path, os.path.basename(path))
+        return self.fs.create_stream(path, "rb")
+
     def _merged(self, files: Sequence[tuple[int, Any]]) -> Metadata:
         self._unmerged = None
         parts = []
         for rank, path in files:
-            with self.fs.create_stream(path, "rb") as stream:
-                parts.append((rank, read_metadata(stream)))  # type: ignore[arg-type]
+            with self._open_metadata(path) as stream:
+                parts.append((rank, self._read_metadata(stream)))
         try:
             return merge_rank_metadata(parts)
         except PlacementError as error:
             self._unmerged = error
             raise
+
+    def _read_metadata(self, stream: Any) -> Metadata:
+        # Megatron's metadata are of a class of its own, which adds nothing: read as DCP's, they
+        # need no Megatron here. The class comes first in the file.
+        is_megatron = b"megatron" in stream.read(_CLASS_NBYTES)
+        stream.seek(0)
+        return read_metadata(stream, restricted=self.restricted or is_megatron)
 
     def _identified(self, metadata: Metadata) -> Metadata:
         if getattr(metadata, "storage_meta", None) is None:
@@ -158,12 +194,31 @@ class PlacementFileSystemReader(FileSystemReader):
         return metadata
 
 
-def _read_anyhow(stream: Any) -> Metadata:
-    # Megatron's metadata are of a class of its own, which adds nothing: read as DCP's, they need no
-    # Megatron here. The class comes first in the file.
-    is_megatron = b"megatron" in stream.read(_CLASS_NBYTES)
-    stream.seek(0)
-    return read_metadata(stream, restricted=is_megatron)
+class _Restricted:
+    """A planner that is given no object whose pickle names more than plain values."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Pass on what ``torch.load`` accepts with ``weights_only``; planners load it without."""
+        try:
+            torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as error:
+            # Whatever a broken or hostile pickle makes of itself.
+            told = format_name((str(error).strip() or type(error).__name__).splitlines()[0])
+            raise PlacementError(
+                f"{format_name(read_item.storage_index.fqn)}: this object is not loaded with "
+                "restricted=True, since torch.load(weights_only=True) does not\n"
+                f"    torch says:  {told}\n"
+                "    way out:     torch.serialization.add_safe_globals for what you trust, or "
+                "leave the key out of the state dict"
+            ) from error
+        value.seek(0)
+        self._planner.load_bytes(read_item, value)
 
 
 _CLASS_NBYTES = 256

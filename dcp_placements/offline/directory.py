@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dcp_placements.errors import PlacementError, format_names
+from dcp_placements.file_reads import open_inside, why_barred
 
 
 class CannotLook(PlacementError):
@@ -53,15 +54,20 @@ class Directory:
         return sorted(os.path.basename(str(p).rstrip("/")) for p in self._fs.ls(self._root, False))
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file; None where there is no such file."""
+        """Return the bytes of a file; None where there is none that may be opened."""
         if name not in self._sizes:
             path = self._path(name)
             if self._fs is None:
-                found = os.path.getsize(path) if os.path.isfile(path) else None
+                plain = os.path.isfile(path) and self.why_barred(name) is None
+                found = os.path.getsize(path) if plain else None
             else:
                 found = int(self._fs.size(path)) if self._fs.isfile(path) else None
             self._sizes[name] = found
         return self._sizes[name]
+
+    def why_barred(self, name: str) -> str | None:
+        """Return why a file is not opened: a link that leads elsewhere, or no plain file."""
+        return None if self._fs is not None else why_barred(self._root, name)
 
     def modified(self, name: str) -> float | None:
         """Return when a file was last written, in seconds since 1970; None where nobody knows."""
@@ -74,7 +80,7 @@ class Directory:
             OSError: It cannot be opened.
         """
         path = self._path(name)
-        return open(path, "rb") if self._fs is None else self._fs.open(path, "rb")
+        return open_inside(self._root, name) if self._fs is None else self._fs.open(path, "rb")
 
     def local(self, name: str) -> Path | None:
         """Return where a file is on this machine's disk; None where it is elsewhere."""

@@ -162,7 +162,8 @@ def file_faults(
     for file, held in records.items():
         size = checkpoint.directory.size(file)
         if size is None:
-            yield CheckpointFault("missing_file", _names(held), (file,), "the file is not there")
+            why = checkpoint.directory.why_barred(file) or "the file is not there"
+            yield CheckpointFault("missing_file", _names(held), (file,), why)
             continue
         beyond = [record for record in held if record.end > size]
         if beyond:
