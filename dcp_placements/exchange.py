@@ -30,9 +30,9 @@ from dcp_placements.interop import (
 )
 from dcp_placements.layout import Box, Cut
 from dcp_placements.placing import Placed, Placing
-from dcp_placements.provenance import writer_of
 from dcp_placements.reads import StoredChunks
 from dcp_placements.report import LoadReport, Traffic
+from dcp_placements.save_ids import writer_of
 from dcp_placements.shares import Claim, Claims, Share, Verdict, Wanted, shares
 
 BATCH_NBYTES = 8 << 20

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.filesystem import (
     _SerialCpuLoader,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -91,6 +92,7 @@ __all__ = [
     "ShardedTensor",
     "StorageInfo",
     "StorageMeta",
+    "StoragePrefix",
     "TensorProperties",
     "TensorStorageMetadata",
     "TensorWriteData",

@@ -18,11 +18,13 @@ from dcp_placements.digests import full_digest
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_names, raise_faults
 from dcp_placements.exchange import Exchange
 from dcp_placements.interop import (
+    ChunkStorageMetadata,
     DefaultLoadPlanner,
     LoadPlan,
     Metadata,
     MetadataIndex,
     ReadItem,
+    TensorStorageMetadata,
     flatten_as_2_3,
     get_element,
     global_rank,
@@ -45,6 +47,7 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.request import Policy, Request
 from dcp_placements.rules import Rules, compile_pattern, expected_patterns
+from dcp_placements.save_ids import MIXED, IdRecord, id_records, speaking_for
 from dcp_placements.shares import Claims, Verdict, verdicts
 from dcp_placements.stacking import unfold
 from dcp_placements.tiling import format_box
@@ -140,6 +143,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._items: LazyItems[ReadItem] = LazyItems()
         self._exchange: Exchange | None = None
         self._unplanned: Exception | None = None
+        self._ids: Mapping[MetadataIndex, IdRecord] = {}
 
     def set_up_planner(
         self,
@@ -280,7 +284,29 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 new_plan = dataclasses.replace(new_plan, items=kept)
             elif self._exchange.verdict.why:
                 self._note_plain(self._exchange.verdict)
+        self._note_unverified(new_plan.items)
+        reads = self._id_reads(new_plan.items)
+        if reads:
+            new_plan = dataclasses.replace(new_plan, items=[*reads, *new_plan.items])
         return new_plan
+
+    def _id_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
+        """Return the reads of the ids in the files that items are read from.
+
+        None where the places are no dict: only the reader of this package has other mappings, and
+        it compares the ids by itself.
+        """
+        assert self.metadata is not None
+        self._ids = {}
+        places = self.metadata.storage_data
+        if type(places) is not dict or stored(self.metadata) is None:
+            return []
+        self._ids = {record.index: record for record in id_records(places).values()}
+        if not self._ids:
+            return []
+        files = {places[item.storage_index].relative_path for item in items}
+        records = {record.file: record for record in self._ids.values()}
+        return [record.read_item() for record in speaking_for(files, records)]
 
     def finish_reads(self, error: BaseException | None) -> None:
         """Exchange what was read, if that was agreed. Called by the reader, on every rank.
@@ -324,14 +350,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if self._provenance is None or self.metadata is None:
             return
         index = read_item.storage_index
-        kept = self.metadata.state_dict_metadata[index.fqn]
-        chunk = kept.chunks[index.index or 0]  # type: ignore[union-attr]
-        digest = stored_digest(self._provenance, index)
-        whole = read_item.lengths == chunk.sizes and tensor.dtype == kept.properties.dtype  # type: ignore[union-attr]
-        if not whole or digest is None:
+        digest = self._digest_of(read_item, tensor.dtype)
+        if digest is None:
             self.report.unverified += 1
             return
         if full_digest(tensor) != digest:
+            chunk = self._stored_chunk(index)
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             self._corrupt(index, format_box(box))
         self.report.verified += 1
@@ -342,6 +366,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlacementError: Bytes that are not those that were saved.
         """
+        if (record := self._ids.get(read_item.storage_index)) is not None:
+            raise_faults(MIXED, filter(None, [record.fault(value.getvalue())]))
+            return
         if self._provenance is not None:
             index = read_item.storage_index
             digest = stored_digest(self._provenance, index)
@@ -492,6 +519,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._copies, self._shared, self._agreed, self._collapsed = {}, {}, {}, {}
         self._items = LazyItems()
         self._exchange = self._unplanned = None
+        self._ids = {}
 
     def _verify_faults(self, metadata: Metadata) -> list[Fault]:
         self._provenance = None
@@ -511,6 +539,54 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             ]
         self._provenance = told
         return []
+
+    def _stored_chunk(self, index: MetadataIndex) -> ChunkStorageMetadata:
+        assert self.metadata is not None
+        stored_tensor = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(stored_tensor, TensorStorageMetadata)
+        return stored_tensor.chunks[index.index or 0]
+
+    def _digest_of(self, item: ReadItem, dtype: torch.dtype | None) -> bytes | None:
+        """Return the digest that speaks for all that an item reads; None where there is none.
+
+        Args:
+            item: The read.
+            dtype: Of the tensor that is filled.
+        """
+        assert self.metadata is not None
+        assert self._provenance is not None
+        index = item.storage_index
+        stored_tensor = self.metadata.state_dict_metadata[index.fqn]
+        if isinstance(stored_tensor, TensorStorageMetadata) and (
+            dtype != stored_tensor.properties.dtype
+            or item.lengths != self._stored_chunk(index).sizes
+        ):
+            return None
+        return stored_digest(self._provenance, index)
+
+    def _note_unverified(self, items: Sequence[ReadItem]) -> None:
+        """Warn of chunks that verify="digests" asks for and no digest speaks for."""
+        if self._provenance is None:
+            return
+        without = sum(
+            self._digest_of(item, getattr(self.state_dict.get(item.dest_index.fqn), "dtype", None))
+            is None
+            for item in items
+        )
+        if without:
+            self._warn(
+                Fault(
+                    "verify='digests'",
+                    f"rank {global_rank()} cannot compare {without} of the {len(items)} chunks "
+                    "that it reads",
+                    (
+                        "because:     a digest is that of a whole chunk, and these are read in "
+                        "part (saved and loaded in different layouts), or cast",
+                        "instead:     the id of the save that wrote each file is compared",
+                        "way out:     dcp-placements verify --digests compares all of them",
+                    ),
+                )
+            )
 
     def _corrupt(self, index: MetadataIndex, what: str) -> None:
         told = self._provenance or {}
@@ -567,6 +643,7 @@ _OF_ONE_LOAD = frozenset(
         "_collapsed",
         "_copies",
         "_exchange",
+        "_ids",
         "_own_keys",
         "_placing",
         "_provenance",

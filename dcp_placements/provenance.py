@@ -6,7 +6,6 @@ own keys only and ignore it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,8 +22,6 @@ from dcp_placements.picked import unpacked_rows
 
 RESERVED_KEY = "dcp_placements"
 """The key in ``Metadata.planner_data``."""
-
-_WRITER = re.compile(r"__(\d+)_\d+\.distcp$")
 
 StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
 """FQN to offset (None for an object) to digest."""
@@ -148,13 +145,3 @@ def _own_version() -> str:
         return version("dcp-placements")
     except PackageNotFoundError:  # run from a source tree
         return "unknown"
-
-
-def writer_of(file: str) -> int | None:
-    """Return the rank that wrote a file, by its name; None where the name does not say.
-
-    >>> writer_of("__3_0.distcp"), writer_of("model.safetensors")
-    (3, None)
-    """
-    found = _WRITER.search(file)
-    return int(found[1]) if found else None

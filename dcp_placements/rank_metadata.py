@@ -22,6 +22,7 @@ from dcp_placements.interop import (
 )
 from dcp_placements.layout import Box
 from dcp_placements.provenance import RESERVED_KEY, stored, stored_digest
+from dcp_placements.save_ids import id_records
 from dcp_placements.storage_table import StorageTable, rows_of_entries
 from dcp_placements.tiling import format_box, overlaps, tiles, uncovered
 
@@ -99,6 +100,8 @@ class _Merger:
         """Take in what one rank says."""
         data: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
         self._provenance[rank] = stored(metadata) or {}
+        for record in id_records(data).values():
+            self.places[record.index] = record.info
         for fqn, told in metadata.state_dict_metadata.items():
             if fqn not in self.stored:
                 self._first[fqn] = rank

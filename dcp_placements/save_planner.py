@@ -58,6 +58,7 @@ from dcp_placements.renaming import Step, renames_in_force
 from dcp_placements.repeats import repeat_faults
 from dcp_placements.report import SaveReport
 from dcp_placements.rules import Rules
+from dcp_placements.save_ids import id_data, id_item, is_named
 from dcp_placements.shadows import (
     OBJECTS_NBYTES,
     all_packs,
@@ -269,12 +270,20 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 with quiet_gc():
                     items = self._offering.owned_items(answer) + self._shadow_items(answer)
                 new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
+            # A rank that writes nothing makes no file for its id alone.
+            if new_plan.items and not (
+                files_by_name(new_plan.storage_data) or is_named(new_plan.storage_data)
+            ):
+                items = [id_item(answer.save_id, global_rank()), *new_plan.items]
+                new_plan = dataclasses.replace(new_plan, items=items)
         self.plan = new_plan
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Return the data of a write item: a view, or an object's bytes. Called on every rank."""
         if write_item.type == WriteItemType.BYTE_IO:
+            if (record := id_data(write_item.index)) is not None:
+                return record
             made = self._objects.get(write_item.index.fqn)
             if made is not None:
                 return io.BytesIO(made.getbuffer())

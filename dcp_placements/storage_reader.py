@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,8 +19,8 @@ from torch.futures import Future
 
 from dcp_placements.chunk_reads import ChunkReader, Record
 from dcp_placements.copies import Copies
-from dcp_placements.errors import PlacementError, format_name
-from dcp_placements.file_reads import CountedFile, open_inside
+from dcp_placements.errors import PlacementError, format_faults, format_name, raise_faults
+from dcp_placements.file_reads import CountedFile, FilePart, open_inside
 from dcp_placements.interop import (
     FileSystem,
     FileSystemReader,
@@ -35,6 +36,7 @@ from dcp_placements.metadata_file import read_metadata
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rank_metadata import merge_rank_metadata, rank_files
 from dcp_placements.report import LoadReport, Traffic
+from dcp_placements.save_ids import ID_PREFIX, MIXED, IdRecord, id_records, missing, speaking_for
 from dcp_placements.storage_table import StorageTable
 
 
@@ -68,6 +70,7 @@ class PlacementFileSystemReader(FileSystemReader):
         self.opens = 0
         self.reads = 0
         self._stored: Mapping[str, Any] = {}
+        self._ids: Mapping[str, IdRecord] = {}
         self._unmerged: PlacementError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -95,6 +98,7 @@ class PlacementFileSystemReader(FileSystemReader):
         """Take the checkpoint's metadata. Called on every rank."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._stored = metadata.state_dict_metadata
+        self._ids = id_records(metadata.storage_data)
         rank = kwargs.get("rank")
         self._copies = Copies(metadata, global_rank() if rank is None else rank)
 
@@ -130,24 +134,31 @@ class PlacementFileSystemReader(FileSystemReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         wanted: dict[str, dict[tuple[int, int], Record]] = {}
+        # The ids are compared here, as the planner does not know of the copies that are read.
+        items = [i for i in plan.items if not i.storage_index.fqn.startswith(ID_PREFIX)]
         with quiet_gc():
-            sources = self._copies.sources(plan.items)
-            for item, (info, packed) in zip(plan.items, sources, strict=True):
+            sources = self._copies.sources(items)
+            for item, (info, packed) in zip(items, sources, strict=True):
                 records = wanted.setdefault(info.relative_path, {})
                 place = (info.offset, info.length)
                 if place not in records:
                     records[place] = Record(info)
                 records[place].add(item, packed)
+        ids = {record.file: record for record in speaking_for(wanted, self._ids)}
+        for path in ids:
+            wanted.setdefault(path, {})
         told = self.storage_data
         starts = told.rows.starts if isinstance(told, StorageTable) else None
         if self.restricted:
             planner = cast(LoadPlanner, _Restricted(planner))
         work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
         for path, records in sorted(wanted.items()):
-            with self._open(path) as stream:
+            with self._opened(path) as stream:
                 file = CountedFile(stream)
                 self.opens += 1
                 try:
+                    if path in ids:
+                        self._check_id(file, ids[path])
                     work.read(file, path, [records[place] for place in sorted(records)])
                 finally:
                     self.bytes_read += file.nbytes
@@ -166,6 +177,35 @@ class PlacementFileSystemReader(FileSystemReader):
         if self.restricted and type(self.fs) is FileSystem:
             return open_inside(self.path, os.path.basename(path))
         return self.fs.create_stream(path, "rb")
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[Any]:
+        with ExitStack() as stack:
+            try:
+                stream = stack.enter_context(self._open(path))
+            except FileNotFoundError as error:
+                text = format_faults("the checkpoint is not whole", [missing(path)])
+                raise PlacementError(text) from error
+            yield stream
+
+    def _check_id(self, file: CountedFile, record: IdRecord) -> None:
+        """Compare the id of the save that wrote a file with that in the metadata.
+
+        Raises:
+            PlacementError: They differ.
+        """
+        info = record.info
+        part = FilePart(file, info.offset, record.nbytes)
+        if info.transform_descriptors:
+            item = record.read_item()
+            stream: Any = part.stream()
+            stream = self.transforms.transform_load_stream(item, info.transform_descriptors, stream)
+            data = bytes(stream.read(-1))
+        else:
+            held = bytearray(max(min(record.nbytes, file.size - info.offset), 0))
+            part.read_into(memoryview(held), 0)
+            data = bytes(held)
+        raise_faults(MIXED, filter(None, [record.fault(data)]))
 
     def _merged(self, files: Sequence[tuple[int, Any]]) -> Metadata:
         self._unmerged = None

@@ -252,6 +252,15 @@ class StorageTable(_Lazy, Mapping[MetadataIndex, StorageInfo]):
     def __repr__(self) -> str:
         return f"StorageTable({len(self)} entries)"
 
+    def beginning(self, prefix: str) -> list[tuple[MetadataIndex, StorageInfo]]:
+        """Return what stands under keys that begin so, without a look at the other rows."""
+        held = self.rows
+        keys = [number for number, fqn in enumerate(held.fqns) if fqn.startswith(prefix)]
+        if not keys:
+            return []
+        rows = held.rows[np.isin(held.rows["fqn"], keys)]
+        return [(held.index(row), held.info(row)) for row in rows]
+
     def unique(self) -> Array:
         """Return the rows that hold."""
         self._sorted()

@@ -7,10 +7,14 @@ of several threads (the chunk, not the whole tensor), how small tensors become b
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
+import stat
 import threading
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from heapq import heapify, heapreplace
 from io import BytesIO, UnsupportedOperation
 from typing import Any
@@ -23,19 +27,24 @@ from dcp_placements.interop import (
     FileSystem,
     FileSystemWriter,
     Metadata,
+    MetadataIndex,
     SavePlan,
     SavePlanner,
     SerializationFormat,
     StorageInfo,
+    StoragePrefix,
     WriteItem,
     WriteItemType,
     WriteResult,
     cpu_tensors,
 )
-from dcp_placements.metadata_file import write_metadata
+from dcp_placements.metadata_file import read_metadata, write_metadata
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.save_ids import is_data_file, named
 from dcp_placements.storage_table import RowsBuilder, StorageTable, WriteResults, join, rows_of
 from dcp_placements.tensor_stamp import TensorSaver
+
+logger = logging.getLogger(__name__)
 
 
 class PlacementFileSystemWriter(FileSystemWriter):
@@ -44,7 +53,23 @@ class PlacementFileSystemWriter(FileSystemWriter):
     ``dcp.save(state_dict, storage_writer=PlacementFileSystemWriter(path), planner=...)``, with
     any planner. ``Metadata.storage_data`` of what ``dcp.save`` returns is a read-only mapping
     instead of a dict; ``dict()`` makes one of it.
+
+    The names of data files carry the id of the save, as in ``__3_5e0f1a2b_0.distcp``. A save over
+    an older checkpoint leaves its files as they are, and removes them when its own ``.metadata``
+    stands: until then the older checkpoint is whole. It takes the room of both.
     """
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the files of every rank. Called on the coordinator."""
+        # The planner's id, if it is one of this package; the same on all ranks.
+        own = uuid.uuid4().bytes
+        prepared = []
+        for number, plan in enumerate(plans):
+            given = plan.storage_data
+            prefix = f"__{number}_" if given is None else given.prefix
+            save_id = getattr(plan.planner_data, "save_id", None) or own
+            prepared.append(replace(plan, storage_data=StoragePrefix(named(prefix, save_id))))
+        return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items. Called on every rank.
@@ -65,8 +90,9 @@ class PlacementFileSystemWriter(FileSystemWriter):
         else:
             buckets = [[item] for item in items]
         files: queue.Queue[tuple[str, list[WriteItem]]] = queue.Queue()
-        for number, bucket in enumerate(buckets):
-            files.put((f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}", bucket))
+        names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
+        for name, bucket in zip(names, buckets, strict=True):
+            files.put((name, bucket))
         builders = [RowsBuilder() for _ in range(max(self.thread_count, 1))]
         failures: list[BaseException] = []
 
@@ -83,6 +109,7 @@ class PlacementFileSystemWriter(FileSystemWriter):
         for thread in threads:
             thread.join()
         if failures:
+            self._remove(names)
             raise failures[0]
         future: Future[list[WriteResult]] = Future()
         future.set_result(WriteResults(join(builder.rows() for builder in builders)))  # type: ignore[arg-type]
@@ -91,8 +118,46 @@ class PlacementFileSystemWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``.metadata``, which makes a checkpoint of the files. Called on the coordinator.
 
-        Without collectives every rank writes one of its own.
+        Then remove the data files of the checkpoint that was there before. Without collectives
+        every rank does so with a metadata file of its own.
         """
+        older = self._older_files()
+        self._write_metadata(metadata, results)
+        if older:
+            assert metadata.storage_data is not None
+            self._remove(older - paths_of(metadata.storage_data))
+
+    def _older_files(self) -> set[str]:
+        """Return the data files that the metadata in this place name; none where it is unreadable.
+
+        They are unpickled with care: whatever has been put there, only files with names of
+        checkpoints' data files, and in this directory, are told.
+        """
+        path = self._get_metadata_path(None if self.use_collectives else self.rank)
+        if not self.fs.exists(path):
+            return set()
+        try:
+            with quiet_gc(), self.fs.create_stream(path, "rb") as stream:
+                names = paths_of(read_metadata(stream, restricted=True).storage_data)  # type: ignore[arg-type]
+        except Exception as error:
+            logger.warning("%s cannot be read, so the files that it names stay: %s", path, error)
+            return set()
+        return {name for name in names if isinstance(name, str) and is_data_file(name)}
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Remove data files of this directory, as far as that is possible; never through a link."""
+        for name in sorted(names):
+            path = self.fs.concat_path(self.path, name)
+            try:
+                if not self.fs.exists(path):
+                    continue
+                if type(self.fs) is FileSystem and not stat.S_ISREG(os.lstat(path).st_mode):
+                    continue
+                self.fs.rm_file(path)
+            except OSError as error:
+                logger.warning("%s is left over from an older save: %s", path, error)
+
+    def _write_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if not all(map(_is_known, results)):
             super().finish(metadata, results)
             return
@@ -161,6 +226,13 @@ class PlacementFileSystemWriter(FileSystemWriter):
             os.fsync(stream.fileno())
         except (AttributeError, UnsupportedOperation):
             os.sync()
+
+
+def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:
+    """Return the files that ``storage_data`` names."""
+    if isinstance(data, StorageTable):
+        return set(data.rows.paths)
+    return {info.relative_path for info in data.values()}
 
 
 def _note(builder: RowsBuilder, item: WriteItem, path: str, start: int, end: int) -> int:

@@ -74,7 +74,8 @@ def overlap_chunk(path: str | Path, fqn: str, *, chunk: int = 0) -> str:
 def half_overwrite(path: str | Path, later: str | Path, files: Sequence[str] = ()) -> list[str]:
     """Put data files of a later save in the place of this one's, and not its metadata.
 
-    As a save into the same directory leaves it that is killed half-way.
+    As a save into the same directory leaves it that is killed half-way. A file takes the place of
+    that of the same rank, whatever the names; those are returned.
 
     Args:
         path: The checkpoint that is damaged.
@@ -82,9 +83,13 @@ def half_overwrite(path: str | Path, later: str | Path, files: Sequence[str] = (
         files: Which files; every second one by default.
     """
     names = list(files) or sorted(file.name for file in Path(later).glob("*.distcp"))[1::2]
+    replaced = []
     for name in names:
-        shutil.copyfile(Path(later) / name, Path(path) / name)
-    return names
+        _, _, rank, *_, number = name.split("_")
+        (file,) = {*Path(path).glob(f"__{rank}_{number}"), *Path(path).glob(f"__{rank}_*_{number}")}
+        shutil.copyfile(Path(later) / name, file)
+        replaced.append(file.name)
+    return replaced
 
 
 def foreign_pickle(path: str | Path, marker: str | Path) -> str:

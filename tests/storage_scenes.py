@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,17 @@ DTYPES = (
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16),
 )
 SHAPES = ((), (1,), (0,), (3, 0), (5, 7), (3, 4, 5), (1, 6, 1), (130, 140))
+
+
+def data_file(path: Path, rank: int) -> Path:
+    """Return the first data file that a rank wrote, whichever writer it was."""
+    (file,) = [*path.glob(f"__{rank}_0.distcp"), *path.glob(f"__{rank}_????????_0.distcp")]
+    return file
+
+
+def without_id(name: str) -> str:
+    """Return a file's name as torch's writer gives it."""
+    return re.sub(r"^(__\d+)_[0-9a-f]{8}_", r"\1_", name)
 
 
 def same(one: Any, other: Any) -> bool:

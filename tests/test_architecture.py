@@ -30,6 +30,7 @@ ORDER = [
         "ownership",
         "reads",
         "buckets",
+        "save_ids",
     ),
     *("report", "live", "lint", "offer", "provenance", "record", "numbering", "members"),
     *("comparison", "families", "cut_checks"),

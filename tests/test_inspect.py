@@ -20,6 +20,7 @@ from tests.offline_scenes import (
     save_torch_dist,
     wholes,
 )
+from tests.storage_scenes import data_file
 
 
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "stock-metadata"])
@@ -36,14 +37,15 @@ def test_tensors_of_a_sharded_save(tmp_path: Path, run: Run, lean: bool) -> None
     experts = told["tensors"]["layers.0.experts.w1"]
     assert experts["chunks"] == 4
     assert experts["ranks"] == [0, 1, 2, 3]
-    assert experts["files"] == [f"__{rank}_0.distcp" for rank in range(4)]
+    assert experts["files"] == [data_file(tmp_path, rank).name for rank in range(4)]
     assert experts["rule"] == "'experts'"
     assert told["tensors"]["scale"]["chunks"] == 1
     assert list(told["objects"]) == ["step"]
     assert told["totals"]["bytes"] == sum(tensor.nbytes for tensor in whole.values())
     assert told["provenance"]["step"] == 1
     assert told["provenance"]["axes"] == {"ep": 2, "fsdp": 2}
-    assert told["files"]["__0_0.distcp"]["bytes"] == (tmp_path / "__0_0.distcp").stat().st_size
+    file = data_file(tmp_path, 0)
+    assert told["files"][file.name]["bytes"] == file.stat().st_size
 
 
 def test_a_stock_checkpoint_says_nothing_of_its_making(tmp_path: Path) -> None:

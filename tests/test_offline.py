@@ -18,7 +18,7 @@ from dcp_placements.provenance import RESERVED_KEY
 from dcp_placements.rank_metadata import merge_rank_metadata
 from dcp_placements.storage_reader import PlacementFileSystemReader
 from fakes import World
-from tests.storage_scenes import blank, load, same, save_alone, sharded, wholes
+from tests.storage_scenes import blank, data_file, load, same, save_alone, sharded, wholes
 
 
 def save_ranks(path: Path, size: int, ranks: Any = None, maker: Any = None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_of_replicas_the_lowest_ranks_is_kept(tmp_path: Path) -> None:
     save_ranks(tmp_path, 3)
     merged = merge_metadata(tmp_path)
     for index in (MetadataIndex("norm", (0,)), MetadataIndex("lr")):
-        assert merged.storage_data[index].relative_path == "__0_0.distcp"
+        assert merged.storage_data[index].relative_path == data_file(tmp_path, 0).name
     assert len(merged.state_dict_metadata["norm"].chunks) == 1
 
 

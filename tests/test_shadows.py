@@ -26,6 +26,7 @@ from dcp_placements import (
 )
 from dcp_placements.shadows import PREFIX
 from fakes import FakeDTensor, FakeMesh, World
+from tests.storage_scenes import data_file
 from tests.strategies import arange
 
 WORLD = World(4)
@@ -108,6 +109,7 @@ TOPOLOGIES: list[dict[str, int]] = [
 @pytest.mark.parametrize("axes", TOPOLOGIES, ids=str)
 @pytest.mark.parametrize("digests", ["sampled", "full"])
 @pytest.mark.parametrize("stock_writer", [False, True])
+@pytest.mark.filterwarnings("ignore:look at this load")
 def test_with_shadows_a_rank_opens_its_own_file_alone(
     axes: dict[str, int], digests: str, stock_writer: bool, tmp_path: Path
 ) -> None:
@@ -220,7 +222,7 @@ def test_large_objects_stay_where_they_are(tmp_path: Path) -> None:
         readers.__getitem__,
     )
     assert all(state["blob"] == blob for state in loaded)
-    assert (tmp_path / "__1_0.distcp").stat().st_size < 1 << 16
+    assert data_file(tmp_path, 1).stat().st_size < 1 << 16
     assert offline.verify(tmp_path, contents=True).sound
 
 
@@ -251,7 +253,9 @@ def test_ranks_that_were_not_there_take_copies_each_of_another_rank(tmp_path: Pa
     )
     for state in loaded:
         assert all(torch.equal(state[fqn], wholes()[fqn]) for fqn in names)
-    assert [p - {".metadata"} for p in paths] == [{f"__{r % 4}_0.distcp"} for r in range(8)]
+    assert [p - {".metadata"} for p in paths] == [
+        {data_file(tmp_path, r % 4).name} for r in range(8)
+    ]
 
 
 def drifted(path: Path, kind: str) -> str:
@@ -281,14 +285,14 @@ def test_a_shadow_that_is_not_what_was_saved_is_an_error(kind: str, tmp_path: Pa
     assert fqn in str(refused.value.failures[2][0])
     told = offline.verify(tmp_path, digests=True)
     assert not told.sound
-    assert all("__2_0.distcp" in fault.files for fault in told.faults)
+    assert all(data_file(tmp_path, 2).name in fault.files for fault in told.faults)
     # Who does not read it does not mind.
     load_and_check(tmp_path, {"fsdp": 4}, FileSystemReader, verify="digests")
 
 
 def test_a_file_that_ends_in_a_shadow_is_told_of(tmp_path: Path) -> None:
     save(tmp_path, {"fsdp": 4}, shadows=1 << 20)
-    file = tmp_path / "__3_0.distcp"
+    file = data_file(tmp_path, 3)
     file.write_bytes(file.read_bytes()[:-100])
     assert {fault.kind for fault in offline.verify(tmp_path).faults} >= {"truncated_file"}
     with pytest.raises(CheckpointException, match="ends before it"):

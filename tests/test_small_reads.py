@@ -19,7 +19,7 @@ from dcp_placements.storage_reader import PlacementFileSystemReader
 from dcp_placements.storage_table import StorageTable, join, rows_of_entries
 from dcp_placements.storage_writer import PlacementFileSystemWriter
 from fakes import World
-from tests.storage_scenes import blank, load, same
+from tests.storage_scenes import blank, data_file, load, same
 
 
 def norms(count: int = 500, numel: int = 1024) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_a_file_that_is_not_the_one_is_read_as_ever(tmp_path: Path) -> None:
     saved = norms(20)
     written(tmp_path / "a", saved)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    file = tmp_path / "b" / "__0_0.distcp"
+    file = data_file(tmp_path / "b", 0)
     data = bytearray(file.read_bytes())
     info = starts(tmp_path / "a")
     (start,) = info.values()

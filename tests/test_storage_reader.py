@@ -33,6 +33,7 @@ from tests.storage_scenes import (
     Flipped,
     all_kinds,
     blank,
+    data_file,
     flipped_registry,
     load,
     raw,
@@ -440,7 +441,7 @@ def test_digests_are_compared_with_what_was_read(tmp_path: Path) -> None:
     verified = PlacementLoadPlanner(verify="digests")
     dcp.load(blank(saved), storage_reader=reader, planner=verified)
     assert verified.report.verified == 3
-    path = tmp_path / "__0_0.distcp"
+    path = data_file(tmp_path, 0)
     data = bytearray(path.read_bytes())
     at = data.index(saved["w"].numpy().tobytes())
     data[at + 5] ^= 1

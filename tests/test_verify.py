@@ -20,9 +20,10 @@ from dcp_placements import PlacementSavePlanner
 from dcp_placements.layout import Box
 from dcp_placements.offline import verify
 from dcp_placements.offline.structure import box_faults
+from dcp_placements.save_ids import id_in_name
 from fakes import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
-from tests.storage_scenes import all_kinds
+from tests.storage_scenes import all_kinds, data_file
 
 W1 = "layers.0.experts.w1"
 
@@ -101,36 +102,51 @@ def test_messages_say_where(copy: Path) -> None:
 
 
 def test_a_half_overwritten_step_is_seen_by_its_digests(copy: Path, tmp_path: Path) -> None:
-    save_sharded(tmp_path / "later", step=1, add=0.5)
+    lean = id_in_name(data_file(copy, 0).name) is not None
+    save_sharded(tmp_path / "later", lean=lean, step=1, add=0.5)
     names = damage.half_overwrite(copy, tmp_path / "later")
-    assert names == ["__1_0.distcp", "__3_0.distcp"]
-    for flags in ({}, {"contents": True}):
-        assert verify(copy, **flags).faults == (), "nothing but digests can see it"
+    assert names == [data_file(copy, rank).name for rank in (1, 3)]
+    # A name that carries another save's id is something that no save makes.
+    assert verify(copy).sound == lean
     faults = verify(copy, digests=True).faults
-    assert [(fault.kind, fault.files) for fault in faults] == [
+    assert {(fault.kind, fault.files) for fault in faults} == {
         ("mixed_generations", (name,)) for name in names
-    ]
-    assert all(W1 in fault.tensors for fault in faults)
+    }
+    assert {fault.files for fault in faults if W1 in fault.tensors} == {(name,) for name in names}
 
 
 def test_a_half_overwritten_step_of_another_layout_is_seen_without_digests(
     copy: Path, tmp_path: Path
 ) -> None:
     save_sharded(tmp_path / "later", ep=1)
-    damage.half_overwrite(copy, tmp_path / "later", ["__1_0.distcp"])
+    file = data_file(tmp_path / "later", 1).name
+    names = damage.half_overwrite(copy, tmp_path / "later", [file])
     faults = verify(copy).faults
     assert faults
-    assert {file for fault in faults for file in fault.files} == {"__1_0.distcp"}
-    assert {fault.kind for fault in faults} <= {"wrong_record", "truncated_file"}
+    assert [file for fault in faults for file in fault.files] == names * len(faults)
+    kinds = {"wrong_record", "truncated_file", "mixed_generations"}
+    assert {fault.kind for fault in faults} <= kinds
 
 
-def test_a_younger_data_file_is_a_note_and_no_fault(copy: Path) -> None:
+def test_a_younger_data_file_is_no_sign_where_files_carry_ids(copy: Path) -> None:
     written = (copy / ".metadata").stat().st_mtime
-    os.utime(copy / "__2_0.distcp", (written + 60, written + 60))
+    for file in copy.glob("*.distcp"):
+        os.utime(file, (written + 60, written + 60))
+    found = verify(copy)
+    assert found.sound
+    assert not found.notes
+
+
+def test_a_younger_data_file_without_an_id_is_a_note_and_no_fault(tmp_path: Path) -> None:
+    copy = tmp_path
+    dcp.save(wholes(), storage_writer=dcp.FileSystemWriter(copy))
+    written = (copy / ".metadata").stat().st_mtime
+    file = data_file(copy, 0)
+    os.utime(file, (written + 60, written + 60))
     found = verify(copy)
     assert found.sound
     (note,) = found.notes
-    assert "__2_0.distcp" in note
+    assert file.name in note
 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors"])

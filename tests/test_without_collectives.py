@@ -22,6 +22,7 @@ from dcp_placements import (
     save_planner,
 )
 from dcp_placements.offline import merge_metadata
+from dcp_placements.save_ids import ID_PREFIX
 from fakes import FakeDTensor, World
 
 WHOLE = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)
@@ -41,7 +42,9 @@ def save(path: Path, state_dict: Any, rules: Any = lambda rank: None) -> Counter
     written: Counter[tuple[str, Any]] = Counter()
     for file in path.glob("__*.metadata"):
         written.update(
-            (index.fqn, index.offset) for index in pickle.loads(file.read_bytes()).storage_data
+            (index.fqn, index.offset)
+            for index in pickle.loads(file.read_bytes()).storage_data
+            if not index.fqn.startswith(ID_PREFIX)
         )
     return written
 

@@ -31,10 +31,11 @@ from dcp_placements.layout import Box
 from dcp_placements.metadata_file import read_metadata
 from dcp_placements.offline.directory import CannotLook, Directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import Entry, read_header
-from dcp_placements.provenance import stored, writer_of
+from dcp_placements.provenance import stored
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rank_metadata import merge_rank_metadata, rank_file_rank
 from dcp_placements.safe_pickle import RefusedGlobal
+from dcp_placements.save_ids import ID_PREFIX, IdRecord, id_records, writer_of
 from dcp_placements.shadows import shadowed
 from dcp_placements.storage_table import Array, Rows, RowsBuilder, StorageTable, rows_of_entries
 
@@ -247,11 +248,18 @@ class Checkpoint:
         made = StoredTensor(key, shape, tensor.dtype, tuple(found), self._places)
         return StoredPack(fqns, made, made.chunks)
 
+    @cached_property
+    def id_records(self) -> dict[str, IdRecord]:
+        """Where files say which save wrote them, by file; names that carry an id are left out."""
+        return id_records(StorageTable(self._rows))
+
     def unclaimed(self) -> list[tuple[str, tuple[int, ...] | None, str]]:
         """Return ``(key, offsets, file)`` of what files hold and no tensor's chunk claims."""
         found: list[tuple[str, tuple[int, ...] | None, str]] = []
         claims: dict[int, set[tuple[int, ...] | None]] = {}
         for fqn in self._rows.fqns:
+            if fqn.startswith(ID_PREFIX):
+                continue
             pack = self.shadows.get(fqn)
             if pack is not None and pack.tensor is None:
                 continue

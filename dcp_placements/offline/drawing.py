@@ -11,7 +11,7 @@ from dcp_placements.errors import format_names
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.picture import Piece, bytes_figure, tensor_figure
-from dcp_placements.provenance import writer_of
+from dcp_placements.save_ids import writer_of
 
 
 def draw(path: str | os.PathLike[str] | Checkpoint, fqn: str | None = None) -> Any:

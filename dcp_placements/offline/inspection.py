@@ -10,7 +10,7 @@ from typing import Any
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import check_picked, matcher
 from dcp_placements.offline.experts import ExpertLayer, find_experts
-from dcp_placements.provenance import writer_of
+from dcp_placements.save_ids import writer_of
 
 TOLD_OF_MAKING = ("save_id", "step", "world_size", "axes", "versions", "options")
 """Keys of the provenance that are told; rules and digests are one entry for each tensor."""

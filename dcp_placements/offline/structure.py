@@ -10,6 +10,7 @@ from typing import Any
 from dcp_placements.errors import format_names
 from dcp_placements.layout import Box
 from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredTensor
+from dcp_placements.save_ids import id_in_name
 from dcp_placements.tiling import contains, format_box, overlaps, tiles, uncovered
 
 BOXES_TOLD = 4
@@ -153,6 +154,29 @@ def place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
         else:
             message = "the index says that the file has them, and it has not"
             yield CheckpointFault("unplaced", names, (file,), message)
+
+
+def id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
+    """Yield files that another save wrote, by the ids that they begin with."""
+    for file, record in checkpoint.id_records.items():
+        if checkpoint.directory.size(file) is None:
+            continue
+        if record.info.transform_descriptors:
+            continue  # what undoes them is not known here
+        try:
+            with checkpoint.directory.open(file) as stream:
+                stream.seek(record.info.offset)
+                fault = record.fault(stream.read(record.nbytes))
+        except OSError:
+            continue  # told of where its other records are read
+        if fault is not None:
+            yield CheckpointFault("mixed_generations", (), (file,), f"it {fault.headline}")
+
+
+def files_without_id(checkpoint: Checkpoint) -> list[str]:
+    """Return the files that do not say which save wrote them, sorted."""
+    own = checkpoint.id_records
+    return [file for file in checkpoint.files if file not in own and id_in_name(file) is None]
 
 
 def file_faults(

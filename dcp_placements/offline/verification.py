@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dcp_placements.errors import format_names
 from dcp_placements.file_reads import CountedFile
 from dcp_placements.interop import MetadataIndex
 from dcp_placements.offline.box_reads import BoxReader
@@ -19,6 +20,8 @@ from dcp_placements.offline.structure import (
     CheckpointFault,
     Record,
     file_faults,
+    files_without_id,
+    id_faults,
     place_faults,
     records_by_file,
     tiling_faults,
@@ -105,6 +108,7 @@ def verify(
     records = records_by_file(checkpoint)
     faults = [*tiling_faults(checkpoint), *place_faults(checkpoint)]
     faults += file_faults(checkpoint, records)
+    faults += id_faults(checkpoint)
     told = checkpoint.provenance or {}
     if digests:
         faults += _digest_gaps(told, records)
@@ -230,6 +234,12 @@ def _digest_gaps(
 def _notes(checkpoint: Checkpoint) -> list[str]:
     """Return signs that prove nothing: a copy looks the same."""
     notes = []
+    without = files_without_id(checkpoint)
+    if 0 < len(without) < len(checkpoint.files):
+        notes.append(
+            f"no id of a save in {format_names(without, 4)}: where another save wrote one of them "
+            "and not the rank's other files, only verify --digests can tell"
+        )
     directory = checkpoint.directory
     for name in checkpoint.other_files:
         if name.endswith((".tmp", ".partial")):
@@ -238,8 +248,9 @@ def _notes(checkpoint: Checkpoint) -> list[str]:
     if written is not None:
         younger = [
             file
-            for file, size in checkpoint.files.items()
-            if size is not None and (directory.modified(file) or 0) > written + AFTER_S
+            for file in without
+            if checkpoint.files[file] is not None
+            and (directory.modified(file) or 0) > written + AFTER_S
         ]
         if younger:
             notes.append(
