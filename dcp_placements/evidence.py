@@ -202,7 +202,7 @@ class Answer:
         in_pieces: Some keys of which one rank writes several chunks, with the rank and how many:
             files that know a tensor by its name alone cannot hold those.
         shadows: Which copies it writes beside; None for none.
-        save_id: Names this save, as 16 bytes; set anew for each, also where a plan is reused.
+        save_id: Names this save, in 16 bytes.
     """
 
     slots: tuple[bytes, ...]
