@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp_placements.binding import Binding
 from dcp_placements.cut_checks import Difference, differences
 from dcp_placements.errors import Fault
 from dcp_placements.families import Families, packed_numbers, total_faults
@@ -99,31 +100,51 @@ def _compare_cuts(
 ) -> None:
     """Note the keys that axes cut in another way than the save had it."""
     stored = metadata.state_dict_metadata
-    memo: dict[Any, tuple[Difference, ...]] = {}
+    pairs = _Pairs(record)
     compared = waived = 0
     for fqn, placed in placing.placed.items():
         group = record.group_of.get(fqn, 0)
-        sharding = placed.binding.sharding
-        there = stored.get(fqn)
-        if not group or not sharding.cuts or not isinstance(there, TensorStorageMetadata):
+        binding = placed.binding
+        if not group or not binding.sharding.cuts:
             continue
-        if there.size != placed.global_shape:
+        there = stored.get(fqn)
+        if not isinstance(there, TensorStorageMetadata) or there.size != binding.global_shape:
             continue
         compared += 1
-        axis_names = tuple([axis.name for axis in placed.binding.axes])
-        key = group, sharding, axis_names
-        if key not in memo:
-            loaded = cuts_of(sharding, axis_names)
-            memo[key] = tuple(differences(record.groups[group], loaded, placed.global_shape))
-        if memo[key] and excuses.waive(fqn):
+        found = pairs.differences(group, binding)
+        if found and excuses.waive(fqn):
             waived += 1
-            continue
-        checks.faults += [_cut_fault(fqn, found, placed.rule, rank) for found in memo[key]]
+        elif found:
+            checks.faults += [_cut_fault(fqn, one, placed.rule, rank) for one in found]
     checks.compared = "declared as saved"
     if compared:
         checks.compared += f": {compared - waived} keys"
     if waived:
         checks.compared += f"; {waived} otherwise, waived"
+
+
+class _Pairs:
+    """What comes of each way of cutting at save and each binding of the load, worked out once."""
+
+    def __init__(self, record: SaveRecord) -> None:
+        self._record = record
+        # By the save's group the last bindings that were met with it, each with its differences.
+        self._known: dict[int, list[tuple[Binding, tuple[Difference, ...]]]] = {}
+
+    def differences(self, group: int, binding: Binding) -> tuple[Difference, ...]:
+        """Return what differs between a group of the save and a binding of the load."""
+        known = self._known.setdefault(group, [])
+        for other, found in known:
+            if other is binding:
+                return found
+        loaded = cuts_of(binding.sharding, [axis.name for axis in binding.axes])
+        found = tuple(differences(self._record.groups[group], loaded, binding.global_shape))
+        known.insert(0, (binding, found))
+        del known[_MAX_KNOWN:]
+        return found
+
+
+_MAX_KNOWN = 32
 
 
 def _cut_fault(fqn: str, found: Difference, rule: str | None, rank: int) -> Fault:

@@ -22,6 +22,7 @@ from dcp_placements.interop import (
 )
 from dcp_placements.layout import Box
 from dcp_placements.provenance import RESERVED_KEY, stored, stored_digest
+from dcp_placements.record import merged_record
 from dcp_placements.save_ids import id_records
 from dcp_placements.storage_table import StorageTable, rows_of_entries
 from dcp_placements.tiling import format_box, overlaps, tiles, uncovered
@@ -77,9 +78,12 @@ def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = 
     ranks = [rank for rank, _ in parts]
     merger.settle(ranks, whole=whole)
     first = parts[0][1]
+    data = _merged_data([metadata.planner_data for _, metadata in parts])
+    if isinstance(data, dict) and RESERVED_KEY in data:
+        data[RESERVED_KEY] |= merged_record([metadata for _, metadata in parts], merger.stored)
     return Metadata(
         merger.stored,
-        planner_data=_merged_data([metadata.planner_data for _, metadata in parts]),
+        planner_data=data,
         storage_data=StorageTable(rows_of_entries(merger.places.items())),
         storage_meta=first.storage_meta,
         version=first.version,

@@ -140,11 +140,14 @@ def record_of_tables(
         table = tables[name]
         # The last one is that of objects.
         here = [numbers.setdefault(cuts, len(numbers)) for cuts in _class_cuts(table)] + [0]
-        mine = dict(zip(table.fqns, map(here.__getitem__, table.class_of), strict=True))
-        if not group_of.keys().isdisjoint(mine):
+        mine = zip(table.fqns, map(here.__getitem__, table.class_of), strict=True)
+        if group_of.keys().isdisjoint(table.fqns):
+            group_of.update(mine)
+            continue
+        for fqn, group in mine:
             # Nothing is kept of a key that ranks declare in several ways.
-            mine.update({k: 0 for k, g in group_of.items() if k in mine and mine[k] != g})
-        group_of.update(mine)
+            if group_of.setdefault(fqn, group) != group:
+                group_of[fqn] = 0
     stories = [offer.story for offer in offers if offer.story is not None]
     renames = dict.fromkeys(step for story in stories for step in story.renames)
     return packed_record(list(numbers), group_of, keys, renames)
@@ -158,7 +161,9 @@ def packed_record(
 ) -> dict[str, Any]:
     """Return a record as plain values; ``record_of`` reads them."""
     ordered = sorted(keys)
-    column = np.fromiter((group_of.get(key, 0) for key in ordered), np.int64, len(ordered))
+    by_key = dict.fromkeys(ordered, 0)
+    by_key.update(group_of)  # objects and keys of other ranks come behind
+    column = np.fromiter(by_key.values(), np.int64, len(ordered))
     kind = np.min_scalar_type(len(groups))
     return {
         CUTS_KEY: {

@@ -151,6 +151,7 @@ def test_the_rule_of_the_save_is_told(saved: Path) -> None:
     found = explain(saved / "ep2", W1)
     assert found.saved_rule == "'experts'"
     assert found.saved_axes == {"ep": 2, "fsdp": 2}
+    assert found.saved_cuts[0] == "Shard(0) over 'ep' of size 2"
 
 
 def test_on_the_command_line(saved: Path, run: Run, module: str) -> None:

@@ -43,6 +43,9 @@ def test_tensors_of_a_sharded_save(tmp_path: Path, run: Run, lean: bool) -> None
     assert list(told["objects"]) == ["step"]
     assert told["totals"]["bytes"] == sum(tensor.nbytes for tensor in whole.values())
     assert told["provenance"]["step"] == 1
+    assert told["cuts"][0]["cuts"][0] == "Shard(0) over 'ep' of size 2"
+    assert "layers.0.experts.w1" in told["cuts"][0]["keys"]
+    assert told["renames"] == []
     assert told["provenance"]["axes"] == {"ep": 2, "fsdp": 2}
     file = data_file(tmp_path, 0)
     assert told["files"][file.name]["bytes"] == file.stat().st_size

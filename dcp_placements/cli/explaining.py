@@ -49,6 +49,8 @@ def _print(found: Explanation) -> None:
         axes = ", ".join(f"{name}={size}" for name, size in found.saved_axes.items())
         said = "no rule" if found.saved_rule is None else f"rule {found.saved_rule}"
         say(f"saved by {said}, from a mesh of {axes}")
+    if found.saved_cuts:
+        say(f"saved with: {', then '.join(found.saved_cuts)}")
     say("", f"stored in {counted(len(found.chunks), 'chunk')}:")
     print_table(
         ("chunk", "file", "rank", "record", "elements from"),

@@ -91,6 +91,10 @@ def _print(found: Inspection) -> None:
                 else value
             )
             say(f"{key + ':':<10} {told}")
+    for known in found.cuts:
+        say(f"saved with: {', then '.join(known.cuts)}: {short(known.keys)}")
+    for rename in found.renames:
+        say(f"saved with: rename={rename}")
     say(f"digests:   {number(found.digests)} stored" if found.digests else "digests:   none stored")
 
 

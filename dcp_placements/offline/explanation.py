@@ -22,6 +22,7 @@ from dcp_placements.offline.declared import MeshAxes, mesh_at, rules_at
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.placement import format_placement
 from dcp_placements.reads import StoredChunks
+from dcp_placements.record import record_of
 from dcp_placements.rules import rule_name
 from dcp_placements.slices import segments
 from dcp_placements.tensor_record import head_record
@@ -133,6 +134,7 @@ class Explanation:
         chunks: As it is stored.
         saved_rule: The rule that it was saved by, where that is stored.
         saved_axes: The mesh axes that it was saved from, where they are stored.
+        saved_cuts: How axes cut it then, in the order in which they applied, where that is stored.
         rule: The rule that speaks for it among those that were given; None for none.
         axes: What each axis of the given mesh does to it, in words.
         ranks: What each rank of the given mesh holds of it.
@@ -144,6 +146,7 @@ class Explanation:
     chunks: tuple[ChunkPlace, ...]
     saved_rule: str | None
     saved_axes: Mapping[str, int]
+    saved_cuts: tuple[str, ...] = ()
     rule: str | None = None
     axes: Mapping[str, str] | None = None
     ranks: tuple[RankPart, ...] = ()
@@ -157,6 +160,7 @@ class Explanation:
             "chunks": [chunk.as_json() for chunk in self.chunks],
             "saved_rule": self.saved_rule,
             "saved_axes": dict(self.saved_axes),
+            "saved_cuts": list(self.saved_cuts),
             "rule": self.rule,
             "axes": None if self.axes is None else dict(self.axes),
             "ranks": [part.as_json() for part in self.ranks],
@@ -193,6 +197,7 @@ def explain(
         raise _unknown(checkpoint, fqn)
     told = checkpoint.provenance or {}
     places = _places(checkpoint, tensor)
+    record = record_of(checkpoint.metadata)
     explained = Explanation(
         fqn=fqn,
         shape=tensor.shape,
@@ -200,6 +205,7 @@ def explain(
         chunks=places,
         saved_rule=(told.get("rules") or {}).get(fqn),
         saved_axes=told.get("axes") or {},
+        saved_cuts=() if record is None else tuple(map(str, record.cuts(fqn))),
     )
     if rules is None or axes is None:
         return explained

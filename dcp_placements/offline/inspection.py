@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import check_picked, matcher
 from dcp_placements.offline.experts import ExpertLayer, find_experts
+from dcp_placements.record import Cuts, SaveRecord, record_of
 from dcp_placements.save_ids import writer_of
 
 TOLD_OF_MAKING = ("save_id", "step", "world_size", "axes", "versions", "options")
@@ -107,6 +108,23 @@ class ShadowInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class CutsInfo:
+    """One way in which tensors were cut when they were saved.
+
+    Attributes:
+        cuts: By axes, in the order in which they apply; each in words.
+        keys: The tensors.
+    """
+
+    cuts: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {"cuts": list(self.cuts), "keys": list(self.keys)}
+
+
+@dataclass(frozen=True, slots=True)
 class Inspection:
     """What is in a checkpoint.
 
@@ -121,6 +139,8 @@ class Inspection:
         digests: Chunks and objects of which a digest is stored.
         experts: Layer by layer, where that was asked for.
         shadows: What has copies; None where nothing has.
+        cuts: How tensors were cut when they were saved, as far as the checkpoint says.
+        renames: The renames that were in force then.
     """
 
     path: str
@@ -132,6 +152,8 @@ class Inspection:
     digests: int
     experts: tuple[ExpertLayer, ...] | None = None
     shadows: ShadowInfo | None = None
+    cuts: tuple[CutsInfo, ...] = ()
+    renames: tuple[str, ...] = ()
 
     @property
     def chunks(self) -> int:
@@ -166,6 +188,8 @@ class Inspection:
             },
             "provenance": None if self.provenance is None else dict(self.provenance),
             "shadows": None if self.shadows is None else self.shadows.as_json(),
+            "cuts": [known.as_json() for known in self.cuts],
+            "renames": list(self.renames),
         }
         if self.experts is not None:
             told["experts"] = {layer.layer: layer.as_json() for layer in self.experts}
@@ -190,6 +214,7 @@ def inspect(
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     wanted = matcher(fqn)
+    record = record_of(checkpoint.metadata)
     told = checkpoint.provenance or {}
     rules: Mapping[str, str] = told.get("rules") or {}
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if wanted(name)}
@@ -222,7 +247,17 @@ def inspect(
         digests=sum(len(known) for known in (told.get("digests") or {}).values()),
         experts=find_experts(tensors.values()) if experts else None,
         shadows=_shadows(checkpoint),
+        cuts=() if record is None else _cuts(record, tensors),
+        renames=() if record is None else tuple(map(str, record.renames)),
     )
+
+
+def _cuts(record: SaveRecord, fqns: Iterable[str]) -> tuple[CutsInfo, ...]:
+    keys: dict[Cuts, list[str]] = {}
+    for fqn in fqns:
+        if cuts := record.cuts(fqn):
+            keys.setdefault(cuts, []).append(fqn)
+    return tuple(CutsInfo(tuple(map(str, cuts)), tuple(held)) for cuts, held in keys.items())
 
 
 def _shadows(checkpoint: Checkpoint) -> ShadowInfo | None:
