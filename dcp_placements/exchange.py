@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from dcp_placements.binding import Binding
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.interop import (
     Metadata,
@@ -30,7 +31,7 @@ from dcp_placements.interop import (
 )
 from dcp_placements.layout import Box, Cut
 from dcp_placements.placing import Placed, Placing
-from dcp_placements.reads import StoredChunks
+from dcp_placements.reads import Finders
 from dcp_placements.report import LoadReport, Traffic
 from dcp_placements.save_ids import writer_of
 from dcp_placements.shares import Claim, Claims, Share, Verdict, Wanted, shares
@@ -143,7 +144,7 @@ class Exchange:
         self._world = _line(group)
         self._sets: list[ReplicaSet] = []
         self._granted: list[tuple[ReplicaSet, list[list[Share]]]] = []
-        self._lines: dict[int, tuple[str, tuple[Line, ...]]] = {}
+        self._lines: dict[tuple[Binding, bool], tuple[str, tuple[Line, ...]]] = {}
         self._rooms: dict[tuple[torch.device, int], torch.Tensor] = {}
         self.verdict = Verdict(False)
 
@@ -261,7 +262,8 @@ class Exchange:
     def _lines_of(self, placed: Placed) -> tuple[str, tuple[Line, ...]]:
         """Return the axes along which the ranks hold the same, and this rank's line along each."""
         binding = placed.binding
-        known = self._lines.get(id(binding))
+        key = binding, type(placed) is Placed
+        known = self._lines.get(key)
         if known is not None:
             return known
         names: list[str] = []
@@ -275,7 +277,7 @@ class Exchange:
                 if group is not None and dist.get_world_size(group) == axis.size:
                     names.append(str(axis.name))
                     lines.append(_line(group))
-        self._lines[id(binding)] = found = (" x ".join(names), tuple(lines))
+        self._lines[key] = found = (" x ".join(names), tuple(lines))
         return found
 
     def _summed(self, *numbers: int) -> list[int]:
@@ -480,7 +482,7 @@ class _Writers:
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
-        self._by_list: dict[int, StoredChunks] = {}
+        self._finders = Finders()
         self._lately: dict[tuple[int, int], int] = {}
 
     def of(self, target: Target) -> int | None:
@@ -492,10 +494,7 @@ class _Writers:
         key = (target.at, hash(target.box))
         at = self._lately.get(key, -1)
         if not (0 <= at < len(chunks) and _is_box(chunks[at], target.box)):
-            known = self._by_list.get(id(chunks))
-            if known is None:
-                known = self._by_list[id(chunks)] = StoredChunks(stored)
-            meeting = known.meeting(target.box)
+            meeting = self._finders.of(stored).meeting(target.box)
             if len(meeting) != 1 or meeting[0][1] != target.box:
                 return None
             at = self._lately[key] = meeting[0][0]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from dcp_placements.binding import Binding
 from dcp_placements.errors import Fault
 from dcp_placements.layout import Cut
 from dcp_placements.mesh import Axis
@@ -39,17 +40,17 @@ def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
     """
     judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
     # Most tensors lie so that no name could be wrong: they are not looked at.
-    doubtful: dict[int, bool] = {}
+    doubtful: dict[Binding, bool] = {}
     for tensor in placed:
         binding = tensor.binding
-        if id(binding) not in doubtful:
-            doubtful[id(binding)] = any(_findings(tensor, fused=True, expert=True))
-        if not doubtful[id(binding)]:
+        if binding not in doubtful:
+            doubtful[binding] = any(_findings(tensor, fused=True, expert=True))
+        if not doubtful[binding]:
             continue
         fused = FUSED_NAME.search(tensor.fqn) is not None
         expert = EXPERT_NAME.search(tensor.fqn) is not None
         expert = expert and not (renamed and NUMBERED_EXPERT.search(tensor.fqn))
-        key = (id(binding), tensor.rule, fused, expert)
+        key = (binding, tensor.rule, fused, expert)
         if key not in judged:
             judged[key] = list(_findings(tensor, fused, expert))
         for headline, details in judged[key]:

@@ -13,13 +13,15 @@ import io
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import IO, Any
 
 import numpy as np
 import torch
 
+from dcp_placements.alike import BySequence
 from dcp_placements.interop import (
     ChunkStorageMetadata,
     Metadata,
@@ -185,11 +187,16 @@ def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _Named]:
     pickler = pickle.Pickler(buffer, 3)
     words = [MetadataIndex, StorageInfo, *_WORDS]
     pickler.dump((words, names))
-    memo = pickler.memo.copy()
+    # Of equal values the first holds: that of a word, if it is one.
+    numbers = {
+        _memo_key(value): number
+        for number, value in sorted(pickler.memo.copy().values(), key=itemgetter(0), reverse=True)
+        if isinstance(value, str | type | torch.Size) or _is_strings(value)
+    }
     named = _Named(
-        words={word: memo[id(word)][0] for word in words},
+        words={word: numbers[_memo_key(word)] for word in words},
         columns={
-            name: np.array([0 if n is None else memo[id(n)][0] for n in known], np.uint32)
+            name: np.array([0 if n is None else numbers[_memo_key(n)] for n in known], np.uint32)
             for name, known in names.items()
         },
     )
@@ -204,31 +211,38 @@ def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _Named]:
     return dumped[: first - 1] + b"0" + dumped[first:-1] + opening, named
 
 
+def _memo_key(value: Any) -> Hashable:
+    """Return what a value of the memo is found by: its kind and its content."""
+    return type(value), tuple(value) if type(value) is list else value
+
+
+def _is_strings(value: Any) -> bool:
+    return type(value) is list and all(type(entry) is str for entry in value)
+
+
 def _shared(
     stored: Mapping[str, Any],
 ) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], torch.Size]]:
     """Return keys, the metadata with equal parts made one object, and the sizes in it."""
     sizes: dict[tuple[int, ...], torch.Size] = {}
     chunks: dict[Any, ChunkStorageMetadata] = {}
-    lists: dict[Any, list[ChunkStorageMetadata]] = {}
-    # Lists that are one object already need no second look.
-    seen: dict[int, list[ChunkStorageMetadata]] = {}
+    lists: BySequence[list[ChunkStorageMetadata]] = BySequence(_place)
     properties: dict[str, Any] = {}
     made: dict[str, Any] = {}
     for fqn, told in stored.items():
         if type(told) is not TensorStorageMetadata:
             made[fqn] = told
             continue
-        known = seen.get(id(told.chunks))
+        known = lists.get(told.chunks)
         if known is None:
             found = []
             for chunk in told.chunks:
-                key = (tuple(chunk.offsets), tuple(chunk.sizes))
+                key = _place(chunk)
                 if key not in chunks:
                     offsets, extent = (sizes.setdefault(size, torch.Size(size)) for size in key)
                     chunks[key] = ChunkStorageMetadata(offsets, extent)
                 found.append(chunks[key])
-            known = seen[id(told.chunks)] = lists.setdefault(tuple(map(id, found)), found)
+            known = lists.put(told.chunks, found)
         whole = tuple(told.size)
         made[fqn] = TensorStorageMetadata(
             properties.setdefault(repr(told.properties), told.properties),
@@ -236,6 +250,10 @@ def _shared(
             known,
         )
     return {fqn: fqn for fqn in stored}, made, sizes
+
+
+def _place(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 @dataclass(frozen=True, slots=True)

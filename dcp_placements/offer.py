@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import xxhash
 
+from dcp_placements.binding import Binding
 from dcp_placements.buckets import OBJECT_ROWS, folded
 from dcp_placements.digests import (
     FULL_NBYTES,
@@ -48,6 +49,7 @@ from dcp_placements.items import (
 )
 from dcp_placements.layout import Pick, Sharding
 from dcp_placements.lint import unwaived
+from dcp_placements.mesh import MeshNumbers
 from dcp_placements.naming import Path, Rename
 from dcp_placements.optimizer_state import stateless_parameters
 from dcp_placements.ownership import owned_entries
@@ -102,7 +104,7 @@ class RankTable:
     _rules: dict[str, int] = field(default_factory=dict)
     _paths: dict[tuple[int, ...], int] = field(default_factory=dict)
     _lists: dict[tuple[int, ...], int] = field(default_factory=dict)
-    _list_of: dict[int, int] = field(default_factory=dict)
+    _list_of: dict[Binding, int] = field(default_factory=dict)
 
     @property
     def name(self) -> bytes:
@@ -125,7 +127,7 @@ class RankTable:
                 key: Any = tensor.shape
                 rule = None
             else:
-                key = id(placed.binding)
+                key = placed.binding
                 rule = placed.rule
             kind = (key, tensor.dtype, tensor.layout, tensor.requires_grad, rule)
             found = self._kinds.get(kind)
@@ -139,7 +141,7 @@ class RankTable:
         self._rows.append((fqn, *known, at))
         if self._list_of:
             assert placed is not None
-            self.rows.list_of.append(self._list_of[id(placed.binding)])
+            self.rows.list_of.append(self._list_of[placed.binding])
 
     def finish(self) -> None:
         """Make the table's columns, once all keys are in."""
@@ -316,8 +318,9 @@ def offering_of(
     offering = Offering()
     by_mesh: dict[Any, int] = {}
     # A mesh may be sliced anew for every module: meshes are told apart by what they are.
+    number_of = MeshNumbers()
     what: dict[int, Any] = {}
-    picks: dict[int, bool] = {}
+    picks: dict[Binding, bool] = {}
     for fqn, value in state_dict.items():
         if fqn in placing.absent:
             continue
@@ -343,9 +346,10 @@ def offering_of(
         if placed is not None and placed.has_own_key:
             key = "rows"  # apart, so that the other ranks' tables are like this one's
         elif mesh is not None:
-            key = what.get(id(mesh))
+            number = number_of(mesh)
+            key = what.get(number)
             if key is None:
-                key = what[id(mesh)] = _mesh_content(mesh)
+                key = what[number] = _mesh_content(mesh)
         if key not in by_mesh:
             by_mesh[key] = len(offering.tables)
             first = None if mesh is None else not any(mesh.get_coordinate())
@@ -534,14 +538,14 @@ def _pieces(placed: Placed) -> list[torch.Tensor]:
     return [written_data(placed, chunk) for chunk in written_chunks(placed)]
 
 
-def _is_picked(placed: Placed, known: dict[int, bool]) -> bool:
+def _is_picked(placed: Placed, known: dict[Binding, bool]) -> bool:
     """Whether all but the rows is alike on all ranks; ``known`` by binding."""
     binding = placed.binding
     if binding.is_uniform:
         return False
-    found = known.get(id(binding))
+    found = known.get(binding)
     if found is None:
-        found = known[id(binding)] = picked_rows(binding) is not None
+        found = known[binding] = picked_rows(binding) is not None
     return found
 
 
@@ -610,14 +614,18 @@ def _loose_digests(
 
 def _axes(placing: Placing, rules: Rules | None) -> dict[str, tuple[int, int]]:
     """Return ``{name: (position, size)}`` of every named axis that tensors and rules tell of."""
-    placed = {(id(p.binding), id(p.mesh)): p for p in placing.placed.values()}
+    number_of = MeshNumbers()
+    meshes: dict[int, Any] = {}
+    for placed in placing.placed.values():
+        if placed.mesh is not None:
+            meshes.setdefault(number_of(placed.mesh), placed.mesh)
     axes: dict[str, tuple[int, int]] = {}
     for mesh in rules.meshes if isinstance(rules, PlacementRules) else ():
         axes.update(named_axes(mesh))
-    for mesh in {id(p.mesh): p.mesh for p in placed.values() if p.mesh is not None}.values():
+    for mesh in meshes.values():
         axes.update(named_axes(mesh))
-    for known in placed.values():
-        for axis in known.binding.axes:
+    for binding in dict.fromkeys([placed.binding for placed in placing.placed.values()]):
+        for axis in binding.axes:
             if axis.name is not None:
                 axes[axis.name] = (axis.position, axis.size)
     return axes

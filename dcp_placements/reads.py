@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from dcp_placements.alike import BySequence
 from dcp_placements.interop import (
     ChunkStorageMetadata,
     LoadItemType,
@@ -89,6 +90,19 @@ class StoredChunks:
         return found
 
 
+class Finders:
+    """What finds the chunks of tensors: one for all that are stored alike."""
+
+    def __init__(self) -> None:
+        self._known: BySequence[StoredChunks] = BySequence(_ends)
+
+    def of(self, stored: TensorStorageMetadata) -> StoredChunks:
+        """Return what finds the chunks of a tensor."""
+        dims = len(stored.size)
+        known = self._known.get(stored.chunks, dims)
+        return known or self._known.put(stored.chunks, StoredChunks(stored), dims)
+
+
 class Reads:
     """Finds reads. Tensors that lie alike find their chunks alike, so one search serves many.
 
@@ -97,8 +111,7 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        # Lists of chunks by identity: metadata may share one.
-        self._by_list: dict[int, StoredChunks] = {}
+        self._finders = Finders()
         self._alike: dict[tuple[Hashable, torch.Size, int], tuple[Read, ...]] = {}
         self._lately: list[int] = []
 
@@ -126,7 +139,7 @@ class Reads:
         for position, box in enumerate(destinations):
             # Often the chunk is stored as it is wanted: found without sorting all the others.
             at = self._find(stored.chunks, box) if len(destinations) == 1 else None
-            meeting = [(at, box, box)] if at is not None else self._chunks(stored).meeting(box)
+            meeting = [(at, box, box)] if at is not None else self._finders.of(stored).meeting(box)
             found += [_read(position, box, *piece) for piece in meeting]
             pieces = [piece for _, _, piece in meeting]
             if pieces != [box] and not tiles(box, pieces):
@@ -135,12 +148,6 @@ class Reads:
         if like is not None and not holes:
             self._alike[key] = reads
         return reads, holes
-
-    def _chunks(self, stored: TensorStorageMetadata) -> StoredChunks:
-        known = self._by_list.get(id(stored.chunks))
-        if known is None:
-            known = self._by_list[id(stored.chunks)] = StoredChunks(stored)
-        return known
 
     def _find(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> int | None:
         """Return where in the list a box is; first where the last ones were, by rank as a rule."""
@@ -153,6 +160,10 @@ class Reads:
                 self._lately = [at, *self._lately[:3]]
                 return at
         return None
+
+
+def _ends(chunk: ChunkStorageMetadata) -> Hashable:
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def _is_at(chunks: Sequence[ChunkStorageMetadata], at: int, box: Box) -> bool:

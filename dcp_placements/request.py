@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from dcp_placements.alike import BySequence
 from dcp_placements.casting import cast_kind
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.interop import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     ReadItem,
     TensorStorageMetadata,
@@ -110,8 +112,10 @@ class Request:
         self.notes: list[Fault] = []
         self._reads = Reads()
         # By all that it is worked out from; most tensors lie like another one.
-        self._alike: dict[Any, _Filling] = {}
+        self._alike: dict[Any, tuple[Sequence[ChunkStorageMetadata], _Filling]] = {}
+        self._placed_alike: BySequence[int] = BySequence()
         self._casts: dict[str, str] = {}
+        self._numbered = 0
 
     def items(self) -> LazyItems[ReadItem]:
         """Work it all out, and return what is read."""
@@ -126,18 +130,13 @@ class Request:
                     missing.append(fqn)
                 continue
             placed = self.placing.placed.get(fqn)
-            key = known = None
+            key = known = chunks = None
             if placed is not None and type(stored) is TensorStorageMetadata:
-                key = (
-                    id(placed.binding),
-                    id(placed.chunks),
-                    placed.tensor.dtype,
-                    id(stored.chunks),
-                    stored.properties.dtype,
-                )
-                known = self._alike.get(key)
-                if known is not None and known.size != stored.size:
-                    known = None
+                lies, chunks = self._lies(placed), stored.chunks
+                key = (lies, stored.size, placed.tensor.dtype, stored.properties.dtype)
+                last = self._alike.get(key)
+                # A list of its own is looked into.
+                known = last[1] if last is not None and last[0] is chunks else None
             if known is None:
                 if fqn in self.placing.absent:
                     continue
@@ -145,8 +144,9 @@ class Request:
                 known = self._filling(fqn, value, placed, stored)
                 if known is None:
                     continue
-                if key is not None and len(self.faults) == faults:
-                    self._alike[key] = known
+                told = len(self.faults) > faults or fqn in self.collapsed
+                if chunks is not None and not told:
+                    self._alike[key] = chunks, known
             reads.append((fqn, known.reads))
             report.items += 1 if known.reads is None else len(known.reads)
             report.wanted_nbytes += known.wanted_nbytes
@@ -198,7 +198,7 @@ class Request:
         like: Any = None
         if placed is not None:
             destinations = [chunk.box for chunk in placed.chunks]
-            like = (id(placed.binding), id(placed.chunks))
+            like = self._lies(placed)
             if placed.binding.sharding.padded_shape is not None:
                 held = sum(tensor.numel() for tensor in placed.tensors)
                 padded = held - sum(box.numel for box in destinations)
@@ -218,6 +218,14 @@ class Request:
             self._cast(fqn, stored_dtype, dtype),
             padded,
         )
+
+    def _lies(self, placed: Placed) -> int:
+        """Return a number that is the same for tensors that lie alike, and for no others."""
+        found = self._placed_alike.get(placed.chunks, placed.binding)
+        if found is None:
+            self._numbered += 1
+            found = self._placed_alike.put(placed.chunks, self._numbered, placed.binding)
+        return found
 
     def _shape_fault(
         self, fqn: str, stored: tuple[int, ...], wanted: tuple[int, ...], placed: Placed | None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dcp_placements.alike import BySequence
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -298,11 +299,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
             return super().lookup_object(index)
         chunks = placed.chunks
         if len(chunks) > _FEW:
-            known = self._written.get(id(chunks))
-            if known is None or known[0] is not chunks:
+            known = self._written.get(chunks)
+            if known is None:
                 by_offsets = {chunk.offsets: chunk for chunk in written_chunks(placed)}
-                known = self._written[id(chunks)] = chunks, by_offsets
-            found = known[1].get(tuple(index.offset or ()))
+                known = self._written.put(chunks, by_offsets)
+            found = known.get(tuple(index.offset or ()))
         else:
             there = (chunk for chunk in written_chunks(placed) if chunk.offsets == index.offset)
             found = next(there, None)
@@ -377,7 +378,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self._names = []
         self._packs = {}
         self._renames = ()
-        self._written: dict[int, tuple[tuple[Chunk, ...], dict[tuple[int, ...], Chunk]]] = {}
+        self._written: BySequence[dict[tuple[int, ...], Chunk]] = BySequence()
         self._report = None
 
     def _place(self, rank: int) -> None:

@@ -17,6 +17,7 @@ from dcp_placements.binding import BindError, Binding, Own, bind, fault_of
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.interop import dtensor_facts, has_hooks, is_dtensor_like
 from dcp_placements.layout import Chunk, Cut, Layout, Pick, Sharding
+from dcp_placements.mesh import MeshNumbers
 from dcp_placements.naming import Parts, Path, Rows, Stacked, Unstacked
 from dcp_placements.optimizer_state import parameters_of
 from dcp_placements.placement import shard_dim, shard_parts, shards
@@ -191,11 +192,10 @@ class _Unfolder:
         self._stacks: dict[Any, tuple[Binding, tuple[Chunk, ...]] | None] = {}
         self._rows: dict[Any, _Row] = {}
         self._rows_of: dict[str, _Row] = {}
-        # Bindings are found by identity here and later: they must not make room for others.
-        self._kept: list[Any] = []
         self._scalar: Binding | None = None
         self._plain: dict[str, tuple[list[Numbers], list[torch.Tensor]]] = {}
-        self._copies: dict[tuple[int, int], tuple[Chunk, ...]] = {}
+        self._copies: dict[tuple[tuple[Chunk, ...], int], tuple[Chunk, ...]] = {}
+        self._mesh_number = MeshNumbers()
 
     def unfold(self, state_dict: dict[str, Any]) -> Unfolded:
         whole = self._place_unstacked(state_dict)
@@ -291,7 +291,7 @@ class _Unfolder:
             if self._scalar is None:
                 self._scalar = bind(Own(()), (), None)
             assert self._scalar is not None
-            chunks = self._several(self._scalar, self._scalar.layout.chunks(), len(parts))
+            chunks = self._several(self._scalar.layout.chunks(), len(parts))
             self.placing.placed[fqn] = RowPlaced(
                 fqn, parts[0], self._scalar, chunks, None, None, parts
             )
@@ -307,10 +307,10 @@ class _Unfolder:
             placement, rule = self.placer.ask(fqn, probe)
         key = (
             *(tuple(axes), tuple(rows), own.shape, own.placements),
-            *(tuple(parts[0].shape), id(own.mesh), id(placement)),
+            *(tuple(parts[0].shape), placement),
+            None if own.mesh is None else self._mesh_number(own.mesh),
         )
         if key not in self._stacks:
-            self._kept.append(own.mesh)
             self._stacks[key] = self._bind_stack(own, tuple(parts[0].shape), placement, axes, rows)
         self._place_stack(fqn, self._stacks[key], parts, _lie_along(dims), rule)
 
@@ -434,9 +434,8 @@ class _Unfolder:
                 self._fault(name.stacked, f"cannot be unstacked on dim {dim}: it has {ndim} dims")
                 return
             dim %= ndim
-        key = (id(placed.binding), dim, parts and (parts.dim, parts.sizes, parts.groups))
+        key = (placed.binding, dim, parts and (parts.dim, parts.sizes, parts.groups))
         if key not in self._rows:
-            self._kept.append(placed.binding)
             rows = _whole_of(placed) if dim is None else _rows_of(placed.binding, dim)
             if parts is not None:
                 try:
@@ -475,18 +474,16 @@ class _Unfolder:
         for number, parts in found.items():
             for fqn, (binding, chunks) in zip(_fqns(name, number), rows.pieces, strict=True):
                 self._note(fqn, parts[0], value.path)
-                chunks = self._several(binding, chunks, len(parts))
+                chunks = self._several(chunks, len(parts))
                 self.placing.placed[fqn] = RowPlaced(
                     fqn, parts[0], binding, chunks, placed.rule, None, parts
                 )
 
-    def _several(
-        self, binding: Binding, chunks: tuple[Chunk, ...], count: int
-    ) -> tuple[Chunk, ...]:
+    def _several(self, chunks: tuple[Chunk, ...], count: int) -> tuple[Chunk, ...]:
         """Return the chunks of a tensor that this rank holds several times, the same each time."""
         if count == 1:
             return chunks
-        key = (id(binding), count)
+        key = chunks, count
         if key not in self._copies:
             self._copies[key] = _several(chunks, count)
         return self._copies[key]

@@ -16,6 +16,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from dcp_placements.alike import BySequence
 from dcp_placements.interop import MetadataIndex, StorageInfo, WriteResult
 
 Offset = tuple[int, ...] | None
@@ -141,8 +142,7 @@ def join(parts: Iterable[Rows]) -> Rows:
     """Return the rows of all parts, one after another."""
     lists: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
     # Ranks that write the same keys share one tuple of them, and the columns for it.
-    maps: dict[int, Array] = {}
-    kept: list[Any] = []
+    maps: BySequence[Array] = BySequence()
     arrays = []
     starts: dict[Kind, int | None] | None = {}
     for part in parts:
@@ -151,13 +151,12 @@ def join(parts: Iterable[Rows]) -> Rows:
         rows = part.rows.copy()
         named = (part.fqns, part.offsets, part.paths, part.transforms)
         for column, known, names in zip(ROW.names or (), lists, named, strict=False):
-            places = maps.get(id(names))
+            places = maps.get(names) if column == "fqn" else None
             if places is None:
                 found = [known.setdefault(name, len(known)) for name in names]
                 places = np.array(found, np.uint32)
                 if column == "fqn":
-                    maps[id(names)] = places
-                    kept.append(names)
+                    maps.put(names, places)
             rows[column] = places[rows[column]] if len(rows) else rows[column]
         arrays.append(rows)
     fqns, offsets, paths, transforms = map(tuple, lists)

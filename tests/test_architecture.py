@@ -18,7 +18,17 @@ FAKES = Path(fakes.__file__).parent
 
 ORDER = [
     *("errors", "layout", "mesh", "placement", "rules", "interop", "quiet_gc"),
-    *("tiling", "digests", "casting", "binding", "optimizer_state", "naming", "renaming", "keys"),
+    *(
+        "alike",
+        "tiling",
+        "digests",
+        "casting",
+        "binding",
+        "optimizer_state",
+        "naming",
+        "renaming",
+        "keys",
+    ),
     *(
         "table",
         "placing",
@@ -245,3 +255,11 @@ def test_the_front_door_offers_all_that_it_names() -> None:
         assert name in dir(dcp_placements)
     with pytest.raises(AttributeError, match="nothing_such"):
         dcp_placements.nothing_such  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_nothing_is_told_apart_by_where_it_lies_in_memory(module: str) -> None:
+    """An address is a key of nothing: when its object is gone, another one may lie there."""
+    tree = ast.parse(file_of(module, PACKAGE).read_text())
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "id"]
+    assert [node.lineno for node in names] == []

@@ -81,7 +81,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._checkpoint = checkpoint
         # Of the tensor that was read last: it is read piece by piece.
         self._last: tuple[StoredTensor, tuple[StoredChunk, ...]] | None = None
-        self._finders: dict[int, StoredChunks] = {}
+        self._finders: dict[int, StoredChunks] = {}  # by cut
         self._files: OrderedDict[str, tuple[Any, CountedFile]] = OrderedDict()
         self._target = _Target(torch.empty(0))
         planner: Any = self._target
@@ -188,11 +188,11 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         return self._last[1]
 
     def _finder(self, tensor: StoredTensor) -> StoredChunks:
-        known = self._finders.get(id(tensor.boxes))
+        known = self._finders.get(tensor.cut)
         if known is None:
             told = self._checkpoint.metadata.state_dict_metadata[tensor.fqn]
             assert isinstance(told, TensorStorageMetadata)
-            known = self._finders[id(tensor.boxes)] = StoredChunks(told)
+            known = self._finders[tensor.cut] = StoredChunks(told)
         return known
 
     def _open(self, name: str, fqn: str) -> CountedFile:

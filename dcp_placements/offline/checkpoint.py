@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dcp_placements.alike import BySequence
 from dcp_placements.errors import PlacementError
 from dcp_placements.interop import (
     BytesStorageMetadata,
@@ -78,12 +80,14 @@ class StoredTensor:
         shape: Of the whole tensor.
         dtype: As stored.
         boxes: Of its chunks, in the metadata's order; one object for tensors that are cut alike.
+        cut: The number of ``boxes`` in this checkpoint: the same for tensors that are cut alike.
     """
 
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: tuple[Box, ...]
+    cut: int
     _places: _Places
 
     @property
@@ -178,19 +182,19 @@ class Checkpoint:
             places = _Places(self._rows)
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredObject] = {}
-            alike: dict[int, tuple[Box, ...]] = {}
-            equal: dict[tuple[Box, ...], tuple[Box, ...]] = {}
+            alike: BySequence[tuple[tuple[Box, ...], int]] = BySequence(_ends)
+            self._cuts: dict[tuple[Box, ...], int] = {}
             for fqn, told in self.metadata.state_dict_metadata.items():
                 if isinstance(told, BytesStorageMetadata):
                     row = places.by_offset(fqn).get(None)
                     self.objects[fqn] = StoredObject(fqn, *(row or (None,))[:3])
                     continue
-                boxes = alike.get(id(told.chunks))
-                if boxes is None:
-                    made = tuple([Box(tuple(c.offsets), tuple(c.sizes)) for c in told.chunks])
-                    boxes = alike[id(told.chunks)] = equal.setdefault(made, made)
+                known = alike.get(told.chunks)
+                if known is None:
+                    boxes = tuple([Box(tuple(c.offsets), tuple(c.sizes)) for c in told.chunks])
+                    known = alike.put(told.chunks, (boxes, self._cut(boxes)))
                 self.tensors[fqn] = StoredTensor(
-                    fqn, tuple(told.size), told.properties.dtype, boxes, places
+                    fqn, tuple(told.size), told.properties.dtype, *known, places
                 )
         self.provenance: Mapping[str, Any] | None = stored(self.metadata)
         self._places = places
@@ -245,13 +249,18 @@ class Checkpoint:
                 extent = (len(fqns), *sizes[offset[1:]])
                 found.append(Box(offset, extent))
         shape = (len(fqns), *tensor.shape)
-        made = StoredTensor(key, shape, tensor.dtype, tuple(found), self._places)
+        held = tuple(found)
+        made = StoredTensor(key, shape, tensor.dtype, held, self._cut(held), self._places)
         return StoredPack(fqns, made, made.chunks)
 
     @cached_property
     def id_records(self) -> dict[str, IdRecord]:
         """Where files say which save wrote them, by file; names that carry an id are left out."""
         return id_records(StorageTable(self._rows))
+
+    def _cut(self, boxes: tuple[Box, ...]) -> int:
+        """Return the number of boxes; equal ones have one."""
+        return self._cuts.setdefault(boxes, len(self._cuts))
 
     def unclaimed(self) -> list[tuple[str, tuple[int, ...] | None, str]]:
         """Return ``(key, offsets, file)`` of what files hold and no tensor's chunk claims."""
@@ -267,7 +276,7 @@ class Checkpoint:
             if tensor is None:
                 claimed: set[tuple[int, ...] | None] = {None} if fqn in self.objects else set()
             else:
-                claimed = claims.setdefault(id(tensor.boxes), {box.offsets for box in tensor.boxes})
+                claimed = claims.setdefault(tensor.cut, {box.offsets for box in tensor.boxes})
             for offset, row in self._places.by_offset(fqn).items():
                 if offset not in claimed:
                     found.append((fqn, offset, row[0]))
@@ -385,7 +394,7 @@ def _checked(path: str, metadata: Any) -> Rows:
     try:
         if type(metadata) is not Metadata:
             raise TypeError(f"a {type(metadata).__name__} in place of a Metadata")
-        seen: set[int] = set()
+        seen: deque[tuple[Any, int]] = deque(maxlen=16)
         for fqn, told in metadata.state_dict_metadata.items():
             _check_key(fqn, told, seen)
         data = metadata.storage_data
@@ -410,7 +419,7 @@ def _checked(path: str, metadata: Any) -> Rows:
     return rows
 
 
-def _check_key(fqn: Any, told: Any, seen: set[int]) -> None:
+def _check_key(fqn: Any, told: Any, seen: deque[tuple[Any, int]]) -> None:
     if type(fqn) is not str:
         raise TypeError(f"a key {fqn!r}")
     if type(told) is BytesStorageMetadata:
@@ -421,15 +430,18 @@ def _check_key(fqn: Any, told: Any, seen: set[int]) -> None:
     if not isinstance(told.properties.dtype, torch.dtype):
         raise TypeError(f"{fqn}: a dtype {told.properties.dtype!r}")
     # Tensors that are cut alike share one list, which then needs one look only.
-    key = id(told.chunks) * 64 + dims
-    if key in seen:
+    if any(chunks is told.chunks and dims == known for chunks, known in seen):
         return
-    seen.add(key)
     for chunk in told.chunks:
         if len(_counts(chunk.offsets)) != dims or len(_counts(chunk.sizes)) != dims:
             raise ValueError(
                 f"{fqn}: a chunk {tuple(chunk.offsets)}, {tuple(chunk.sizes)} of {told.size}"
             )
+    seen.append((told.chunks, dims))
+
+
+def _ends(chunk: ChunkStorageMetadata) -> Hashable:
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def _counts(values: Any) -> tuple[int, ...]:

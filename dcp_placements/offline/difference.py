@@ -215,7 +215,7 @@ class _Comparison:
         self._rtol = rtol
         self._atol = atol
         self._piece_nbytes = max(min(PIECE_NBYTES, memory // 8), 1)
-        self._broken: dict[tuple[tuple[int, ...], int], str | None] = {}
+        self._broken: dict[tuple[str, tuple[int, ...], int], str | None] = {}
 
     def tensors(
         self, key: str, a: StoredTensor, b: StoredTensor, advance: Callable[[int], None]
@@ -225,7 +225,7 @@ class _Comparison:
             yield Difference("shape", key, f"{a.shape} in the first, {b.shape} in the second")
             return
         for which, tensor in (("first", a), ("second", b)):
-            broken = self._broken_boxes(tensor)
+            broken = self._broken_boxes(which, tensor)
             if broken is not None:
                 yield Difference("incomplete", key, f"in the {which} {broken}")
                 return
@@ -262,8 +262,8 @@ class _Comparison:
         for box in a.boxes:
             yield from pieces(box, limit)
 
-    def _broken_boxes(self, tensor: StoredTensor) -> str | None:
-        key = tensor.shape, id(tensor.boxes)
+    def _broken_boxes(self, which: str, tensor: StoredTensor) -> str | None:
+        key = which, tensor.shape, tensor.cut
         if key not in self._broken:
             told = [message for _, message in box_faults(tensor.whole, tensor.boxes)]
             self._broken[key] = "; ".join(told) or None

@@ -236,9 +236,17 @@ def model_chunks(held: Mapping[Any, Any]) -> list[tuple[int, dict[str, Any]]]:
     """Return ``(number, weights)`` of a file's model chunks: ``model``, or ``model0`` and up."""
     found = []
     for name, value in held.items():
-        if isinstance(value, dict) and isinstance(name, str) and _CHUNK.fullmatch(name):
-            found.append((int(name.removeprefix("model") or 0), value))
+        number = chunk_number(name, value)
+        if number is not None:
+            found.append((number, value))
     return sorted(found, key=lambda chunk: chunk[0])
+
+
+def chunk_number(name: Any, value: Any) -> int | None:
+    """Return which model chunk an entry of a file is; None for what is none."""
+    if isinstance(value, dict) and isinstance(name, str) and _CHUNK.fullmatch(name):
+        return int(name.removeprefix("model") or 0)
+    return None
 
 
 def format_sizes(sizes: Sizes) -> str:

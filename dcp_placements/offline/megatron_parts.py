@@ -22,6 +22,7 @@ from dcp_placements.offline.megatron_files import (
     WEIGHTS,
     Coordinate,
     RankFiles,
+    chunk_number,
     model_chunks,
 )
 from dcp_placements.offline.megatron_layout import MegatronLayout
@@ -178,10 +179,10 @@ class Parts:
         self.source_nbytes += sum(_nbytes(tensor) for _, tensor in tensors_in(held))
         rules = self.model.rules(at)
         renames = {number: self.model.rename(at, number) for number, _ in model_chunks(held)}
-        chunks = {id(chunk): number for number, chunk in model_chunks(held)}
         for top, value in held.items():
-            if id(value) in chunks:
-                self._place_chunk(name, top, value, rules, renames[chunks[id(value)]])
+            number = chunk_number(top, value)
+            if number is not None:
+                self._place_chunk(name, top, value, rules, renames[number])
             elif top == "optimizer":
                 self._place_optimizer(name, held, rules, renames)
             else:
@@ -223,11 +224,11 @@ class Parts:
         if not self.refused:
             for entry in state_entries(self.layout, name, held):
                 value = _at(held, entry.path)
-                taken.add(id(value))
+                taken.add(".".join(map(str, entry.path)))
                 parameter = renames[entry.parameter.chunk].name(entry.parameter.name)
                 self._place(name, entry.path, parameter, entry.name, value, rules)
-        for where, tensor in tensors_in(held["optimizer"]):
-            if id(tensor) not in taken:
+        for where, tensor in tensors_in(held["optimizer"], ("optimizer",)):
+            if where not in taken:
                 what = "optimizer" if self.refused else f"optimizer: {where.rpartition('.')[2]}"
                 why = self.refused or OF_THE_RUN
                 self.left_out.setdefault((what, why), []).append(_nbytes(tensor))

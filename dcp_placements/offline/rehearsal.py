@@ -336,7 +336,7 @@ class _Stage:
         known = part.known
         placement = rules(part.fqn, known.example) if known.shape else None
         own = fsdp_axes(known.shape, placement, self._fsdp)
-        key = (id(known), _signature(placement))
+        key = (known, _signature(placement))
         try:
             if key not in self._shardings:
                 self._shardings[key] = whole_sharding(known.shape, placement, self._axes, own)
@@ -411,8 +411,7 @@ def _classes(
     alike: dict[Any, list[StoredTensor]] = {}
     for fqn, tensor in checkpoint.tensors.items():
         if fqn in expected:
-            # Tensors that are stored alike share one tuple of boxes.
-            key = (tensor.shape, tensor.dtype, id(tensor.boxes))
+            key = (tensor.shape, tensor.dtype, tensor.cut)
             alike.setdefault(key, []).append(tensor)
     found = []
     for tensors in alike.values():

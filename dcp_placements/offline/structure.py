@@ -102,7 +102,7 @@ def tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield holes, overlaps, and chunks out of bounds; tensors that are cut alike are told once."""
     alike: dict[tuple[tuple[int, ...], int], list[StoredTensor]] = defaultdict(list)
     for tensor in checkpoint.tensors.values():
-        alike[tensor.shape, id(tensor.boxes)].append(tensor)
+        alike[tensor.shape, tensor.cut].append(tensor)
     for tensors in alike.values():
         names = tuple(sorted(tensor.fqn for tensor in tensors))
         for kind, message in box_faults(tensors[0].whole, tensors[0].boxes):
