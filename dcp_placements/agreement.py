@@ -16,7 +16,7 @@ import torch
 from dcp_placements.errors import Fault, format_names, format_ranks
 from dcp_placements.interop import SavePlan, WriteItem, WriteItemType
 from dcp_placements.layout import Box
-from dcp_placements.optimizer_state import parameters_of
+from dcp_placements.optimizer_state import possible_parameters
 from dcp_placements.tiling import format_box, overlaps, tiles, uncovered
 
 
@@ -268,7 +268,7 @@ class _Checker:
             told = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
             details.append(f"likely:      {factor} times too little is held{told}")
         if any(fqn in self.witnesses[plan].row_maps for plan in having):
-            if parameters_of(fqn):
+            if possible_parameters(fqn):
                 details += [
                     "likely:      these rows were never stepped, and have no optimizer state; none "
                     "is made up for them",

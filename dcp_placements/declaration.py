@@ -33,7 +33,8 @@ class Placements:
     Attributes:
         rules: As for the planners; a mapping that was given has become ``PlacementRules``.
         rename: This rank's key to the checkpoint's; None where the two are equal.
-        waive: ``{pattern: reason}`` of lint warnings that do not hold for these tensors.
+        waive: ``{pattern: reason}`` of keys of which both planners let pass what they would warn of
+            or refuse by name and kind of cut.
     """
 
     rules: Rules | None
@@ -54,7 +55,7 @@ class Placements:
                 they are made of, or any ``(fqn, tensor) -> CheckpointPlacement or None``. None:
                 every tensor keeps its own mesh and placements.
             rename: As for ``PlacementSavePlanner``.
-            waive: As for ``PlacementSavePlanner``.
+            waive: As for the planners, each of which takes more.
 
         Raises:
             PlacementError: Rules or a rename that cannot be asked, or a waiver without a reason.
@@ -78,19 +79,21 @@ class Placements:
             PlacementError: ``rules=`` or ``rename=`` among the options.
         """
         _refuse_declared("save_planner", options)
-        waive = {**self.waive, **(options.pop("waive", None) or {})}
-        return PlacementSavePlanner(self.rules, rename=self.rename, waive=waive, **options)
+        options["waive"] = {**self.waive, **(options.get("waive") or {})}
+        return PlacementSavePlanner(self.rules, rename=self.rename, **options)
 
     def load_planner(self, **options: Any) -> PlacementLoadPlanner:
         """Return a planner for ``dcp.load``.
 
         Args:
-            options: Of ``PlacementLoadPlanner``, but for ``rules`` and ``rename``.
+            options: Of ``PlacementLoadPlanner``, but for ``rules`` and ``rename``; ``waive`` adds
+                to the waivers declared here.
 
         Raises:
             PlacementError: ``rules=`` or ``rename=`` among the options.
         """
         _refuse_declared("load_planner", options)
+        options["waive"] = {**self.waive, **(options.get("waive") or {})}
         return PlacementLoadPlanner(self.rules, rename=self.rename, **options)
 
     def __repr__(self) -> str:

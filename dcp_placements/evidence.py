@@ -196,8 +196,8 @@ class Answer:
         picked: The rows that are its own, a packed ``RowLists``; empty where it has none at all.
         loose: Positions of the loose items that are its own.
         extra: Keys and offsets of table entries that are its own though they are elsewhere.
-        spreads: For each table, ``(replicas, writers)``: how many of so many replicas share the big
-            tensors; the lowest writes all that is not named. Empty for none.
+        spreads: For each table, ``(replicas, writers)``: how many of so many replicas share; the
+            lowest writes all that is not named. Empty for none.
         writers: Ranks that write anything.
         in_pieces: Some keys of which one rank writes several chunks, with the rank and how many:
             files that know a tensor by its name alone cannot hold those.

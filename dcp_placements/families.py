@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.optimizer_state import parameters_of
+from dcp_placements.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.record import SavedRename, SaveRecord
 from dcp_placements.renaming import NUMBER, number_finder
 
@@ -30,9 +30,11 @@ class Families:
 
     Args:
         renames: What was in force when it was saved.
+        stored: The checkpoint's keys, which tell what is optimizer state.
     """
 
-    def __init__(self, renames: Iterable[SavedRename]) -> None:
+    def __init__(self, renames: Iterable[SavedRename], stored: Iterable[str]) -> None:
+        self._states = OptimizerStates(dict.fromkeys(stored, UNSEEN))
         self._finders: list[tuple[re.Pattern[str], SavedRename]] = []
         for step in renames:
             if step.kind in NUMBERING and step.pattern.count("{}") == 1:
@@ -51,7 +53,7 @@ class Families:
             match = finder.search(dotted)
             if match is None:
                 continue
-            if parameters_of(fqn):
+            if self._states.of(fqn) is not None:
                 return
             start, stop = match.span(NUMBER)
             tail = fqn[stop - 1 :].partition(".")[0]
@@ -107,8 +109,9 @@ def asked_faults(
         for numbers, families in _unpacked(packed).items():
             for family in families:
                 by_family.setdefault(family, {}).setdefault(numbers, []).extend(ranks)
-    saved = Families(record.renames)
-    there = saved.numbers(stored) if by_family else {}
+    keys = list(stored)
+    saved = Families(record.renames, keys)
+    there = saved.numbers(keys) if by_family else {}
     faults = []
     for family, parts in by_family.items():
         together = set().union(*parts)

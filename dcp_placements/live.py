@@ -13,7 +13,7 @@ import torch
 
 from dcp_placements.errors import Fault
 from dcp_placements.interop import DTensor, has_hooks, is_dtensor_like, local_tensor
-from dcp_placements.optimizer_state import parameters_of
+from dcp_placements.optimizer_state import OptimizerStates
 from dcp_placements.placing import Placing
 from dcp_placements.report import LoadReport
 
@@ -36,13 +36,14 @@ def live_faults(
     starts = {start: stop for start, stop in ranges if start}
     faults = []
     copies = []
+    states = OptimizerStates(state_dict)
     for fqn, value in state_dict.items():
         placed = placing.placed.get(fqn)
         held = placed.tensors if placed is not None else [value]
         if all(_is_live(tensor, starts) for tensor in held):
             continue
         copies.append(fqn)
-        if not parameters_of(fqn):
+        if states.of(fqn) is None:
             faults.append(
                 Fault(
                     fqn,

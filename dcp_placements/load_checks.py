@@ -173,7 +173,7 @@ def _compare_renames(
 ) -> None:
     """Note what this rank asks for of renamed numbers, and totals other than the save's."""
     checks.renames = tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
-    families = Families(record.renames)
+    families = Families(record.renames, metadata.state_dict_metadata)
     if not families:
         return
     excused = {family for fqn in state_dict if excuses.name(fqn) for family, *_ in families.of(fqn)}

@@ -187,7 +187,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             self._placing = place(self.state_dict, self.rules, rank)
             if self.rename is not None:
                 self._unfold(self.metadata, rank)
-            request = Request(self.state_dict, self._placing, self.metadata, policy, rank)
+            request = Request(
+                self.state_dict, self._placing, self.metadata, policy, rank, self._own_keys
+            )
             self._items = request.items()
         self.report = request.report
         self._collapsed, self._agreed = request.collapsed, {}

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.evidence import Offer, Tables
-from dcp_placements.optimizer_state import parameters_of
+from dcp_placements.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.renaming import NUMBER, number_finder
 
 
@@ -31,15 +31,19 @@ def numbering_faults(offers: Sequence[Offer], tables: Tables) -> list[Fault]:
     if not told:
         return []
     faults = []
-    families = _Families(list(told))
     names = dict.fromkeys(sent.table_id for offer in offers for sent in offer.all_tables)
     if not all(name in tables for name in names):
         return []  # refused already; and whose keys are not known may have what is missing
-    for name in names:
-        families.note(tables[name].fqns)
-    for offer in offers:
-        if offer.loose is not None:
-            families.note(dict.fromkeys(item.index.fqn for item in offer.loose.items))
+    keys = [tables[name].fqns for name in names]
+    keys += [
+        list(dict.fromkeys(item.index.fqn for item in offer.loose.items))
+        for offer in offers
+        if offer.loose is not None
+    ]
+    families = _Families(list(told))
+    states = OptimizerStates({fqn: UNSEEN for fqns in keys for fqn in fqns})
+    for fqns in keys:
+        families.note(fqns, states)
     for pattern, totals in told.items():
         if len(totals) > 1:
             faults.append(_totals_fault(pattern, totals))
@@ -65,13 +69,13 @@ class _Families:
         self._finders = [(number_finder(pattern), pattern) for pattern in patterns]
         self.found: dict[str, dict[str, set[int]]] = {pattern: {} for pattern in patterns}
 
-    def note(self, fqns: Iterable[str]) -> None:
+    def note(self, fqns: Iterable[str], states: OptimizerStates) -> None:
         for fqn in fqns:
             for finder, pattern in self._finders:
                 match = finder.search("." + fqn)
                 if match is None:
                     continue
-                if parameters_of(fqn):
+                if states.of(fqn) is not None:
                     break
                 start, stop = match.span(NUMBER)
                 # Up to the end of the component: layers differ in what they have inside.

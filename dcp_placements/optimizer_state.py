@@ -1,25 +1,29 @@
-"""Which parameter an optimizer state key speaks of.
+"""Which keys are optimizer state, and of which parameter.
 
-Every form that torch produces ends in ``state.<parameter>.<name>``, nested or flattened, whatever
-stands before it; hyperparameters stand in ``param_groups.<parameter>.<name>`` or, nested, in
-``param_groups.<number>``.
+Every form that torch produces is ``<head>.state.<parameter>.<name>``, nested or flattened;
+hyperparameters stand beside it, in ``<head>.param_groups.<parameter>.<name>`` or, nested, in
+``<head>.param_groups.<number>``. But a model may stand under a key ``state`` as well, or have a
+module of that name, so the word alone says nothing: a key is optimizer state where its parameter is
+there, or where parameter groups stand beside it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dcp_placements.errors import Fault, PlacementError
 
 
-def parameters_of(fqn: str) -> list[str]:
-    """Return the parameters that an optimizer state key may speak of.
+def possible_parameters(fqn: str) -> list[str]:
+    """Return the parameters that a key would speak of if it were optimizer state.
 
-    >>> parameters_of("optim.state.layers.0.w.exp_avg")
+    >>> possible_parameters("optim.state.layers.0.w.exp_avg")
     ['layers.0.w']
-    >>> parameters_of("model.layers.0.w")
+    >>> possible_parameters("model.layers.0.w")
     []
 
     A parameter with a ``state`` of its own in its name makes several candidates, longest first.
@@ -31,13 +35,256 @@ def parameters_of(fqn: str) -> list[str]:
     return [".".join(parts[start:]) for start in starts if start < len(parts)]
 
 
-def states_of_parameters(fqns: Iterable[str]) -> dict[str, list[str]]:
-    """Return the state keys of each parameter that has any: ``{key without its name: keys}``."""
-    found: dict[str, list[str]] = {}
-    for fqn in fqns:
-        if parameters_of(fqn):
-            found.setdefault(fqn.rpartition(".")[0], []).append(fqn)
-    return found
+@dataclass(frozen=True, slots=True)
+class State:
+    """Whose optimizer state a key is.
+
+    Attributes:
+        parameter: What the optimizer calls the parameter.
+        group: What the keys of all its state begin with: up to and with the parameter.
+    """
+
+    parameter: str
+    group: str
+
+
+class Unseen:
+    """A value of which nothing is known but that it is there."""
+
+
+UNSEEN = Unseen()
+
+
+class OptimizerStates:
+    """Which keys are optimizer state, told by what else there is.
+
+    ``<head>.state.<parameter>.<name>`` is state if a tensor's key is ``<parameter>`` or ends in
+    it, and what the group holds can be state of that tensor: a tensor of as many dims (of the same
+    shape, where both are seen alike), or a ``step``, or nothing that has dims. Where the tensor is
+    elsewhere (an optimizer that is saved alone), it is state if ``<head>.param_groups`` is there,
+    and names the parameter if it names any.
+
+    >>> held = {"model.w": UNSEEN, "optim.state.w.exp_avg": UNSEEN}
+    >>> OptimizerStates(held).of("optim.state.w.exp_avg")
+    State(parameter='w', group='optim.state.w')
+    >>> OptimizerStates({"state.model.0.w": UNSEEN}).of("state.model.0.w")
+
+    Args:
+        held: Flat state dicts, and what a checkpoint tells of its tensors: values by key.
+        names: Further names of parameters, such as this rank's own where keys are renamed.
+    """
+
+    def __init__(self, *held: Mapping[str, Any], names: Iterable[str] = ()) -> None:
+        self._held = held
+        self._names = names
+        self._states: dict[str, State | None] = {}
+        self._groups: dict[str, _Named] = {}
+        self._possible: list[str] = []
+        # Names of possible parameters from back to front, sorted: those that end alike are
+        # neighbours.
+        self._reversed: list[str] | None = None
+
+    def of(self, fqn: str) -> State | None:
+        """Return whose optimizer state a key is; None where it is none."""
+        parent = fqn.rpartition(".")[0]
+        if "state." not in parent:
+            return None
+        if self._reversed is None:
+            self._learn()
+        if parent not in self._states:
+            self._states[parent] = self._resolved(parent)
+        return self._states[parent]
+
+    def keys_of(self, parameter: str) -> list[str]:
+        """Return the keys of the tensors that an optimizer may call so."""
+        if self._reversed is None:
+            self._learn()
+        found = dict.fromkeys(self._ending_in(parameter))
+        return [key for key in found if self._values(key)]
+
+    def is_counted(self, fqn: str) -> bool:
+        """Whether a key knows its parameter by its number in ``optimizer.state_dict()``.
+
+        Its parameter groups say so; where there are none, a ``step`` beside tensors of one shape.
+        """
+        match = _COUNTED.search(fqn)
+        if match is None:
+            return False
+        if self._reversed is None:
+            self._learn()
+        named = self._groups.get(fqn[: match.start()])
+        if named is not None and match[1] in named.numbers:
+            return True
+        if self._ending_in(match[1]):
+            return False
+        if named is not None:
+            return not named.names
+        members = self._members(fqn.rpartition(".")[0])
+        shapes = {_shape(value) for _, value in members if _shape(value)}
+        return len(shapes) == 1 and _has_step(members)
+
+    def named_parameters(self) -> list[str]:
+        """Return the parameters that parameter groups name."""
+        if self._reversed is None:
+            self._learn()
+        return list(dict.fromkeys(name for named in self._groups.values() for name in named.names))
+
+    def _learn(self) -> None:
+        found = self._reversed = [name[::-1] for name in self._names]
+        possible = []
+        for held in self._held:
+            for fqn, value in held.items():
+                if "param_groups" in fqn:
+                    self._note_group(fqn, value)
+                if "state." in fqn and _POSSIBLE.search(fqn) is not None:
+                    possible.append(fqn)
+                elif _is_tensor(value):
+                    found.append(fqn[::-1])
+        found.sort()
+        self._possible = sorted(set(possible))
+        # What is no state of these is a parameter itself: of a model under a key ``state``.
+        more = [fqn for fqn in self._possible if self.of(fqn) is None]
+        if more:
+            found += [fqn[::-1] for fqn in more if any(map(_is_tensor, self._values(fqn)))]
+            found.sort()
+            self._states.clear()
+
+    def _note_group(self, fqn: str, value: Any) -> None:
+        match = _GROUPS.search(fqn)
+        if match is None:
+            return
+        head = fqn[: match.start()]
+        named = self._groups.get(head)
+        if named is None:
+            named = self._groups[head] = _Named()
+        name, _, last = match[1].rpartition(".")
+        if name.isdigit():
+            if last == "params":
+                named.add(value)
+        elif name:
+            named.names[name] = None
+        elif isinstance(value, list):
+            for group in value:
+                named.add(group.get("params") if isinstance(group, dict) else None)
+
+    def _resolved(self, parent: str) -> State | None:
+        for match in _STATE.finditer(parent):
+            named = self._groups.get(parent[: max(match.start() - 1, 0)])
+            if named is not None and not named.is_empty:
+                for run in _runs(parent[match.end() :]):
+                    if named.has(run):
+                        return State(run, parent[: match.end()] + run)
+            for run in _runs(parent[match.end() :]):
+                if self._has_parameter(run, parent[: match.end()] + run):
+                    return State(run, parent[: match.end()] + run)
+            if named is not None and named.is_empty:
+                return State(parent[match.end() :], parent)
+        return None
+
+    def _has_parameter(self, parameter: str, group: str) -> bool:
+        """Whether the parameter is there, and can have the state that its group holds."""
+        keys = self._ending_in(parameter)
+        if not keys:
+            return False
+        members = self._members(group)
+        tensors = [value for _, value in members if _is_tensor(value) and _shape(value) != ()]
+        if not tensors or _has_step(members):
+            return True
+        return any(
+            _may_be_of(tensor, of)
+            for key in keys
+            for of in self._values(key) or [UNSEEN]
+            for tensor in tensors
+        )
+
+    def _ending_in(self, parameter: str) -> list[str]:
+        """Return the names of possible parameters that are this one or end in it."""
+        assert self._reversed is not None
+        wanted = parameter[::-1]
+        at = bisect_left(self._reversed, wanted)
+        is_there = at < len(self._reversed) and self._reversed[at] == wanted
+        found = [parameter] if is_there else []
+        wanted += "."
+        at = bisect_left(self._reversed, wanted, at)
+        while at < len(self._reversed) and self._reversed[at].startswith(wanted):
+            found.append(self._reversed[at][::-1])
+            at += 1
+        return found
+
+    def _members(self, group: str) -> list[tuple[str, Any]]:
+        """Return the keys of a group, behind its own name, and their values."""
+        start = group + "."
+        found = []
+        at = bisect_left(self._possible, start)
+        while at < len(self._possible) and self._possible[at].startswith(start):
+            fqn = self._possible[at]
+            found += [(fqn.removeprefix(start), value) for value in self._values(fqn)]
+            at += 1
+        return found
+
+    def _values(self, fqn: str) -> list[Any]:
+        return [held[fqn] for held in self._held if fqn in held]
+
+
+class _Named:
+    """What the parameter groups of one optimizer list, as far as it can be seen."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+        self.numbers: set[str] = set()
+
+    def add(self, params: Any) -> None:
+        for param in params if isinstance(params, list) else ():
+            if isinstance(param, str):
+                self.names[param] = None
+            elif isinstance(param, int):
+                self.numbers.add(str(param))
+
+    def has(self, name: str) -> bool:
+        return name in self.names or name in self.numbers
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.names and not self.numbers
+
+
+def _runs(name: str) -> Iterator[str]:
+    """Yield a name, and what is left of it without its last components, one by one."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or what a checkpoint tells of one."""
+    return value is UNSEEN or hasattr(value, "shape") or hasattr(value, "chunks")
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of a tensor, or of what a checkpoint tells of one; None where unknown."""
+    shape = getattr(value, "shape", None)
+    if shape is None and hasattr(value, "chunks"):
+        shape = value.size
+    return None if shape is None else tuple(shape)
+
+
+def _has_step(members: Iterable[tuple[str, Any]]) -> bool:
+    return any(name == "step" and not _shape(value) for name, value in members)
+
+
+def _may_be_of(tensor: Any, parameter: Any) -> bool:
+    """Whether a tensor can be state of a parameter, by its shape."""
+    one, other = _shape(tensor), _shape(parameter)
+    if one is None or other is None:
+        return True
+    if _seen_as(tensor) == _seen_as(parameter):
+        return one == other
+    return len(one) == len(other)
+
+
+def _seen_as(value: Any) -> tuple[bool, bool]:
+    """Return what tells whether a shape is that of the whole tensor."""
+    return hasattr(value, "chunks"), hasattr(value, "placements")
 
 
 def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
@@ -48,19 +295,9 @@ def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
     """
     if not any("param_groups" in fqn for fqn in state_dict):
         return []
-    known: dict[str, None] = {}
-    with_state: set[str] = set()
-    for fqn, value in state_dict.items():
-        with_state.update(parameters_of(fqn))
-        parts = fqn.split(".")
-        if "param_groups" not in parts:
-            continue
-        rest = parts[parts.index("param_groups") + 1 :]
-        if len(rest) == 2 and rest[0].isdigit():
-            if rest[1] == "params" and isinstance(value, list):
-                known.update(dict.fromkeys(name for name in value if isinstance(name, str)))
-        elif len(rest) > 1:
-            known[".".join(rest[:-1])] = None
+    states = OptimizerStates(state_dict)
+    with_state = {state.parameter for fqn in state_dict if (state := states.of(fqn)) is not None}
+    known = states.named_parameters()
     return [name for name in known if name not in with_state] if with_state else []
 
 
@@ -72,8 +309,8 @@ def counted_state(state_dict: Mapping[str, Any]) -> list[str]:
     found = [fqn for fqn in state_dict if "state." in fqn and _COUNTED.search(fqn) is not None]
     if not found:
         return []
-    parameters = {fqn.rpartition(".")[2] for fqn in state_dict if not parameters_of(fqn)}
-    return [fqn for fqn in found if fqn.split(".")[-2] not in parameters]
+    states = OptimizerStates(state_dict)
+    return [fqn for fqn in found if states.is_counted(fqn)]
 
 
 def counted_fault(fqn: str, why: str) -> Fault:
@@ -110,7 +347,10 @@ def _changes(rename: Callable[[str], Any], name: str) -> bool:
         return True
 
 
-_COUNTED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
+_STATE = re.compile(r"(?<![^.])state\.")
+_POSSIBLE = re.compile(r"(?:\.|^)state\.[^.]+\.")
+_GROUPS = re.compile(r"(?:\.|^)param_groups(?:\.|$)(.*)", re.DOTALL)
+_COUNTED = re.compile(r"(?:^|\.)state\.(\d+)\.[^.]+$")
 
 FLATTEN = (
     "likely:      optimizer.state_dict(), or an optimizer state dict that is not flattened",

@@ -1,9 +1,10 @@
 """Who writes what several ranks hold.
 
 A load of the same topology opens its own file and those of the ranks that wrote what it shares with
-them. So small tensors and objects go to the lowest rank that holds them, and big ones to as few of
-the lowest as can take them without writing more than ``BALANCE`` of the mean: one or two beside
-sharded tensors, all of a replica group where replicas are all there is. Both forms below follow
+them. So what is replicated goes to as few of the lowest ranks that hold it as can take it without
+writing more than ``BALANCE`` of the mean: to one where it is little beside sharded tensors, to all
+of a replica group where replicas are all there is. What counts is what a rank writes in all, not
+the size of one tensor. Small tensors are given out in runs of neighbours. Both forms below follow
 that rule: by class, where the coordinator says how many ranks share and every rank works out the
 rest from a table and its slot among its replicas; and item by item.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from dcp_placements.agreement import nbytes_of
 from dcp_placements.interop import MetadataIndex, SavePlan
@@ -21,77 +23,141 @@ from dcp_placements.placing import Placed
 from dcp_placements.table import OBJECT, Table
 
 SMALL_NBYTES = 1 << 20
-"""Replicated tensors below this size stay together in one file."""
+"""Tensors below this size are given out in runs of neighbours, larger ones one by one."""
+
+FILE_NBYTES = 64 << 10
+"""Below this a rank gives nothing away: a file more to open would cost more than it saves."""
 
 BALANCE = 1.05
 """What a rank may write, as a multiple of the mean, before another takes a share."""
 
 Spread = Mapping[int, int]
-"""Number of replicas to how many of them share big tensors that have so many; not there: one."""
+"""Number of replicas to how many of them share tensors that have so many; not there: one."""
 
 
-def owner_slots(table: Table, replicas: Sequence[int], spread: Spread) -> list[int]:
+def owner_slots(
+    table: Table, replicas: Sequence[int], elsewhere: bytes | bytearray, spread: Spread
+) -> list[int]:
     """Return for each entry of a table which of its holders writes it, counted from 0.
 
     Args:
         table: Keys that are cut alike on all the ranks that have it.
         replicas: Holders of each part, by class; those that hold the same part have slots 0, 1 ...
-        spread: How many of them share the big tensors.
+        elsewhere: Bitmap of entries that others write; empty for none.
+        spread: How many of them share.
     """
     owners = [0] * len(table.fqns)
     if all(writers == 1 for writers in spread.values()):
         return owners
-    small = dict.fromkeys(spread, 0)
-    shared: dict[int, list[tuple[int, int]]] = {count: [] for count in spread}
-    parts = [known.cells for known in table.classes]
-    for entry, index in enumerate(table.class_of):
-        if index == OBJECT or replicas[index] not in spread:
-            continue
-        # By what one rank holds: the whole, over the number of different parts.
-        nbytes = table.nbytes(entry) // parts[index]
-        if nbytes < SMALL_NBYTES:
-            small[replicas[index]] += nbytes
-        else:
-            shared[replicas[index]].append((nbytes, entry))
+    shared = shared_entries(table, replicas, elsewhere)
     for count, writers in spread.items():
-        pieces = sorted(shared[count], key=lambda known: (-known[0], known[1]))
-        slots, _ = shared_out([n for n, _ in pieces], [small[count], *[0] * (writers - 1)])
-        for (_, entry), slot in zip(pieces, slots, strict=True):
+        entries, nbytes = shared[count]
+        for entry, slot in zip(entries, shared_out(nbytes, writers)[0], strict=True):
             owners[entry] = slot
     return owners
 
 
-def shared_out(pieces: Iterable[int], held: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return who takes which piece, each the one that has least, and what they have in the end.
+def shared_entries(
+    table: Table, replicas: Sequence[int], elsewhere: bytes | bytearray
+) -> dict[int, tuple[list[int], list[int]]]:
+    """Return, by number of replicas, the entries that have several, and the bytes of a part.
 
     Args:
-        pieces: Bytes, the largest first.
-        held: Bytes that each has already.
+        table: As for ``owner_slots``, and so are the others.
+        replicas: Holders of each part, by class.
+        elsewhere: Bitmap of entries that others write.
     """
-    heap = [(nbytes, slot) for slot, nbytes in enumerate(held)]
+    shared: dict[int, tuple[list[int], list[int]]] = {}
+    sizes: dict[tuple[int, int], int] = {}
+    for entry, (index, look) in enumerate(zip(table.class_of, table.look_of, strict=True)):
+        if index == OBJECT or replicas[index] < 2 or in_bitmap(elsewhere, entry):
+            continue
+        nbytes = sizes.get((index, look))
+        if nbytes is None:
+            # By what one rank holds: the whole, over the number of different parts.
+            nbytes = sizes[index, look] = table.nbytes(entry) // table.classes[index].cells
+        entries, pieces = shared.setdefault(replicas[index], ([], []))
+        entries.append(entry)
+        pieces.append(nbytes)
+    return shared
+
+
+def shared_out(pieces: Sequence[int], writers: int) -> tuple[list[int], list[int]]:
+    """Return which writer takes each piece, and the bytes that each takes in all.
+
+    Args:
+        pieces: Their bytes.
+        writers: How many share.
+    """
+    total = sum(pieces)
+    if writers == 1:
+        return [0] * len(pieces), [total]
+    found = _by_size(pieces, writers, SMALL_NBYTES)
+    if max(found[1]) * writers > BALANCE * total:
+        # Runs of pieces that are a good part of a share do not come out even.
+        found = _by_size(pieces, writers, total // writers // 32)
+    return found
+
+
+def _by_size(pieces: Sequence[int], writers: int, large_from: int) -> tuple[list[int], list[int]]:
+    """Return which writer takes each piece, and the bytes that each takes in all.
+
+    The large pieces go one by one to the writer that has least, the largest first. The small ones
+    fill up what each then lacks, in runs of neighbours; where they are few the first has them all.
+    """
+    owners = [0] * len(pieces)
+    total = sum(pieces)
+    large = [at for at, nbytes in enumerate(pieces) if nbytes >= large_from]
+    small = [at for at, nbytes in enumerate(pieces) if nbytes < large_from]
+    rest = total - sum(pieces[at] for at in large)
+    few = rest * writers <= (BALANCE - 1) * total
+    heap = [(rest if few and slot == 0 else 0, slot) for slot in range(writers)]
     heapq.heapify(heap)
-    owners = []
-    for nbytes in pieces:
+    for at in sorted(large, key=lambda at: -pieces[at]):
         has, slot = heap[0]
-        owners.append(slot)
-        heapq.heapreplace(heap, (has + nbytes, slot))
-    taken = [0] * len(held)
+        owners[at] = slot
+        heapq.heapreplace(heap, (has + pieces[at], slot))
+    taken = [0] * writers
     for has, slot in heap:
         taken[slot] = has
+    if few:
+        return owners, taken
+    ends = list(accumulate(_lacking(taken, rest)))
+    reached = slot = 0
+    for at in small:
+        # A piece belongs where its middle lies.
+        while 2 * ends[slot] <= 2 * reached + pieces[at] and slot < writers - 1:
+            slot += 1
+        owners[at] = slot
+        taken[slot] += pieces[at]
+        reached += pieces[at]
     return owners, taken
 
 
-def writers_needed(pieces: Sequence[int], small: int, held: Sequence[int], limit: float) -> int:
+def _lacking(taken: Sequence[int], rest: int) -> list[int]:
+    """Return what each writer lacks to a level at which all of ``rest`` is given out."""
+    below = 0
+    level = 0
+    for number, has in enumerate(sorted(taken), start=1):
+        if number > 1 and level <= has:
+            break
+        below += has
+        level = -(-(below + rest) // number)
+    return [max(level - has, 0) for has in taken]
+
+
+def writers_needed(pieces: Sequence[int], held: Sequence[int], limit: float) -> int:
     """Return how many slots of a replica group have to share, so that none has too much.
 
     Args:
-        pieces: Bytes of what is shared, the largest first.
-        small: Bytes that slot 0 has for this group, whatever is decided.
-        held: Bytes that each slot has in all, those included.
+        pieces: Bytes of what is shared.
+        held: Bytes that each slot has beside them.
         limit: What none ought to exceed. Where one piece alone does, it is the limit.
     """
     total = sum(pieces)
-    limit = max(limit, min(held) + pieces[0])
+    if total <= max(FILE_NBYTES, limit / 100):
+        return 1
+    limit = max(limit, min(held) + max(pieces))
     room = 0.0
     writers = len(held)
     for slot, nbytes in enumerate(held):
@@ -100,10 +166,8 @@ def writers_needed(pieces: Sequence[int], small: int, held: Sequence[int], limit
             writers = slot + 1
             break
     while writers < len(held):
-        start = [small, *[0] * (writers - 1)]
-        _, taken = shared_out(pieces, start)
-        ends = zip(held, taken, start, strict=False)
-        if all(has + new - old <= limit for has, new, old in ends):
+        taken = shared_out(pieces, writers)[1]
+        if all(has + new <= limit for has, new in zip(held, taken, strict=False)):
             break
         writers = min(max(writers + 1, writers * 5 // 4), len(held))
     return writers
@@ -118,9 +182,9 @@ def owned_entries(
         table: The table.
         slots: By class, objects last: how many ranks hold what it holds, and which it is of them.
         elsewhere: Bitmap of entries that others write; empty for none.
-        spread: How many replicas share the big tensors.
+        spread: How many replicas share.
     """
-    owners = owner_slots(table, [count for count, _ in slots], spread)
+    owners = owner_slots(table, [count for count, _ in slots], elsewhere, spread)
     return [
         entry
         for entry, index in enumerate(table.class_of)
@@ -156,6 +220,16 @@ def in_bitmap(bitmap: bytes | bytearray, entry: int) -> bool:
 def set_in_bitmap(bitmap: bytearray, entry: int) -> None:
     """Put an entry into a bitmap."""
     bitmap[entry >> 3] |= 1 << (entry & 7)
+
+
+def write_limit(total: int, held: Sequence[int]) -> float:
+    """Return the bytes that no rank ought to exceed.
+
+    Args:
+        total: Bytes that are written in all.
+        held: Bytes that each rank writes, whatever is decided.
+    """
+    return max(BALANCE * total / max(len(held), 1), max(held, default=0), FILE_NBYTES)
 
 
 def shared_by_holders(
@@ -208,11 +282,11 @@ def drop_replicas(
             nbytes = nbytes_of(item)
             total += nbytes
             owner[item.index] = held_by[0]
-            if len(held_by) == 1 or lowest_rank or nbytes < SMALL_NBYTES:
+            if len(held_by) == 1 or lowest_rank or not nbytes:
                 load[held_by[0]] += nbytes
             else:
                 shared.append((nbytes, item.index))
-    limit = max(BALANCE * total / max(len(plans), 1), max(load, default=0))
+    limit = write_limit(total, load)
     chosen = shared_by_holders([(n, holders[index]) for n, index in shared], load, limit)
     owner.update(zip([index for _, index in shared], chosen, strict=True))
     return [

@@ -22,13 +22,13 @@ from dcp_placements.evidence import DIGEST_NBYTES, Ints, Offer, Tables, unpacked
 from dcp_placements.interop import TensorStorageMetadata, WriteItem
 from dcp_placements.items import PickedItems, chunk_metadata, tensor_properties
 from dcp_placements.layout import Box
-from dcp_placements.ownership import BALANCE, SMALL_NBYTES, shared_by_holders
+from dcp_placements.ownership import FILE_NBYTES, shared_by_holders, write_limit
 from dcp_placements.picked import RowLists, Rows, unpacked_rows
 from dcp_placements.report import KeyReport, key_report
 from dcp_placements.table import LayoutClass, Look, Table, grid
 
 _PIECES = 64
-"""Big replicated rows are given out in about so many pieces per rank, so that bytes balance."""
+"""Replicated rows are given out in about so many pieces per rank, so that bytes balance."""
 
 
 @dataclass(slots=True)
@@ -206,23 +206,21 @@ class PickedPlan:
             for part_number, plans in holders.items():
                 plans.sort()
                 nbytes[part_number] *= group.look.dtype.itemsize
-            big = not lowest_rank and any(
-                len(plans) > 1 and nbytes[number] >= SMALL_NBYTES
-                for number, plans in holders.items()
-            )
-            for positions in _batches(group, several=big):
+            replicated = sum(nbytes[number] for number, plans in holders.items() if len(plans) > 1)
+            several = not lowest_rank and replicated * len(group.kept) > FILE_NBYTES
+            for positions in _batches(group, several=several):
                 owner: dict[int, int] = {}
                 group.batches.append((positions, owner))
                 for number, plans in holders.items():
                     size = nbytes[number] * len(positions)
                     total += size
-                    if len(plans) == 1 or lowest_rank or nbytes[number] < SMALL_NBYTES:
+                    if len(plans) == 1 or lowest_rank:
                         owner[number] = plans[0]
                         load[plans[0]] += size
                     else:
                         shared.append((size, plans))
                         slots.append((owner, number))
-        limit = max(BALANCE * total / self.total, max(load))
+        limit = write_limit(total, load)
         for (owner, number), plan in zip(
             slots, shared_by_holders(shared, load, limit), strict=True
         ):

@@ -20,10 +20,10 @@ from dcp_placements.layout import Chunk
 from dcp_placements.mesh import MeshNumbers
 from dcp_placements.naming import Rename
 from dcp_placements.optimizer_state import (
+    OptimizerStates,
     counted_fault,
     counted_state,
     listed_faults,
-    parameters_of,
 )
 from dcp_placements.placement import CheckpointPlacement
 from dcp_placements.rules import PlacementRules, Rules, rule_name
@@ -94,8 +94,8 @@ class Placing:
 def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Placing:
     """Bind every tensor of a flat state dict to its place in the checkpoint.
 
-    0-d tensors and non-tensors are never asked about. A plain optimizer state tensor of its
-    parameter's local shape takes the parameter's place.
+    0-d tensors and non-tensors are never asked about. Optimizer state that lies as its parameter
+    does takes the parameter's place, unless a rule of its own speaks for it.
 
     Args:
         state_dict: Flat, with the checkpoint's keys.
@@ -120,6 +120,8 @@ class Placer:
         self._mesh_number = MeshNumbers()
         self._dtensor_kinds: dict[type, bool] = {}
         self._names: dict[str, str] = {}
+        # By key, what rules that are a callable gave.
+        self._given: dict[str, CheckpointPlacement] = {}
 
     def add(self, fqn: str, value: Any) -> None:
         """Bind one value, if it is a tensor that has a place."""
@@ -159,38 +161,70 @@ class Placer:
             self._fault(error, fqn)
 
     def let_states_follow(self, state_dict: Mapping[str, Any]) -> None:
-        """Give plain optimizer state of its parameter's local shape the parameter's place."""
-        plain = [
-            (fqn, value, runs)
-            for fqn, value in state_dict.items()
-            if type(value) is not DTensor
-            and isinstance(value, torch.Tensor)
-            and value.dim()
-            and (runs := parameters_of(fqn))
-            and not is_dtensor_like(value)
-            and not has_hooks(value)
-        ]
-        if not plain:
-            return
-        by_name: dict[str, list[str]] = {}
-        for fqn in state_dict:
-            if not parameters_of(fqn):
-                parts = fqn.split(".")
-                for start in range(len(parts)):
-                    by_name.setdefault(".".join(parts[start:]), []).append(fqn)
-        for fqn, value, runs in plain:
-            names = next((by_name[run] for run in runs if run in by_name), [])
-            parameters = [self.placing.placed.get(name) for name in names]
-            if not parameters or parameters[0] is None:
+        """Give optimizer state that lies as its parameter does the parameter's place.
+
+        Where a rule speaks for the state's own key, it follows only if the same rule speaks for
+        the parameter. A plain tensor lies as its parameter if it has the local shape; a DTensor if
+        its shape, mesh and placements are the parameter's own.
+        """
+        ruled = any(placed.rule is not None for placed in self.placing.placed.values())
+        states = OptimizerStates(state_dict)
+        places: dict[str, Placed | None] = {}
+        for fqn, value in state_dict.items():
+            dtensor = self._dtensor_kinds.get(type(value), False)
+            known = self.placing.placed.get(fqn)
+            if dtensor:
+                if not ruled or known is None or known.rule is not None:
+                    continue
+            elif not isinstance(value, torch.Tensor) or not value.dim():
                 continue
-            first = parameters[0]
-            if any(other is None or other.binding is not first.binding for other in parameters):
+            state = states.of(fqn)
+            if state is None or has_hooks(value):
                 continue
-            if tuple(value.shape) == tuple(first.tensor.shape):
-                self.placing.placed[fqn] = Placed(
-                    fqn, value, first.binding, first.chunks, first.rule
-                )
-                self.placing.faults = [fault for fault in self.placing.faults if fault.fqn != fqn]
+            if state.parameter not in places:
+                places[state.parameter] = self._one_place(states.keys_of(state.parameter))
+            first = places[state.parameter]
+            if first is None or not self.may_follow(fqn, first.fqn):
+                continue
+            if not dtensor:
+                if tuple(value.shape) == tuple(first.tensor.shape):
+                    self._follow(fqn, value, first)
+            elif known is not None and self.same_own(_own(value), _own(state_dict[first.fqn])):
+                self._follow(fqn, known.tensor, first, known.mesh)
+
+    def may_follow(self, fqn: str, parameter: str) -> bool:
+        """Whether no rule speaks for optimizer state itself, or the one of its parameter does.
+
+        The same rule is the same pattern; of a callable, which has none, an equal placement.
+        """
+        if isinstance(self.rules, PlacementRules):
+            own = self.rules.pattern_of(fqn)
+            return own is None or own == self.rules.pattern_of(parameter)
+        given = self._given.get(fqn)
+        return given is None or given == self._given.get(parameter)
+
+    def _one_place(self, fqns: Sequence[str]) -> Placed | None:
+        """Return the place of these keys; None where they have none, or several."""
+        found = [self.placing.placed.get(fqn) for fqn in fqns]
+        if not found or found[0] is None:
+            return None
+        first = found[0]
+        same = all(other is not None and other.binding == first.binding for other in found)
+        return first if same else None
+
+    def same_own(self, one: Own, other: Own) -> bool:
+        """Whether two DTensors have the same shape, mesh and placements of their own."""
+        if (one.shape, one.placements) != (other.shape, other.placements):
+            return False
+        if one.mesh is None or other.mesh is None:
+            return one.mesh is other.mesh
+        return self._mesh_number(one.mesh) == self._mesh_number(other.mesh)
+
+    def _follow(self, fqn: str, tensor: torch.Tensor, first: Placed, mesh: Any = None) -> None:
+        self.placing.placed[fqn] = Placed(
+            fqn, tensor, first.binding, first.chunks, first.rule, mesh
+        )
+        self.placing.faults = [fault for fault in self.placing.faults if fault.fqn != fqn]
 
     def check_aliases(self, state_dict: Mapping[str, Any]) -> None:
         """Note two names of one view of a storage that lie differently."""
@@ -254,6 +288,7 @@ class Placer:
                     "way out:     return a CheckpointPlacement, or None to keep the tensor's own",
                 )
             name = rule_name(self.rules, fqn) or ""
+            self._given[fqn] = placement
         self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
         return placement, None if placement is None else name
 
@@ -329,6 +364,12 @@ def counted_faults(
 
 
 _UNBOUND: Any = object()
+
+
+def _own(value: Any) -> Own:
+    if not is_dtensor_like(value):
+        return Own(tuple(value.shape))
+    return Own(tuple(value.shape), value.device_mesh, tuple(value.placements))
 
 
 def _lies_alike(one: Placed | None, other: Placed | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -25,7 +25,7 @@ from dcp_placements.interop import (
 )
 from dcp_placements.items import LazyItems
 from dcp_placements.layout import Box
-from dcp_placements.optimizer_state import parameters_of, states_of_parameters
+from dcp_placements.optimizer_state import OptimizerStates, possible_parameters
 from dcp_placements.placing import Placed, Placing
 from dcp_placements.reads import Read, Reads, read_items
 from dcp_placements.report import LoadReport
@@ -82,6 +82,7 @@ class Request:
         metadata: The checkpoint's.
         policy: What may be let pass.
         rank: This process's rank, for messages.
+        names: This rank's own keys, where others are asked for.
 
     Attributes:
         report: What the load comes to.
@@ -99,6 +100,7 @@ class Request:
         metadata: Metadata,
         policy: Policy,
         rank: int,
+        names: Iterable[str] = (),
     ) -> None:
         self.state_dict = state_dict
         self.stored = metadata.state_dict_metadata
@@ -110,6 +112,7 @@ class Request:
         self.collapsed: dict[str, torch.Size] = {}
         self.faults: list[Fault] = []
         self.notes: list[Fault] = []
+        self._states = OptimizerStates(self.state_dict, self.stored, names=names)
         self._reads = Reads()
         # By all that it is worked out from; most tensors lie like another one.
         self._alike: dict[Any, tuple[Sequence[ChunkStorageMetadata], _Filling]] = {}
@@ -186,7 +189,7 @@ class Request:
             )
             return None
         wanted = placed.global_shape if placed is not None else tuple(value.size())
-        if wanted == () and len(stored.size) == 1 and parameters_of(fqn):
+        if wanted == () and len(stored.size) == 1 and self._states.of(fqn) is not None:
             # One step for a stacked parameter, of which the checkpoint's rows had one each.
             self.collapsed[fqn] = stored.size
             placed, wanted = None, tuple(stored.size)
@@ -311,25 +314,30 @@ class Request:
             )
 
     def _settle_missing(self, missing: list[str], *, matched: int) -> None:
-        absent = self._wholly_absent(missing)
-        kept = []
+        groups: dict[str, list[str]] = {}
+        for fqn in self.state_dict:
+            state = self._states.of(fqn)
+            if state is not None:
+                groups.setdefault(state.group, []).append(fqn)
+        absent = _wholly_absent(groups, missing)
+        kept, stateless = [], {}
         for fqn in missing:
-            parameter = fqn.rpartition(".")[0]
-            partly = any(key in self.stored for key in self._states.get(parameter, ()))
+            state = self._states.of(fqn)
+            keys = [] if state is None else groups[state.group]
+            partly = any(key in self.stored for key in keys)
+            # Under a partial load, too, a step count must not outlive the moments that it
+            # belongs to.
+            if state is not None and state.group in absent:
+                stateless[fqn] = state.parameter
             if self.policy.names(fqn) or (self.policy.partial and not partly):
                 kept.append(fqn)
-            elif parameter in absent:
-                self.stateless.append(fqn)
             elif partly:
-                self._partly_absent_fault(fqn, self._states[parameter])
-            else:
+                self._partly_absent_fault(fqn, keys)
+            elif fqn not in stateless:
                 self._missing_fault(fqn)
-        # Under a partial load, too, a step count must not outlive the moments that it belongs to.
-        self.stateless += [fqn for fqn in kept if fqn.rpartition(".")[0] in absent]
+        self.stateless = list(stateless)
         self.report.missing = tuple(kept)
-        self.report.stateless = tuple(
-            dict.fromkeys(parameters_of(fqn)[0] for fqn in self.stateless)
-        )
+        self.report.stateless = tuple(dict.fromkeys(stateless.values()))
         if kept and not matched and not self.faults:
             self._fault(
                 "state dict",
@@ -340,17 +348,6 @@ class Request:
                 "likely:      a prefix that one side has and the other has not",
                 "way out:     make the names equal, with rename= if need be",
             )
-
-    def _wholly_absent(self, missing: Sequence[str]) -> set[str]:
-        """Return the parameters of which the checkpoint has no optimizer state, if it has any."""
-        self._states = states_of_parameters(self.state_dict)
-        lacking = set(missing)
-        absent = {
-            parameter
-            for parameter, keys in self._states.items()
-            if all(key in lacking for key in keys)
-        }
-        return absent if len(absent) < len(self._states) else set()
 
     def _partly_absent_fault(self, fqn: str, keys: Sequence[str]) -> None:
         names = [key.rpartition(".")[2] for key in keys]
@@ -368,10 +365,15 @@ class Request:
         unread = [key for key in self.stored if key not in self.state_dict]
         alike = get_close_matches(fqn, unread, 2, 0.6) if len(unread) < 5000 else []
         details = [f"it has:      {', '.join(alike)}"] if alike else []
-        if parameters_of(fqn):
+        if self._states.of(fqn) is not None:
             details.append(
                 "note:        it has no state of any parameter that this rank asks for; the state "
                 "of some may be missing, of all it may not"
+            )
+        elif possible_parameters(fqn):
+            details.append(
+                "note:        it is not taken for optimizer state, of which some may be missing: "
+                "neither its parameter nor param_groups that name it are there"
             )
         self._fault(
             fqn,
@@ -384,3 +386,10 @@ class Request:
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(fqn, headline, details))
+
+
+def _wholly_absent(groups: Mapping[str, Sequence[str]], missing: Sequence[str]) -> set[str]:
+    """Return the groups of which the checkpoint has no optimizer state, if it has any of others."""
+    lacking = set(missing)
+    absent = {group for group, keys in groups.items() if all(key in lacking for key in keys)}
+    return absent if len(absent) < len(groups) else set()

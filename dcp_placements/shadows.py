@@ -102,7 +102,7 @@ def packs_of(tables: Sequence[tuple[bytes, Table]], answer: Answer) -> list[Pack
     found: list[tuple[int, bytes, int, int, int]] = []
     shares = zip(tables, answer.by_table(), told.unlike, strict=True)
     for at, ((name, table), (slots, bitmap, spread), unlike) in enumerate(shares):
-        owners = owner_slots(table, [count for count, _ in slots], spread)
+        owners = owner_slots(table, [count for count, _ in slots], bitmap, spread)
         differing = set(unlike or ())
         for entry, index in enumerate(table.class_of):
             if slots[index][0] == 1 or in_bitmap(bitmap, entry):

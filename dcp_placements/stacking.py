@@ -19,7 +19,7 @@ from dcp_placements.interop import dtensor_facts, has_hooks, is_dtensor_like
 from dcp_placements.layout import Chunk, Cut, Layout, Pick, Sharding
 from dcp_placements.mesh import MeshNumbers
 from dcp_placements.naming import Parts, Path, Rows, Stacked, Unstacked
-from dcp_placements.optimizer_state import parameters_of
+from dcp_placements.optimizer_state import OptimizerStates, possible_parameters
 from dcp_placements.placement import shard_dim, shard_parts, shards
 from dcp_placements.placing import Placed, Placer, Placing, place
 from dcp_placements.rules import Rules, rule_name
@@ -193,11 +193,13 @@ class _Unfolder:
         self._rows: dict[Any, _Row] = {}
         self._rows_of: dict[str, _Row] = {}
         self._scalar: Binding | None = None
-        self._plain: dict[str, tuple[list[Numbers], list[torch.Tensor]]] = {}
+        self._moments: dict[str, tuple[list[Numbers], list[torch.Tensor]]] = {}
+        self._owns: dict[str, Own] = {}
         self._copies: dict[tuple[tuple[Chunk, ...], int], tuple[Chunk, ...]] = {}
         self._mesh_number = MeshNumbers()
 
     def unfold(self, state_dict: dict[str, Any]) -> Unfolded:
+        self._states = _states_of(state_dict)
         whole = self._place_unstacked(state_dict)
         for fqn, value in state_dict.items():
             if type(value) is Stacked:
@@ -296,8 +298,9 @@ class _Unfolder:
                 fqn, parts[0], self._scalar, chunks, None, None, parts
             )
             return
-        if own.shape and own.mesh is None and parameters_of(fqn):
-            self._plain[fqn] = (rows, parts)
+        self._owns[fqn] = own
+        if own.shape and self._states.of(fqn) is not None:
+            self._moments[fqn] = (rows, parts)
         placement, rule = None, None
         if own.shape:
             shape = tuple(parts[0].shape)
@@ -372,22 +375,28 @@ class _Unfolder:
         return binding, layout.chunks() if len(dims) == 1 else _cells(layout, dims, rows)
 
     def _let_states_follow(self) -> None:
-        """Give plain optimizer state, row by row of its parameter's local shape, its place."""
-        if not self._plain:
-            return
-        by_name: dict[str, list[str]] = {}
-        for fqn, placed in self.placing.placed.items():
-            if isinstance(placed, StackedPlaced) and not parameters_of(fqn):
-                parts = fqn.split(".")
-                for start in range(len(parts)):
-                    by_name.setdefault(".".join(parts[start:]), []).append(fqn)
-        for fqn, (rows, held) in self._plain.items():
-            names = next((by_name[run] for run in parameters_of(fqn) if run in by_name), [])
-            found = [self.placing.placed[name] for name in names]
-            if not found or any(one.binding is not found[0].binding for one in found):
+        """Give optimizer state that lies as its parameter does, row by row, the place of that."""
+        for fqn, (rows, held) in self._moments.items():
+            state = self._states.of(fqn)
+            names = [] if state is None else self._states.keys_of(state.parameter)
+            found = [
+                placed
+                for name in names
+                if isinstance(placed := self.placing.placed.get(name), StackedPlaced)
+            ]
+            if not found or any(one.binding != found[0].binding for one in found):
                 continue
             first = found[0]
-            assert isinstance(first, StackedPlaced)
+            if not self.placer.may_follow(fqn, first.fqn):
+                continue
+            own, known = self._owns[fqn], self.placing.placed.get(fqn)
+            if own.mesh is not None and (
+                first.rule is None
+                or known is None
+                or known.rule is not None
+                or not self.placer.same_own(own, self._owns[first.fqn])
+            ):
+                continue
             picks = [cut.indices for cut in first.binding.sharding.cuts if isinstance(cut, Pick)]
             if picks == list(zip(*rows, strict=True)) and held[0].shape == first.tensor.shape:
                 self.placing.placed[fqn] = StackedPlaced(
@@ -446,10 +455,9 @@ class _Unfolder:
             self._rows[key] = rows
         rows = self._rows[key]
         self._rows_of[name.stacked] = rows
-        runs = parameters_of(name.stacked)
-        if not runs:
-            components = name.stacked.split(".")
-            runs = [".".join(components[at:]) for at in range(len(components))]
+        components = name.stacked.split(".")
+        runs = [".".join(components[at:]) for at in range(len(components))]
+        runs += possible_parameters(name.stacked)
         for run in runs:
             self._rows_of.setdefault(run, rows)
 
@@ -491,7 +499,7 @@ class _Unfolder:
     def _share(self, value: Unstacked) -> None:
         """Give a scalar or an object to every row of its parameter that this rank holds."""
         name = value.name
-        runs = parameters_of(name.stacked) or _grouped(name.stacked)
+        runs = possible_parameters(name.stacked) or _grouped(name.stacked)
         rows = next((self._rows_of[run] for run in runs if run in self._rows_of), None)
         if rows is None:
             self._fault(
@@ -512,6 +520,21 @@ class _Unfolder:
             for fqn in _fqns(name, number):
                 self._note(fqn, value.value, value.path)
                 self.made.shared[fqn] = name.stacked
+
+
+def _states_of(state_dict: Mapping[str, Any]) -> OptimizerStates:
+    """Return what is optimizer state, by the names of the checkpoint's stacks or of this rank's."""
+    held: dict[str, Any] = {}
+    names = []
+    for fqn, value in state_dict.items():
+        if type(value) is Stacked:
+            held[fqn] = value.rows[0][2]
+            names += [key for _, key, _, _ in value.rows]
+        elif type(value) is Unstacked:
+            held[value.name.stacked] = value.value
+        else:
+            held[fqn] = value
+    return OptimizerStates(held, names=names)
 
 
 def _lie_along(dims: Sequence[int]) -> tuple[int, ...]:

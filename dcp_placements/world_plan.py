@@ -35,13 +35,13 @@ from dcp_placements.items import TableItems, chunk_metadata, tensor_properties
 from dcp_placements.layout import Cut, Interval
 from dcp_placements.members import Members
 from dcp_placements.ownership import (
-    BALANCE,
-    SMALL_NBYTES,
     Spread,
     drop_replicas,
     in_bitmap,
     owner_slots,
+    shared_entries,
     shared_out,
+    write_limit,
     writers_needed,
 )
 from dcp_placements.picked_plan import PickedPlan
@@ -241,8 +241,8 @@ class _Coordinator:
     def settle_odd(self) -> None:
         """Take what is odd apart item by item."""
         if self.picked is not None:
-            beside, others, _ = self._held()
-            self.picked.share(self.odd, beside.tolist(), others, lowest_rank=self.lowest_rank)
+            beside, others = self._held_beside()
+            self.picked.share(self.odd, beside, others, lowest_rank=self.lowest_rank)
         if not self.odd and not any(offer.loose for offer in self.offers):
             return
         entries: dict[bytes, list[int]] = {}
@@ -260,9 +260,9 @@ class _Coordinator:
         self.made.faults += agreement.faults
         self.made.conflicts += agreement.conflicts
         self.made.notes += agreement.notes
-        beside, others, _ = self._held()
+        beside, others = self._held_beside()
         self.owned_odd = drop_replicas(
-            plans, lowest_rank=self.lowest_rank, held=beside.tolist(), others=others
+            plans, lowest_rank=self.lowest_rank, held=beside, others=others
         )
         for fqn, claims in agreement.claims.items():
             if "object" in claims.kinds:
@@ -473,7 +473,7 @@ class _Coordinator:
         ]
 
     def _spreads(self) -> dict[bytes, Spread]:
-        """Return how many replicas share the big tensors, by table."""
+        """Return how many replicas share what is replicated, by table."""
         if self.lowest_rank:
             return {}
         held, total, shared = self._held()
@@ -483,33 +483,45 @@ class _Coordinator:
             nbytes = sum(map(nbytes_of, owned.items))
             held[plan] += nbytes
             total += nbytes
-        limit = max(BALANCE * total / len(self.offers), float(held.max()))
+        limit = write_limit(total, held.tolist())
         chosen: dict[bytes, dict[int, int]] = {}
-        for (name, count), (index, small, pieces) in shared.items():
+        # The most first: what is little then finds a rank that can take it alone.
+        for (name, count), (index, pieces) in sorted(
+            shared.items(), key=lambda known: -sum(known[1][1])
+        ):
             members = self.members[name]
             plans, slots = np.array(members.plans), members.slots[index]
             in_slot = np.zeros(count, np.int64)
             np.maximum.at(in_slot, slots[slots < count], held[plans[slots < count]])
-            pieces.sort(reverse=True)
-            writers = writers_needed(pieces, small, in_slot.tolist(), limit)
-            start = [small, *[0] * (writers - 1)]
-            taken = np.array(shared_out(pieces, start)[1]) - start
+            writers = writers_needed(pieces, in_slot.tolist(), limit)
+            taken = np.array(shared_out(pieces, writers)[1])
             here = slots < writers
             held[plans[here]] += taken[slots[here]]
             if writers > 1:
                 chosen.setdefault(name, {})[count] = writers
         return dict(chosen)
 
-    def _held(self) -> tuple[Ints, int, dict[tuple[bytes, int], tuple[int, int, list[int]]]]:
-        """Return what is written by way of tables.
+    def _held_beside(self) -> tuple[list[int], int]:
+        """Return about what each rank writes by way of tables and rows, and what all do."""
+        held, total, shared = self._held()
+        for (name, count), (index, pieces) in shared.items():
+            members = self.members[name]
+            plans, slots = np.array(members.plans), members.slots[index]
+            # It is shared evenly where it is much; where it is little that does not matter.
+            writers = 1 if self.lowest_rank else count
+            held[plans[slots < writers]] += sum(pieces) // writers
+        return held.tolist(), total
+
+    def _held(self) -> tuple[Ints, int, dict[tuple[bytes, int], tuple[int, list[int]]]]:
+        """Return what is written by way of tables and rows.
 
         Returns:
-            Bytes by rank, big shared tensors left out; bytes in all; and by table and number of
-            replicas what those are: a class that has so many, bytes of small ones, bytes of each.
+            Bytes by rank, what is shared left out; bytes in all; and by table and number of
+            replicas what is shared: a class that has so many, and the bytes of each piece.
         """
         held = np.zeros(len(self.offers), np.int64)
         total = 0
-        shared: dict[tuple[bytes, int], tuple[int, int, list[int]]] = {}
+        shared: dict[tuple[bytes, int], tuple[int, list[int]]] = {}
         for name, members in self.members.items():
             table, plans = members.table, np.array(members.plans)
             kinds = Counter(
@@ -521,23 +533,21 @@ class _Coordinator:
                     if not in_bitmap(members.elsewhere, entry)
                 )
             )
-            small: Counter[int] = Counter()
-            big: dict[int, tuple[int, list[int]]] = {}
+            several: dict[int, int] = {}
             for (index, look), number in kinds.items():
                 if index == OBJECT:
                     continue
                 known, count = table.classes[index], members.replicas[index]
                 whole = prod(known.sharding.global_shape) * table.looks[look].dtype.itemsize
-                nbytes = whole // known.cells
                 total += whole * number
-                if count > 1 and nbytes >= SMALL_NBYTES:
-                    big.setdefault(count, (index, []))[1].extend([nbytes] * number)
-                    continue
-                if count > 1:
-                    small[count] += nbytes * number
-                held[plans[members.slots[index] == 0]] += nbytes * number
-            for count, (index, pieces) in big.items():
-                shared[name, count] = index, small[count], pieces
+                if count > 1 and whole:
+                    several.setdefault(count, index)
+                else:
+                    held[plans[members.slots[index] == 0]] += whole // known.cells * number
+            if several:
+                pieces = shared_entries(table, members.replicas, members.elsewhere)
+                for count, index in several.items():
+                    shared[name, count] = index, pieces[count][1]
         if self.picked is not None:
             held += self.picked.written
             total += int(self.picked.written.sum())
@@ -545,7 +555,7 @@ class _Coordinator:
 
     def _used_slots(self, members: Members, spread: Spread) -> list[set[int]]:
         """Return the slots that write anything, by class, objects last."""
-        owners = owner_slots(members.table, members.replicas, spread)
+        owners = owner_slots(members.table, members.replicas, members.elsewhere, spread)
         used: list[set[int]] = [set() for _ in members.replicas]
         if not members.elsewhere:
             # No key by itself: only what different pairs there are.

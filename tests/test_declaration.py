@@ -118,12 +118,33 @@ def test_a_side_has_no_rules_or_rename_of_its_own(side: str, option: str) -> Non
 
 def test_waivers_are_declared_once_and_added_to() -> None:
     placements = Placements(None, waive={"linear_fc1": "one tensor"})
-    assert placements.save_planner().waive == {"linear_fc1": "one tensor"}
-    saver = placements.save_planner(waive={"qkv": "by head"})
-    assert saver.waive == {"linear_fc1": "one tensor", "qkv": "by head"}
+    for planner in both(placements):
+        assert planner.waive == {"linear_fc1": "one tensor"}
+    for planner in both(placements, waive={"qkv": "by head"}):
+        assert planner.waive == {"linear_fc1": "one tensor", "qkv": "by head"}
     assert placements.waive == {"linear_fc1": "one tensor"}
     with pytest.raises(PlacementError, match="needs a reason"):
         Placements(None, waive={"w": ""})
+
+
+def test_what_is_waived_is_silent_on_both_sides(tmp_path: Path) -> None:
+    """A plain cut of a name that is fused elsewhere: a lint of saves and of loads."""
+
+    def on(rank: int) -> Placements:
+        placement = CheckpointPlacement(WORLD.mesh(rank, tp=2), {"tp": Shard(0)})
+        return Placements({"linear_fc1": placement}, waive={"linear_fc1": "one tensor"})
+
+    def held(rank: int) -> dict[str, torch.Tensor]:
+        return {"mlp.linear_fc1.weight": arange(4, 2, start=8 * rank)}
+
+    with without_warning():
+        WORLD.save(tmp_path, held, lambda rank: on(rank).save_planner())
+        WORLD.load(tmp_path, held, lambda rank: on(rank).load_planner())
+    bare = [Placements(on(rank).rules) for rank in range(2)]
+    with pytest.warns(UserWarning, match="linear_fc1"):
+        WORLD.save(tmp_path, held, lambda rank: bare[rank].save_planner())
+    with pytest.warns(UserWarning, match="linear_fc1"):
+        WORLD.load(tmp_path, held, lambda rank: bare[rank].load_planner())
 
 
 @pytest.mark.parametrize(

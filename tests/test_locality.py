@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hazard_scenes import assert_holds, assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements import PlacementSavePlanner
+from dcp_placements import (
+    CheckpointPlacement,
+    IndexShard,
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+)
 from dcp_placements.ownership import BALANCE, shared_out, writers_needed
 from fakes import FakeDTensor, FakeMesh, World
 
+KIB = 1 << 10
 MIB = 1 << 20
 
 
@@ -27,10 +40,19 @@ def tensor(mesh: FakeMesh, nbytes: int, *placements: Any) -> FakeDTensor:
 
 
 def costs(
-    world: World, state_dict: Callable[[int], dict[str, Any]], **options: Any
+    world: World,
+    state_dict: Callable[[int], dict[str, Any]],
+    rules: Callable[[int], PlacementRules | None] = lambda rank: None,
+    sample: Iterable[int] | None = None,
+    **options: Any,
 ) -> tuple[list[int], list[set[int]]]:
-    """Return the bytes that each rank writes, and whose files each opens to load the same again."""
-    planner = world.check(state_dict, lambda rank: PlacementSavePlanner(digests="off", **options))
+    """Return the bytes that each rank writes, and whose files each opens to load the same again.
+
+    The second of the ranks in ``sample`` alone; by default of all.
+    """
+    planner = world.check(
+        state_dict, lambda rank: PlacementSavePlanner(rules(rank), digests="off", **options)
+    )
     assert isinstance(planner, PlacementSavePlanner)
     written, owner = [], {}
     for rank, plan in enumerate(planner.global_plan):
@@ -41,9 +63,9 @@ def costs(
             assert owner.setdefault(item.index, rank) == rank
         written.append(nbytes)
     opened = []
-    for rank in range(world.size):
+    for rank in range(world.size) if sample is None else sample:
         with world._as(rank):
-            mine = PlacementSavePlanner(digests="off")
+            mine = PlacementSavePlanner(rules(rank), digests="off")
             mine.set_up_planner(state_dict(rank), is_coordinator=rank == 0)
             opened.append({owner[item.index] for item in mine.create_local_plan().items})
     return written, opened
@@ -120,6 +142,142 @@ def test_a_tensor_that_is_too_large_by_itself_does_not_scatter_the_others() -> N
     assert max(written) <= (80 + 64) * MIB
 
 
+def shared(mesh: FakeMesh, memory: torch.Tensor, *placements: Any) -> FakeDTensor:
+    """A DTensor of which every rank has this memory as its part."""
+    axes = zip(mesh.shape, placements, strict=True)
+    whole = prod(size for size, placement in axes if isinstance(placement, Shard))
+    return FakeDTensor(memory, mesh, placements, (len(memory) * whole,))
+
+
+def assert_balanced(written: list[int], opened: list[set[int]], files: int) -> None:
+    assert max(written) <= 1.1 * sum(written) / len(written), written
+    assert max(map(len, opened)) <= files
+
+
+def test_m44_replicas_of_small_shards_share_what_they_write() -> None:
+    world = World(16)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, replicate=2, fsdp=8)
+        return {f"w{i}": tensor(mesh, 8 * 64 * KIB, Replicate(), Shard(0)) for i in range(24)}
+
+    assert_balanced(*costs(world, state_dict), files=1 + 2)
+    written, _ = costs(world, state_dict, dedup_save_to_lowest_rank=True)
+    assert written[8:] == [0] * 8
+
+
+def test_m44_many_replicas_of_many_small_shards_share_what_they_write() -> None:
+    world = World(8 * 16)
+    memory = [torch.empty(300 * KIB // 4) for _ in range(200)]
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, replicate=8, fsdp=16)
+        return {f"w{i}": shared(mesh, memory[i], Replicate(), Shard(0)) for i in range(200)}
+
+    assert_balanced(*costs(world, state_dict, sample=range(0, 128, 37)), files=1 + 8)
+
+
+def test_m44_small_and_large_shards_beside_what_all_ranks_hold() -> None:
+    world = World(16)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, replicate=4, fsdp=4)
+        state: dict[str, Any] = {"embed": tensor(mesh, 12 * MIB, Replicate(), Shard(0))}
+        for i in range(40):
+            state[f"layers.{i}.norm"] = tensor(mesh, 1 * KIB, Replicate(), Replicate())
+            state[f"layers.{i}.w"] = tensor(mesh, (1 + i % 3) * MIB, Replicate(), Shard(0))
+            state[f"layers.{i}.bias"] = tensor(mesh, 16 * KIB, Replicate(), Shard(0))
+            state[f"optim.{i}.step"] = torch.zeros(())
+        return state | {"lr": 0.1}
+
+    assert_balanced(*costs(world, state_dict), files=1 + 4)
+
+
+def test_m44_small_tensors_that_are_whole_on_every_rank_are_shared() -> None:
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {f"layers.{i}.w": torch.zeros(16 * KIB) for i in range(200)} | {"step": rank * 0}
+
+    assert_balanced(*costs(world, state_dict), files=1 + 4)
+
+
+def test_m44_but_what_is_small_in_all_stays_in_one_file() -> None:
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {f"layers.{i}.w": torch.zeros(64) for i in range(100)} | {"step": 1}
+
+    written, opened = costs(world, state_dict)
+    assert written[1:] == [0] * 3
+    assert max(map(len, opened)) == 1
+
+
+@pytest.mark.parametrize("dims", [(0,), (0, 1)], ids=["rows", "rows of rows"])
+def test_m44_rows_that_ranks_name_are_shared_among_those_that_have_them(
+    dims: tuple[int, ...],
+) -> None:
+    world = World(8)
+    rows = [(0, 2, 5), (1, 3, 4)]
+
+    def rules(rank: int) -> PlacementRules:
+        mesh = world.mesh(rank, dp=4, ep=2)
+        by_dim = [IndexShard(0, rows[rank % 2]), IndexShard(1, [2, 0, 1])]
+        placements = {"ep": by_dim[0]} | ({"dp": by_dim[1]} if len(dims) > 1 else {})
+        return PlacementRules(
+            {"experts": CheckpointPlacement(mesh, placements, global_shape=(6, 3, 4096))}
+        )
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {f"layers.{i}.experts": torch.zeros(3, 3, 4096) for i in range(24)}
+
+    assert_balanced(*costs(world, state_dict, rules), files=1 + 4)
+
+
+@pytest.mark.parametrize("lowest", [False, True])
+def test_m44_shared_small_shards_are_whole_in_the_files(tmp_path: Path, lowest: bool) -> None:
+    """With full digests, shadows, and keys that live on another mesh on other ranks, too."""
+    world = World(8)
+    wholes = {f"layers.{i}.w": torch.arange(4096.0 * 6).reshape(4096, 6) + i for i in range(30)}
+
+    def state_dict(rank: int, fill: float | None = None) -> dict[str, Any]:
+        mesh = world.mesh(rank, pp=2, replicate=2, fsdp=2)
+        stage = rank // 4
+        held = {}
+        for i, (key, whole) in enumerate(wholes.items()):
+            if i % 5 == 0 or i // 15 == stage:
+                part = whole if fill is None else torch.full_like(whole, fill)
+                placements = [Replicate(), Shard(0)]
+                held[key] = FakeDTensor.distribute(part, mesh["replicate", "fsdp"], placements)
+        return held
+
+    planners = world.save(
+        tmp_path,
+        state_dict,
+        lambda rank: PlacementSavePlanner(
+            digests="full", shadows=300 * KIB, dedup_save_to_lowest_rank=lowest
+        ),
+        lambda rank: PlacementFileSystemWriter(tmp_path),
+    )
+    written = Counter(
+        item.index
+        for planner in planners
+        for item in planner.plan.items
+        if item.index.fqn in wholes
+    )
+    assert set(written.values()) == {1}
+    assert len(written) == 2 * len(wholes)
+    assert_holds(tmp_path, wholes)
+    loaded = world.load(
+        tmp_path,
+        lambda rank: state_dict(rank, fill=77.0),
+        lambda rank: PlacementLoadPlanner(verify="digests"),
+        lambda rank: PlacementFileSystemReader(tmp_path),
+    )
+    for rank, found in enumerate(loaded):
+        assert_same(found, state_dict(rank))
+
+
 @pytest.mark.parametrize("lowest", [False, True])
 def test_ranks_and_coordinator_agree_on_who_writes(lowest: bool) -> None:
     world = World(4)
@@ -127,6 +285,7 @@ def test_ranks_and_coordinator_agree_on_who_writes(lowest: bool) -> None:
     def state_dict(rank: int) -> dict[str, Any]:
         mesh = world.mesh(rank, a=2, b=2)
         state = {f"x{i}": tensor(mesh, (2 + i) * MIB, Replicate(), Shard(0)) for i in range(5)}
+        state |= {f"z{i}": tensor(mesh, (5 + i) * KIB, Replicate(), Shard(0)) for i in range(90)}
         return state | {
             f"y{i}": tensor(mesh, (1 + i) * MIB, Replicate(), Replicate()) for i in range(5)
         }
@@ -141,23 +300,23 @@ def test_ranks_and_coordinator_agree_on_who_writes(lowest: bool) -> None:
             own = [item.index for item in made[rank].finish_plan(plan).items]
         assert sorted(map(str, own)) == sorted(map(str, wanted))
         seen.update(own)
-    assert len(seen) == 5 * 2 + 5
+    assert len(seen) == (5 + 90) * 2 + 5
 
 
 @given(
-    pieces=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
-    held=st.lists(st.integers(0, 1000), min_size=1, max_size=12),
-    limit=st.integers(0, 4000),
+    pieces=st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=40),
+    held=st.lists(st.integers(0, 9 * MIB), min_size=1, max_size=12),
+    limit=st.integers(0, 30 * MIB),
 )
 def test_as_few_share_as_can_take_it(pieces: list[int], held: list[int], limit: int) -> None:
-    pieces.sort(reverse=True)
-    writers = writers_needed(pieces, 0, held, limit)
+    writers = writers_needed(pieces, held, limit)
     assert 1 <= writers <= len(held)
-    owners, taken = shared_out(pieces, [0] * writers)
+    owners, taken = shared_out(pieces, writers)
     assert sum(taken) == sum(pieces)
     assert set(owners) <= set(range(writers))
     for slot in range(writers):
         assert taken[slot] == sum(p for p, o in zip(pieces, owners, strict=True) if o == slot)
-    limit = max(limit, min(held) + pieces[0])
-    if writers < len(held):
+    assert max(taken) <= BALANCE * sum(pieces) / writers + max(pieces)
+    limit = max(limit, min(held) + max(pieces))
+    if 1 < writers < len(held):
         assert all(held[slot] + taken[slot] <= limit for slot in range(writers))

@@ -264,7 +264,8 @@ def test_the_coordinator_looks_at_each_row_of_alike_tensors_once() -> None:
 def test_big_rows_that_several_ranks_hold_are_shared_by_bytes(
     monkeypatch: pytest.MonkeyPatch, lowest: bool
 ) -> None:
-    monkeypatch.setattr("dcp_placements.picked_plan.SMALL_NBYTES", 1)
+    monkeypatch.setattr("dcp_placements.ownership.FILE_NBYTES", 0)
+    monkeypatch.setattr("dcp_placements.picked_plan.FILE_NBYTES", 0)
     scene = Scene(4, (((0, 1), (2, 3)),) * 9, dp=3)
     planners, plans = plans_of(scene, dedup_save_to_lowest_rank=lowest)
     with scene.world._as(0):

@@ -18,7 +18,7 @@ from dcp_placements.layout import Box
 from dcp_placements.naming import Parts, RenameError, Row, Rows
 from dcp_placements.offline.box_reads import BoxReader, is_run, pieces
 from dcp_placements.offline.checkpoint import StoredTensor
-from dcp_placements.optimizer_state import parameters_of
+from dcp_placements.optimizer_state import OptimizerStates
 from dcp_placements.slices import c_strides
 from dcp_placements.tiling import intersection
 
@@ -154,10 +154,12 @@ class _Assembler:
         self.origin: dict[str, str] = {}
         self.stacks: dict[str, list[tuple[Row, str, StoredTensor]]] = {}
         self.rows: dict[str, int] = {}
+        self.states = OptimizerStates()
         self.faults: list[Fault] = []
 
     def assemble(self, tensors: Mapping[str, StoredTensor]) -> tuple[list[Made], list[Fault]]:
         several: list[tuple[str, StoredTensor, Rows | Parts]] = []
+        self.states = OptimizerStates(tensors)
         for name, tensor in tensors.items():
             try:
                 new = name if self.rename is None else self.rename(name)
@@ -196,9 +198,10 @@ class _Assembler:
         row_dim = told.dim if isinstance(told, Rows) else told.rows
         fqns = (told.fqn,) if isinstance(told, Rows) else told.fqns
         shape = tensor.shape
-        runs = parameters_of(name) or [name]
+        state = self.states.of(name)
+        run = name if state is None else state.parameter
         if not shape:
-            count = next((self.rows[run] for run in runs if run in self.rows), 1)
+            count = self.rows.get(run, 1)
             block = Block(tensor.whole, tensor, tensor.whole, ())
             for number in range(count):
                 for fqn in fqns:
@@ -212,7 +215,7 @@ class _Assembler:
         if row_dim is not None:
             rest.pop(row_dim)
         count = 1 if row_dim is None else shape[row_dim]
-        self.rows.update(dict.fromkeys(runs, count))
+        self.rows[run] = count
         part_dim, spans = None, [[(0, 0)]]
         if isinstance(told, Parts):
             try:

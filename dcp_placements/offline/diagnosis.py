@@ -20,7 +20,7 @@ from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredTen
 from dcp_placements.offline.declared import MeshAxes, mesh_at
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.experts import expert_key
-from dcp_placements.optimizer_state import parameters_of
+from dcp_placements.optimizer_state import OptimizerStates
 from dcp_placements.tiling import tiles
 
 EP = "ep"
@@ -304,15 +304,16 @@ def expert_families(checkpoint: Checkpoint) -> dict[str, Family]:
     """Return the tensors of experts, by key; ``{}`` in it where each expert has a key."""
     stacked: dict[str, Family] = {}
     alone: dict[str, dict[int, StoredTensor]] = {}
+    states = _states_of(checkpoint)
     for fqn, tensor in checkpoint.tensors.items():
         key = expert_key(fqn)
         if key is None:
             continue
-        template, number = expert_template(fqn)
+        template, number = expert_template(fqn, is_state=_is_state(fqn, states))
         if number is not None:
             alone.setdefault(template, {})[number] = tensor
         elif len(tensor.shape) > key.dim:
-            stacked[fqn] = Family(_layer(fqn), _is_state(fqn), key.dim, {0: tensor})
+            stacked[fqn] = Family(_layer(fqn), _is_state(fqn, states), key.dim, {0: tensor})
     # One dim may be anything; it is of experts where the layer's larger tensors have as many.
     counts = {
         (f.layer, f.stored) for f in stacked.values() if len(f.members[0].shape) > (f.dim or 0) + 1
@@ -323,15 +324,21 @@ def expert_families(checkpoint: Checkpoint) -> dict[str, Family]:
         if len(family.members[0].shape) > (family.dim or 0) + 1
         or (family.layer, family.stored) in counts
     }
+
+    def is_state(members: Mapping[int, StoredTensor]) -> bool:
+        return any(_is_state(member.fqn, states) for member in members.values())
+
     found = {
-        fqn: Family(_layer(fqn), _is_state(fqn), None, dict(sorted(members.items())))
+        fqn: Family(_layer(fqn), is_state(members), None, dict(sorted(members.items())))
         for fqn, members in alone.items()
     }
     return dict(sorted({**stacked, **found}.items()))
 
 
-def expert_template(fqn: str) -> tuple[str, int | None]:
+def expert_template(fqn: str, *, is_state: bool = False) -> tuple[str, int | None]:
     """Return a key with ``{}`` for the expert, and which one; None where they are stacked.
+
+    The key of optimizer state has a name of its own behind that of its parameter.
 
     >>> expert_template("layers.0.experts.3.w1"), expert_template("layers.0.experts.fc1.weight3")
     (('layers.0.experts.{}.w1', 3), ('layers.0.experts.fc1.weight{}', 3))
@@ -342,8 +349,8 @@ def expert_template(fqn: str) -> tuple[str, int | None]:
     assert key is not None
     if key.index is not None:
         return f"{key.layer}.{{}}.{key.name}", key.index
-    # Megatron's grouped linear layers; optimizer state has a name of its own behind.
-    head, _, tail = key.name.rpartition(".") if _is_state(fqn) else (key.name, "", "")
+    # Megatron's grouped linear layers.
+    head, _, tail = key.name.rpartition(".") if is_state else (key.name, "", "")
     grouped = _GROUPED.search(head)
     if grouped:
         end = f".{tail}" if tail else ""
@@ -351,8 +358,12 @@ def expert_template(fqn: str) -> tuple[str, int | None]:
     return f"{key.layer}.{{}}.{key.name}", None
 
 
-def _is_state(fqn: str) -> bool:
-    return bool(parameters_of(fqn)) or fqn.startswith("optim")
+def _states_of(checkpoint: Checkpoint) -> OptimizerStates:
+    return OptimizerStates({**checkpoint.tensors, **checkpoint.objects})
+
+
+def _is_state(fqn: str, states: OptimizerStates) -> bool:
+    return states.of(fqn) is not None or fqn.startswith("optim")
 
 
 def _layer(fqn: str) -> str:
@@ -368,8 +379,9 @@ def _routers(checkpoint: Checkpoint, families: Mapping[str, Family]) -> dict[str
     """Return experts by layer, as the routers' shapes say."""
     parents = {family.layer.rpartition(".")[0]: family.layer for family in families.values()}
     found: dict[str, set[int]] = {}
+    states = _states_of(checkpoint)
     for fqn, tensor in checkpoint.tensors.items():
-        if not tensor.shape or _is_state(fqn) or not _ROUTER.search(fqn) or expert_key(fqn):
+        if not tensor.shape or _is_state(fqn, states) or not _ROUTER.search(fqn) or expert_key(fqn):
             continue
         for parent, layer in parents.items():
             if parent and f".{parent}." in f".{fqn}":

@@ -216,7 +216,7 @@ class _Writer:
             if survivor.expert not in wanted:
                 continue
             tensor = part.tensor
-            template, _ = expert_template(tensor.fqn)
+            template, _ = expert_template(tensor.fqn, is_state=known.is_state)
             new = template.replace("{}", str(survivor.expert))
             chunks, records = [], []
             for chunk, shared in part.pieces:

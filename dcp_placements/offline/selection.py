@@ -15,7 +15,7 @@ from dcp_placements.offline.structure import (
     records_by_file,
     tiling_faults,
 )
-from dcp_placements.optimizer_state import parameters_of
+from dcp_placements.optimizer_state import OptimizerStates, possible_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,9 @@ def select(
         for fqn, tensor in checkpoint.tensors.items()
         if not any(matches(fqn) for matches in unwanted)
     ]
-    states = [tensor for tensor in wanted if _is_state(tensor.fqn)]
-    model = [tensor for tensor in wanted if not _is_state(tensor.fqn)]
+    of_optimizer = OptimizerStates({**checkpoint.tensors, **checkpoint.objects})
+    states = [tensor for tensor in wanted if _is_state(tensor.fqn, of_optimizer)]
+    model = [tensor for tensor in wanted if not _is_state(tensor.fqn, of_optimizer)]
     head = _told_prefix(checkpoint, model) if prefix is None else prefix.rstrip(".")
     start = f"{head}." if head else ""
     found = {t.fqn.removeprefix(start): t for t in model if t.fqn.startswith(start)}
@@ -80,8 +81,11 @@ def select(
     return Selection(found, head, tuple(rest))
 
 
-def _is_state(fqn: str) -> bool:
-    return bool(parameters_of(fqn)) or ".param_groups." in f".{fqn}."
+def _is_state(fqn: str, states: OptimizerStates) -> bool:
+    """Whether a tensor is an optimizer's; one that is stored alone is told by its first name."""
+    if states.of(fqn) is not None or ".param_groups." in f".{fqn}.":
+        return True
+    return fqn.startswith("optim") and bool(possible_parameters(fqn))
 
 
 def _told_prefix(checkpoint: Checkpoint, tensors: Sequence[StoredTensor]) -> str:
