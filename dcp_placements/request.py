@@ -169,11 +169,16 @@ class Request:
     def _filling(self, fqn: str, value: Any, placed: Placed | None, stored: Any) -> _Filling | None:
         """Return what fills a value; None where nothing does, which is a fault."""
         if isinstance(stored, BytesStorageMetadata):
-            if placed is not None and len(placed.global_shape):
+            if placed is not None or _is_tensor(value):
+                shape = placed.global_shape if placed is not None else tuple(value.size())
                 self._fault(
                     fqn,
-                    f"the checkpoint holds an object, but rank {self.rank} a tensor",
-                    "way out:     load it under a key of its own, or give the tensor another name",
+                    f"the checkpoint holds an object, but rank {self.rank} a tensor"
+                    + (f" of shape {shape}" if shape else ", a scalar"),
+                    "reason:      nothing would be read into the tensor; the object would take its "
+                    "place in the state dict",
+                    "way out:     put an object (a number, None) under this key to load it, or "
+                    "give the tensor another name",
                 )
                 return None
             return _Filling()
@@ -348,6 +353,44 @@ class Request:
                 "likely:      a prefix that one side has and the other has not",
                 "way out:     make the names equal, with rename= if need be",
             )
+        elif kept:
+            self._note_no_tensor(kept)
+
+    def _note_no_tensor(self, kept: Sequence[str]) -> None:
+        """Note that of the tensors of the model, optimizer state left out, none is read."""
+        asked = [
+            fqn
+            for fqn, value in self.state_dict.items()
+            if _is_tensor(value)
+            and len(value.shape)
+            and fqn not in self.placing.absent
+            and self._states.of(fqn) is None
+        ]
+        unread = {fqn for fqn in kept if not self.policy.names(fqn)}
+        if not unread.intersection(asked) or any(fqn in self.stored for fqn in asked):
+            return
+        there = [
+            fqn
+            for fqn, held in self.stored.items()
+            if isinstance(held, TensorStorageMetadata)
+            and held.size
+            and self._states.of(fqn) is None
+        ]
+        self.notes.append(
+            Fault(
+                "state dict",
+                f"rank {self.rank} asks for {len(asked)} tensors of the model, and none of them is "
+                "in the checkpoint: they keep what they have",
+                (
+                    f"it asks for: {format_names(asked, 3)}",
+                    f"there are:   {format_names(there, 3) or 'none of one dim or more'}",
+                    "likely:      a prefix that one side has and the other has not; what is found "
+                    "are scalars, objects or optimizer state",
+                    "way out:     make the names equal, with rename= if need be; "
+                    "optional=[pattern] for what may be missing",
+                ),
+            )
+        )
 
     def _partly_absent_fault(self, fqn: str, keys: Sequence[str]) -> None:
         names = [key.rpartition(".")[2] for key in keys]
@@ -386,6 +429,10 @@ class Request:
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(fqn, headline, details))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or has_hooks(value) or is_dtensor_like(value)
 
 
 def _wholly_absent(groups: Mapping[str, Sequence[str]], missing: Sequence[str]) -> set[str]:

@@ -415,6 +415,83 @@ def test_m21_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
         load(ONE, tmp_path, template)
 
 
+# M40: the checkpoint has an object where the rank has a tensor, and the other way round.
+
+
+def m40_dtensor() -> FakeDTensor:
+    return FakeDTensor.distribute(arange(4), ONE.mesh(0, fsdp=1), [Shard(0)])
+
+
+M40_TENSORS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: arange(3),
+    "scalar": lambda: torch.tensor(5.0),
+    "empty": lambda: torch.zeros(0),
+    "parameter": lambda: torch.nn.Parameter(arange(3)),
+    "dtensor": m40_dtensor,
+}
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["strict", "partial"])
+@pytest.mark.parametrize("kind", M40_TENSORS)
+def test_m40_an_object_is_not_read_into_a_tensor(tmp_path: Path, kind: str, partial: bool) -> None:
+    save(ONE, tmp_path, lambda rank: {"a": {"w": 7, "norm": arange(3)}})
+    tensor = M40_TENSORS[kind]()
+    state = {"a": {"w": tensor, "norm": torch.zeros(3)}}
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: state, allow_partial_load=partial)
+    refusal.says("a.w: the checkpoint holds an object, but rank 0 a tensor", "way out:")
+    assert state["a"]["w"] is tensor
+
+
+@pytest.mark.parametrize("kind", M40_TENSORS)
+def test_m40_a_tensor_is_not_read_into_an_object(tmp_path: Path, kind: str) -> None:
+    save(ONE, tmp_path, lambda rank: {"w": M40_TENSORS[kind](), "norm": arange(3)})
+    state = {"w": 7, "norm": torch.zeros(3)}
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: state)
+    refusal.says("w: the checkpoint holds a ", "tensor, but rank 0 a int")
+    assert state["w"] == 7
+
+
+# M50: a partial load that reads counters, and nothing of the model.
+
+
+@pytest.mark.parametrize("moments_too", [False, True])
+def test_m50_a_partial_load_that_reads_no_tensor_of_the_model_is_warned_of(
+    tmp_path: Path, moments_too: bool
+) -> None:
+    def state(prefix: str) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            prefix: {"a": arange(4, 3), "b": arange(3)},
+            "step": torch.tensor(3),
+        }
+        if moments_too:
+            made["optim"] = {"state": {"a": {"exp_avg": arange(4, 3)}}}
+        return made
+
+    save(ONE, tmp_path, lambda rank: state("model"))
+    with warned() as texts:
+        _, reports = load(ONE, tmp_path, lambda rank: state("module"), allow_partial_load=True)
+    (text,) = texts
+    assert "rank 0 asks for 2 tensors of the model, and none of them is in the checkpoint" in text
+    assert "module.a, module.b" in text
+    assert "model.a, model.b" in text
+    assert len(reports[0].warnings) == 1
+
+
+def test_m50_partial_loads_on_purpose_are_not_warned_of(tmp_path: Path) -> None:
+    weights = {"a": arange(4, 3), "b": arange(3)}
+    moments = {"state": {"a": {"exp_avg": arange(4, 3)}}}
+    save(ONE, tmp_path, lambda rank: {"model": weights, "optim": moments, "step": 3})
+    for state, options in (
+        ({"model": {"a": arange(4, 3), "new": arange(2)}}, {}),
+        ({"optim": moments, "step": 0, "scheduler": 5}, {}),
+        ({"head": {"w": arange(2)}, "step": 0}, {"optional": ["head"]}),
+    ):
+        with without_warning():
+            load(ONE, tmp_path, lambda rank, s=state: s, allow_partial_load=True, **options)
+
+
 # M22, M23: optimizer state of a parameter that never took a step.
 
 
