@@ -118,7 +118,8 @@ def _compare_cuts(
             checks.faults += [_cut_fault(fqn, one, placed.rule, rank) for one in found]
     checks.compared = "declared as saved"
     if compared:
-        checks.compared += f": {compared - waived} keys"
+        count = compared - waived
+        checks.compared += f": {count} key{'' if count == 1 else 's'}"
     if waived:
         checks.compared += f"; {waived} otherwise, waived"
 

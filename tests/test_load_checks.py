@@ -217,7 +217,7 @@ def test_a_load_declared_as_saved_is_quiet_and_says_so(tmp_path: Path) -> None:
             )
         for rank in range(2):
             assert same_bits(loaded[rank][GATE_UP].to_local(), fused_part(whole, 2, 2, rank))
-        assert reports[0].compared == "declared as saved: 1 keys"
+        assert reports[0].compared == "declared as saved: 1 key"
 
 
 def test_a_fused_checkpoint_loads_by_fsdp_by_another_axis_and_whole(tmp_path: Path) -> None:
