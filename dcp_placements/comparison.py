@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from dcp_placements.agreement import object_note, objects_note
-from dcp_placements.buckets import is_folded, suspects, told_of
+from dcp_placements.buckets import OBJECT_ROWS, Folding, folding
 from dcp_placements.errors import Fault, format_names, format_ranks
 from dcp_placements.evidence import DIGEST_NBYTES, Offer
 from dcp_placements.members import Members
@@ -53,7 +53,7 @@ class Comparison:
             entries = members.table.entries_of(index)
             if index == OBJECT:
                 self._note_objects(members, entries)
-            elif self.offers[members.plans[0]].bucketed:
+            elif self._bucketed(members):
                 self._bucket_conflict(members, index, entries, list(differing))
             else:
                 for cell in differing:
@@ -66,7 +66,7 @@ class Comparison:
                         self.odd[fqn] = None
 
     def _note_objects(self, members: Members, entries: Sequence[int]) -> None:
-        if self.offers[members.plans[0]].bucketed:
+        if self._bucketed(members):
             self._note_bucketed_objects(members, entries)
             return
         for position, entry in enumerate(entries):
@@ -84,35 +84,56 @@ class Comparison:
             for plan, offer in zip(members.plans, members.offers, strict=True)
             if OBJECT in offer.digests
         ]
-        found = suspects([blob for _, blob in told], len(entries))
-        names = [members.table.fqns[entries[position]] for position in found]
-        if len(found) == 1:
-            groups: dict[tuple[bytes, ...], list[int]] = {}
+        places = folding_of(members.table, OBJECT, 1)
+        suspects = places.suspects([blob for _, blob in told])
+        sure = [position for position in suspects if places.is_alone(position)]
+        others = [position for position in suspects if not places.is_alone(position)]
+        for position in sure + (others if len(others) == 1 else []):
+            groups: dict[bytes, list[int]] = {}
             for rank, blob in told:
-                groups.setdefault(told_of(blob, found[0], len(entries)), []).append(rank)
-            self.notes.append(object_note(names[0], list(groups.values())))
-        elif found:
+                groups.setdefault(places.told_of(blob, position), []).append(rank)
+            name = members.table.fqns[entries[position]]
+            self.notes.append(object_note(name, list(groups.values())))
+        if len(others) > 1:
+            names = [members.table.fqns[entries[position]] for position in others]
             self.notes.append(objects_note(names, [rank for rank, _ in told]))
+
+    def _bucketed(self, members: Members) -> bool:
+        return self.offers[members.plans[0]].bucketed
 
     def _bucket_conflict(
         self, members: Members, index: int, entries: Sequence[int], cells: Sequence[int]
     ) -> None:
-        here = [
-            (self.offers[plan].rank, told.digests[index])
-            for plan, told, at in zip(
-                members.plans, members.offers, members.cells[index].tolist(), strict=True
-            )
-            if at == cells[0] and index in told.digests
-        ]
-        pieces = len(members.boxes(index, members.cells_of(index).index(cells[0])))
-        found = suspects([digests for _, digests in here], len(entries) * pieces)
-        keys = dict.fromkeys(entries[position // pieces] for position in found)
-        names = [members.table.fqns[entry] for entry in keys]
+        """Note what differs: as odd where one key is known, as a conflict where several may be."""
+        fqns = members.table.fqns
+        by_cell: dict[int, list[tuple[int, bytes]]] = {cell: [] for cell in cells}
+        at_cell: dict[int, int] = {}
+        for at, (cell, told) in enumerate(
+            zip(members.cells[index].tolist(), members.offers, strict=True)
+        ):
+            if cell in by_cell and index in told.digests:
+                at_cell.setdefault(cell, at)
+                rank = self.offers[members.plans[at]].rank
+                by_cell[cell].append((rank, told.digests[index]))
+        names: list[str] = []
+        for cell, here in by_cell.items():
+            pieces = len(members.boxes(index, at_cell[cell]))
+            places = folding_of(members.table, index, pieces)
+            folded: dict[int, None] = {}
+            for position in places.suspects([digests for _, digests in here]):
+                if places.is_alone(position):
+                    self.odd[fqns[entries[position // pieces]]] = None
+                else:
+                    folded[entries[position // pieces]] = None
+            if folded and not names:
+                names = [fqns[entry] for entry in folded]
+                self._folded_conflict(names, [rank for rank, _ in here])
+
+    def _folded_conflict(self, names: Sequence[str], ranks: Sequence[int]) -> None:
         self.conflicts.append(
             Fault(
                 names[0],
-                f"different contents on {format_ranks(rank for rank, _ in here)}, which claim to "
-                "be replicas",
+                f"different contents on {format_ranks(ranks)}, which claim to be replicas",
                 (
                     f"it is one or more of {len(names)} keys: {format_names(names)}",
                     "likely:      a rule with Shard on an axis is missing; or the replicas have "
@@ -136,20 +157,36 @@ class Comparison:
         members = self.members[name]
         index = members.table.class_of[entry]
         entries = members.table.entries_of(index)
-        if self.offers[members.plans[0]].bucketed:
-            blob = members.offers[0].digests.get(index, b"")
-            if index != OBJECT or is_folded(blob, len(entries)):
-                return {}
         position = entries.index(entry)
         found: dict[int, bytes] = {}
-        for cell, told in zip(members.cells_of(index), members.offers, strict=True):
+        foldings: dict[int, Folding] = {}
+        for at, (cell, told) in enumerate(
+            zip(members.cells_of(index), members.offers, strict=True)
+        ):
             digests = told.digests.get(index)
-            if digests is not None and cell not in found:
+            if digests is None or cell in found:
+                continue
+            if self._bucketed(members):
+                pieces = 1 if index == OBJECT else len(members.boxes(index, at))
+                if pieces not in foldings:
+                    foldings[pieces] = folding_of(members.table, index, pieces)
+                places = foldings[pieces]
+                own = range(position * pieces, (position + 1) * pieces)
+                if not all(places.is_alone(piece) for piece in own):
+                    return {}
+                digest = b"".join([places.told_of(digests, piece) for piece in own])
+            else:
                 width = len(digests) // DIGEST_NBYTES // len(entries)
                 digest = digest_slice(digests, position, width)
-                if any(digest):
-                    found[cell] = digest
+            if any(digest):
+                found[cell] = digest
         return found
+
+
+def folding_of(table: Table, index: int, pieces: int) -> Folding:
+    """Return how the digests of a class are folded in a large world."""
+    names = [table.fqns[entry] for entry in table.entries_of(index)]
+    return folding(names, pieces, OBJECT_ROWS if index == OBJECT else 1)
 
 
 def _differing(table: Table, entries: Sequence[int], blobs: Sequence[bytes]) -> Iterable[str]:

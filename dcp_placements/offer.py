@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from dcp_placements.binding import Binding
-from dcp_placements.buckets import OBJECT_ROWS, folded
+from dcp_placements.buckets import OBJECT_ROWS, folding
 from dcp_placements.digests import (
     FULL_NBYTES,
     full_digest,
@@ -501,10 +501,13 @@ def add_digests(
         found[slot] = [_known(made[i]) if full else made[i] or _NO_DIGEST for i in indices]
     offer.bucketed = not exact
     for (position, index), digests in found.items():
-        rows = OBJECT_ROWS if index == OBJECT else 1
-        offer.tables[position].digests[index] = (
-            b"".join(digests) if exact else folded(digests, rows)
-        )
+        blob = b"".join(digests)
+        if not exact:
+            table = offering.tables[position].table
+            names = [table.fqns[entry] for entry in table.entries_of(index)]
+            rows = OBJECT_ROWS if index == OBJECT else 1
+            blob = folding(names, len(digests) // len(names), rows).folded(digests)
+        offer.tables[position].digests[index] = blob
     if full:
         for position, told in enumerate(stored):
             offer.tables[position].stored_digests = b"".join(

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from dcp_placements.agreement import Witness, examine, nbytes_of
-from dcp_placements.buckets import is_folded
-from dcp_placements.comparison import Comparison, digest_slice, places_in_class
+from dcp_placements.buckets import Folding
+from dcp_placements.comparison import Comparison, digest_slice, folding_of, places_in_class
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.evidence import Answer, Ints, Offer, Tables, packed_ints, unpacked_ints
 from dcp_placements.interop import (
@@ -287,16 +287,21 @@ class _Coordinator:
             table = self.tables[told.table_id]
             maker = TableItems(table, unpacked_ints(told.coordinates).tolist())
             places = places_in_class(table)
-            objects = table.entries_of(OBJECT)
+            foldings: dict[tuple[int, int], Folding] = {}
             for entry in entries[told.table_id]:
                 index = table.class_of[entry]
                 made = maker.of(entry)
                 items += made
                 blob = told.digests.get(index, b"")
-                if offer.bucketed and (index != OBJECT or is_folded(blob, len(objects))):
-                    blob = b""
+                if offer.bucketed and blob and made and (index, len(made)) not in foldings:
+                    foldings[index, len(made)] = folding_of(table, index, len(made))
+                folds = foldings.get((index, len(made)))
                 for i in range(len(made)):
-                    digest = digest_slice(blob, places[entry] * len(made) + i, 1)
+                    position = places[entry] * len(made) + i
+                    digest = digest_slice(blob, position, 1)
+                    if folds is not None:
+                        alone = folds.is_alone(position)
+                        digest = folds.told_of(blob, position) if alone else b""
                     digests.append(digest if any(digest) else None)
                 if table.rule_of[entry] >= 0:
                     rules_of[table.fqns[entry]] = table.rules[table.rule_of[entry]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -303,3 +304,96 @@ class TestStages:
         assert "embed: 2 different contents" in told
         assert "differs along 'pp'" in told
         assert not list(tmp_path.glob("*.distcp"))
+
+    @staticmethod
+    def deep(rank: int, drift: tuple[str, int] | None = None) -> dict[str, Any]:
+        """Many layers a stage; the embedding and its moments are sharded and on both stages."""
+        stage = rank // 4
+        mesh = WORLD.mesh(rank, pp=2, replicate=2, fsdp=2)["replicate", "fsdp"]
+        made: dict[str, Any] = {}
+        keys = [f"model.layers.{i + 40 * stage}.w" for i in range(40)] + ["model.embed.weight"]
+        for key in keys:
+            for name in (key, f"optim.state.{key}.exp_avg"):
+                whole = arange(8, 3, start=1 if drift == (name, rank) else 0)
+                made[name] = FakeDTensor.distribute(whole, mesh, [Replicate(), Shard(0)])
+            step = f"optim.state.{key}.step"
+            made[step] = torch.tensor(7.0 + (drift == (step, rank)))
+        return made | {"lr": 0.1 + (drift == ("lr", rank))}
+
+    @pytest.mark.parametrize("large", [False, True])
+    @pytest.mark.parametrize("rank", [0, 3, 4, 7])
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "model.embed.weight",
+            "optim.state.model.embed.weight.exp_avg",
+            "optim.state.model.embed.weight.step",
+        ],
+    )
+    def test_m35_a_tied_key_of_two_stages_that_drifted_is_refused_in_a_large_world(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, rank: int, large: bool
+    ) -> None:
+        if large:
+            monkeypatch.setattr(save_planner, "EXACT_WORLD", 4)
+        told = refusal(
+            lambda: WORLD.save(tmp_path, lambda at: self.deep(at, drift=(key, rank)), planners())
+        )
+        assert f"{key}: 2 different contents on " in told
+        assert f"rank {rank}" in told
+        assert not list(tmp_path.glob("*.distcp"))
+
+    @pytest.mark.usefixtures("large_world")
+    def test_m35_a_whole_stage_that_drifted_is_refused_in_a_large_world(
+        self, tmp_path: Path
+    ) -> None:
+        """No rank of one stage differs from another of it: two tables contradict each other."""
+        key = "model.embed.weight"
+
+        def state_dict(rank: int) -> dict[str, Any]:
+            return self.deep(rank, drift=(key, rank) if rank >= 4 else None)
+
+        told = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
+        assert f"{key}: 2 different contents on 4 ranks" in told
+        assert "ranks 0, 2" in told
+        assert "ranks 4, 6" in told
+        assert "model.layers" not in told
+
+    @pytest.mark.usefixtures("large_world")
+    def test_m35_equal_tied_keys_of_a_large_world_do_not_warn(self, tmp_path: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            made = WORLD.save(tmp_path, self.deep, planners())
+        written = Counter(item.index for planner in made for item in planner.plan.items)
+        assert set(written.values()) == {1}
+        read = {"model.embed.weight": torch.zeros(8, 3), "model.layers.79.w": torch.zeros(8, 3)}
+        dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+        assert all(torch.equal(tensor, arange(8, 3)) for tensor in read.values())
+
+    @pytest.mark.usefixtures("large_world")
+    def test_m35_an_object_of_two_stages_that_differs_is_noted_in_a_large_world(
+        self, tmp_path: Path
+    ) -> None:
+        with pytest.warns(UserWarning, match="lr: this object differs between rank"):
+            WORLD.save(tmp_path, lambda rank: self.deep(rank, drift=("lr", 5)), planners())
+
+    @pytest.mark.usefixtures("large_world")
+    def test_m35_a_tied_key_that_is_cut_otherwise_on_the_other_stage_is_compared(
+        self, tmp_path: Path
+    ) -> None:
+        """The same boxes by other meshes: no class is the same, and each box is compared."""
+
+        def state_dict(rank: int, drift: int = 0) -> dict[str, Any]:
+            made = self.deep(rank)
+            if rank >= 4:
+                mesh = WORLD.mesh(rank, pp=2, tp=2, dp=2)["tp", "dp"]
+                whole = arange(8, 3, start=drift)
+                made["model.embed.weight"] = FakeDTensor.distribute(
+                    whole, mesh, [Shard(0), Replicate()]
+                )
+            return made
+
+        WORLD.save(tmp_path / "equal", state_dict, planners())
+        told = refusal(
+            lambda: WORLD.save(tmp_path / "other", lambda rank: state_dict(rank, 1), planners())
+        )
+        assert "model.embed.weight: 2 different contents on 4 ranks" in told
