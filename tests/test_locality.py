@@ -298,6 +298,7 @@ def test_ranks_and_coordinator_agree_on_who_writes(lowest: bool) -> None:
         wanted = [item.index for item in plan.items]
         with world._as(rank):
             own = [item.index for item in made[rank].finish_plan(plan).items]
+        own = [index for index in own if index.fqn in state_dict(rank)]  # no id of the save
         assert sorted(map(str, own)) == sorted(map(str, wanted))
         seen.update(own)
     assert len(seen) == (5 + 90) * 2 + 5
