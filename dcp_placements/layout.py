@@ -292,7 +292,7 @@ def shard_intervals(
         start, stop = _piece(part_size, ranks, coordinate)
         kept += _slice(intervals, part_start + start, part_start + stop)
         part_start += part_size
-    return _merged(kept)
+    return _merged(kept, {start for start, _ in intervals})
 
 
 def pick_intervals(intervals: Intervals, indices: Sequence[int]) -> Intervals:
@@ -367,10 +367,11 @@ def _slice(intervals: Intervals, start: int, stop: int) -> Intervals:
     return tuple(kept)
 
 
-def _merged(intervals: list[Interval]) -> Intervals:
+def _merged(intervals: list[Interval], starts: set[int]) -> Intervals:
+    """Join what was one interval before it was cut; picked rows stay one chunk each."""
     merged: list[Interval] = []
     for start, stop in intervals:
-        if merged and merged[-1][1] == start:
+        if merged and merged[-1][1] == start and start not in starts:
             merged[-1] = (merged[-1][0], stop)
         else:
             merged.append((start, stop))

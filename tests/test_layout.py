@@ -90,8 +90,8 @@ def test_adjacent_intervals_merge_into_one_chunk() -> None:
     whole = Sharding((6,), (1,), (Cut(0, 0, parts=3),)).at((0,))
     assert whole.intervals == (((0, 6),),)
     assert whole.chunks() == (Chunk((0,), (0,), (6,)),)
-    # Rows 2-3 of the first part and 4-5 of the second touch where the parts do.
-    assert shard_intervals(((0, 2), (2, 4)), 1, 0, 2) == ((0, 4),)
+    # What a pick has left apart stays apart.
+    assert shard_intervals(((0, 2), (2, 4)), 1, 0, 2) == ((0, 2), (2, 4))
 
 
 def test_chunks_of_a_strided_shard_name_both_sides() -> None:
@@ -168,6 +168,11 @@ def test_picked_rows_keep_their_order_and_stay_apart() -> None:
 def test_picked_rows_are_cut_by_what_comes_after() -> None:
     sharding = Sharding((6,), (3,), (Pick(0, (5, 0, 3)), Cut(0, 0)))
     assert [rows_at(sharding, (i,)) for i in range(3)] == [[5], [0], [3]]
+
+
+def test_picked_rows_stay_apart_where_parts_of_them_are_cut() -> None:
+    sharding = Sharding((6,), (1,), (Pick(0, (1, 2, 3, 4)), Cut(0, 0, parts=2)))
+    assert sharding.at((0,)).intervals == (((1, 2), (2, 3), (3, 4), (4, 5)),)
 
 
 def test_no_picked_rows_is_an_empty_shard() -> None:
