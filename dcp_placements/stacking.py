@@ -397,7 +397,9 @@ class _Unfolder:
                 or not self.placer.same_own(own, self._owns[first.fqn])
             ):
                 continue
-            picks = [cut.indices for cut in first.binding.sharding.cuts if isinstance(cut, Pick)]
+            # The stack's come first; an IndexShard of the rule's picks too.
+            cuts = first.binding.sharding.cuts[: len(rows[0])]
+            picks = [cut.indices for cut in cuts if isinstance(cut, Pick)]
             if picks == list(zip(*rows, strict=True)) and held[0].shape == first.tensor.shape:
                 self.placing.placed[fqn] = StackedPlaced(
                     fqn, held[0], first.binding, first.chunks, first.rule, None, held, first.dims

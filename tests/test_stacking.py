@@ -736,6 +736,31 @@ def test_plain_moments_follow_their_parameter_into_stack_and_rows(tmp_path: Path
             assert_equal(loaded[rank], held(rank, split=split, filled=True))
 
 
+def test_plain_moments_follow_into_a_stack_whose_rule_picks_rows_too(tmp_path: Path) -> None:
+    """Rows of each expert by an IndexShard, and the experts themselves told apart by name."""
+    world, rows = World(2), ((2, 0), (1,))
+    whole = torch.arange(3 * 4.0).reshape(3, 4)[:, :3].contiguous()
+
+    def held(rank: int) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for i in range(3):
+            made[f"experts.{i}.w"] = whole[i][list(rows[rank])]
+            made[f"optim.state.experts.{i}.w.exp_avg"] = -made[f"experts.{i}.w"]
+        return made
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        by = CheckpointPlacement(
+            world.mesh(rank, tp=2), {"tp": IndexShard(1, rows[rank])}, global_shape=whole.shape
+        )
+        rules = PlacementRules({re.compile("^experts"): by})
+        return PlacementSavePlanner(rules, rename=Stack("experts.{}", 3))
+
+    world.save(tmp_path, held, planner)
+    read = read_plainly(tmp_path)
+    assert torch.equal(read["experts.w"], whole)
+    assert torch.equal(read["optim.state.experts.w.exp_avg"], -whole)
+
+
 def test_a_planner_that_was_used_can_be_sent_to_another_process_and_used_again(
     tmp_path: Path,
 ) -> None:
