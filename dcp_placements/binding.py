@@ -244,7 +244,7 @@ def _rule_cuts(
         dim = shard_dim(entry, ndim)
         own_cut = next((cut for cut in own_cuts if cut.axis == same), None)
         if isinstance(entry, IndexShard):
-            if own_cut is not None:
+            if own_cut is not None and axis.size > 1:
                 raise BindError(
                     f"has axis {_axis_name(axis)} sharded by its own DTensor on dim {own_cut.dim}, "
                     f"but the rule says {format_placement(entry)}",

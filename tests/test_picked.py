@@ -36,7 +36,7 @@ from dcp_placements import (
 from dcp_placements.offline import merge_metadata
 from dcp_placements.picked import RowLists, unpacked_rows
 from dcp_placements.table import grid
-from fakes import World, cut
+from fakes import FakeDTensor, FakeMesh, World, cut
 
 COLUMNS = 5
 KEYS = ("layers.{}.w1", "optim.state.layers.{}.w1.exp_avg")
@@ -313,6 +313,22 @@ def test_a_row_by_rows_on_one_rank_and_whole_on_another_is_refused(tmp_path: Pat
     )
     assert told is not None
     assert "layers.0.w1.exp_avg: the ranks do not agree on the shape of the whole tensor" in told
+
+
+def test_rows_of_an_axis_of_one_rank_may_be_named_where_a_dtensor_shards_it(
+    tmp_path: Path,
+) -> None:
+    """Its own shard is the whole; an axis of one rank without a name is any other such axis."""
+    whole = torch.arange(6.0).reshape(3, 2)
+    rows = (2, 0, 1)
+    for names in (("ep",), None):
+        mesh = FakeMesh((1,), ("ep",), rank=0)
+        tensor = FakeDTensor(whole[list(rows)], FakeMesh((1,), names, rank=0), [Shard(1)], (3, 2))
+        by = CheckpointPlacement(mesh, {"ep": IndexShard(0, rows)}, global_shape=(3, 2))
+        path = tmp_path / str(names)
+        planner = PlacementSavePlanner(PlacementRules({"w": by}))
+        World(1).save(path, lambda rank, held=tensor: {"w": held}, lambda rank, by=planner: by)
+        assert torch.equal(read_plainly(path, {"w": whole})["w"], whole)
 
 
 def test_a_cached_plan_is_not_used_for_other_rows(tmp_path: Path) -> None:
