@@ -64,3 +64,31 @@ def _pieces(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
     pieces = list(torch.chunk(tensor, count, dim)) if tensor.shape[dim] else []
     empty = tensor.narrow(dim, 0, 0)
     return pieces + [empty] * (count - len(pieces))
+
+
+def numbered(shape: Sequence[int], padded: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the number of each element of a whole tensor, and -1 in the padding around it."""
+    numel = int(torch.Size(shape).numel())
+    numbers = torch.arange(numel).reshape(tuple(shape))
+    if padded is None:
+        return numbers
+    around = numbers.new_full(tuple(padded), -1)
+    around[tuple(slice(0, size) for size in shape)] = numbers
+    return around
+
+
+def part(
+    whole: torch.Tensor, which: int, dim: int, sizes: Sequence[int], groups: int = 1
+) -> torch.Tensor:
+    """Return one part of a fused tensor, whose parts follow each other in groups.
+
+    Args:
+        whole: The fused tensor.
+        which: Which part.
+        dim: The dim that the parts lie along.
+        sizes: Of the parts, in proportion to each other.
+        groups: How often they follow each other.
+    """
+    unit = whole.shape[dim] // (sum(sizes) * groups)
+    pieces = whole.split([size * unit for size in sizes] * groups, dim)
+    return torch.cat(pieces[which :: len(sizes)], dim)

@@ -1,4 +1,6 @@
-"""Fixtures that several files of tests use."""
+"""Fixtures that several files of tests use, and the options of the random worlds."""
+
+import pytest
 
 from tests.offline_scenes import run
 
@@ -6,3 +8,22 @@ __all__ = ["run"]
 
 # Programs of ranks, started by tests; pytest would import them to look for doctests.
 collect_ignore = ["ranks"]
+
+WORLDS_PER_TEST = 10
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("random worlds")
+    group.addoption("--worlds", type=int, default=200, help="how many are tried (200)")
+    group.addoption("--world-seed", type=int, default=0, help="the first one (0)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seeds" in metafunc.fixturenames:
+        first = metafunc.config.getoption("--world-seed")
+        stop = first + metafunc.config.getoption("--worlds")
+        groups = [
+            range(start, min(start + WORLDS_PER_TEST, stop))
+            for start in range(first, stop, WORLDS_PER_TEST)
+        ]
+        metafunc.parametrize("seeds", groups, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")

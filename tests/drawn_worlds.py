@@ -1,0 +1,329 @@
+"""Draws models and worlds: what ``random_worlds`` can say, as far as it can be saved and loaded."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from dcp_placements import FusedShard
+from tests.random_worlds import Cutting, Family, Hold, Ids, Level, Mesh, Pair, Picks, Side
+
+# Of the meshes of each side: an axis of one name has to mean the same on both.
+AXES = (("abcd", "wxyz"), ("efgh", "stuv"))
+MAX_RANKS = 16
+MAX_NUMEL = 1500
+DTYPES = (
+    *(torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.uint16),
+    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
+)
+ODD_NAMES = ("w w", "größe/µ", "a[0]", "it's", "50%", "{}", "a*b", "-", "#!~", "x\\y", "'", "é:=;,")
+PREFIXES = (("model", "optim"), ("model", "optim"), ("app.model", "app.optim"), ("", "opt"))
+
+
+class Draw(random.Random):
+    """Draws what a world is made of."""
+
+    def chance(self, percent: int) -> bool:
+        return self.randrange(100) < percent
+
+    def some(self, count: int, *, at_least: int = 1) -> tuple[int, ...]:
+        """Return some of ``range(count)``, in order."""
+        number = self.randint(min(at_least, count), count)
+        return tuple(sorted(self.sample(range(count), number)))
+
+
+def draw_pair(seed: int) -> Pair:
+    """Return the worlds of a seed."""
+    draw = Draw(seed)
+    families = tuple(draw_family(draw, number) for number in range(draw.randint(1, 3)))
+    objects: list[tuple[str, Any]] = [("train.step", 7), ("train.rng", b"\0\1"), ("epochs", [1, 2])]
+    prefixes = draw.choice(PREFIXES)
+    some = tuple(draw.sample(objects, draw.randint(0, 3)))
+    save = draw_side(draw, families, AXES[0], saves=True)
+    load = draw_side(draw, families, AXES[1], saves=False)
+    if draw.chance(10):
+        load = replace(load, meshes=save.meshes, holds=save.holds)
+    return Pair(seed, prefixes, families, some, save, load)
+
+
+def draw_family(draw: Draw, number: int) -> Family:
+    row = tuple(
+        draw.choice((0, 1, 2, 3, 4, 5, 6, 7, 8, 12)[not draw.chance(20) :])
+        for _ in range(draw.choice((0, 1, 1, 2, 2, 2, 3)))
+    )
+    levels: list[Level] = []
+    for word in draw.sample(
+        ("layers", "experts"), draw.choice((0, 0, 0, 0, 1, 1, 1, 2)) * bool(row)
+    ):
+        dim = 0 if draw.chance(60) else draw.randint(0, len(row) + len(levels))
+        joined = not levels and draw.chance(20)
+        levels.append(Level(word, draw.randint(1, 5), dim, draw.chance(50), joined))
+    parts: tuple[int, ...] = ()
+    groups = part_dim = 0
+    if row and not any(level.stacked for level in levels) and draw.chance(25):
+        parts = tuple(draw.randint(1, 3) for _ in range(draw.randint(1, 3)))
+        groups, part_dim = draw.randint(1, 2), draw.randrange(len(row))
+        joined_dim = sum(parts) * groups * draw.randint(1, 2)
+        row = (*row[:part_dim], joined_dim, *row[part_dim + 1 :])
+    while prod(row) * prod(level.total for level in levels) > MAX_NUMEL:
+        at = max(set(range(len(row))) - ({part_dim} if parts else set()), key=lambda dim: row[dim])
+        row = (*row[:at], row[at] // 2, *row[at + 1 :])
+    odd = not levels and not parts and draw.chance(20)
+    # Steps of a stack of stacks are not read into one for all rows.
+    has_step = draw.chance(40) and sum(level.stacked for level in levels) < 2
+    return Family(
+        f"m{number}{draw.choice(ODD_NAMES) if odd else ''}",
+        row,
+        draw.choice(DTYPES),
+        tuple(levels),
+        parts,
+        part_dim,
+        groups,
+        bool(parts) and draw.chance(70),
+        ("exp_avg", "exp_avg_sq")[: draw.choice((0, 0, 1, 2))] if row else (),
+        float(draw.randrange(99)) if has_step else None,
+    )
+
+
+def draw_side(
+    draw: Draw, families: tuple[Family, ...], names: tuple[str, str], *, saves: bool
+) -> Side:
+    meshes = draw_meshes(draw, names)
+    holds = tuple(draw_hold(draw, family, meshes) for family in families)
+    options: dict[str, Any] = {"torch": draw.chance(50)}
+    if saves:
+        options["digests"] = draw.choice(("off", "sampled", "full"))
+        options["thread_count"] = draw.choice((1, 1, 2))
+        options["single_file_per_rank"] = draw.chance(80)
+        options["dedup_save_to_lowest_rank"] = draw.chance(15)
+        options["cached"] = draw.choice((*[""] * 20, "same", "values", "other"))
+    return Side(
+        meshes,
+        holds,
+        draw.choice(("patterns", "patterns", "callable", "new")),
+        draw.choice(("flat", "top", "deep", "mixed")),
+        draw.chance(15),
+        tuple(options.items()),
+    )
+
+
+def draw_meshes(draw: Draw, axes: tuple[str, str]) -> tuple[Mesh, ...]:
+    """Return one mesh or two over the same ranks, permuted in each."""
+    most = draw.choice((1, 2, 4, 4, 6, 8, MAX_RANKS))
+    meshes: list[Mesh] = []
+    for names in axes[: draw.choice((1, 1, 2))]:
+        sizes: list[int] = []
+        if meshes:  # another factorisation of as many ranks
+            rest = len(meshes[0].ranks)
+            while rest > 1 and len(sizes) < 3:
+                sizes.append(draw.choice([n for n in range(1, rest + 1) if rest % n == 0]))
+                rest //= sizes[-1]
+            sizes.append(rest)
+        else:
+            for _ in range(draw.randint(1, 4)):
+                sizes.append(draw.randint(1, min(4, most // prod(sizes))))
+        draw.shuffle(sizes)
+        ranks = list(range(prod(sizes)))
+        if draw.chance(60):
+            draw.shuffle(ranks)
+        order = draw.sample(names, len(sizes))
+        meshes.append(Mesh(tuple(order), tuple(sizes), tuple(ranks)))
+    return tuple(meshes)
+
+
+def draw_hold(draw: Draw, family: Family, meshes: tuple[Mesh, ...]) -> Hold:
+    at = draw.randrange(len(meshes))
+    mesh = meshes[at]
+    free = list(mesh.names)
+
+    def axis(percent: int) -> str | None:
+        return free.pop(draw.randrange(len(free))) if free and draw.chance(percent) else None
+
+    stacked = {level.word for level in family.levels if level.stacked}
+    by_name = [level.word for level in family.levels if not level.stacked]
+    as_tensor = stacked if draw.chance(50) else set()
+    unstacked = stacked <= as_tensor and bool(by_name) and draw.chance(45)
+    if unstacked:
+        as_tensor = as_tensor | {draw.choice(by_name)}
+    ids: list[Ids | None] = [None] * len(family.levels)
+    for number in reversed(range(len(family.levels))):
+        level = family.levels[number]
+        if level.word in as_tensor:
+            continue
+        on = axis(70)
+        outside = family.levels[number + 1 :]
+        by_outside = bool(outside) and ids[number + 1] is not None and draw.chance(40)
+        size = 1 if on is None else mesh.sizes[mesh.names.index(on)]
+        renumbered = draw.chance(70)
+        maps = [
+            draw_rows(draw, size, level.total, ranges=draw.chance(50))
+            for _ in range(outside[0].total if by_outside else 1)
+        ]
+        rows = tuple(zip(*maps, strict=True))
+        ids[number] = Ids(on, rows, renumbered, draw.chance(85))
+    stage = None
+    if (on := axis(15)) is not None:
+        stage = (on, draw.some(mesh.sizes[mesh.names.index(on)]))
+    by_parts = bool(family.parts) and family.split and draw.chance(40)
+    left = [name for name in mesh.names if name in free]
+    # The rows that padding adds would have no name.
+    may_pad = not unstacked and (by_parts or not family.split)
+    cuts = tuple(
+        draw_cutting(draw, shape, mesh, left, may_pad=may_pad)
+        for shape in unit_shapes(family, ids, by_parts=by_parts)
+    )
+    replaced = draw.choice(("", "", "first", "last")) if family.name.isalnum() else ""
+    follows = all(cutting.kind == "plain" for cutting in cuts) and draw.chance(40)
+    redundant = draw.chance(30)
+    return Hold(at, tuple(ids), by_parts, cuts, stage, replaced, follows, redundant)
+
+
+def unit_shapes(family: Family, ids: list[Ids | None], *, by_parts: bool) -> list[tuple[int, ...]]:
+    """Return the whole shapes of what is a tensor of its own on the ranks: one, or one per part."""
+    named = {level.word for level, on in zip(family.levels, ids, strict=True) if on is not None}
+    sizes = dict(zip(family.labels, family.shape, strict=True))
+    labels = [label for label in family.labels if label not in named]
+    if not by_parts:
+        return [tuple(sizes[label] for label in labels)]
+    dim = f"r{family.part_dim}"
+    unit = sizes[dim] // sum(family.parts)
+    shapes = []
+    for part in family.parts:
+        sizes[dim] = part * unit
+        shapes.append(tuple(sizes[label] for label in labels))
+    return shapes
+
+
+def draw_rows(
+    draw: Draw, positions: int, total: int, *, ranges: bool, repeats: bool = False
+) -> tuple[tuple[int, ...], ...]:
+    """Return which rows each position has; together they have all."""
+    if ranges:
+        edges = [0, *sorted(draw.randint(0, total) for _ in range(positions - 1)), total]
+        return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(edges))
+    rows = [draw.sample(range(total), draw.randint(0, total)) for _ in range(positions)]
+    for row in set(range(total)) - {row for held in rows for row in held}:
+        held = draw.choice(rows)
+        held.insert(draw.randint(0, len(held)), row)
+    if repeats and (held := draw.choice(rows)):
+        held.append(draw.choice(held))
+    return tuple(map(tuple, rows))
+
+
+def draw_cutting(
+    draw: Draw, shape: tuple[int, ...], mesh: Mesh, free: list[str], *, may_pad: bool
+) -> Cutting:
+    """Return how ranks cut a tensor over some of the axes ``free``, in mesh order."""
+    kind = draw.choice(("plain", "plain", "plain", "fake", "fake", "real")) if free else "plain"
+    memory = draw.choice(("own", "own", "view", "transposed", "parameter"))
+    roles = {
+        name: draw.choice(("rule", "rule", "none") if kind == "plain" else ROLES) for name in free
+    }
+    if kind != "plain" and not {"own", "copy"} & set(roles.values()):
+        roles[draw.choice(free)] = "own"
+    if not shape:
+        own = [(name, Replicate()) for name in free if kind != "plain" and roles[name] != "none"]
+        return Cutting((), tuple(own), kind=kind if own else "plain", memory=memory)
+    padded = shape
+    if may_pad and draw.chance(15):
+        padded = tuple(size + draw.choice((0, 0, 1, 4)) for size in shape)
+    left: list[int | None] = list(padded)
+    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    rule: list[tuple[str, Any]] = []
+    derivable = padded == shape
+    for name in [name for name in free if roles[name] in ("rule", "fused")]:
+        cut = {placement.dim for _, placement in rule}
+        placement, even = draw_placement(draw, left, sizes[name], cut, may_pick=padded == shape)
+        derivable &= even
+        rule.append((name, placement))
+    own = []
+    for name in [name for name in free if roles[name] in ("own", "copy")]:
+        if roles[name] == "copy":
+            own.append((name, Replicate()))
+            continue
+        dim = draw.randrange(len(shape))
+        strided = draw.chance(25)
+        own.append(
+            (name, _StridedShard(dim, split_factor=draw.randint(2, 4)) if strided else Shard(dim))
+        )
+    also = tuple(
+        name for name, placement in own if type(placement) is not Replicate and draw.chance(15)
+    )
+    strided_dims = {p.dim for _, p in own if type(p) is _StridedShard}
+    told = (
+        ()
+        if kind == "plain"
+        else tuple(
+            name
+            for name, placement in rule
+            if draw.chance(40)
+            and (type(placement) is not FusedShard or placement.dim not in strided_dims)
+        )
+    )
+    unnamed = bool(own) and not also and not told and draw.chance(10)
+    return Cutting(
+        tuple(rule),
+        tuple(own),
+        also,
+        told,
+        kind,
+        None if padded == shape else padded,
+        not derivable or draw.chance(40),
+        draw.choice(("whole", "sub", "coordinate", "subcoordinate")),
+        unnamed,
+        memory,
+    )
+
+
+ROLES = ("rule", "rule", "none", "own", "own", "copy")
+
+
+def draw_placement(
+    draw: Draw, left: list[int | None], size: int, cut: set[int], *, may_pick: bool
+) -> tuple[Any, bool]:
+    """Return one placement of a rule, and whether it leaves equal parts; update what is left."""
+    dim = draw.randrange(len(left))
+    total = left[dim]
+    kinds = ["shard"] * 4 + ["strided", "parts"]
+    if total:
+        kinds += ["sizes", "interleaved"]
+    if total is not None and may_pick and dim not in cut:  # its rows are those of the whole
+        kinds += ["picks"]
+    kind = draw.choice(kinds)
+    parts: Any = 1
+    placement: Any = Shard(dim)
+    if kind == "picks":
+        left[dim] = None
+        assert total is not None
+        rows = draw_rows(draw, size, total, ranges=draw.chance(30), repeats=draw.chance(20))
+        return Picks(dim, rows), False
+    if kind == "strided":
+        parts = draw.randint(2, 4)
+        placement = _StridedShard(dim, split_factor=parts)
+    elif kind == "parts":
+        parts = draw.randint(1, 4)
+        placement = FusedShard(dim, parts)
+    elif kind == "interleaved":
+        parts = draw.choice([n for n in range(1, 5) if total % n == 0])
+        placement = FusedShard(dim, parts, interleaved=True)
+    elif kind == "sizes":
+        edges = sorted({*(draw.randint(1, total) for _ in range(draw.randint(0, 3))), total})
+        parts = tuple(b - a for a, b in itertools.pairwise([0, *edges]))
+        placement = FusedShard(dim, parts)
+    if total is None:
+        return placement, False
+    even = (
+        all(part % size == 0 for part in parts)
+        if isinstance(parts, tuple)
+        else total % (size * parts) == 0
+    )
+    left[dim] = total // size if even else None
+    return placement, even

@@ -1,0 +1,357 @@
+"""What each rank of a random world holds, and what it tells the planners."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    IndexShard,
+    MeshCoordinate,
+    PlacementRules,
+    Renames,
+    Renumber,
+    Replace,
+    Split,
+    Stack,
+    Unstack,
+)
+from fakes import FakeDTensor, FakeMesh, cut, real_dtensor
+from tests.differential import (
+    RATE,
+    STEP,
+    Rows,
+    Wholes,
+    elements,
+    in_memory,
+    key_of,
+    middles,
+    name_of,
+    units,
+)
+from tests.random_worlds import Cutting, Family, Hold, Ids, Level, Pair, Picks, Side
+
+
+@dataclass
+class Value:
+    """A tensor of a rank: its key there, what the dict holds, and which elements of what it is."""
+
+    key: str
+    value: Any
+    local: torch.Tensor
+    of: tuple[str, str] | None
+    numbers: torch.Tensor | None
+    padding: int
+
+
+class Rank:
+    """What one rank of a side holds, and what it tells the planners."""
+
+    def __init__(self, pair: Pair, side: Side, rank: int) -> None:
+        self.pair, self.side, self.rank = pair, side, rank
+        self.families = list(zip(pair.families, side.holds, strict=True))
+
+    def mesh(self, hold: Hold) -> FakeMesh:
+        of = self.side.meshes[hold.mesh]
+        return FakeMesh(of.sizes, of.names, rank=self.rank, ranks=torch.tensor(of.ranks))
+
+    def position(self, hold: Hold, axis: str) -> int:
+        at = self.mesh(hold).get_coordinate() or []
+        return at[self.side.meshes[hold.mesh].names.index(axis)]
+
+    def ids(self, hold: Hold, ids: Ids) -> tuple[tuple[int, ...], ...]:
+        """Return its rows of a level, by the number on the level outside or for all of them."""
+        return ids.rows[0 if ids.axis is None else self.position(hold, ids.axis)]
+
+    def rows(self, family: Family, hold: Hold) -> Rows:
+        found: Rows = {}
+        for at, (level, ids) in enumerate(zip(family.levels, hold.ids, strict=True)):
+            if ids is not None:
+                mine = self.ids(hold, ids)
+                outside = family.levels[at + 1].word if len(mine) > 1 else None
+                found[level.word] = lambda row, mine=mine, outside=outside: mine[
+                    row[outside] if outside else 0
+                ]
+        return found
+
+    def values(self, whole: Wholes, *, step: float | None = None) -> Iterator[Value]:
+        """Yield its tensors, cut of ``whole``."""
+        for family, hold in self.families:
+            if hold.stage and self.position(hold, hold.stage[0]) not in hold.stage[1]:
+                continue
+            rows, mesh = self.rows(family, hold), self.mesh(hold)
+            names = middles(family, by_parts=hold.parts)
+            for row, at, part_of_it in units(family, rows, by_parts=hold.parts):
+                own = dict(row)
+                for level, ids in zip(family.levels, hold.ids, strict=True):
+                    if ids is not None and ids.renumbered:
+                        own[level.word] = list(rows[level.word](row)).index(row[level.word])
+                name = name_of(family, own, names[at], _first(family, hold))
+                held = _Held(part_of_it, hold.cuts[at], mesh)
+                for state in ("", *family.moments):
+                    key = key_of(self.pair, name, state)
+                    padding = zlib.crc32(key.encode()) + self.rank
+                    yield held.value(key, whole, (family.name, state), padding)
+                if family.step is not None:
+                    scalar = torch.tensor(family.step if step is None else step)
+                    key = key_of(self.pair, name, STEP)
+                    yield Value(key, scalar, scalar, None, None, 0)
+
+    def state_dict(self, values: list[Value], *, blank: bool) -> dict[str, Any]:
+        """Return tensors and objects, nested as the side has them."""
+        state: dict[str, Any] = {}
+        for key, value in self.objects(values).items():
+            put(state, self.path(key), None if blank else value)
+        for value in values:
+            put(state, self.path(value.key), value.value)
+        return state
+
+    def objects(self, values: list[Value]) -> dict[str, Any]:
+        rates = [v.key.removesuffix(STEP) + "lr" for v in values if v.key.endswith(f".{STEP}")]
+        return {
+            **dict(self.pair.objects),
+            **{key.replace("state.", "param_groups.", 1): RATE for key in rates},
+        }
+
+    def path(self, key: str) -> list[str]:
+        """Return where a key stands in the side's nested dict."""
+        names = key.split(".")
+        inside = {"flat": 0, "top": 1, "deep": len(names) - 1}.get(self.side.nesting)
+        if inside is None:
+            inside = zlib.crc32(key.encode()) % len(names)
+        inside = min(inside, len(names) - 1)
+        return [*names[:inside], ".".join(names[inside:])]
+
+    # What it tells the planners
+
+    def rename(self) -> Any:
+        steps = [step for family, hold in self.families for step in self._steps(family, hold)]
+        if not steps:
+            return None
+        rename = Renames(*steps) if len(steps) > 1 else steps[0]
+        return (lambda key: rename(key)) if self.side.wrapped else rename
+
+    def _steps(self, family: Family, hold: Hold) -> Iterator[Any]:
+        other = _first(family, hold)
+        first = other if hold.replaced == "last" else family.name
+        if hold.replaced == "first":
+            yield Replace(other, family.name)
+        levels = list(zip(family.levels, hold.ids, strict=True))
+        for at, (level, ids) in reversed(list(enumerate(levels))):
+            if ids is None or not ids.renumbered:
+                continue
+            numbers = [_range(mine, ids.disjoint) for mine in self.ids(hold, ids)]
+            total = level.total if ids.total else None
+            if len(numbers) == 1:
+                yield Renumber(_pattern(first, level), numbers[0], total)
+            else:
+                outside = family.levels[at + 1].word
+                pattern = _pattern(f"{first}.**.{outside}.{{{outside}}}", level)
+                yield Renumber(pattern, dict(enumerate(numbers)), total)
+        labels = _labels(family, hold)
+        for level, ids in levels:
+            if ids is not None and level.stacked:
+                labels = [label for label in family.labels if label in (*labels, level.word)]
+                yield Stack(_pattern(first, level), level.total, dim=labels.index(level.word))
+        for level, ids in levels:
+            if ids is None and not level.stacked:
+                yield Unstack(_pattern(first, level), dim=labels.index(level.word))
+                labels.remove(level.word)
+        if family.split and not hold.parts:
+            names = middles(family, by_parts=True)
+            dim = labels.index(f"r{family.part_dim}")
+            (fused,) = middles(family, by_parts=False)
+            yield Split(fused, names, dim=dim, sizes=family.parts, groups=family.groups)
+        if hold.replaced == "last":
+            yield Replace(other, family.name)
+
+    def rules(self) -> Any:
+        """Return the side's rules, as patterns or as a callable; None where none speaks."""
+        known = [rule for family, hold in self.families for rule in self._rules(family, hold)]
+        if not known:
+            return None
+        if self.side.rules == "patterns":
+            return PlacementRules(
+                {regex if follows else name: make() for name, regex, follows, make in known}
+            )
+        ready = [(regex, make, make()) for _, regex, _, make in known]
+
+        def rules(fqn: str, tensor: Any) -> CheckpointPlacement | None:
+            for regex, make, placement in ready:
+                if regex.search(fqn):
+                    return make() if self.side.rules == "new" else placement
+            return None
+
+        return rules
+
+    def _rules(self, family: Family, hold: Hold) -> Iterator[tuple[Any, ...]]:
+        """Yield pattern, regular expression, whether moments follow, and what makes a placement."""
+        named = {
+            level.word: "*"
+            for level, ids in zip(family.levels, hold.ids, strict=True)
+            if ids is not None and not level.stacked
+        }
+        labels = [label for label in family.labels if label not in named]
+        inner = _labels(family, hold)
+        sizes = dict(zip(family.labels, family.shape, strict=True))
+        along = {
+            ids.axis: Shard(labels.index(level.word))
+            for level, ids in zip(family.levels, hold.ids, strict=True)
+            if ids is not None and ids.axis is not None and level.stacked and hold.redundant
+        }
+        for at, cutting in enumerate(hold.cuts):
+            if not (cutting.rule or cutting.also or cutting.padded or along):
+                continue
+            middle = middles(family, by_parts=hold.parts)[at]
+            name = name_of(family, named, middle)
+            number = name_of(family, dict.fromkeys(named, "\0"), middle)
+            exact = re.escape(key_of(self.pair, number, "") if hold.follows else number)
+            start = "^" if hold.follows else r"(?:^|\.)"
+            regex = re.compile(start + exact.replace(re.escape("\0"), r"\d+") + r"(?=\.|$)")
+            if family.parts:
+                dim = f"r{family.part_dim}"
+                unit = family.row[family.part_dim] // sum(family.parts)
+                sizes[dim] = family.parts[at] * unit if hold.parts else family.row[family.part_dim]
+            padded = None
+            if cutting.padded is not None:
+                around = {**sizes, **dict(zip(inner, cutting.padded, strict=True))}
+                padded = [around[label] for label in labels]
+            given = cutting.given or padded or along
+            shape = [sizes[label] for label in labels] if given else None
+            moved = [labels.index(label) for label in inner]
+
+            def make(
+                cutting: Cutting = cutting,
+                moved: list[int] = moved,
+                shape: Any = shape,
+                padded: Any = padded,
+            ) -> CheckpointPlacement:
+                return self._placement(hold, cutting, moved, along, shape, padded)
+
+            yield name, regex, hold.follows, make
+
+    def _placement(
+        self,
+        hold: Hold,
+        cutting: Cutting,
+        moved: list[int],
+        along: dict[str, Any],
+        shape: Any,
+        padded: Any,
+    ) -> CheckpointPlacement:
+        mesh: Any = self.mesh(hold)
+        said = along | {
+            axis: _moved(_at(placement, self.position(hold, axis)), moved)
+            for axis, placement in cutting.rule
+        }
+        said |= {axis: Shard(moved[p.dim]) for axis, p in cutting.own if axis in cutting.also}
+        if cutting.mesh.startswith("sub"):
+            names = [name for name in mesh.mesh_dim_names if name in said]
+            mesh = mesh[names or mesh.mesh_dim_names]
+        if cutting.mesh.endswith("coordinate"):
+            mesh = MeshCoordinate(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate())
+        return CheckpointPlacement(mesh, said, global_shape=shape, padded_shape=padded)
+
+
+class _Held:
+    """One tensor of its own on a rank: which elements of the whole it is, and how it is wrapped."""
+
+    def __init__(self, part_of_it: torch.Tensor, cutting: Cutting, mesh: FakeMesh) -> None:
+        self.cutting = cutting
+        names = mesh.mesh_dim_names or ()
+        sizes = dict(zip(names, mesh.shape, strict=True))
+        at = dict(zip(names, mesh.get_coordinate() or [], strict=True))
+
+        def cut_by(whole: torch.Tensor, cuts: tuple[tuple[str, Any], ...]) -> torch.Tensor:
+            placements = [_at(placement, at[axis]) for axis, placement in cuts]
+            axes = [axis for axis, _ in cuts]
+            return cut(whole, placements, [sizes[a] for a in axes], [at[a] for a in axes])
+
+        if cutting.padded is not None:
+            around = part_of_it.new_full(cutting.padded, -1)
+            around[tuple(slice(0, size) for size in part_of_it.shape)] = part_of_it
+            part_of_it = around
+        part_of_it = cut_by(part_of_it, cutting.rule)
+        self.numbers = cut_by(part_of_it, cutting.own)
+        self.shape = list(part_of_it.shape)
+        own = dict(cutting.own)
+        for axis, placement in cutting.rule:
+            if axis in cutting.told:
+                own[axis] = Replicate()
+                if isinstance(placement, FusedShard):
+                    own[axis] = Shard(placement.dim)
+                    self.shape[placement.dim] *= sizes[axis]
+        axes = [name for name in names if name in own]
+        self.placements = [own[name] for name in axes]
+        if cutting.kind != "plain":
+            self.mesh = mesh[axes]
+            if cutting.unnamed:
+                self.mesh = FakeMesh(self.mesh.shape, rank=mesh.rank, ranks=self.mesh.mesh)
+
+    def value(self, key: str, whole: Wholes, of: tuple[str, str], padding: int) -> Value:
+        local = elements(whole[of], self.numbers, padding)
+        memory, kind = self.cutting.memory, self.cutting.kind
+        if kind != "plain" and memory == "parameter":
+            memory = "own"
+        local = in_memory(local, memory)
+        value: Any = local
+        if kind != "plain":
+            wrap = real_dtensor if kind == "real" else FakeDTensor
+            value = wrap(local, self.mesh, self.placements, self.shape)
+        return Value(key, value, local, of, self.numbers, padding)
+
+
+def put(state: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        state = state.setdefault(name, {})
+    state[path[-1]] = value
+
+
+def get(state: dict[str, Any], path: list[str]) -> Any:
+    found: Any = state
+    for name in path:
+        found = found[name]
+    return found
+
+
+def _first(family: Family, hold: Hold) -> str:
+    return f"ranks_{family.name}" if hold.replaced else family.name
+
+
+def _labels(family: Family, hold: Hold) -> list[str]:
+    """Return what the dims are of a tensor of its own on the ranks."""
+    named = {level.word for level, ids in zip(family.levels, hold.ids, strict=True) if ids}
+    return [label for label in family.labels if label not in named]
+
+
+def _pattern(first: str, level: Level) -> str:
+    return f"{first}.**.weight{{}}" if level.joined else f"{first}.**.{level.word}.{{}}"
+
+
+def _range(numbers: tuple[int, ...], disjoint: bool) -> Any:
+    """Return numbers as ``contiguous`` gives them, where no position shares any."""
+    return range(numbers[0], numbers[-1] + 1) if disjoint and numbers else list(numbers)
+
+
+def _at(placement: Any, position: int) -> Any:
+    """Return what a placement is on one position of its axis."""
+    if isinstance(placement, Picks):
+        return IndexShard(placement.dim, placement.rows[position])
+    return placement
+
+
+def _moved(placement: Any, moved: list[int]) -> Any:
+    """Return a placement of the same dim where the tensor has more dims."""
+    if isinstance(placement, FusedShard | IndexShard):
+        return replace(placement, dim=moved[placement.dim])
+    if hasattr(placement, "split_factor"):
+        return type(placement)(moved[placement.dim], split_factor=placement.split_factor)
+    return Shard(moved[placement.dim])

@@ -1,0 +1,285 @@
+"""Random worlds against plain slicing: whatever one saves, every other one loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementSavePlanner,
+)
+from fakes import World
+from tests.differential import BLANK, Wholes, checkpoint, elements, opposite, same_bits, wholes
+from tests.drawn_worlds import draw_pair
+from tests.random_ranks import Rank, get
+from tests.random_worlds import Pair
+
+
+def save(pair: Pair, whole: Wholes, path: Path, planners: list[PlacementSavePlanner]) -> None:
+    options = dict(pair.save.options)
+    make = FileSystemWriter if options["torch"] else PlacementFileSystemWriter
+    ranks = [Rank(pair, pair.save, rank) for rank in range(pair.save.size)]
+    World(pair.save.size).save(
+        path,
+        lambda rank: ranks[rank].state_dict(list(ranks[rank].values(whole)), blank=False),
+        planners.__getitem__,
+        lambda rank: make(
+            path,
+            sync_files=False,
+            thread_count=options["thread_count"],
+            single_file_per_rank=options["single_file_per_rank"],
+        ),
+    )
+
+
+def save_planners(pair: Pair, *, cached: bool = False) -> list[PlacementSavePlanner]:
+    options = dict(pair.save.options)
+    ranks = [Rank(pair, pair.save, rank) for rank in range(pair.save.size)]
+    return [
+        PlacementSavePlanner(
+            rank.rules(),
+            rename=rank.rename(),
+            digests=options["digests"],
+            dedup_save_to_lowest_rank=options["dedup_save_to_lowest_rank"],
+            enable_plan_caching=cached,
+        )
+        for rank in ranks
+    ]
+
+
+def run(pair: Pair, root: Path) -> None:
+    """Save, read back by torch, load into the other world; assert that all is as it ought to be."""
+    whole = wholes(pair)
+    cached = dict(pair.save.options)["cached"]
+    planners = save_planners(pair, cached=bool(cached))
+    if cached:
+        before = pair
+        if cached == "other":
+            first = pair.families[0]
+            other = torch.int32 if first.dtype is torch.float64 else torch.float64
+            before = replace(pair, families=(replace(first, dtype=other), *pair.families[1:]))
+        save(before, wholes(before, "" if cached == "same" else "before"), root / "0", planners)
+    save(pair, whole, root / "1", planners)
+    assert_written_once(pair, whole, root / "1", planners)
+    if cached:
+        fresh = save_planners(pair)
+        save(pair, whole, root / "2", fresh)
+        assert written(pair, planners) == written(pair, fresh), (
+            "plan caching changes what is written"
+        )
+        one, other = (stored(root / name) for name in "12")
+        assert one == other, "plan caching changes the metadata"
+    assert_torch_reads(pair, whole, root / "1")
+    load(pair, whole, root / "1")
+
+
+def stored(path: Path) -> dict[str, Any]:
+    return dict(FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def written(pair: Pair, planners: list[PlacementSavePlanner]) -> list[Any]:
+    """Return what each rank writes, without the record that names the save."""
+    keys = checkpoint(pair, wholes(pair))
+    return [
+        sorted(
+            (item.index.fqn, item.index.offset or (), chunk(item))
+            for item in planner.plan.items
+            if item.index.fqn in keys
+        )
+        for planner in planners
+    ]
+
+
+def chunk(item: Any) -> tuple[int, ...]:
+    return () if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes)
+
+
+def assert_written_once(
+    pair: Pair, whole: Wholes, path: Path, planners: list[PlacementSavePlanner]
+) -> None:
+    expected = checkpoint(pair, whole)
+    metadata = FileSystemReader(path).read_metadata()
+    assert metadata.state_dict_metadata.keys() == expected.keys()
+    chunks = Counter[Any]()
+    for key, value in expected.items():
+        entry = metadata.state_dict_metadata[key]
+        if not isinstance(value, torch.Tensor):
+            assert not isinstance(entry, TensorStorageMetadata), key
+            chunks[key, None] += 1
+            continue
+        assert isinstance(entry, TensorStorageMetadata), key
+        assert (entry.size, entry.properties.dtype) == (value.shape, value.dtype), key
+        count = torch.zeros(value.shape, dtype=torch.int32)
+        for box in entry.chunks:
+            count[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] += 1
+            chunks[key, box.offsets] += 1
+        assert bool((count == 1).all()), f"{key}: elements in the file {count.tolist()} times"
+    # Beside them each rank writes a record that names the save.
+    items = [i for planner in planners for i in planner.plan.items if i.index.fqn in expected]
+    planned = Counter((item.index.fqn, item.index.offset) for item in items)
+    assert planned == chunks
+    places = [index for index in metadata.storage_data if index.fqn in expected]
+    assert Counter((index.fqn, index.offset) for index in places) == chunks
+    nbytes = sum(value.nbytes for value in expected.values() if isinstance(value, torch.Tensor))
+    report = planners[0].report
+    assert report.unique_nbytes == report.whole_nbytes == nbytes
+    assert nbytes == sum(
+        item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+        for item in items
+        if item.tensor_data is not None
+    )
+
+
+def assert_torch_reads(pair: Pair, whole: Wholes, path: Path) -> None:
+    expected = checkpoint(pair, whole)
+    read = {
+        key: opposite(value) if isinstance(value, torch.Tensor) else None
+        for key, value in expected.items()
+    }
+    dcp.load(read, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert same_bits(read[key], value), f"{key}: the file has {read[key]}, not {value}"
+        else:
+            assert read[key] == value, key
+
+
+def load(pair: Pair, whole: Wholes, path: Path) -> None:
+    side = pair.load
+    ranks = [Rank(pair, side, rank) for rank in range(side.size)]
+    blank = {key: opposite(value) for key, value in whole.items()}
+    held = [list(rank.values(blank, step=BLANK)) for rank in ranks]
+    full = dict(pair.save.options)["digests"] == "full"
+    make = FileSystemReader if dict(side.options)["torch"] else PlacementFileSystemReader
+    loaded = World(side.size).load(
+        path,
+        lambda rank: ranks[rank].state_dict(held[rank], blank=True),
+        lambda rank: PlacementLoadPlanner(
+            ranks[rank].rules(), rename=ranks[rank].rename(), verify="digests" if full else "off"
+        ),
+        lambda rank: make(path),
+    )
+    for rank, values, state in zip(ranks, held, loaded, strict=True):
+        where = f"on rank {rank.rank} after the load"
+        for value in values:
+            assert get(state, rank.path(value.key)) is value.value, f"{value.key} {where}"
+            if value.of is None:
+                continue
+            expected = elements(whole[value.of], value.numbers, value.padding)
+            assert same_bits(value.local, expected), (
+                f"{value.key} {where} is {value.local}, not {expected}"
+            )
+        for fresh in rank.values(whole):
+            if fresh.of is None:
+                found = get(state, rank.path(fresh.key))
+                assert torch.equal(found, fresh.local), f"{fresh.key} {where} is {found}"
+        for key, value in rank.objects(values).items():
+            assert get(state, rank.path(key)) == value, f"{key} {where}"
+
+
+def smaller(pair: Pair) -> Iterator[Pair]:
+    """Yield what is left of a pair without one of its families, objects or options."""
+    for at in range(len(pair.families)):
+
+        def without(values: tuple[Any, ...], at: int = at) -> tuple[Any, ...]:
+            return (*values[:at], *values[at + 1 :])
+
+        yield replace(
+            pair,
+            families=without(pair.families),
+            save=replace(pair.save, holds=without(pair.save.holds)),
+            load=replace(pair.load, holds=without(pair.load.holds)),
+        )
+    yield replace(pair, objects=())
+    for at, family in enumerate(pair.families):
+        for plainer in (replace(family, moments=()), replace(family, step=None)):
+            yield replace(pair, families=(*pair.families[:at], plainer, *pair.families[at + 1 :]))
+    for name in ("save", "load"):
+        side = getattr(pair, name)
+        for plainer_side in (
+            replace(side, rules="patterns"),
+            replace(side, nesting="flat"),
+            replace(side, wrapped=False),
+            replace(side, options=tuple({**dict(side.options), "cached": ""}.items())),
+        ):
+            yield replace(pair, **{name: plainer_side})
+
+
+def failure(pair: Pair, root: Path) -> BaseException | None:
+    """Return what a pair fails with."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            # Chunks that are read in part: what was asked for and cannot be done is said.
+            warnings.filterwarnings("ignore", r"look at this load \(1 note\)\nverify='digests'")
+            run(pair, root)
+    except (Exception, dcp.CheckpointException) as error:
+        return error
+    return None
+
+
+def text_of(value: Any, indent: int = 0) -> str:
+    """Return a pair as text, without what is at its default."""
+    if dataclasses.is_dataclass(value) and type(value).__module__ == Pair.__module__:
+        held = [
+            f"{field.name}={text_of(getattr(value, field.name), indent + 4)}"
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != field.default
+        ]
+        return f"{type(value).__name__}({', '.join(held)})"
+    if isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+        lines = [f"\n{' ' * (indent + 4)}{text_of(entry, indent + 4)}," for entry in value]
+        return f"({''.join(lines)})"
+    return repr(value)
+
+
+def told(error: BaseException) -> tuple[str, tuple[str, int | None]]:
+    """Return the text of a failure, and which line raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, dcp.CheckpointException):
+        error, frames = error.failures[min(error.failures)]
+    return f"{type(error).__name__}: {error}", (frames[-1].filename, frames[-1].lineno)
+
+
+def kind(error: BaseException) -> tuple[Any, ...]:
+    """Return what two failures of one cause have in common: the line, and the longer words."""
+    text, line = told(error)
+    return line, [word for word in text.split()[:40] if word.isalpha()]
+
+
+def shrunk(pair: Pair, error: BaseException, root: Path) -> tuple[Pair, BaseException]:
+    """Return a smaller pair that still fails, and with what."""
+    for at, candidate in enumerate(smaller(pair)):
+        if candidate != pair:
+            found = failure(candidate, root / str(at))
+            if found is not None and kind(found) == kind(error):
+                return shrunk(candidate, found, root / f"{at}-")
+    return pair, error
+
+
+def test_any_random_world_loads_what_any_other_saved(seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
+        pair = draw_pair(seed)
+        error = failure(pair, tmp_path / str(seed))
+        if error is not None:
+            pair, error = shrunk(pair, error, tmp_path / f"{seed}-smaller")
+            pytest.fail(
+                f"world {seed} (again: pytest tests/test_differential.py --worlds 1 "
+                f"--world-seed {seed}):\n{text_of(pair)}\n{told(error)[0]}"
+            )
