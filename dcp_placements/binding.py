@@ -71,6 +71,8 @@ class Binding:
         layout: Where this rank's local tensor lies.
         is_uniform: Whether the same sharding describes all ranks (no ``IndexShard``).
         homes: For each axis the mesh that it is of, and its position there.
+        is_exact: Whether ``sharding`` is what makes the layout, but for the rows of an
+            ``IndexShard``; not so of a part of a fused dim that an axis cuts.
     """
 
     sharding: Sharding
@@ -78,6 +80,7 @@ class Binding:
     layout: Layout
     is_uniform: bool
     homes: tuple[tuple[Any, int], ...] = field(default=(), repr=False)
+    is_exact: bool = True
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +91,7 @@ class Binding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Names hash to something else in another process.
-        said = self.sharding, self.axes, self.layout, self.is_uniform, self.homes
+        said = self.sharding, self.axes, self.layout, self.is_uniform, self.homes, self.is_exact
         return Binding, said
 
     @property

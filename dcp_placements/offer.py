@@ -544,7 +544,7 @@ def _pieces(placed: Placed) -> list[torch.Tensor]:
 def _is_picked(placed: Placed, known: dict[Binding, bool]) -> bool:
     """Whether all but the rows is alike on all ranks; ``known`` by binding."""
     binding = placed.binding
-    if binding.is_uniform:
+    if binding.is_uniform or not binding.is_exact:
         return False
     found = known.get(binding)
     if found is None:

@@ -644,8 +644,10 @@ def _parts_of(binding: Binding, chunks: tuple[Chunk, ...], parts: Parts) -> list
             else _put(sharding.padded_shape, dim, sum(stop - start for start, stop in spans)),
         )
         layout = Layout(made.global_shape, _put(binding.layout.intervals, dim, tuple(intervals)))
-        is_uniform = made.is_uniform and not is_cut and len(spans) == 1
-        found.append((Binding(made, binding.axes, layout, is_uniform), tuple(held)))
+        is_exact = not is_cut and len(spans) == 1
+        is_uniform = made.is_uniform and is_exact
+        lies = Binding(made, binding.axes, layout, is_uniform, is_exact=is_exact)
+        found.append((lies, tuple(held)))
     return found
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
@@ -322,3 +322,35 @@ def test_a_split_is_a_value() -> None:
         ("e.{}.a", "e.{}.b"), "e.w", 0, (1, 1), 1, 0
     )
     assert Renames(split).table(["a.qkv", "b"]) == "a.qkv -> a.q + a.k"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("cut_parts", [False, True])
+def test_parts_of_picked_rows_lie_where_their_ranks_hold_them(
+    groups: int, cut_parts: bool, tmp_path: Path
+) -> None:
+    """An expert map over one dim; the fused dim in pieces that no plain shard makes, or in runs."""
+    rows, fused = ((0,), (4, 2, 1, 3)), FusedShard(1, 2) if cut_parts else Replicate()
+    whole, world = arange((5, 4)), World(6)
+    split = Split("a.fused", ["a.q", "a.k"], dim=1, groups=groups)
+
+    def local(rank: int) -> torch.Tensor:
+        placements = [IndexShard(0, rows[rank // 3]), fused]
+        return cut(whole, placements, (2, 3), divmod(rank, 3))
+
+    def rules(rank: int) -> PlacementRules:
+        mesh, picks = world.mesh(rank, ep=2, tp=3), IndexShard(0, rows[rank // 3])
+        by = CheckpointPlacement(mesh, {"ep": picks, "tp": fused}, global_shape=(5, 4))
+        return PlacementRules({"a.fused": by})
+
+    world.save(
+        tmp_path,
+        lambda rank: {"a.fused": local(rank)},
+        lambda rank: PlacementSavePlanner(rules(rank), rename=split),
+    )
+    found = read_whole(tmp_path)
+    wanted = {"q": whole[:, ::2], "k": whole[:, 1::2]}
+    if groups == 1:
+        wanted = {"q": whole[:, :2], "k": whole[:, 2:]}
+    for name, part in wanted.items():
+        assert torch.equal(found[f"a.{name}"], part)
