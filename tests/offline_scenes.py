@@ -116,8 +116,9 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs the command line in this process."""
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs the command line in this process; errors nobody foresaw raise."""
+    monkeypatch.setenv("DCP_PLACEMENTS_DEBUG", "1")
 
     def runs(*arguments: Any) -> Ran:
         capsys.readouterr()

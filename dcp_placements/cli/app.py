@@ -22,10 +22,14 @@ from dcp_placements.cli.merging import merge_metadata_command
 from dcp_placements.cli.printing import complain
 from dcp_placements.cli.rehearsing import rehearse_command
 from dcp_placements.cli.verifying import verify_command
-from dcp_placements.errors import PlacementError
+from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.offline import CannotLook
 
 PROGRAM = "dcp-placements"
+DEBUG = "DCP_PLACEMENTS_DEBUG"
+"""The environment variable that has errors nobody foresaw shown with a traceback."""
+
+MAX_ERROR_TOLD = 500
 
 app = typer.Typer(
     name=PROGRAM,
@@ -67,7 +71,16 @@ def _exit_code(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        complain(str(error))
+        complain(format_name(error))
+        return 2
+    except typer.BadParameter:
+        raise  # of arguments, which typer tells of
+    except Exception as error:
+        # A file that is damaged in a way that nobody thought of, or a fault of ours.
+        if os.environ.get(DEBUG):
+            raise
+        told = format_name(error)[:MAX_ERROR_TOLD]
+        complain(f"{type(error).__name__}: {told} ({DEBUG}=1 shows where)")
         return 2
 
 

@@ -17,7 +17,7 @@ from dcp_placements.cli.arguments import (
     parse_dtype,
     parse_nbytes,
 )
-from dcp_placements.cli.printing import print_json, progress, say
+from dcp_placements.cli.printing import print_json, progress, say_text
 from dcp_placements.errors import PlacementError
 from dcp_placements.offline.declared import resolve
 from dcp_placements.offline.export import MEMORY_NBYTES, SHARD_NBYTES
@@ -81,7 +81,7 @@ def export_command(
     if json:
         print_json(told.as_json())
     else:
-        say(str(told))
+        say_text(str(told))
     return 0
 
 

@@ -9,7 +9,7 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import Json, RenameSpec, parse_nbytes
-from dcp_placements.cli.printing import print_json, progress, say
+from dcp_placements.cli.printing import print_json, progress, say_text
 from dcp_placements.offline.declared import resolve
 from dcp_placements.offline.megatron_report import ImportReport
 from dcp_placements.offline.safetensors_import import MEMORY_NBYTES, ImportedSafetensors
@@ -90,5 +90,5 @@ def _tell(report: ImportReport | ImportedSafetensors, *, json: bool) -> int:
     if json:
         print_json(report.as_json())
     else:
-        say(str(report))
+        say_text(str(report))
     return 0

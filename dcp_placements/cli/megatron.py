@@ -8,7 +8,7 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import Json
-from dcp_placements.cli.printing import print_json, say
+from dcp_placements.cli.printing import print_json, say_text
 
 Path = Annotated[str, typer.Argument(help="An iteration's directory, or the one of them all.")]
 
@@ -37,5 +37,5 @@ def megatron_command(
     if json:
         print_json(found.as_json())
     else:
-        say(str(found))
+        say_text(str(found))
     return 0 if found.fits else 1

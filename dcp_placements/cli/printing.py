@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dcp_placements.errors import format_names, format_nbytes
+from dcp_placements.errors import format_name, format_names, format_nbytes
 
 DELAY_S = 1.0
 """What takes less has no progress bar."""
 
 
 def complain(text: str) -> None:
-    """Print an error to stderr."""
-    print(f"dcp-placements: {text}", file=sys.stderr)
+    """Print an error to stderr, of as many lines as it has."""
+    print(f"dcp-placements: {_shown(text)}", file=sys.stderr)
 
 
 def print_json(told: Any) -> None:
@@ -30,9 +30,18 @@ def print_json(told: Any) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print lines as they are."""
+    """Print lines, each as one: what is in a name breaks none and moves no cursor."""
     for line in lines:
-        print(line)
+        print(format_name(line))
+
+
+def say_text(text: str) -> None:
+    """Print a text of several lines, in which names are escaped already."""
+    print(_shown(text))
+
+
+def _shown(text: str) -> str:
+    return "\n".join(map(format_name, text.split("\n")))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "") -> None:
@@ -43,6 +52,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         rows: Texts, one for each column.
         right: Headings of the columns of numbers, separated by spaces.
     """
+    rows = [[format_name(cell) for cell in cells] for cells in rows]
     if not sys.stdout.isatty():
         widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
         for cells in (columns, *rows):

@@ -11,7 +11,16 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, FsdpAxes, Json
-from dcp_placements.cli.printing import counted, number, print_json, print_table, say, short, size
+from dcp_placements.cli.printing import (
+    counted,
+    number,
+    print_json,
+    print_table,
+    say,
+    say_text,
+    short,
+    size,
+)
 from dcp_placements.errors import format_faults, format_ranks
 from dcp_placements.offline import CannotLook
 from dcp_placements.offline.declared import parse_mesh, resolve
@@ -96,9 +105,9 @@ def _print(found: Rehearsal) -> None:
     if found.missing:
         say(f"missing:   {counted(len(found.missing), 'key')}: {short(found.missing)}")
     if found.notes:
-        say(format_faults("loads, but", found.notes, "note"))
+        say_text(format_faults("loads, but", found.notes, "note"))
     if found.faults:
-        say(format_faults("does not load", found.faults))
+        say_text(format_faults("does not load", found.faults))
     say("loads" if found.loads else "does not load")
 
 

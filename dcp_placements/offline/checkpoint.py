@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dcp_placements.alike import BySequence
-from dcp_placements.errors import PlacementError
+from dcp_placements.errors import PlacementError, format_name, format_names
 from dcp_placements.interop import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,7 +32,7 @@ from dcp_placements.interop import (
 from dcp_placements.layout import Box
 from dcp_placements.metadata_file import read_metadata
 from dcp_placements.offline.directory import CannotLook, Directory, no_checkpoint
-from dcp_placements.offline.safetensors_files import Entry, read_header
+from dcp_placements.offline.safetensors_files import LARGEST, Entry, counts, read_header
 from dcp_placements.provenance import stored
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rank_metadata import merge_rank_metadata, rank_file_rank
@@ -197,6 +197,7 @@ class Checkpoint:
                     fqn, tuple(told.size), told.properties.dtype, *known, places
                 )
         self.provenance: Mapping[str, Any] | None = stored(self.metadata)
+        _check_provenance(self.directory.path, self.provenance or {})
         self._places = places
         self.shadows = {
             key: self._pack(key, tuple(fqns)) for key, fqns in shadowed(self.provenance).items()
@@ -334,7 +335,7 @@ def _dcp_format(directory: Directory, names: Sequence[str]) -> str:
         try:
             with directory.open("metadata.json") as stream:
                 told = json.loads(stream.read(1 << 20))
-        except (ValueError, OSError):
+        except (ValueError, OSError, RecursionError):
             return DCP
         if isinstance(told, dict) and told.get("sharded_backend") == TORCH_DIST:
             return TORCH_DIST
@@ -371,7 +372,7 @@ def read_pickle(directory: Directory, name: str) -> Metadata:
             "    way out:     a file of unknown origin should not be loaded by anything else either"
         ) from error
     except OSError as error:
-        raise CannotLook(f"{where}: cannot be read: {error}") from error
+        raise CannotLook(f"{where}: cannot be read: {format_name(error)}") from error
     except Exception as error:
         # Whatever a broken or hostile pickle makes of itself.
         raise _unreadable(where, error) from error
@@ -380,7 +381,8 @@ def read_pickle(directory: Directory, name: str) -> Metadata:
 
 def _unreadable(where: str, error: object) -> CannotLook:
     return CannotLook(
-        f"{where}: this is no metadata of DCP's that can be read\n    found:       {error}\n"
+        f"{where}: this is no metadata of DCP's that can be read\n"
+        f"    found:       {format_name(error)}\n"
         "    likely:      the file was damaged or cut short"
     )
 
@@ -409,6 +411,9 @@ def _checked(path: str, metadata: Any) -> Rows:
         for file in rows.paths:
             if not isinstance(file, str) or os.path.isabs(file) or ".." in file.split("/"):
                 raise ValueError(f"a file outside of the checkpoint: {file!r}")
+            os.fsencode(file)
+            if "\0" in file:
+                raise ValueError("a file's name that no file can have")
         if not all(type(fqn) is str for fqn in rows.fqns):
             raise TypeError("a key that is no text")
     except PlacementError:
@@ -421,22 +426,22 @@ def _checked(path: str, metadata: Any) -> Rows:
 
 def _check_key(fqn: Any, told: Any, seen: deque[tuple[Any, int]]) -> None:
     if type(fqn) is not str:
-        raise TypeError(f"a key {fqn!r}")
+        raise TypeError(f"a key that is a {type(fqn).__name__}")
     if type(told) is BytesStorageMetadata:
         return
     if type(told) is not TensorStorageMetadata:
         raise TypeError(f"{fqn}: a {type(told).__name__}")
-    dims = len(_counts(told.size))
+    dims = len(counts(told.size))
     if not isinstance(told.properties.dtype, torch.dtype):
-        raise TypeError(f"{fqn}: a dtype {told.properties.dtype!r}")
+        raise TypeError(f"{fqn}: a dtype that is a {type(told.properties.dtype).__name__}")
+    if prod(told.size) * told.properties.dtype.itemsize >= LARGEST:
+        raise ValueError(f"{fqn}: a size that no tensor has")
     # Tensors that are cut alike share one list, which then needs one look only.
     if any(chunks is told.chunks and dims == known for chunks, known in seen):
         return
     for chunk in told.chunks:
-        if len(_counts(chunk.offsets)) != dims or len(_counts(chunk.sizes)) != dims:
-            raise ValueError(
-                f"{fqn}: a chunk {tuple(chunk.offsets)}, {tuple(chunk.sizes)} of {told.size}"
-            )
+        if len(counts(chunk.offsets)) != dims or len(counts(chunk.sizes)) != dims:
+            raise ValueError(f"{fqn}: a chunk of other dims than its {dims}")
     seen.append((told.chunks, dims))
 
 
@@ -444,11 +449,26 @@ def _ends(chunk: ChunkStorageMetadata) -> Hashable:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def _counts(values: Any) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(value) is int and value >= 0 for value in found):
-        raise ValueError(f"{found} where counts should be")
-    return found
+_KINDS = {
+    **{"rules": Mapping, "digests": Mapping, "shadows": Mapping, "axes": Mapping},
+    **{"versions": Mapping, "options": Mapping, "row_maps": Mapping},
+}
+
+
+def _check_provenance(path: str, told: Mapping[str, Any]) -> None:
+    """Raise ``CannotLook`` where what a checkpoint says of its making is not of the kind it is."""
+    faults = [
+        f"its {name} are a {type(told[name]).__name__}"
+        for name, kind in _KINDS.items()
+        if told.get(name) is not None and not isinstance(told[name], kind)
+    ]
+    for name, kind in (("rules", str), ("digests", Mapping), ("shadows", (list, tuple))):
+        held = told.get(name)
+        values = held.items() if isinstance(held, Mapping) else ()
+        if not all(type(key) is str and isinstance(value, kind) for key, value in values):
+            faults.append(f"its {name} are not by key")
+    if faults:
+        raise _unreadable(path, f"what it says of its making is broken: {faults[0]}")
 
 
 def _rows_of_dict(data: Any) -> Rows:
@@ -481,8 +501,8 @@ def _safetensors_metadata(
         boxes = [entry.box for _, entry in entries]
         if len({(entry.dtype, len(entry.box.sizes)) for _, entry in entries}) > 1:
             raise CannotLook(
-                f"{directory.path}: {fqn} differs in dtype or dims between its files: "
-                + ", ".join(name for name, _ in entries)
+                f"{directory.path}: {format_name(fqn)} differs in dtype or dims between its files: "
+                + format_names([name for name, _ in entries])
             )
         ends = zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True)
         whole = torch.Size(map(max, ends))
@@ -515,6 +535,8 @@ def _index(directory: Directory, names: Sequence[str]) -> dict[str, str] | None:
             told = json.loads(stream.read())["weight_map"]
         if not all(type(k) is str and type(v) is str and "/" not in v for k, v in told.items()):
             raise ValueError("keys or files that are no plain names")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CannotLook(f"{where}: this is no index of safetensors files: {error}") from error
+    except (*(OSError, ValueError, KeyError, TypeError, AttributeError), RecursionError) as error:
+        raise CannotLook(
+            f"{where}: this is no index of safetensors files: {format_name(error)}"
+        ) from error
     return dict(told)

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from dcp_placements.errors import Fault, format_names, format_nbytes, raise_faults
+from dcp_placements.errors import Fault, format_name, format_names, format_nbytes, raise_faults
 from dcp_placements.file_reads import write_all
 from dcp_placements.offline.assembly import Made, Rename, assemble
 from dcp_placements.offline.box_reads import BoxReader, pieces
@@ -84,7 +84,7 @@ class Exported:
             lines.append(f"    kept of an earlier attempt: {format_names(self.kept, 3)}")
         if self.left_out:
             lines.append(f"    left out: {format_names(self.left_out, 3)}")
-        return "\n".join(lines)
+        return "\n".join(map(format_name, lines))
 
 
 def export_safetensors(
@@ -259,14 +259,14 @@ class _Plan:
             if local is None:
                 return None
             known = local.stat()
-            digest.update(f"{name} {known.st_size} {known.st_mtime_ns}\n".encode())
-        digest.update(directory.path.encode())
+            digest.update(_bytes(f"{name} {known.st_size} {known.st_mtime_ns}\n"))
+        digest.update(_bytes(directory.path))
         for one in self.made:
             blocks = [(b.box, b.source.fqn, b.at, b.dims) for b in one.blocks]
-            digest.update(f"{one.fqn} {one.shape} {one.dtype} {blocks}\n".encode())
+            digest.update(_bytes(f"{one.fqn} {one.shape} {one.dtype} {blocks}\n"))
         for fqn, source in sources.items():
             chunks = [(chunk.box, chunk.file, chunk.start) for chunk in source.chunks]
-            digest.update(f"{fqn} {source.dtype} {chunks}\n".encode())
+            digest.update(_bytes(f"{fqn} {source.dtype} {chunks}\n"))
         return digest.hexdigest()
 
     def exported(self, out: Path, files: Mapping[str, int], **more: Any) -> Exported:
@@ -281,6 +281,10 @@ class _Plan:
             tied=tuple(self.tied),
             **more,
         )
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 class _Writer:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dcp_placements.errors import format_names
+from dcp_placements.errors import format_name, format_names
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.megatron_files import (
     ARGUMENTS,
@@ -104,7 +104,8 @@ class MegatronLayout:
             f"    loader:    {self.loader or 'not to be told'}",
             f"    files:     {len(self.files)}: {format_names(self.files, 4)}",
         ]
-        return "\n".join([*lines, *(f"    mismatch:  {told}" for told in self.mismatches)])
+        lines += [f"    mismatch:  {told}" for told in self.mismatches]
+        return "\n".join(map(format_name, lines))
 
 
 def megatron_layout(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_placements.errors import format_nbytes
+from dcp_placements.errors import format_name, format_nbytes
 from dcp_placements.offline.megatron_layout import MegatronLayout
 
 OF_THE_RUN = "of the run, not of the model"
@@ -100,4 +100,5 @@ class ImportReport:
             nbytes = format_nbytes(sum(part.nbytes for part in parts))
             names = ", ".join(part.what for part in parts)
             lines += [f"    left out:  {names} ({nbytes})", f"               {why}"]
-        return "\n".join([*lines, *(f"    note:      {note}" for note in self.notes)])
+        lines += [f"    note:      {note}" for note in self.notes]
+        return "\n".join(map(format_name, lines))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_placements.errors import format_nbytes
+from dcp_placements.errors import format_name, format_nbytes
 from dcp_placements.layout import Box
 from dcp_placements.offline.directory import CannotLook
 from dcp_placements.offline.output import Output
@@ -381,7 +381,9 @@ def _omitted(projection: Projection) -> str:
 
 def _title(figure: Any, title: str, told: Sequence[str]) -> None:
     height = figure.get_size_inches()[1]
-    style = {"x": 0.12 / WIDTH, "ha": "left", "va": "top", "color": DARK}
+    title = format_name(title)
+    style: Style = {"x": 0.12 / WIDTH, "ha": "left", "va": "top", "color": DARK}
+    style["parse_math"] = False  # names may have two dollar signs
     points = min(11.0, (WIDTH - 0.2) * 72 / (0.68 * max(len(title), 1)))
     figure.text(y=1 - 0.1 / height, s=title, fontsize=points, fontweight="bold", **style)
     figure.text(y=1 - 0.32 / height, s="    ".join(told), fontsize=9, **style)
@@ -420,7 +422,7 @@ def _is_dark(color: str) -> bool:
 
 
 def _writer_name(writer: int | str) -> str:
-    return f"rank {writer}" if isinstance(writer, int) else writer
+    return f"rank {writer}" if isinstance(writer, int) else format_name(writer)
 
 
 def _writer_order(writer: int | str) -> tuple[bool, int, str]:

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import torch
 
+from dcp_placements.errors import format_name
 from dcp_placements.layout import Box
 from dcp_placements.offline.directory import CannotLook
 
@@ -63,23 +64,27 @@ def read_header(stream: IO[bytes], name: str, size: int) -> dict[str, Entry]:
         told = json.loads(stream.read(length))
         offsets = _saved_offsets(told.pop("__metadata__", None))
         return {fqn: _entry(known, offsets.get(fqn), 8 + length) for fqn, known in told.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        *(struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError),
+    ) as error:
         raise CannotLook(
-            f"{name}: this is no sound safetensors file\n    found:       {error}"
+            f"{name}: this is no sound safetensors file\n    found:       {format_name(error)}"
         ) from error
 
 
 def _entry(told: Any, offsets: Any, base: int) -> Entry:
-    shape = _integers(told["shape"])
-    start, stop = _integers(told["data_offsets"])
+    shape = counts(told["shape"])
+    start, stop = counts(told["data_offsets"])
     if told["dtype"] not in DTYPES:
-        raise ValueError(f"a dtype {told['dtype']!r}")
+        raise ValueError("a dtype that the format has not")
     dtype = DTYPES[told["dtype"]]
     if stop - start != prod(shape) * dtype.itemsize:
         raise ValueError(f"{stop - start} bytes of a {shape} tensor of {told['dtype']}")
-    at = (0,) * len(shape) if offsets is None else _integers(offsets)
+    at = (0,) * len(shape) if offsets is None else counts(offsets)
     if len(at) != len(shape):
-        raise ValueError(f"offsets {at} of a {shape} tensor")
+        raise ValueError(f"{len(at)} offsets of a tensor of {len(shape)} dims")
+    if any(offset + size >= LARGEST for offset, size in zip(at, shape, strict=True)):
+        raise ValueError("a part of a tensor that is larger than any")
     return Entry(dtype, Box(at, shape), base + start, stop - start)
 
 
@@ -90,11 +95,29 @@ def _saved_offsets(metadata: Any) -> dict[str, Any]:
     return {fqn: known["saved_offsets"] for fqn, known in json.loads(told).items()}
 
 
-def _integers(values: Any) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(value) is int and value >= 0 for value in found):
-        raise ValueError(f"{found} where counts should be")
-    return found
+LARGEST = 1 << 63
+"""No tensor has as many bytes."""
+
+MAX_DIMS = 256
+
+
+def counts(values: Any) -> tuple[int, ...]:
+    """Return counts of elements or bytes that came from a file.
+
+    Raises:
+        TypeError: They are something else.
+        ValueError: They are negative, too large, or too many.
+    """
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"a {type(values).__name__} where counts should be")
+    if len(values) > MAX_DIMS:
+        raise ValueError(f"{len(values)} counts, as of a tensor of so many dims")
+    for value in values:
+        if type(value) is not int:
+            raise TypeError(f"a {type(value).__name__} where a count should be")
+        if not 0 <= value < LARGEST:
+            raise ValueError("a count that is negative, or larger than any tensor")
+    return tuple(values)
 
 
 def write_header(
