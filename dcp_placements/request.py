@@ -238,41 +238,9 @@ class Request:
     def _shape_fault(
         self, fqn: str, stored: tuple[int, ...], wanted: tuple[int, ...], placed: Placed | None
     ) -> None:
-        details = []
-        differing = (
-            [d for d in range(len(stored)) if stored[d] != wanted[d]]
-            if len(stored) == len(wanted)
-            else []
-        )
-        if len(differing) == 1:
-            dim = differing[0]
-            small, large = sorted((stored[dim], wanted[dim]))
-            if small and large % small == 0:
-                details.append(self._factor_text(dim, large // small, stored[dim] < wanted[dim]))
-        if placed is not None and placed.rule is not None:
-            details.append(f"by rule:     {placed.rule}")
-        details.append(
-            "way out:     build the model as it was saved, or correct the rule of this key"
-        )
-        self._fault(
-            fqn,
-            f"the checkpoint holds a {stored} tensor, but rank {self.rank} needs {wanted} "
-            "(torch: Size mismatch)",
-            *details,
-        )
-
-    def _factor_text(self, dim: int, factor: int, stored_is_smaller: bool) -> str:
-        side = "stored" if stored_is_smaller else "needed"
-        other = "needed" if stored_is_smaller else "stored"
-        cause = (
-            "saved without its placement"
-            if stored_is_smaller
-            else "does this load lack a rule for it,"
-        )
-        return (
-            f"likely:      on dim {dim} what is {other} is {factor} times what is {side}: {cause} "
-            f"on an axis of size {factor}?"
-        )
+        rule = None if placed is None else placed.rule
+        headline, details = shape_mismatch(stored, wanted, f"rank {self.rank} needs {wanted}", rule)
+        self._fault(fqn, headline, *details)
 
     def _hole_fault(self, fqn: str, shape: tuple[int, ...], holes: list[Box], stored: int) -> None:
         told = ", ".join(format_box(hole, shape) for hole in holes[:4])
@@ -429,6 +397,45 @@ class Request:
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(fqn, headline, details))
+
+
+def shape_mismatch(
+    stored: tuple[int, ...], wanted: tuple[int, ...], needs: str, rule: str | None
+) -> tuple[str, tuple[str, ...]]:
+    """Return headline and details of the fault that a tensor has another shape than is stored.
+
+    Args:
+        stored: The checkpoint's shape.
+        wanted: The shape of the whole tensor that a local one and its rule make.
+        needs: Who needs it, and the shape.
+        rule: What to call the rule that spoke; None where none did.
+    """
+    details = []
+    differing = [d for d, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b]
+    if len(stored) == len(wanted) and len(differing) == 1:
+        dim = differing[0]
+        small, large = sorted((stored[dim], wanted[dim]))
+        if small and large % small == 0:
+            details.append(_factor_text(dim, large // small, stored[dim] < wanted[dim]))
+    if rule is not None:
+        details.append(f"by rule:     {rule}")
+    details.append("way out:     build the model as it was saved, or correct the rule of this key")
+    return (
+        f"the checkpoint holds a {stored} tensor, but {needs} (torch: Size mismatch)",
+        tuple(details),
+    )
+
+
+def _factor_text(dim: int, factor: int, stored_is_smaller: bool) -> str:
+    side = "stored" if stored_is_smaller else "needed"
+    other = "needed" if stored_is_smaller else "stored"
+    cause = (
+        "saved without its placement" if stored_is_smaller else "does this load lack a rule for it,"
+    )
+    return (
+        f"likely:      on dim {dim} what is {other} is {factor} times what is {side}: {cause} "
+        f"on an axis of size {factor}?"
+    )
 
 
 def _is_tensor(value: Any) -> bool:

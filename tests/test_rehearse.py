@@ -213,11 +213,13 @@ def test_a_rule_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
     assert "add up to 7" in told["layers.0.experts.w1"]
 
 
-def test_uneven_parts_without_global_shape_are_noted(tmp_path: Path) -> None:
+def test_m54_uneven_parts_without_global_shape_do_not_load(tmp_path: Path) -> None:
     save_sharded(tmp_path)
     found = rehearse(tmp_path, rules_by_ep, {"ep": 3})
-    assert found.loads
-    assert {note.fqn for note in found.notes} == {"layers.0.experts.w1", "layers.0.experts.w2"}
+    assert not found.loads
+    assert {fault.fqn for fault in found.faults} == {"layers.0.experts.w1", "layers.0.experts.w2"}
+    assert "(torch: Size mismatch)" in found.faults[0].headline
+    assert "global_shape=" in str(found.faults[0])
     assert [rank.wanted_nbytes - found.ranks[2].wanted_nbytes for rank in found.ranks] == [
         120
     ] * 2 + [0]
@@ -245,6 +247,51 @@ def test_a_callable_does_for_rules(saved: Path) -> None:
     assert rehearse(saved, rules, axes).ranks == rehearse(saved, rules_by_ep, axes).ranks
 
 
+UNEVEN = {"no global_shape": None, "global_shape": (7, 3)}
+
+
+@pytest.mark.parametrize("fsdp", [[], ["dp"]], ids=["plain", "fsdp"])
+@pytest.mark.parametrize("placement", [Shard(0), FusedShard(0, (4, 3)), Shard(1)], ids=str)
+@pytest.mark.parametrize("told", UNEVEN)
+def test_m54_the_verdict_is_that_of_the_load(
+    tmp_path: Path, placement: Any, told: str, fsdp: list[str]
+) -> None:
+    """Parts that plain slicing gives, loaded for real on every rank."""
+    whole = torch.arange(21.0).reshape(7, 3)
+    dcp.save({"w": whole}, checkpoint_id=tmp_path, no_dist=True)
+    axes = {"ep": 2, "dp": 2}
+    world = World(4)
+
+    def rules(mesh: Any) -> PlacementRules:
+        ep = CheckpointPlacement(mesh, {"ep": placement}, global_shape=UNEVEN[told])
+        return PlacementRules({"w": ep})
+
+    def state(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, **axes)
+        part = torch.zeros_like(cut(whole, [placement], (2,), mesh["ep"].get_coordinate()))
+        return {"w": FakeDTensor.distribute(part, mesh["dp"], [Shard(0)]) if fsdp else part}
+
+    try:
+        world.load(tmp_path, state, lambda r: PlacementLoadPlanner(rules(world.mesh(r, **axes))))
+        loads = True
+    except dcp.CheckpointException:
+        loads = False
+    found = rehearse(tmp_path, rules, axes, fsdp=fsdp)
+    assert found.loads == loads == (UNEVEN[told] is not None)
+
+
+def test_m54_notes_are_what_a_load_warns_of(tmp_path: Path) -> None:
+    dcp.save({"mlp.gate_up_proj": torch.ones(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
+
+    def rules(mesh: Any) -> PlacementRules:
+        return PlacementRules({"gate_up_proj": CheckpointPlacement(mesh, {"tp": Shard(0)})})
+
+    found = rehearse(tmp_path, rules, {"tp": 2})
+    assert found.loads
+    (note,) = found.notes
+    assert "its name says several tensors in one" in note.headline
+
+
 def test_commands(saved: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("some_rules.py").write_text(
@@ -255,7 +302,7 @@ def test_commands(saved: Path, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         "def broken(mesh):\n"
         "    raise RuntimeError('of no use')\n"
     )
-    given = ("rehearse", saved, "--rules", "some_rules:rules", "--mesh", "ep=16,edp=64")
+    given = ("rehearse", saved, "--rules", "some_rules:rules", "--mesh", "ep=8,edp=128")
     ran = run(*given, "--fsdp", "edp")
     assert (ran.code, ran.err) == (0, "")
     assert "1,024 ranks" in ran.out

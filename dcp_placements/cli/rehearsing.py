@@ -105,7 +105,7 @@ def _print(found: Rehearsal) -> None:
     if found.missing:
         say(f"missing:   {counted(len(found.missing), 'key')}: {short(found.missing)}")
     if found.notes:
-        say_text(format_faults("loads, but", found.notes, "note"))
+        say_text(format_faults("a load would warn", found.notes, "note"))
     if found.faults:
         say_text(format_faults("does not load", found.faults))
     say("loads" if found.loads else "does not load")

@@ -18,21 +18,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from dcp_placements.binding import BindError, Own, bind
 from dcp_placements.chunk_reads import SMALL_NBYTES, cheap_gap
 from dcp_placements.errors import Fault, PlacementError, format_names, format_ranks
 from dcp_placements.interop import TensorStorageMetadata
 from dcp_placements.layout import Box, Intervals, Layout, LayoutError, Sharding
+from dcp_placements.lint import lint
 from dcp_placements.mesh import MeshCoordinate
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.cutting import fsdp_axes, known_axes, layout_at, whole_sharding
 from dcp_placements.offline.declared import MeshAxes, rules_at
 from dcp_placements.placement import (
     CheckpointPlacement,
-    shard_dim,
-    shards,
 )
+from dcp_placements.placing import Placed
 from dcp_placements.reads import StoredChunks
 from dcp_placements.renaming import holder
+from dcp_placements.request import shape_mismatch
 from dcp_placements.rules import PlacementRules, Rules, rule_name
 from dcp_placements.slices import segments
 from dcp_placements.storage_table import Array
@@ -92,7 +94,7 @@ class Rehearsal:
         axes: Sizes by axis name.
         ranks: What it costs each rank, by rank.
         faults: What cannot be loaded.
-        notes: What loads, and ought to be known.
+        notes: What a load would warn of.
         missing: Keys that are expected and not in the checkpoint, sorted.
         unread: Keys of the checkpoint that are not expected, sorted; nothing of them is counted.
         replicated: How many tensors no rule cuts: every rank wants all of them.
@@ -245,6 +247,8 @@ class _Stage:
         self._cut: set[str] = set()
         self._faults = _Told()
         self._notes: dict[Fault, None] = {}
+        # By all that decides it, why a rank's part of a tensor would be refused.
+        self._unfit: dict[Any, tuple[str, tuple[str, ...]] | None] = {}
         self._absent = {name for name, size in checkpoint.files.items() if size is None}
 
     def rehearsed(self) -> Rehearsal:
@@ -252,7 +256,7 @@ class _Stage:
         for rank, coordinate in enumerate(product(*map(range, self._axes.values()))):
             rules, rename = rules_at(self._function, self._axes, rank)
             parts = self._parts_of(rules, rename)
-            ranks.append(self._costs(rank, coordinate, rules, parts))
+            ranks.append(self._costs(rank, coordinate, rules, parts, rename is not None))
         tensors = sum(len(known.fqns) for known in self._classes)
         return Rehearsal(
             axes=self._axes,
@@ -270,7 +274,12 @@ class _Stage:
         )
 
     def _costs(
-        self, rank: int, coordinate: tuple[int, ...], rules: Rules, parts: Sequence[_Part]
+        self,
+        rank: int,
+        coordinate: tuple[int, ...],
+        rules: Rules,
+        parts: Sequence[_Part],
+        renamed: bool,
     ) -> RankRehearsal:
         opened = np.zeros(len(self._numbers), bool)
         wanted = memory = slices = chunks = exchanged = reads = 0
@@ -279,13 +288,13 @@ class _Stage:
             if found is None:
                 continue
             layout, replicas = found
+            self._check_local(part, rules, rank, coordinate, renamed)
             key = (layout.intervals, part.members.tobytes())
             case = part.known.cases.get(key)
             if case is None:
                 case = part.known.cases[key] = _case(part, layout)
                 if layout.local_shape != part.known.shape:
                     self._cut.update(part.fqns)
-                self._note_uneven(part, rules)
             wanted += case.wanted
             memory += case.memory
             slices += case.slices
@@ -361,22 +370,40 @@ class _Stage:
         for fqn in case.placeless:
             self._faults.add(rank, fqn, "the metadata names no file for a chunk that is needed")
 
-    def _note_uneven(self, part: _Part, rules: Rules) -> None:
-        """Tell of a rule that will not know the whole shape from a rank's part of it."""
+    def _check_local(
+        self, part: _Part, rules: Rules, rank: int, coordinate: Sequence[int], renamed: bool
+    ) -> None:
+        """Bind what a rank holds as a load does, which knows the whole shape by the rule alone."""
         shape = part.known.shape
         placement = rules(part.fqn, part.known.example) if shape else None
-        if placement is None or placement.global_shape is not None:
+        if placement is None:
             return
-        factors = [1] * len(shape)
-        for size, entry in zip(placement.mesh.shape, placement.placements, strict=False):
-            if shards(entry):
-                factors[shard_dim(entry, len(shape))] *= size
-        for dim, (size, factor) in enumerate(zip(shape, factors, strict=True)):
-            if size % factor:
-                for fqn in part.fqns:
-                    told = f"dim {dim} of {size} is cut into {factor} uneven parts"
-                    way = f"way out:     global_shape={shape} in the rule, or a load is refused"
-                    self._notes[Fault(fqn, told, (way,))] = None
+        sharding = whole_sharding(shape, placement, self._axes, [])
+        place = tuple(placement.mesh.get_coordinate() or ())
+        rule = rule_name(rules, part.fqn) or ""
+        along = tuple(place[cut.axis] for cut in sharding.cuts)
+        key = (shape, _signature(placement), along, rule, part.members.tobytes())
+        if key not in self._unfit:
+            self._unfit[key] = None
+            local = layout_at(sharding, placement, self._axes, [], coordinate).local_shape
+            try:
+                binding = bind(Own(local), local, placement)
+            except BindError as error:
+                self._unfit[key] = error.headline, (*error.details, f"by rule:     {rule}")
+            else:
+                assert binding is not None
+                whole = binding.global_shape
+                if whole != shape:
+                    needs = f"{local} on a rank makes {whole}"
+                    headline, details = shape_mismatch(shape, whole, needs, rule)
+                    way = f"             global_shape={shape} in the rule, where parts are uneven"
+                    self._unfit[key] = headline, (*details, way)
+                placed = [Placed(f, part.known.example, binding, (), rule) for f in part.fqns]
+                self._notes.update(dict.fromkeys(lint(placed, renamed=renamed)))
+        unfit = self._unfit[key]
+        if unfit is not None:
+            for fqn in part.fqns:
+                self._faults.add(rank, fqn, unfit[0], *unfit[1])
 
 
 def _replicas(sharding: Sharding, ranks: int) -> int:
