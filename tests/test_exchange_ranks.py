@@ -155,7 +155,7 @@ def test_a_planner_serves_again_and_can_be_pickled(outcomes: Ranks) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("missing_file", "rank 2: could not read its share: FileNotFoundError"),
+        ("missing_file", "rank 2: could not read its share: the checkpoint is not whole"),
         ("short_file", "__2_0.distcp ends before it"),
         ("flipped_byte", "and it is not what was saved"),
     ],

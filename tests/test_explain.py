@@ -13,6 +13,7 @@ from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, Placemen
 from dcp_placements.offline import CannotLook, Checkpoint, explain
 from fakes import cut, damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
+from tests.storage_scenes import data_file
 
 W1 = "layers.0.experts.w1"
 ATTENTION = "layers.1.attention"
@@ -165,7 +166,7 @@ def test_on_the_command_line(saved: Path, run: Run, module: str) -> None:
     (part,) = told["ranks"]
     assert part["coordinate"] == [1, 1]
     assert part["ranges"][0]["offsets"] == [2, 0, 0]
-    assert part["ranges"][0]["file"] == "__1_0.distcp"
+    assert part["ranges"][0]["file"] == data_file(saved / "ep2", 1).name
 
 
 def test_holes_are_told(saved: Path, tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_holes_are_told(saved: Path, tmp_path: Path) -> None:
     damage.drop_chunk(tmp_path, W1, chunk=1)
     found = explain(tmp_path, W1, rules=rules_of({"ep": Shard(0)}), axes={"ep": 2})
     assert [part.holes for part in found.ranks] == [(((2, 0, 0), (2, 5, 3)),), ()]
-    (tmp_path / "__0_0.distcp").unlink()
+    data_file(tmp_path, 0).unlink()
     assert explain(tmp_path, W1).chunks[0].elements is None
 
 

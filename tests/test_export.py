@@ -38,6 +38,7 @@ from dcp_placements.presets import hub
 from fakes import FakeDTensor, World, cut
 from fakes.damage import drop_chunk, foreign_pickle, remove_file
 from tests.offline_scenes import Run, run, save_hugging_face
+from tests.storage_scenes import data_file
 from tests.strategies import arange, examples
 
 __all__ = ["run"]
@@ -460,7 +461,7 @@ def test_files_of_another_export_are_not_kept(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         export_safetensors(tmp_path / "ckpt", tmp_path / "out", progress=stop, **start)  # type: ignore
     # The checkpoint is written anew, with the same sizes: what was exported of it is of another.
-    file = next((tmp_path / "ckpt").glob("__1_0.distcp"))
+    file = data_file(tmp_path / "ckpt", 1)
     file.write_bytes(file.read_bytes())
     told = export_safetensors(tmp_path / "ckpt", tmp_path / "out", **start)  # type: ignore
     assert told.kept == ()

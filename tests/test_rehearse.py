@@ -27,6 +27,7 @@ from dcp_placements import (
 from dcp_placements.offline import CannotLook, rehearse
 from fakes import FakeDTensor, FakeMesh, World, cut, damage
 from tests.offline_scenes import Run, rules_by_ep, save_sharded, wholes
+from tests.storage_scenes import data_file
 
 EXPERTS = {f"layers.{layer}.experts.w1": (8, 60, 64) for layer in range(2)}
 DENSE = {"layers.0.attention": (300, 40), "layers.0.norm": (96,), "layers.1.large": (512, 512)}
@@ -118,7 +119,9 @@ def test_torchs_reader_takes_at_least_what_is_said(saved: Path) -> None:
     axes = {"edp": 2, "ep": 4}
     found = rehearse(saved, rules_by_ep, axes, fsdp=["edp", "ep"])
     real = load_for_real(saved, axes, ["edp", "ep"], Counting)
-    assert [rank.chunks_nbytes for rank in found.ranks] == [reader.nbytes for reader, _ in real]
+    # Beside the chunks the ids of the saves that wrote the files are read.
+    for rank, (reader, _) in zip(found.ranks, real, strict=True):
+        assert 0 <= reader.nbytes - rank.chunks_nbytes <= 64 * len(list(saved.glob("*.distcp")))
     assert found.ranks[0].chunks_nbytes > 1.5 * found.ranks[0].wanted_nbytes
 
 
@@ -174,9 +177,10 @@ def test_a_hole_is_told_to_the_ranks_that_need_it(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_told_to_the_ranks_that_open_it(tmp_path: Path) -> None:
     save_sharded(tmp_path)
-    (tmp_path / "__3_0.distcp").unlink()
+    file = data_file(tmp_path, 3)
+    file.unlink()
     found = rehearse(tmp_path, rules_by_ep, {"ep": 4}, expect=["layers.0.experts.w1"])
-    assert [fault.fqn for fault in found.faults] == ["__3_0.distcp"]
+    assert [fault.fqn for fault in found.faults] == [file.name]
     assert "on:          rank 3" in str(found.faults[0])
 
 
