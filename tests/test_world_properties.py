@@ -350,6 +350,8 @@ def test_write_items_are_views_of_the_local_tensors(data: st.DataObject) -> None
     seen = 0
     for rank, planner in enumerate(planners):
         for item in planner.plan.items:
+            if item.index.fqn not in whole:
+                continue  # the record of the save's id
             written = planner.resolve_data(item)
             assert isinstance(written, torch.Tensor)
             assert item.tensor_data is not None
