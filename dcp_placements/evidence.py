@@ -201,6 +201,7 @@ class Answer:
         writers: Ranks that write anything.
         in_pieces: Some keys of which one rank writes several chunks, with the rank and how many:
             files that know a tensor by its name alone cannot hold those.
+        objects: Some keys that are no tensors, which files of tensors cannot hold.
         shadows: Which copies it writes beside; None for none.
         save_id: Names this save, in 16 bytes.
     """
@@ -213,6 +214,7 @@ class Answer:
     spreads: tuple[tuple[tuple[int, int], ...], ...] = ()
     writers: int = 1
     in_pieces: tuple[tuple[str, int, int], ...] = ()
+    objects: tuple[str, ...] = ()
     shadows: Shadowing | None = None
     save_id: bytes = b""
 

@@ -517,6 +517,15 @@ def _writer_faults(plan: SavePlan, answer: Answer) -> list[Fault]:
         )
         for fqn, rank, count in answer.in_pieces
     ]
+    faults += [
+        Fault(
+            fqn,
+            "is no tensor, and HuggingFaceStorageWriter's files hold tensors only: it would write "
+            "one that nobody can read",
+            ("way out:     leave it out, or save with FileSystemWriter",),
+        )
+        for fqn in answer.objects
+    ]
     if answer.shadows is not None:
         faults.append(
             Fault(

@@ -463,6 +463,7 @@ class _Coordinator:
             writes[plan] = writes[plan] or plan in picked
         writers = sum(writes)
         in_pieces = tuple(islice(self._in_pieces(), 8))
+        objects = tuple(self.made.objects[:8])
         self.made.answers = [
             Answer(
                 slots=tuple(slots[plan]),
@@ -473,6 +474,7 @@ class _Coordinator:
                 spreads=tuple(spreads[plan]) if any(spreads[plan]) else (),
                 writers=writers,
                 in_pieces=in_pieces,
+                objects=objects,
             )
             for plan in range(len(self.offers))
         ]

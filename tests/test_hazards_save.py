@@ -854,6 +854,23 @@ def test_m30_two_chunks_of_one_name_are_refused_before_writing(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("holders", [[0, 1, 2, 3], [2]], ids=["all ranks", "one rank"])
+def test_m53_an_object_is_refused_before_writing(tmp_path: Path, holders: list[int]) -> None:
+    whole = arange(16, 3)
+    rules = by_axis(ep=Shard(0))("w", ep=4)
+
+    def state(rank: int) -> dict[str, Any]:
+        held: dict[str, Any] = {"w": cut(whole, [Shard(0)], [4], [rank])}
+        return {**held, "nested": {"step": 3}} if rank in holders else held
+
+    with refused_save(tmp_path) as refusal:
+        WORLD.save(
+            tmp_path, state, lambda rank: PlacementSavePlanner(rules(rank)), hugging_face(tmp_path)
+        )
+    refusal.says("nested.step: ", "is no tensor", "HuggingFaceStorageWriter", "way out:")
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 def test_m30_one_chunk_of_one_name_per_rank_is_right(tmp_path: Path) -> None:
     whole = arange(16, 3)
     rules = by_axis(ep=Shard(0))("w", ep=4)
