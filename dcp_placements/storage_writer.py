@@ -13,7 +13,8 @@ import queue
 import stat
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from heapq import heapify, heapreplace
 from io import BytesIO, UnsupportedOperation
@@ -168,7 +169,7 @@ class PlacementFileSystemWriter(FileSystemWriter):
             metadata.storage_meta = self.storage_meta()
             path = self._get_metadata_path(None if self.use_collectives else self.rank)
             written = self.fs.concat_path(self.path, f"{os.path.basename(path)}.tmp")
-            with self.fs.create_stream(written, "wb") as stream:
+            with _errors_of(written), self.fs.create_stream(written, "wb") as stream:
                 write_metadata(metadata, table, stream)  # type: ignore[arg-type]
                 self._sync(stream)
         if type(self.fs) is FileSystem:
@@ -200,7 +201,8 @@ class PlacementFileSystemWriter(FileSystemWriter):
                 threads=self.thread_count,
                 ahead_nbytes=self.per_thread_copy_ahead,
             )
-            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            path = self.fs.concat_path(self.path, name)
+            with _errors_of(path), self.fs.create_stream(path, "wb") as stream:
                 start = stream.tell()
                 for item in items:
                     if item.type == WriteItemType.BYTE_IO:
@@ -233,6 +235,24 @@ def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:
     if isinstance(data, StorageTable):
         return set(data.rows.paths)
     return {info.relative_path for info in data.values()}
+
+
+@contextmanager
+def _errors_of(path: Any) -> Iterator[None]:
+    """Raise what the system said of a file while it was written, and of which.
+
+    ``torch.save`` closes its zip file when a write fails, which fails as well, over positions that
+    do not fit; the reason is what that error came after.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__cause__ or reason.__context__
+        if reason is None or reason.errno is None or reason.filename is not None:
+            raise
+        raise OSError(reason.errno, os.strerror(reason.errno), os.fspath(path)) from error
 
 
 def _note(builder: RowsBuilder, item: WriteItem, path: str, start: int, end: int) -> int:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
+import os
 import pickle
 import pickletools
-from collections.abc import Callable
+import re
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -356,3 +361,49 @@ def test_other_worlds_load_it(tmp_path: Path) -> None:
         for key, wanted in sharded(three, rank, whole, 1).items():
             assert same(found[key].to_local(), wanted.to_local())
             assert prod(found[key].to_local().shape)
+
+
+@pytest.mark.parametrize("kind", ["small", "large", "object"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EFBIG])
+def test_an_error_of_the_system_names_its_reason_and_the_file(
+    tmp_path: Path, kind: str, number: int
+) -> None:
+    """M64: torch's serializer would tell of positions that do not fit."""
+
+    class Broken(io.FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + len(data) > 2000:
+                raise OSError(number, os.strerror(number))
+            return super().write(data)
+
+    @contextmanager
+    def create_stream(path: Any, mode: str) -> Iterator[Any]:
+        with Broken(path, mode) as stream:
+            yield stream
+
+    held: dict[str, Any] = {"small": {f"w{n}": torch.ones(4) for n in range(20)}}
+    held |= {"large": {"w": torch.ones(100_000)}, "object": {"o": "x" * 10_000}}
+    writer = PlacementFileSystemWriter(tmp_path)
+    writer.fs.create_stream = create_stream
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(held[kind], storage_writer=writer, no_dist=True)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, OSError)
+    assert error.errno == number
+    assert os.strerror(number) in str(error)
+    assert re.search(r"__0_.*\.distcp", str(error))
+    assert "unexpected pos" not in str(error)
+
+
+def test_a_file_that_grows_too_large_names_the_reason(tmp_path: Path) -> None:
+    """The system's own error, and nothing half-written is a checkpoint."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = PlacementFileSystemWriter(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(dcp.CheckpointException) as caught:
+            dcp.save({"w": torch.ones(1 << 20)}, storage_writer=writer, no_dist=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in str(caught.value.failures[0][0])
+    assert not (tmp_path / ".metadata").exists()
