@@ -13,6 +13,7 @@ import torch
 
 from dcp_placements.errors import Fault
 from dcp_placements.interop import DTensor, has_hooks, is_dtensor_like, local_tensor
+from dcp_placements.naming import Path
 from dcp_placements.optimizer_state import OptimizerStates
 from dcp_placements.placing import Placing
 from dcp_placements.report import LoadReport
@@ -23,15 +24,28 @@ def live_faults(
     placing: Placing,
     live: torch.nn.Module | Iterable[torch.Tensor],
     report: LoadReport,
+    mappings: Mapping[str, Path],
 ) -> list[Fault]:
-    """Return the tensors that are no part of ``live``; optimizer state is noted in the report only.
+    """Return the copies of ``live``'s tensors; those of optimizer state are in the report only.
 
     A tensor is part of it when its memory lies in the storage of one of its parameters, buffers
-    or tensors. Tensors without elements are.
+    or tensors. Tensors without elements are. What is no part of it is a copy if its key names a
+    parameter or buffer. Where there are no names (of an iterable), or none that the state dict
+    has, it is one if it has the shape and the kind of dtype of a tensor of ``live``.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        placing: Its tensors' places.
+        live: What the load is for.
+        report: Takes in the copies.
+        mappings: Where each key stands in the nested state dict, which tells this rank's own name.
     """
+    names = _names(live) if isinstance(live, torch.nn.Module) else set()
     tensors = (
         [*live.parameters(), *live.buffers()] if isinstance(live, torch.nn.Module) else list(live)
     )
+    named = {fqn for fqn in state_dict if names and _is_named(fqn, mappings.get(fqn), names)}
+    kinds = {kind for tensor in tensors for kind in _kinds(tensor)}
     ranges = {_range(local_tensor(t) if is_dtensor_like(t) else t) for t in tensors}
     starts = {start: stop for start, stop in ranges if start}
     faults = []
@@ -42,8 +56,11 @@ def live_faults(
         held = placed.tensors if placed is not None else [value]
         if all(_is_live(tensor, starts) for tensor in held):
             continue
-        copies.append(fqn)
-        if states.of(fqn) is None:
+        is_state = states.of(fqn) is not None
+        of_live = fqn in named if named else any(not kinds.isdisjoint(_kinds(t)) for t in held)
+        if is_state or of_live:
+            copies.append(fqn)
+        if of_live and not is_state:
             faults.append(
                 Fault(
                     fqn,
@@ -58,6 +75,38 @@ def live_faults(
             )
     report.copies = tuple(copies)
     return faults
+
+
+def _names(live: torch.nn.Module) -> set[str]:
+    """Return what its parameters and buffers are called, without the wrappers around modules."""
+    found = [name for name, _ in live.named_parameters(remove_duplicate=False)]
+    found += [name for name, _ in live.named_buffers(remove_duplicate=False)]
+    return {_unwrapped(name) for name in found}
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _is_named(fqn: str, path: Path | None, names: set[str]) -> bool:
+    """Whether a key, of the checkpoint or of this rank, is one of these names or ends in it."""
+    for key in (fqn, *([] if path is None else [".".join(map(str, path))])):
+        run = _unwrapped(key)
+        while run:
+            if run in names:
+                return True
+            run = run.partition(".")[2]
+    return False
+
+
+def _kinds(tensor: Any) -> set[tuple[tuple[int, ...], Any]]:
+    """Return shape and kind of dtype, of a DTensor those of the whole and of the local one."""
+    dtype = "float" if tensor.dtype.is_floating_point else tensor.dtype
+    local = local_tensor(tensor) if is_dtensor_like(tensor) else tensor
+    return {(tuple(tensor.shape), dtype), (tuple(local.shape), dtype)}
+
+
+_WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 
 def fleeting_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fault]:

@@ -40,7 +40,13 @@ from dcp_placements.live import fleeting_faults, live_faults
 from dcp_placements.load_checks import LoadChecks, check_load
 from dcp_placements.load_message import LoadMessage, family_faults, unmatched_patterns
 from dcp_placements.naming import Path, Rename, rename_keys
-from dcp_placements.options import check_choice, check_rename, check_rules, check_waivers
+from dcp_placements.options import (
+    check_choice,
+    check_rename,
+    check_rules,
+    check_waivers,
+    of_instance,
+)
 from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.provenance import stored, stored_digest
 from dcp_placements.quiet_gc import quiet_gc
@@ -130,7 +136,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.waive = check_waivers(waive)
         self.live = live
         self.exchange = exchange
-        self.report = LoadReport()
+        self.report = LoadReport(planned=False)
         self._placing = Placing()
         self._checks = LoadChecks()
         self._provenance: Mapping[str, Any] | None = None
@@ -145,6 +151,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._unplanned: Exception | None = None
         self._ids: Mapping[MetadataIndex, IdRecord] = {}
 
+    @of_instance
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -170,6 +177,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             key = ".".join(map(str, path))
             if key in self.state_dict:
                 self.state_dict[key] = value
+        self.report = LoadReport(planned=False)
         self._own_keys = set(self.state_dict)
         self.state_dict, self.mappings = rename_keys(self.state_dict, self.mappings, self.rename)
 
@@ -200,7 +208,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if self.rename is not None or self.rules is not None:
             faults += counted_faults(self.state_dict, self._placing, self.rename)
         if self.live is not None:
-            faults += live_faults(self.state_dict, self._placing, self.live, self.report)
+            faults += live_faults(
+                self.state_dict, self._placing, self.live, self.report, self.mappings
+            )
         raise_faults(f"rank {rank} cannot be loaded from this checkpoint", faults)
         self._stateless = request.stateless
         notes = [*request.notes, *self._checks.notes]

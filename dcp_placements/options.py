@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import update_wrapper
+from typing import Any, TypeVar, cast
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.rules import compile_pattern
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def of_instance(method: F) -> F:
+    """Let a method say so where it is called on the class instead of an instance.
+
+    ``dcp.save(..., planner=PlacementSavePlanner)`` would end in a text about arguments.
+    """
+    return cast(F, _OfInstance(method))
+
+
+class _OfInstance:
+    """A method that knows its class; on an instance an ordinary one."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self._owner: type = object
+        self.__doc__ = method.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner = owner
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+        if instance is not None:
+            bound: Callable[..., Any] = self._method.__get__(instance, owner)
+            return bound
+
+        def unbound(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], self._owner):
+                return self._method(*args, **kwargs)
+            raise PlacementError(
+                f"planner={owner.__name__} is a class, not a planner\n"
+                f"    way out:     an instance: planner={owner.__name__}(rules)"
+            )
+
+        return update_wrapper(unbound, self._method)
 
 
 def check_rules(rules: Any) -> None:

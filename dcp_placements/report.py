@@ -72,6 +72,7 @@ class SaveReport:
         stateless: Parameters that have no optimizer state while others have.
         waived: Patterns whose lint warnings were silenced, with the reason given.
         warnings: What was let pass but ought to be known; each was logged as a warning, too.
+        planned: Whether anything was planned; without it the numbers tell nothing.
     """
 
     ranks: int = 1
@@ -83,6 +84,7 @@ class SaveReport:
     stateless: tuple[str, ...] = ()
     waived: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    planned: bool = True
 
     @property
     def unique_nbytes(self) -> int:
@@ -101,6 +103,8 @@ class SaveReport:
         return max(held - self.unique_nbytes, 0)
 
     def __str__(self) -> str:
+        if not self.planned:
+            return "save: not planned yet"
         lines = [
             f"save of {_count(len(self.keys), 'tensor')} and {_count(len(self.objects), 'object')} "
             f"from {_count(self.ranks, 'rank')}",
@@ -172,6 +176,7 @@ class LoadReport:
         waived: Patterns of keys that were let pass, with the reason given.
         unmatched: Patterns that matched no key on any rank; on the coordinator.
         warnings: What was let pass but ought to be known.
+        planned: Whether anything was planned; without it the numbers tell nothing.
     """
 
     wanted_nbytes: int = 0
@@ -191,8 +196,11 @@ class LoadReport:
     waived: Mapping[str, str] = field(default_factory=dict)
     unmatched: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    planned: bool = True
 
     def __str__(self) -> str:
+        if not self.planned:
+            return "load: not planned yet"
         lines = [
             f"load of {_count(self.items, 'item')}: {format_nbytes(self.read_nbytes)} read for "
             f"{format_nbytes(self.wanted_nbytes)} wanted"

@@ -49,7 +49,13 @@ from dcp_placements.offer import (
     offering_of,
     owned_items,
 )
-from dcp_placements.options import check_choice, check_rename, check_rules, check_waivers
+from dcp_placements.options import (
+    check_choice,
+    check_rename,
+    check_rules,
+    check_waivers,
+    of_instance,
+)
 from dcp_placements.ownership import left_to_others
 from dcp_placements.placing import Placing, counted_faults, place
 from dcp_placements.provenance import RESERVED_KEY, identity, provenance, written_digests
@@ -165,10 +171,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
     @property
     def report(self) -> SaveReport:
         """What the save comes to."""
+        if not self._is_planned:
+            return SaveReport(planned=False)
         if self._report is None:
             self._report = summarise_rank(self._offering, self._placing, self.waive)
         return self._report
 
+    @of_instance
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -226,6 +235,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             )
         self._names = [told.table_id for told in offer.all_tables]
         self.plan = SavePlan(LazyItems(offering.items), planner_data=offer)  # type: ignore[arg-type]
+        self._is_planned = True
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -380,6 +390,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self._renames = ()
         self._written: BySequence[dict[tuple[int, ...], Chunk]] = BySequence()
         self._report = None
+        self._is_planned = False
 
     def _place(self, rank: int) -> None:
         """Work out where this rank's tensors lie, and what it offers."""
