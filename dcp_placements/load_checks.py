@@ -10,7 +10,7 @@ from dcp_placements.binding import Binding
 from dcp_placements.cut_checks import Difference, differences
 from dcp_placements.errors import Fault
 from dcp_placements.families import Families, packed_numbers, total_faults
-from dcp_placements.interop import Metadata, TensorStorageMetadata
+from dcp_placements.interop import Metadata, TensorStorageMetadata, world_size
 from dcp_placements.lint import unwaived
 from dcp_placements.load_message import tensor_keys
 from dcp_placements.naming import Rename
@@ -18,6 +18,7 @@ from dcp_placements.placing import Placing
 from dcp_placements.record import SavedRename, SaveRecord, cuts_of, record_of
 from dcp_placements.renaming import number_finder, numbering, renames_in_force
 from dcp_placements.request import Policy
+from dcp_placements.row_checks import packed_rows
 from dcp_placements.rules import compile_pattern
 
 NO_RECORD = "no record"
@@ -32,6 +33,7 @@ class LoadChecks:
         faults: What is declared otherwise than it was saved.
         notes: What is likely declared wrongly.
         asked: The numbers that this rank asks for, for the coordinator.
+        rows: The rows that it lists itself, for the coordinator.
         renames: The renames that are in force here, in words.
         compared: What came of it, in words.
     """
@@ -40,6 +42,7 @@ class LoadChecks:
     faults: list[Fault] = field(default_factory=list)
     notes: list[Fault] = field(default_factory=list)
     asked: bytes = b""
+    rows: bytes = b""
     renames: tuple[str, ...] = ()
     compared: str = NO_RECORD
 
@@ -67,8 +70,12 @@ def check_load(
     """
     checks = LoadChecks(record_of(metadata))
     checks.notes = unwaived(placing.placed.values(), waived, renamed=rename is not None)
+    checks.renames = tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
+    excuses = _Excuses(waived, policy)
+    if world_size() > 1:
+        there = tensor_keys(metadata)
+        checks.rows = packed_rows(placing, state_dict, there, excuses.name)
     if checks.record is not None:
-        excuses = _Excuses(waived, policy)
         _compare_cuts(checks, checks.record, placing, metadata, excuses, rank)
         _compare_renames(checks, checks.record, state_dict, metadata, rename, excuses, rank)
     return checks
@@ -173,7 +180,6 @@ def _compare_renames(
     rank: int,
 ) -> None:
     """Note what this rank asks for of renamed numbers, and totals other than the save's."""
-    checks.renames = tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
     families = Families(record.renames, metadata.state_dict_metadata)
     if not families:
         return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.families import asked_faults
 from dcp_placements.interop import Metadata, TensorStorageMetadata
 from dcp_placements.record import SaveRecord
+from dcp_placements.row_checks import row_faults
 from dcp_placements.shares import Claims
 
 
@@ -23,7 +26,9 @@ class LoadMessage:
         matched: Names of the rules that spoke here.
         patterns: The patterns that ought to match something on some rank.
         asked: The numbers that it asks for of families that the save renamed, packed.
+        rows: The rows that it lists itself, packed.
         renames: The renames that are in force here, in words.
+        notes: What is likely declared wrongly here, packed.
     """
 
     rank: int
@@ -31,12 +36,14 @@ class LoadMessage:
     matched: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     asked: bytes = b""
+    rows: bytes = b""
     renames: tuple[str, ...] = ()
+    notes: bytes = b""
 
     @property
     def is_empty(self) -> bool:
         """Whether the coordinator has no use for it."""
-        return self.claims is None and not (self.patterns or self.asked)
+        return self.claims is None and not (self.patterns or self.asked or self.rows or self.notes)
 
 
 def hooked(message: Any) -> Any:
@@ -46,6 +53,25 @@ def hooked(message: Any) -> Any:
     return replace(message, claims=replace(message.claims, hooked=True))
 
 
+def packed_notes(notes: Iterable[Fault]) -> bytes:
+    """Return notes as they travel; those of most keys say the same."""
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for note in notes:
+        alike.setdefault((note.headline, note.details), []).append(note.fqn)
+    return zlib.compress(pickle.dumps(alike), 1) if alike else b""
+
+
+def all_notes(messages: Iterable[LoadMessage]) -> list[Fault]:
+    """Return the notes of all ranks, each once."""
+    notes: dict[Fault, None] = {}
+    for packed in dict.fromkeys(message.notes for message in messages if message.notes):
+        alike: dict[tuple[str, tuple[str, ...]], list[str]]
+        alike = pickle.loads(zlib.decompress(packed))
+        for (headline, details), fqns in alike.items():
+            notes.update(dict.fromkeys(Fault(fqn, headline, details) for fqn in fqns))
+    return list(notes)
+
+
 def unmatched_patterns(messages: Sequence[LoadMessage]) -> tuple[str, ...]:
     """Return the patterns that matched no key on any rank."""
     matched = {name for message in messages for name in message.matched}
@@ -53,15 +79,19 @@ def unmatched_patterns(messages: Sequence[LoadMessage]) -> tuple[str, ...]:
     return tuple(pattern for pattern in patterns if repr(pattern) not in matched)
 
 
-def family_faults(
+def asking_faults(
     messages: Sequence[LoadMessage], record: SaveRecord | None, metadata: Metadata
 ) -> list[Fault]:
-    """Return the renamed numbers that several ranks ask for while for others nobody does."""
+    """Return the numbers and rows that several ranks ask for while for others nobody does."""
     asked = {message.rank: message.asked for message in messages if message.asked}
-    if record is None or len(asked) < 2:
-        return []
+    rows = {message.rank: message.rows for message in messages if message.rows}
     renames = {message.rank: message.renames for message in messages}
-    return asked_faults(asked, record, tensor_keys(metadata), renames)
+    faults = []
+    if record is not None and len(asked) > 1:
+        faults += asked_faults(asked, record, tensor_keys(metadata), renames)
+    if len(rows) > 1:
+        faults += row_faults(rows, record, renames)
+    return faults
 
 
 def tensor_keys(metadata: Metadata) -> set[str]:

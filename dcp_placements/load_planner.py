@@ -38,7 +38,13 @@ from dcp_placements.items import LazyItems
 from dcp_placements.layout import Box
 from dcp_placements.live import fleeting_faults, live_faults
 from dcp_placements.load_checks import LoadChecks, check_load
-from dcp_placements.load_message import LoadMessage, family_faults, unmatched_patterns
+from dcp_placements.load_message import (
+    LoadMessage,
+    all_notes,
+    asking_faults,
+    packed_notes,
+    unmatched_patterns,
+)
 from dcp_placements.naming import Path, Rename, rename_keys
 from dcp_placements.options import (
     check_choice,
@@ -213,14 +219,15 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             )
         raise_faults(f"rank {rank} cannot be loaded from this checkpoint", faults)
         self._stateless = request.stateless
-        notes = [*request.notes, *self._checks.notes]
-        self.report.warnings = tuple(map(str, notes))
-        if notes:
-            warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=2)
+        self.report.warnings = tuple(map(str, [*request.notes, *self._checks.notes]))
+        if request.notes:
+            warnings.warn(format_faults("look at this load", request.notes, "note"), stacklevel=2)
         return LoadPlan(self._items, planner_data=self._message(rank))  # type: ignore[arg-type]
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Answer which ranks exchange what. Called on the coordinator.
+        """Answer which ranks exchange what; warn once of all ranks' unlikely declarations.
+
+        Called on the coordinator; on every rank that loads by itself.
 
         Raises:
             PlacementError: Ranks that together ask for what no rank alone can see to be wrong.
@@ -228,6 +235,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         plans = super().create_global_plan(global_plan)
         sent = [plan.planner_data for plan in plans]
         messages = [message for message in sent if isinstance(message, LoadMessage)]
+        notes = all_notes(messages)
+        if notes:
+            warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=2)
         # Of ranks that load by themselves nobody knows what they ask for.
         if messages and len(plans) >= world_size():
             self._judge(messages)
@@ -243,7 +253,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def _judge(self, messages: Sequence[LoadMessage]) -> None:
         """Refuse or note what all ranks together show."""
         assert self.metadata is not None
-        faults = family_faults(messages, self._checks.record, self.metadata)
+        faults = asking_faults(messages, self._checks.record, self.metadata)
         unmatched = self.report.unmatched = unmatched_patterns(messages)
         if unmatched:
             note = Fault(
@@ -444,7 +454,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             matched=tuple(self._placing.matched),
             patterns=expected_patterns(self.rules),
             asked=self._checks.asked,
+            rows=self._checks.rows,
             renames=self._checks.renames,
+            notes=packed_notes(self._checks.notes),
         )
         return None if message.is_empty else message
 

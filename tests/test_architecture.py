@@ -54,6 +54,7 @@ ORDER = [
         "options",
         "shares",
         "exchange",
+        "row_checks",
         "load_message",
         "load_checks",
     ),

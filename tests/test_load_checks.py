@@ -607,17 +607,48 @@ def test_optimizer_state_that_some_experts_lack_is_no_gap(tmp_path: Path) -> Non
 # M47 and M48: the lint and the patterns that match nothing, at load as at save.
 
 
-def test_m47_a_load_runs_the_lint_of_the_save(tmp_path: Path) -> None:
+def test_m47_a_load_runs_the_lint_of_the_save_and_warns_once(tmp_path: Path) -> None:
     whole = arange(8, 3)
     dcp.save({GATE_UP: whole}, checkpoint_id=tmp_path, no_dist=True)
     with warned() as texts:
         _, reports = load(WORLD, tmp_path, plain_template)
-    assert all("its name says several tensors in one, but 'tp' cuts it plainly" in t for t in texts)
-    assert "FusedShard(0, 2)" in texts[0]
-    assert "waive={pattern: reason}" in texts[0]
-    assert len(reports[0].warnings) == 1
+    (text,) = texts
+    assert "its name says several tensors in one, but 'tp' cuts it plainly" in text
+    assert "FusedShard(0, 2)" in text
+    assert "waive={pattern: reason}" in text
+    assert [len(report.warnings) for report in reports] == [1, 1]
     with without_warning():
         load(WORLD, tmp_path, plain_template, waive={"gate_up_proj": "parts alternate by head"})
+
+
+def test_m47_the_coordinator_tells_once_what_any_rank_found(tmp_path: Path) -> None:
+    """Rank 0 holds none of these keys, ranks 1 and 2 the same one."""
+    keys = [f"layers.{i}.mlp.gate_up_proj.weight" for i in range(2)]
+    dcp.save({key: arange(8, 3) for key in (*keys, "w")}, checkpoint_id=tmp_path, no_dist=True)
+
+    def state(rank: int) -> dict[str, Any]:
+        if rank == 0:
+            return {"w": torch.zeros(8, 3)}
+        mesh = FOUR.mesh(rank, dp=2, tp=2)["tp"]
+        return {keys[rank // 3]: FakeDTensor(torch.zeros(4, 3), mesh, [Shard(0)], (8, 3))}
+
+    with warned() as texts:
+        _, reports = load(FOUR, tmp_path, state)
+    (text,) = texts
+    assert text.startswith("look at this load (2 notes)\n" + ", ".join(keys))
+    assert [len(report.warnings) for report in reports] == [0, 1, 1, 1]
+
+
+def test_m47_a_rank_that_loads_by_itself_is_warned_of_its_own(tmp_path: Path) -> None:
+    dcp.save({GATE_UP: arange(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    for rank in range(2):
+        planner = PlacementLoadPlanner()
+        with warned() as texts, WORLD._as(rank):
+            planner.set_up_planner(plain_template(rank), metadata, is_coordinator=True)
+            planner.create_global_plan([planner.create_local_plan()])
+        assert "'tp' cuts it plainly" in texts[0]
+        assert len(planner.report.warnings) == len(texts) == 1
 
 
 def test_m47_fsdp_declared_before_tp_is_warned_of_at_load(tmp_path: Path) -> None:
