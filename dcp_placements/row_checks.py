@@ -20,7 +20,7 @@ import numpy.typing as npt
 from dcp_placements.binding import Binding
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.families import format_numbers
-from dcp_placements.layout import Chunk, Pick
+from dcp_placements.layout import Chunk, Intervals, Pick
 from dcp_placements.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.placing import Placing
 from dcp_placements.record import SaveRecord
@@ -31,8 +31,12 @@ _MAX_PARTS = 4
 _MAX_ROWS = 6
 
 Bits = npt.NDArray[np.bool_]
-Parts = dict[bytes, list[int]]
-"""The ranks that ask for the same rows, by these rows: one bit per row, packed."""
+Rows = tuple[tuple[int, ...], tuple[int, ...], bytes, tuple[Intervals, ...]]
+"""``_Listed`` without its rule."""
+
+Part = tuple[bytes, tuple[Intervals, ...]]
+Parts = dict[Part, list[int]]
+"""The ranks that ask for the same elements, by ``bits`` and ``within`` of ``_Listed``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,15 @@ class _Listed:
         dims: Of the tensor, those whose rows are listed.
         sizes: Of these dims.
         bits: Which rows, one bit per row in C order, packed.
+        within: What of them, by the intervals of the other dims: ranks of FSDP or TP ask for
+            different parts of the same rows.
         rule: What to call the rule of an ``IndexShard``; None where rename= stacks them.
     """
 
     dims: tuple[int, ...]
     sizes: tuple[int, ...]
     bits: bytes
+    within: tuple[Intervals, ...]
     rule: str | None
 
 
@@ -72,7 +79,7 @@ def packed_rows(
     """
     there = set(stored)
     states: OptimizerStates | None = None
-    known: dict[Binding, tuple[tuple[int, ...], tuple[int, ...], bytes] | None] = {}
+    known: dict[Binding, Rows | None] = {}
     groups: dict[_Listed, list[str]] = {}
     others: set[str] = set()
     for fqn in state_dict:
@@ -92,7 +99,9 @@ def packed_rows(
         if states.of(fqn) is None and not excused(fqn):
             rule = None if isinstance(placed, StackedPlaced) else placed.rule
             groups.setdefault(_Listed(*rows, rule), []).append(fqn)
-    told = [(one.dims, one.sizes, one.bits, one.rule, keys) for one, keys in groups.items()]
+    told = [
+        (one.dims, one.sizes, one.bits, one.within, one.rule, keys) for one, keys in groups.items()
+    ]
     return zlib.compress(pickle.dumps((told, sorted(others))), 1) if told or others else b""
 
 
@@ -100,10 +109,8 @@ def _without_numbers(fqn: str) -> str:
     return _DIGITS.sub("{}", fqn)
 
 
-def _rows_of(
-    binding: Binding, chunks: Sequence[Chunk]
-) -> tuple[tuple[int, ...], tuple[int, ...], bytes] | None:
-    """Return the dims whose rows a rank lists, their sizes, and which rows are its; else None."""
+def _rows_of(binding: Binding, chunks: Sequence[Chunk]) -> Rows | None:
+    """Return what rows a rank lists; None where it lists none."""
     dims = tuple(sorted({cut.dim for cut in binding.sharding.cuts if isinstance(cut, Pick)}))
     if not dims:
         return None
@@ -113,7 +120,9 @@ def _rows_of(
         first = [chunk.offsets[dim] for dim in dims]
         counts = [chunk.sizes[dim] for dim in dims]
         bits[tuple([slice(a, a + n) for a, n in zip(first, counts, strict=True)])] = True
-    return dims, sizes, np.packbits(bits).tobytes()
+    intervals = enumerate(binding.layout.intervals)
+    within = tuple([known for dim, known in intervals if dim not in dims])
+    return dims, sizes, np.packbits(bits).tobytes(), within
 
 
 def row_faults(
@@ -183,9 +192,9 @@ def _gap(asked: Sequence[tuple[_Listed, list[int]]]) -> _Gap | None:
     for one, ranks in asked:
         if (one.dims, one.sizes) != (like.dims, like.sizes):
             return None
-        parts.setdefault(one.bits, []).extend(ranks)
+        parts.setdefault((one.bits, one.within), []).extend(ranks)
     count = int(np.prod(like.sizes))
-    union = np.bitwise_or.reduce([np.frombuffer(bits, np.uint8) for bits in parts])
+    union = np.bitwise_or.reduce([np.frombuffer(bits, np.uint8) for bits, _ in parts])
     missing = ~_unpacked(union.tobytes(), count)
     if not missing.any():
         return None
@@ -203,15 +212,18 @@ def _twice(parts: Parts, count: int) -> Bits:
     Parts that only overlap are those of ranks with copies of some experts.
     """
     holders = np.zeros(count, np.int64)
-    for bits in parts:
+    for bits, _ in parts:
         holders += _unpacked(bits, count)
     twice = np.zeros(count, np.bool_)
-    for bits, ranks in parts.items():
+    for (bits, within), ranks in parts.items():
         part = _unpacked(bits, count)
         if len(ranks) > 1 or (
             part.any()
             and holders[part].min() > 1
-            and any(other != bits and _unpacked(other, count)[part].all() for other in parts)
+            and any(
+                other != bits and whole == within and _unpacked(other, count)[part].all()
+                for other, whole in parts
+            )
         ):
             twice |= part
     return twice
@@ -222,7 +234,10 @@ def _fault(
 ) -> Fault:
     like = gap.like
     count = int(np.prod(like.sizes))
-    ordered = sorted(gap.parts.items(), key=lambda part: min(part[1]))
+    by_rows: dict[bytes, list[int]] = {}
+    for (bits, _), held in gap.parts.items():
+        by_rows.setdefault(bits, []).extend(held)
+    ordered = sorted(by_rows.items(), key=lambda part: min(part[1]))
     asked = [
         f"{_format_rows(_unpacked(bits, count), like.sizes)} by {format_ranks(ranks)}"
         for bits, ranks in ordered[:_MAX_PARTS]

@@ -315,6 +315,41 @@ def test_rows_that_another_rank_reads_without_listing_them_are_no_gap(tmp_path: 
         load_by_index(tmp_path, FOUR, lambda rank: HALVES[rank // 2], rules)
 
 
+def by_ep_and_tp(rows: RowsOf) -> Callable[[int], PlacementRules]:
+    """Return rules of ranks that list rows over ``ep``, and have half of each over ``tp``."""
+
+    def rules(rank: int) -> PlacementRules:
+        entries = {"ep": IndexShard(0, list(rows(rank // 2))), "tp": Shard(1)}
+        placement = CheckpointPlacement(
+            FOUR.mesh(rank, ep=2, tp=2), entries, global_shape=(4, 2, 3)
+        )
+        return PlacementRules({"experts": placement})
+
+    return rules
+
+
+def test_parts_of_the_same_rows_are_not_asked_for_twice(tmp_path: Path) -> None:
+    save_by_index(tmp_path)
+
+    def load(rows: RowsOf) -> None:
+        found = FOUR.load(
+            tmp_path,
+            lambda rank: {fqn: torch.zeros(len(rows(rank // 2)), 1, 3) for fqn in WHOLE},
+            lambda rank: PlacementLoadPlanner(by_ep_and_tp(rows)(rank)),
+        )
+        for rank in range(4):
+            for fqn, whole in WHOLE.items():
+                wanted = whole[list(rows(rank // 2)), rank % 2 : rank % 2 + 1]
+                assert same_bits(found[rank][fqn], wanted)
+
+    with without_warning():
+        load(halves)
+        load(lambda rank: [rank])  # a part of the experts, each once
+    with refused() as refusal:
+        load(first_half)
+    refusal.says("several ranks ask for rows 0-1", "asked for:   0-1 by ranks 0-3")
+
+
 def test_stages_with_other_keys_are_no_gap(tmp_path: Path) -> None:
     save_by_index(tmp_path)
     with without_warning():
