@@ -72,6 +72,29 @@ def test_m1_plain_tensors_that_differ_are_refused(outcomes: list[dict[str, Any]]
     assert seen.all("files") == []
 
 
+def test_m49_a_rename_forgotten_at_load_is_refused_on_every_rank_with_the_whole_text(
+    tmp_path: Path,
+) -> None:
+    done = torchrun(WORKER, tmp_path, "m49_rename_forgotten", ranks=2)
+    assert done.returncode == 0, tail(done)
+    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    seen = Seen(outcomes, "m49_rename_forgotten")
+    assert refusal(seen).splitlines() == [
+        "the ranks do not ask for what was saved (1 fault)",
+        "experts.{}: several ranks ask for 0-1 of it, and none for 2-3",
+        "    saved with:  rename=Renumber('experts.{}', total=4)",
+        "    this load:   no rename=",
+        "    asked for:   0-1 by ranks 0-1",
+        "    likely:      rename= was forgotten in this load, so that every rank asks by its local "
+        "numbers",
+        "    way out:     the rename= of the save in PlacementLoadPlanner, on each rank with its "
+        "own numbers; optional=[pattern] or waive={pattern: reason} where the rest is left out on "
+        "purpose",
+    ]
+    assert seen.all("untouched")
+    assert not any(seen.each("differing"))
+
+
 def test_m2_experts_without_a_rule_are_refused(outcomes: list[dict[str, Any]]) -> None:
     seen = Seen(outcomes, "m2_without_rule")
     assert_says(

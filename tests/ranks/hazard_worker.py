@@ -43,6 +43,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
+    Renumber,
     check,
 )
 from tests.ranks.leaving import leave
@@ -454,6 +455,21 @@ def trained() -> tuple[Trainer, dict[str, torch.Tensor]]:
 def main_checkpoint(path: Path) -> Path:
     """Return the directory of the main job's checkpoint."""
     return path.parent / "main_job" / "checkpoint"
+
+
+@scenario
+def m49_rename_forgotten(path: Path) -> Facts:
+    """Each rank has two experts, which it numbers from 0."""
+    rank, total = dist.get_rank(), 2 * dist.get_world_size()
+    mine = [2 * rank, 2 * rank + 1]
+    state = {f"experts.{i}.w": arange(4, 3, start=100 * e) for i, e in enumerate(mine)}
+    rename = Renumber("experts.{}", mine, total=total)
+    dcp.save(state, checkpoint_id=path, planner=PlacementSavePlanner(rename=rename))
+    blank = {key: torch.zeros(4, 3) for key in state}
+    refused = refusal(lambda: dcp.load(blank, checkpoint_id=path, planner=PlacementLoadPlanner()))
+    untouched = not any(value.any() for value in blank.values())
+    dcp.load(blank, checkpoint_id=path, planner=PlacementLoadPlanner(rename=rename))
+    return {"refused": refused, "untouched": untouched, "differing": differing(blank, state)}
 
 
 @scenario
