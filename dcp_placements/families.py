@@ -180,7 +180,7 @@ def total_faults(
     totals: Iterable[tuple[str, int]],
     record: SaveRecord,
     keys: Iterable[str],
-    rank: int,
+    who: str,
 ) -> list[Fault]:
     """Return the renames of a load that declare another total than the save's did.
 
@@ -188,7 +188,7 @@ def total_faults(
         totals: What this load's rename declares, as ``(pattern, total)``.
         record: The checkpoint's.
         keys: The checkpoint's keys that this rank asks for.
-        rank: This process's rank, for messages.
+        who: What to call this rank.
     """
     declared = dict(totals)
     saved = {step.pattern: step for step in record.renames if step.kind == "Renumber"}
@@ -213,7 +213,7 @@ def total_faults(
     return [
         Fault(
             pattern,
-            f"rank {rank} loads it with total={declared[pattern]}, but it was saved as one of "
+            f"{who} loads it with total={declared[pattern]}, but it was saved as one of "
             f"{step.total}",
             (
                 f"saved with:  rename={step}",

@@ -70,18 +70,17 @@ def check_load(
     """
     checks = LoadChecks(record_of(metadata))
     checks.notes = unwaived(placing.placed.values(), waived, renamed=rename is not None)
-    checks.renames = tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
-    excuses = _Excuses(waived, policy)
+    excuses = Excuses(waived, policy)
     if world_size() > 1:
         there = tensor_keys(metadata)
         checks.rows = packed_rows(placing, state_dict, there, excuses.name)
     if checks.record is not None:
         _compare_cuts(checks, checks.record, placing, metadata, excuses, rank)
-        _compare_renames(checks, checks.record, state_dict, metadata, rename, excuses, rank)
+    compare_renames(checks, state_dict, metadata, rename, excuses, f"rank {rank}")
     return checks
 
 
-class _Excuses:
+class Excuses:
     """Keys that are let pass: waived, or named as ones that may be missing."""
 
     def __init__(self, waived: Collection[str], policy: Policy) -> None:
@@ -102,7 +101,7 @@ def _compare_cuts(
     record: SaveRecord,
     placing: Placing,
     metadata: Metadata,
-    excuses: _Excuses,
+    excuses: Excuses,
     rank: int,
 ) -> None:
     """Note the keys that axes cut in another way than the save had it."""
@@ -122,7 +121,7 @@ def _compare_cuts(
         if found and excuses.waive(fqn):
             waived += 1
         elif found:
-            checks.faults += [_cut_fault(fqn, one, placed.rule, rank) for one in found]
+            checks.faults += [cut_fault(fqn, one, placed.rule, f"rank {rank}") for one in found]
     checks.compared = "declared as saved"
     if compared:
         count = compared - waived
@@ -155,11 +154,12 @@ class _Pairs:
 _MAX_KNOWN = 32
 
 
-def _cut_fault(fqn: str, found: Difference, rule: str | None, rank: int) -> Fault:
+def cut_fault(fqn: str, found: Difference, rule: str | None, who: str) -> Fault:
+    """Return the fault of a key that ``who`` loads cut otherwise than it was saved."""
     axes = " and ".join(map(repr, found.axes))
     return Fault(
         fqn,
-        f"rank {rank} loads it cut by {axes} in another way than it was saved",
+        f"{who} loads it cut by {axes} in another way than it was saved",
         (
             f"saved:       {found.saved}",
             f"this load:   {found.loaded}",
@@ -170,28 +170,40 @@ def _cut_fault(fqn: str, found: Difference, rule: str | None, rank: int) -> Faul
     )
 
 
-def _compare_renames(
+def compare_renames(
     checks: LoadChecks,
-    record: SaveRecord,
-    state_dict: Mapping[str, Any],
+    fqns: Collection[str],
     metadata: Metadata,
     rename: Rename | None,
-    excuses: _Excuses,
-    rank: int,
+    excuses: Excuses,
+    who: str,
 ) -> None:
-    """Note what this rank asks for of renamed numbers, and totals other than the save's."""
+    """Note what a rank asks for of renamed numbers, and totals other than the save's.
+
+    Args:
+        checks: What the rank finds; it takes this in.
+        fqns: The checkpoint's keys that it asks for.
+        metadata: The checkpoint's.
+        rename: The rank's renaming.
+        excuses: What is let pass.
+        who: What to call the rank.
+    """
+    checks.renames = tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
+    record = checks.record
+    if record is None:
+        return
     families = Families(record.renames, metadata.state_dict_metadata)
     if not families:
         return
-    excused = {family for fqn in state_dict if excuses.name(fqn) for family, *_ in families.of(fqn)}
+    excused = {family for fqn in fqns if excuses.name(fqn) for family, *_ in families.of(fqn)}
     there = tensor_keys(metadata)
-    asked = families.numbers(fqn for fqn in state_dict if fqn in there)
+    asked = families.numbers(fqn for fqn in fqns if fqn in there)
     checks.asked = packed_numbers(
         {family: numbers for family, numbers in asked.items() if family not in excused}
     )
     declared = [(known.pattern, known.total) for known in numbering(rename)]
-    for fault in total_faults(declared, record, state_dict, rank):
+    for fault in total_faults(declared, record, fqns, who):
         finder = number_finder(fault.fqn)
-        named = (fqn for fqn in state_dict if finder.search(f".{fqn}"))
+        named = (fqn for fqn in fqns if finder.search(f".{fqn}"))
         if not excuses.waive(fault.fqn) and not any(map(excuses.name, named)):
             checks.faults.append(fault)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from dcp_placements.binding import Binding
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.families import format_numbers
-from dcp_placements.layout import Chunk, Intervals, Pick
+from dcp_placements.layout import Chunk, Intervals, Layout, Pick, Sharding
 from dcp_placements.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.placing import Placing
 from dcp_placements.record import SaveRecord
@@ -32,15 +32,15 @@ _MAX_ROWS = 6
 
 Bits = npt.NDArray[np.bool_]
 Rows = tuple[tuple[int, ...], tuple[int, ...], bytes, tuple[Intervals, ...]]
-"""``_Listed`` without its rule."""
+"""``Listed`` without its rule."""
 
 Part = tuple[bytes, tuple[Intervals, ...]]
 Parts = dict[Part, list[int]]
-"""The ranks that ask for the same elements, by ``bits`` and ``within`` of ``_Listed``."""
+"""The ranks that ask for the same elements, by ``bits`` and ``within`` of ``Listed``."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class Listed:
     """How rows of a tensor are listed, and which of them.
 
     Attributes:
@@ -80,7 +80,7 @@ def packed_rows(
     there = set(stored)
     states: OptimizerStates | None = None
     known: dict[Binding, Rows | None] = {}
-    groups: dict[_Listed, list[str]] = {}
+    groups: dict[Listed, list[str]] = {}
     others: set[str] = set()
     for fqn in state_dict:
         if fqn not in there or fqn in placing.absent:
@@ -89,38 +89,47 @@ def packed_rows(
         rows = None
         if placed is not None:
             if placed.binding not in known:
-                known[placed.binding] = _rows_of(placed.binding, placed.chunks)
+                binding = placed.binding
+                known[binding] = rows_of(binding.sharding, binding.layout, placed.chunks)
             rows = known[placed.binding]
         if placed is None or rows is None:
-            others.add(_without_numbers(fqn))
+            others.add(without_numbers(fqn))
             continue
         if states is None:
             states = OptimizerStates(dict.fromkeys(there, UNSEEN))
         if states.of(fqn) is None and not excused(fqn):
             rule = None if isinstance(placed, StackedPlaced) else placed.rule
-            groups.setdefault(_Listed(*rows, rule), []).append(fqn)
+            groups.setdefault(Listed(*rows, rule), []).append(fqn)
+    return pack(groups, others)
+
+
+def pack(groups: Mapping[Listed, Sequence[str]], others: Iterable[str]) -> bytes:
+    """Return what a rank lists, and names of what it asks for otherwise, as they travel."""
     told = [
-        (one.dims, one.sizes, one.bits, one.within, one.rule, keys) for one, keys in groups.items()
+        (one.dims, one.sizes, one.bits, one.within, one.rule, list(keys))
+        for one, keys in groups.items()
     ]
-    return zlib.compress(pickle.dumps((told, sorted(others))), 1) if told or others else b""
+    names = sorted(others)
+    return zlib.compress(pickle.dumps((told, names)), 1) if told or names else b""
 
 
-def _without_numbers(fqn: str) -> str:
+def without_numbers(fqn: str) -> str:
+    """Return a key's name as ``packed_rows`` tells it of keys whose rows are not listed."""
     return _DIGITS.sub("{}", fqn)
 
 
-def _rows_of(binding: Binding, chunks: Sequence[Chunk]) -> Rows | None:
+def rows_of(sharding: Sharding, layout: Layout, chunks: Sequence[Chunk]) -> Rows | None:
     """Return what rows a rank lists; None where it lists none."""
-    dims = tuple(sorted({cut.dim for cut in binding.sharding.cuts if isinstance(cut, Pick)}))
+    dims = tuple(sorted({cut.dim for cut in sharding.cuts if isinstance(cut, Pick)}))
     if not dims:
         return None
-    sizes = tuple([binding.global_shape[dim] for dim in dims])
+    sizes = tuple([sharding.global_shape[dim] for dim in dims])
     bits = np.zeros(sizes, np.bool_)
     for chunk in chunks:
         first = [chunk.offsets[dim] for dim in dims]
         counts = [chunk.sizes[dim] for dim in dims]
         bits[tuple([slice(a, a + n) for a, n in zip(first, counts, strict=True)])] = True
-    intervals = enumerate(binding.layout.intervals)
+    intervals = enumerate(layout.intervals)
     within = tuple([known for dim, known in intervals if dim not in dims])
     return dims, sizes, np.packbits(bits).tobytes(), within
 
@@ -141,14 +150,14 @@ def row_faults(
     for rank, packed in asked.items():
         holders.setdefault(packed, []).append(rank)
     # Most ranks list rows of the same keys: the work is per group of keys, not per key and rank.
-    groups: dict[tuple[str, ...], list[tuple[_Listed, list[int]]]] = {}
+    groups: dict[tuple[str, ...], list[tuple[Listed, list[int]]]] = {}
     others: set[str] = set()
     for packed, ranks in holders.items():
         listed: list[Any]
         listed, names = pickle.loads(zlib.decompress(packed))
         others.update(names)
         for *one, keys in listed:
-            groups.setdefault(tuple(keys), []).append((_Listed(*one), ranks))
+            groups.setdefault(tuple(keys), []).append((Listed(*one), ranks))
     groups_of: dict[str, list[int]] = {}
     for number, keys in enumerate(groups):
         for fqn in keys:
@@ -164,7 +173,7 @@ def row_faults(
             faults += [
                 _fault(fqn, gap, record, renames)
                 for fqn in fqns
-                if _without_numbers(fqn) not in others
+                if without_numbers(fqn) not in others
             ]
     return faults
 
@@ -180,13 +189,13 @@ class _Gap:
         missing: What nobody asks for.
     """
 
-    like: _Listed
+    like: Listed
     parts: Parts
     twice: Bits
     missing: Bits
 
 
-def _gap(asked: Sequence[tuple[_Listed, list[int]]]) -> _Gap | None:
+def _gap(asked: Sequence[tuple[Listed, list[int]]]) -> _Gap | None:
     like = asked[0][0]
     parts: Parts = {}
     for one, ranks in asked:

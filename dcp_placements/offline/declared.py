@@ -49,8 +49,8 @@ def resolve(spec: str) -> Callable[..., Any]:
 
 def rules_at(
     function: Callable[..., Any], axes: MeshAxes, rank: int
-) -> tuple[Rules, Callable[[str], Any] | None]:
-    """Return the rules of one rank, and its rename where they come with one.
+) -> tuple[Rules, Callable[[str], Any] | None, Mapping[str, str]]:
+    """Return the rules of one rank, its rename where they come with one, and its waivers.
 
     Args:
         function: ``mesh -> rules``: called with a ``MeshCoordinate`` of the rank. It returns
@@ -78,7 +78,7 @@ def rules_at(
         )
     placements = found if isinstance(found, Placements) else Placements(found)
     rules = PlacementRules({}) if placements.rules is None else placements.rules
-    return rules, placements.rename
+    return rules, placements.rename, placements.waive
 
 
 def parse_mesh(text: str) -> MeshAxes:

@@ -218,7 +218,7 @@ def explain(
     work = _Ranks(tensor, StoredChunks(metadata), places, axes, own)
     parts = []
     for number in range(size) if rank is None else (rank,):
-        spoken, _ = rules_at(rules, axes, number)
+        spoken, *_ = rules_at(rules, axes, number)
         parts.append(work.part(number, spoken))
     return replace(explained, rule=work.rule, axes=work.told, ranks=tuple(parts))
 

@@ -28,6 +28,7 @@ from dcp_placements.mesh import MeshCoordinate
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.cutting import fsdp_axes, known_axes, layout_at, whole_sharding
 from dcp_placements.offline.declared import MeshAxes, rules_at
+from dcp_placements.offline.rehearsed_record import RehearsedRecord
 from dcp_placements.placement import (
     CheckpointPlacement,
 )
@@ -247,6 +248,8 @@ class _Stage:
         self._cut: set[str] = set()
         self._faults = _Told()
         self._notes: dict[Fault, None] = {}
+        self._record = RehearsedRecord(checkpoint.metadata)
+        self._otherwise: dict[Any, list[Fault]] = {}
         # By all that decides it, why a rank's part of a tensor would be refused.
         self._unfit: dict[Any, tuple[str, tuple[str, ...]] | None] = {}
         self._absent = {name for name, size in checkpoint.files.items() if size is None}
@@ -254,14 +257,20 @@ class _Stage:
     def rehearsed(self) -> Rehearsal:
         ranks = []
         for rank, coordinate in enumerate(product(*map(range, self._axes.values()))):
-            rules, rename = rules_at(self._function, self._axes, rank)
+            rules, rename, waive = rules_at(self._function, self._axes, rank)
             parts = self._parts_of(rules, rename)
             ranks.append(self._costs(rank, coordinate, rules, parts, rename is not None))
+            self._compare(rank, coordinate, parts, rules, rename, waive)
         tensors = sum(len(known.fqns) for known in self._classes)
         return Rehearsal(
             axes=self._axes,
             ranks=tuple(ranks),
-            faults=self._faults.sorted(),
+            faults=tuple(
+                sorted(
+                    [*self._faults.sorted(), *self._record.asking_faults()],
+                    key=lambda fault: (fault.fqn, fault.headline),
+                )
+            ),
             notes=tuple(sorted(self._notes, key=lambda note: (note.fqn, note.headline))),
             missing=self._missing,
             unread=self._unread,
@@ -369,6 +378,42 @@ class _Stage:
                 )
         for fqn in case.placeless:
             self._faults.add(rank, fqn, "the metadata names no file for a chunk that is needed")
+
+    def _compare(
+        self,
+        rank: int,
+        coordinate: Sequence[int],
+        parts: Sequence[_Part],
+        rules: Rules,
+        rename: Any,
+        waive: Mapping[str, str],
+    ) -> None:
+        """Note what is declared otherwise than the checkpoint was saved."""
+        # What a rename is called says all of it where its numbers say what keys a rank has.
+        same = rank if holder(rename) is None and rename else (repr(rename), tuple(waive))
+        fqns = (fqn for part in parts for fqn in part.fqns)
+        for fault in self._record.rename_faults(rank, fqns, rename, waive, same):
+            self._faults.add(rank, fault.fqn, fault.headline, *fault.details)
+        for part in parts:
+            shape = part.known.shape
+            placement = rules(part.fqn, part.known.example) if shape else None
+            sharding = self._shardings.get((part.known, _signature(placement)))
+            rule = rule_name(rules, part.fqn) if placement is not None else None
+            key = (part.known, _signature(placement), part.members.tobytes(), rule, tuple(waive))
+            if sharding is None:  # a rule that does not fit, which is a fault of its own
+                continue
+            own = fsdp_axes(shape, placement, self._fsdp)
+            try:
+                layout = layout_at(sharding, placement, self._axes, own, coordinate)
+            except LayoutError:  # as above
+                continue
+            self._record.list_rows(rank, part.fqns, sharding, layout, rule, waive)
+            if key not in self._otherwise:
+                self._otherwise[key] = self._record.cut_faults(
+                    part.fqns, sharding, placement, own, rule, waive
+                )
+            for fault in self._otherwise[key]:
+                self._faults.add(rank, fault.fqn, fault.headline, *fault.details)
 
     def _check_local(
         self, part: _Part, rules: Rules, rank: int, coordinate: Sequence[int], renamed: bool

@@ -1,0 +1,144 @@
+"""What a load would be refused for because it is declared otherwise than the checkpoint was saved.
+
+The same functions judge as in a load. Here no rank has keys of its own: it is taken to ask for the
+checkpoint's, as its rename says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dcp_placements.cut_checks import differences
+from dcp_placements.errors import Fault
+from dcp_placements.interop import Metadata
+from dcp_placements.layout import Layout, Pick, Sharding
+from dcp_placements.load_checks import Excuses, LoadChecks, compare_renames, cut_fault
+from dcp_placements.load_message import LoadMessage, asking_faults
+from dcp_placements.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.placement import CheckpointPlacement
+from dcp_placements.record import cuts_of, record_of
+from dcp_placements.request import Policy
+from dcp_placements.row_checks import Listed, pack, rows_of, without_numbers
+
+
+class RehearsedRecord:
+    """What all ranks' declarations come to beside the save's.
+
+    Args:
+        metadata: The checkpoint's.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._record = record_of(metadata)
+        self._checks: dict[Any, LoadChecks] = {}
+        self._messages: list[LoadMessage] = []
+        self._lists: list[tuple[int, Sequence[str], Listed | None, Mapping[str, str]]] = []
+
+    def cut_faults(
+        self,
+        fqns: Sequence[str],
+        sharding: Sharding,
+        placement: CheckpointPlacement | None,
+        own: Sequence[str],
+        rule: str | None,
+        waive: Mapping[str, str],
+    ) -> list[Fault]:
+        """Return how axes cut keys in another way than the save had it.
+
+        Args:
+            fqns: Keys that lie alike.
+            sharding: How.
+            placement: What the rule says.
+            own: The axes of FSDP, which are one in ``sharding``, the last.
+            rule: What to call it.
+            waive: Patterns of keys that are known to be right.
+        """
+        if self._record is None or not sharding.cuts:
+            return []
+        names: list[str | None] = []
+        if placement is not None:
+            names += placement.mesh.mesh_dim_names or [None] * len(placement.mesh.shape)
+        # Several axes flattened into one are called in no way that a save would know.
+        names.append(own[0] if len(own) == 1 else None)
+        loaded = cuts_of(sharding, names)
+        excuses = _excuses(waive)
+        groups: dict[int, list[str]] = {}
+        for fqn in fqns:
+            if group := self._record.group_of.get(fqn, 0):
+                groups.setdefault(group, []).append(fqn)
+        return [
+            cut_fault(fqn, found, rule, _ANY)
+            for group, members in groups.items()
+            for found in differences(self._record.groups[group], loaded, sharding.global_shape)
+            for fqn in members
+            if not excuses.waive(fqn)
+        ]
+
+    def rename_faults(
+        self, rank: int, fqns: Iterable[str], rename: Any, waive: Mapping[str, str], key: Any
+    ) -> list[Fault]:
+        """Return the totals that are others than the save's, and keep what a rank asks for.
+
+        Args:
+            rank: The rank.
+            fqns: Keys of tensors that it has.
+            rename: Its rename.
+            waive: Patterns of keys that are known to be right.
+            key: The same for ranks that have the same of all these.
+        """
+        checks = self._checks.get(key)
+        if checks is None:
+            checks = self._checks[key] = LoadChecks(self._record)
+            keys = list(fqns)
+            compare_renames(checks, keys, self._metadata, rename, _excuses(waive), _ANY)
+        self._messages.append(LoadMessage(rank, asked=checks.asked, renames=checks.renames))
+        return checks.faults
+
+    def asking_faults(self) -> list[Fault]:
+        """Return what all ranks' keys and rows together show."""
+        rows = self._packed_rows()
+        messages = [replace(one, rows=rows.get(one.rank, b"")) for one in self._messages]
+        return asking_faults(messages, self._record, self._metadata)
+
+    def list_rows(
+        self,
+        rank: int,
+        fqns: Sequence[str],
+        sharding: Sharding,
+        layout: Layout,
+        rule: str | None,
+        waive: Mapping[str, str],
+    ) -> None:
+        """Keep which rows of keys that lie alike a rank asks for."""
+        rows = None
+        if any(isinstance(cut, Pick) for cut in sharding.cuts):
+            rows = rows_of(sharding, layout, layout.chunks())
+        self._lists.append((rank, fqns, None if rows is None else Listed(*rows, rule), waive))
+
+    def _packed_rows(self) -> dict[int, bytes]:
+        """Return by rank what its rows are; nothing where no rule lists any."""
+        if all(listed is None for _, _, listed, _ in self._lists):
+            return {}
+        states = OptimizerStates(dict.fromkeys(self._metadata.state_dict_metadata, UNSEEN))
+        groups: dict[int, dict[Listed, list[str]]] = {}
+        others: dict[int, set[str]] = {}
+        for rank, fqns, listed, waive in self._lists:
+            if listed is None:
+                others.setdefault(rank, set()).update(map(without_numbers, fqns))
+                continue
+            excuses = _excuses(waive)
+            groups.setdefault(rank, {}).setdefault(listed, []).extend(
+                [fqn for fqn in fqns if states.of(fqn) is None and not excuses.name(fqn)]
+            )
+        ranks = groups.keys() | others.keys()
+        return {rank: pack(groups.get(rank, {}), others.get(rank, ())) for rank in ranks}
+
+
+_ANY = "a rank"
+
+
+def _excuses(waive: Mapping[str, str]) -> Excuses:
+    return Excuses(waive, Policy(False, (), "warn"))
