@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from dcp_placements.report import LoadReport, SaveReport
     from dcp_placements.rules import PlacementRules
-    from dcp_placements.save_planner import PlacementSavePlanner
+    from dcp_placements.save.planner import PlacementSavePlanner
     from dcp_placements.storage_reader import PlacementFileSystemReader
     from dcp_placements.storage_writer import PlacementFileSystemWriter
 
@@ -70,7 +70,7 @@ _HOMES = {
     "PlacementFileSystemWriter": "storage_writer",
     "PlacementLoadPlanner": "load_planner",
     "PlacementRules": "rules",
-    "PlacementSavePlanner": "save_planner",
+    "PlacementSavePlanner": "save.planner",
     "Placements": "declaration",
     "Renames": "renaming",
     "Renumber": "renaming",

@@ -24,7 +24,7 @@ from dcp_placements.interop import (
     TensorStorageMetadata,
     narrow_tensor_by_index,
 )
-from dcp_placements.shadows import packed_object
+from dcp_placements.shadow_records import packed_object
 from dcp_placements.slices import Gap, halves, segments
 from dcp_placements.storage_table import Starts
 from dcp_placements.tensor_record import (

@@ -15,7 +15,7 @@ import torch
 
 from dcp_placements.interop import Metadata, MetadataIndex, ReadItem, StorageInfo
 from dcp_placements.provenance import stored
-from dcp_placements.shadows import shadowed
+from dcp_placements.shadow_records import shadowed
 
 
 @dataclass(frozen=True, slots=True)

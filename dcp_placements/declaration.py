@@ -13,7 +13,7 @@ from dcp_placements.naming import Rename
 from dcp_placements.options import check_rename, check_rules, check_waivers
 from dcp_placements.placement import CheckpointPlacement
 from dcp_placements.rules import PlacementRules, Rules
-from dcp_placements.save_planner import PlacementSavePlanner
+from dcp_placements.save.planner import PlacementSavePlanner
 
 RuleTable = Mapping[str | re.Pattern[str], CheckpointPlacement | None]
 """What ``PlacementRules`` are made of."""

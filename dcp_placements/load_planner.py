@@ -34,8 +34,8 @@ from dcp_placements.interop import (
     set_element,
     world_size,
 )
-from dcp_placements.items import LazyItems
 from dcp_placements.layout import Box
+from dcp_placements.lazy_items import LazyItems
 from dcp_placements.live import fleeting_faults, live_faults
 from dcp_placements.load_checks import LoadChecks, check_load
 from dcp_placements.load_message import (

@@ -17,7 +17,7 @@ from dcp_placements.interop import (
 )
 from dcp_placements.report import SaveReport
 from dcp_placements.rules import Rules
-from dcp_placements.save_planner import PlacementSavePlanner
+from dcp_placements.save.planner import PlacementSavePlanner
 
 
 def check(

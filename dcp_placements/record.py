@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from dcp_placements.evidence import Offer, Tables
 from dcp_placements.interop import Metadata
 from dcp_placements.layout import Pick, Sharding
 from dcp_placements.provenance import stored
-from dcp_placements.table import Table
 
 CUTS_KEY = "cuts"
 RENAMES_KEY = "renames"
@@ -123,36 +121,6 @@ def cuts_of(sharding: Sharding, axis_names: Sequence[str | None]) -> Cuts:
     return tuple(found)
 
 
-def record_of_tables(
-    offers: Sequence[Offer], tables: Tables, keys: Collection[str]
-) -> dict[str, Any]:
-    """Return what a checkpoint is to keep of its cuts and renames: plain values.
-
-    Args:
-        offers: All ranks'.
-        tables: All tables that they name.
-        keys: The checkpoint's.
-    """
-    names = dict.fromkeys(sent.table_id for offer in offers for sent in offer.all_tables)
-    numbers: dict[Cuts, int] = {(): 0}
-    group_of: dict[str, int] = {}
-    for name in names:
-        table = tables[name]
-        # The last one is that of objects.
-        here = [numbers.setdefault(cuts, len(numbers)) for cuts in _class_cuts(table)] + [0]
-        mine = zip(table.fqns, map(here.__getitem__, table.class_of), strict=True)
-        if group_of.keys().isdisjoint(table.fqns):
-            group_of.update(mine)
-            continue
-        for fqn, group in mine:
-            # Nothing is kept of a key that ranks declare in several ways.
-            if group_of.setdefault(fqn, group) != group:
-                group_of[fqn] = 0
-    stories = [offer.story for offer in offers if offer.story is not None]
-    renames = dict.fromkeys(step for story in stories for step in story.renames)
-    return packed_record(list(numbers), group_of, keys, renames)
-
-
 def packed_record(
     groups: Sequence[Cuts],
     group_of: Mapping[str, int],
@@ -239,16 +207,6 @@ def _cut_of(
 
 def _rename_of(kind: str, pattern: str, total: int | None) -> SavedRename:
     return SavedRename(str(kind), str(pattern), None if total is None else int(total))
-
-
-def _class_cuts(table: Table) -> list[Cuts]:
-    found = []
-    for known in table.classes:
-        cuts = cuts_of(known.sharding, known.axis_names)
-        if known.rows >= 0:
-            cuts = (SavedCut(None, 1, known.rows, ROWS), *cuts)
-        found.append(cuts)
-    return found
 
 
 def _digest(ordered: Sequence[str]) -> int:

@@ -23,8 +23,8 @@ from dcp_placements.interop import (
     has_hooks,
     is_dtensor_like,
 )
-from dcp_placements.items import LazyItems
 from dcp_placements.layout import Box
+from dcp_placements.lazy_items import LazyItems
 from dcp_placements.optimizer_state import OptimizerStates, possible_parameters
 from dcp_placements.placing import Placed, Placing
 from dcp_placements.reads import Read, Reads, read_items

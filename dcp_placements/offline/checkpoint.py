@@ -38,7 +38,7 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rank_metadata import merge_rank_metadata, rank_file_rank
 from dcp_placements.safe_pickle import RefusedGlobal
 from dcp_placements.save_ids import ID_PREFIX, IdRecord, id_records, writer_of
-from dcp_placements.shadows import shadowed
+from dcp_placements.shadow_records import shadowed
 from dcp_placements.storage_table import Array, Rows, RowsBuilder, StorageTable, rows_of_entries
 
 DCP = "dcp"

@@ -21,7 +21,7 @@ from dcp_placements.digests import full_digest
 from dcp_placements.file_reads import CountedFile, FilePart
 from dcp_placements.interop import MetadataIndex
 from dcp_placements.offline.structure import Record
-from dcp_placements.shadows import packed_object
+from dcp_placements.shadow_records import packed_object
 from dcp_placements.tensor_record import (
     HEADS_NBYTES,
     LOCAL,

@@ -13,37 +13,37 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.evidence import Offer, Tables
 from dcp_placements.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.renaming import NUMBER, number_finder
+from dcp_placements.save.key_table import KeyTable
+from dcp_placements.save.statement import Statement
 
 
-def numbering_faults(offers: Sequence[Offer], tables: Tables) -> list[Fault]:
-    """Return what is missing or held twice of the numbers that the ranks' renames name."""
+def numbering_faults(
+    ranks: Sequence[int], statements: Sequence[Statement], tables: Sequence[KeyTable]
+) -> list[Fault]:
+    """Return what is missing or held twice of the numbers that the ranks' renames name.
+
+    Args:
+        ranks: The ranks that take part.
+        statements: What each of them says.
+        tables: All key tables of the save.
+    """
     told: dict[str, dict[int, list[int]]] = {}
     ranges: dict[tuple[str, str], dict[tuple[int, int], list[int]]] = {}
-    for offer in offers:
-        for known in () if offer.story is None else offer.story.numbered:
-            told.setdefault(known.pattern, {}).setdefault(known.total, []).append(offer.rank)
+    for rank, statement in zip(ranks, statements, strict=True):
+        for known in statement.numbered:
+            told.setdefault(known.pattern, {}).setdefault(known.total, []).append(rank)
             for selector, start, stop in known.ranges:
                 held = ranges.setdefault((known.pattern, selector), {})
-                held.setdefault((start, stop), []).append(offer.rank)
+                held.setdefault((start, stop), []).append(rank)
     if not told:
         return []
     faults = []
-    names = dict.fromkeys(sent.table_id for offer in offers for sent in offer.all_tables)
-    if not all(name in tables for name in names):
-        return []  # refused already; and whose keys are not known may have what is missing
-    keys = [tables[name].fqns for name in names]
-    keys += [
-        list(dict.fromkeys(item.index.fqn for item in offer.loose.items))
-        for offer in offers
-        if offer.loose is not None
-    ]
     families = _Families(list(told))
-    states = OptimizerStates({fqn: UNSEEN for fqns in keys for fqn in fqns})
-    for fqns in keys:
-        families.note(fqns, states)
+    states = OptimizerStates({fqn: UNSEEN for table in tables for fqn in table.fqns})
+    for table in tables:
+        families.note(table.fqns, states)
     for pattern, totals in told.items():
         if len(totals) > 1:
             faults.append(_totals_fault(pattern, totals))

@@ -1,0 +1,461 @@
+"""The SavePlanner: torch's hooks, in the order in which a save calls them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import uuid
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    format_faults,
+    format_names,
+    raise_faults,
+)
+from dcp_placements.interop import (
+    DefaultSavePlanner,
+    Metadata,
+    MetadataIndex,
+    SavePlan,
+    StorageMeta,
+    WriteItem,
+    WriteItemType,
+    files_by_name,
+    filled,
+    global_rank,
+    known_world_size,
+    world_size,
+)
+from dcp_placements.lazy_items import LazyItems
+from dcp_placements.naming import Rename
+from dcp_placements.options import (
+    check_choice,
+    check_rename,
+    check_rules,
+    check_waivers,
+    of_instance,
+)
+from dcp_placements.provenance import RESERVED_KEY, identity
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.report import SaveReport
+from dcp_placements.rules import Rules
+from dcp_placements.save.global_plan import Coordinator, WorldPlan
+from dcp_placements.save.items import Assignment, all_items, assigned_items
+from dcp_placements.save.local_plan import sent_holding
+from dcp_placements.save.numbering import numbering_faults
+from dcp_placements.save.owners import left_to_others
+from dcp_placements.save.rank_save import RankSave
+from dcp_placements.save.record import cuts_and_renames, making, written_digests
+from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
+from dcp_placements.save.statement import Statement
+from dcp_placements.save.summary import summarise, summarise_rank
+from dcp_placements.save_ids import id_data, id_item, is_named
+
+logger = logging.getLogger(__name__)
+
+DIGESTS = ("sampled", "full", "off")
+ON_CONFLICT = ("error", "warn")
+
+
+class _OfSave:
+    """An attribute of torch's planner that belongs to one save: it stands in ``RankSave``."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, planner: PlacementSavePlanner | None, owner: type) -> Any:
+        return self if planner is None else getattr(planner._save, self.name)
+
+    def __set__(self, planner: PlacementSavePlanner, value: Any) -> None:
+        setattr(planner._save, self.name, value)
+
+
+class PlacementSavePlanner(DefaultSavePlanner):
+    """Saves every shard at its true place in the whole tensor.
+
+    ``dcp.save(state_dict, checkpoint_id=path, planner=PlacementSavePlanner(rules))`` writes an
+    ordinary DCP checkpoint of the whole tensors: any reader loads it, into any topology.
+
+    Args:
+        rules: ``PlacementRules``, or any ``(fqn, tensor) -> CheckpointPlacement or None``. None:
+            every tensor keeps its own mesh and placements.
+        rename: This rank's key to the checkpoint's key; rules see the checkpoint's. ``Renumber``
+            and the like, or any function of a key; what is a row, or has rows or parts, is a
+            ``Row``, ``Rows`` or ``Parts``.
+        digests: What the coordinator compares before it drops a replica: ``"sampled"`` (up to
+            4 KiB of each item), ``"full"`` (all bytes; the digests are stored, too, for
+            ``PlacementLoadPlanner(verify="digests")``) or ``"off"``.
+        on_conflict: ``"error"`` refuses a save whose replicas differ; ``"warn"`` saves one.
+        waive: ``{pattern: reason}`` of keys whose lint warnings are known to be wrong.
+        step: The training step, kept with the checkpoint; an attribute, to be set before each
+            save.
+        shadows: Copies of what is replicated, in the files of the ranks that would otherwise read
+            it elsewhere: ``"off"``, the bytes that a rank may write more (the smallest tensors
+            first), or patterns of keys. For ``PlacementFileSystemReader``; others see none of it.
+        flatten_state_dict: As in ``DefaultSavePlanner``.
+        flatten_sharded_tensors: As in ``DefaultSavePlanner``.
+        dedup_replicated_tensors: As in ``DefaultSavePlanner`` (deprecated there, no effect).
+        dedup_save_to_lowest_rank: As in ``DefaultSavePlanner``.
+        enable_plan_caching: Accepted as in ``DefaultSavePlanner``, and changes nothing: every save
+            is planned by what is there.
+
+    Attributes:
+        report: After planning, a ``SaveReport``; of all ranks on the coordinator, of what this
+            rank holds on the others.
+
+    Raises:
+        PlacementError: An option that there is not.
+    """
+
+    state_dict = _OfSave()
+    mappings = _OfSave()
+    plan = _OfSave()
+    global_plan = _OfSave()
+    metadata = _OfSave()
+
+    def __init__(
+        self,
+        rules: Rules | None = None,
+        *,
+        rename: Rename | None = None,
+        digests: str = "sampled",
+        on_conflict: str = "error",
+        waive: Mapping[str, str] | None = None,
+        step: int | None = None,
+        shadows: str | int | Iterable[str] = "off",
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+    ) -> None:
+        self._save = RankSave()
+        super().__init__(
+            flatten_state_dict=flatten_state_dict,
+            flatten_sharded_tensors=flatten_sharded_tensors,
+            dedup_replicated_tensors=dedup_replicated_tensors,
+            dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
+        )
+        check_rules(rules)
+        check_rename(rename)
+        check_choice("digests", digests, DIGESTS)
+        check_choice("on_conflict", on_conflict, ON_CONFLICT)
+        self.rules = rules
+        self.rename = rename
+        self.digests = digests
+        self.on_conflict = on_conflict
+        self.waive = check_waivers(waive)
+        self.step = step
+        self.shadows = check_shadows(shadows)
+        if self.shadows is not None and on_conflict == "warn":
+            raise PlacementError(
+                'shadows= needs on_conflict="error": of replicas that differ the copies would too'
+            )
+        self._exact = False
+
+    @property
+    def report(self) -> SaveReport:
+        """What the save comes to."""
+        save = self._save
+        if not save.is_planned:
+            return SaveReport(planned=False)
+        if save.report is None:
+            save.report = summarise_rank(save.holding, save.placing, self.waive)
+        return save.report
+
+    @of_instance
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict, flat and under the checkpoint's keys. Called on every rank."""
+        if isinstance(storage_meta, Metadata):
+            raise PlacementError(
+                "a PlacementSavePlanner cannot load: dcp.load wants a load planner"
+            )
+        self._save = RankSave()
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._save.rename(self.rename)
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what this rank could write, replicas included. Called on every rank.
+
+        The items of the plan are there for whoever looks; sent to the coordinator the plan is its
+        key tables and boxes.
+
+        Raises:
+            PlacementError: Tensors and rules that do not fit, all of them in one error.
+        """
+        rank, save = global_rank(), self._save
+        with quiet_gc():
+            save.place(self.rules, self.rename, rank, flat=self.flatten_state_dict)
+            told = save.local_plan(
+                rank=rank,
+                world=known_world_size() or 1,
+                rules=self.rules,
+                rename=self.rename,
+                waived=self.waive,
+                digests=self.digests,
+                strict=self.on_conflict == "error",
+                exact=self._exact,
+                lookup=self.lookup_object,
+            )
+        items = LazyItems(partial(all_items, save.holding))
+        save.plan = SavePlan(items, planner_data=told)  # type: ignore[arg-type]
+        return save.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return the plans with each element once, and the metadata. Called on the coordinator.
+
+        Raises:
+            PlacementError: Ranks that contradict each other, elements that nobody holds, replicas
+                that differ; all of them in one error.
+        """
+        save = self._save
+        with quiet_gc():
+            # One plan where there are more ranks: a save without collectives, nobody sees the rest.
+            alone = len(all_plans) == 1 and world_size() > 1
+            coordinator = Coordinator(
+                [plan.planner_data for plan in all_plans], world=world_size(), complete=not alone
+            )
+            # A rank that has no coordinator of its own (no_dist=True) saves for itself alone.
+            left = (
+                left_to_others(save.placing.placed.values())
+                if alone and not self.is_coordinator
+                else ()
+            )
+            made = coordinator.plan(
+                left=left, lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
+            )
+            if not alone:
+                ranks = [plan.rank for plan in coordinator.plans]
+                tables = coordinator.cohorts.tables
+                made.faults += numbering_faults(ranks, coordinator.statements, tables)
+            save.report = self._judge(made, coordinator.statements)
+            assignments = self._with_shadows(coordinator, alone)
+            # What a writer put into a local plan stays in it: without collectives, its file names.
+            save.global_plan = [
+                _assigned(plan, assignment, coordinator)
+                for plan, assignment in zip(all_plans, assignments, strict=True)
+            ]
+            save.metadata = Metadata(
+                dict(made.metadata), planner_data=self._planner_data(coordinator, assignments)
+            )
+        return save.global_plan, save.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return what this rank writes. Called on every rank.
+
+        Raises:
+            PlacementError: A storage writer whose files cannot hold the plan.
+        """
+        assignment = new_plan.planner_data
+        if isinstance(assignment, Assignment):
+            raise_faults(
+                "the storage writer cannot hold this", _writer_faults(new_plan, assignment)
+            )
+            if isinstance(new_plan.items, LazyItems):
+                with quiet_gc():
+                    items = self._save.items(assignment)
+                new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
+            # A rank that writes nothing makes no file for its id alone.
+            if new_plan.items and not (
+                files_by_name(new_plan.storage_data) or is_named(new_plan.storage_data)
+            ):
+                items = [id_item(assignment.save_id, global_rank()), *new_plan.items]
+                new_plan = dataclasses.replace(new_plan, items=items)
+        self._save.plan = new_plan
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return the data of a write item: a view, or an object's bytes. Called on every rank."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            if (record := id_data(write_item.index)) is not None:
+                return record
+            made = self._save.objects.get(write_item.index.fqn)
+            if made is not None:
+                return io.BytesIO(made.getbuffer())
+        return super().resolve_data(write_item)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return what stands at ``index``; of a placed tensor a view. Called on every rank."""
+        data = self._save.data(index)
+        return super().lookup_object(index) if data is None else data
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options alone: what a save left behind is not sent to another process."""
+        return {name: value for name, value in vars(self).items() if name != "_save"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _save=RankSave())
+
+    def _with_shadows(self, coordinator: Coordinator, alone: bool) -> Sequence[Assignment]:
+        """Return the assignments with what they say of shadows."""
+        assignments = coordinator.made.assignments
+        if self.shadows is None or alone:
+            return assignments
+        unlike = unlike_objects(coordinator.cohorts, coordinator.pieces.all, self.digests)
+        shadowing = Shadowing(self.shadows, unlike)
+        return [dataclasses.replace(one, shadows=shadowing) for one in assignments]
+
+    def _judge(self, made: WorldPlan, statements: Sequence[Statement]) -> SaveReport:
+        """Return the report; refuse what cannot be saved, and warn of what ought to be known."""
+        faults = list(made.faults)
+        notes = [*made.notes, *_merged_notes(statements)]
+        if made.uncompared:
+            notes.append(_uncompared(made.uncompared))
+        (faults if self.on_conflict == "error" else notes).extend(made.conflicts)
+        ranks = len(statements)
+        report = summarise(made, statements, self.waive)
+        # A rank that plans alone does not know what the patterns match on others.
+        alone = ranks == 1 and world_size() > 1
+        if report.unmatched and not alone:
+            # Told with the faults, too: a pattern with a slip in it is the likely cause of them.
+            (faults or notes).append(_unmatched(report.unmatched, made))
+        raise_faults("the ranks' plans do not make a checkpoint", faults)
+        if 1 < ranks < world_size():
+            notes.append(_too_few(ranks, world_size()))
+        report.warnings = tuple(map(str, notes))
+        if notes:
+            warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
+        if alone:
+            # Asked for (use_collectives=False, no_dist=True), so it is told of and not warned of.
+            logger.info("%s", _alone(world_size()))
+            report.warnings += (str(_alone(world_size())),)
+        return report
+
+    def _planner_data(
+        self, coordinator: Coordinator, assignments: Sequence[Assignment]
+    ) -> dict[str, Any]:
+        cohorts = coordinator.cohorts
+        data: dict[str, Any] = {}
+        if self.flatten_state_dict:
+            for table in cohorts.tables:
+                data.update(table.paths_of_keys())
+        told = identity(assignments[0].save_id, world_size=len(assignments), step=self.step)
+        told |= cuts_and_renames(cohorts, coordinator.statements, coordinator.made.metadata)
+        if self.digests == "full" or self.shadows is not None:
+            options = {
+                "digests": self.digests,
+                "on_conflict": self.on_conflict,
+                "waive": self.waive,
+                "flatten_state_dict": self.flatten_state_dict,
+                "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
+            }
+            told |= making(cohorts, coordinator.statements, options)
+            if self.digests == "full":
+                told["digests"] = written_digests(cohorts, assignments)
+            if self.shadows is not None:
+                told["shadows"] = all_packs(cohorts, assignments)
+        data[RESERVED_KEY] = told
+        return data
+
+
+def _assigned(plan: SavePlan, assignment: Assignment, coordinator: Coordinator) -> SavePlan:
+    def items() -> list[WriteItem]:
+        sent = plan.planner_data
+        holding = sent_holding(sent, coordinator.cohorts.tables_of(sent))
+        return assigned_items(holding, assignment)
+
+    # dataclasses.replace takes several times as long, and there is one plan per rank.
+    return filled(type(plan), {**vars(plan), "items": LazyItems(items), "planner_data": assignment})
+
+
+def _writer_faults(plan: SavePlan, assignment: Assignment) -> list[Fault]:
+    """Return why files that know a tensor by its name alone cannot hold what is planned."""
+    if not files_by_name(plan.storage_data):
+        return []
+    faults = [
+        Fault(
+            fqn,
+            f"rank {rank} writes it in several chunks ({count}), and HuggingFaceStorageWriter "
+            "would keep only the last of them in a file",
+            ("way out:     save with FileSystemWriter, and dcp-placements export --to hf",),
+        )
+        for fqn, rank, count in assignment.in_chunks
+    ]
+    faults += [
+        Fault(
+            fqn,
+            "is no tensor, and HuggingFaceStorageWriter's files hold tensors only: it would write "
+            "one that nobody can read",
+            ("way out:     leave it out, or save with FileSystemWriter",),
+        )
+        for fqn in assignment.objects
+    ]
+    if assignment.shadows is not None:
+        faults.append(
+            Fault(
+                "shadows=",
+                "HuggingFaceStorageWriter would write the copies as tensors of the model",
+                ('way out:     shadows="off", or FileSystemWriter',),
+            )
+        )
+    if assignment.writers > 1 and "shard_index" not in plan.storage_data:
+        faults.append(
+            Fault(
+                "HuggingFaceStorageWriter",
+                f"{assignment.writers} ranks would write files of the same names, one over the "
+                "other",
+                ("way out:     HuggingFaceStorageWriter(..., save_distributed=True)",),
+            )
+        )
+    return faults
+
+
+def _uncompared(keys: int) -> Fault:
+    return Fault(
+        "this save",
+        f"replicas of {keys} keys are not compared",
+        (
+            "reason:      in a world of this size digests are folded, and the ranks that hold "
+            "these keys hold other keys beside them",
+            "way out:     dcp_placements.check(state_dict, rules) compares key by key",
+        ),
+    )
+
+
+def _merged_notes(statements: Iterable[Statement]) -> list[Fault]:
+    """Return the ranks' notes, those with one text once."""
+    return list(dict.fromkeys(note for statement in statements for note in statement.notes))
+
+
+def _unmatched(patterns: Sequence[str], made: WorldPlan) -> Fault:
+    keys = [*made.keys, *made.objects]
+    told = (f"the keys are {format_names(keys, 4)}",) if keys else ()
+    return Fault(
+        ", ".join(map(repr, patterns)),
+        "no key on any rank matches",
+        (*told, "way out:     correct the pattern, or drop it"),
+    )
+
+
+def _alone(world: int) -> Fault:
+    return Fault(
+        "this save",
+        f"planned by 1 of {world} ranks, by itself",
+        (
+            "reason:      with use_collectives=False, no_dist=True or a group of one nobody sees "
+            "what the others hold: replicas are not compared, and what is missing is not found",
+        ),
+    )
+
+
+def _too_few(ranks: int, world: int) -> Fault:
+    return Fault(
+        "this save",
+        f"{ranks} of {world} ranks take part",
+        (
+            "reason:      what only the others hold is not saved; and if they save into the same "
+            "directory, their files take the place of these",
+            "way out:     save with all ranks, or give every group a directory of its own",
+        ),
+    )

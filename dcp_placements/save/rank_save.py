@@ -1,0 +1,199 @@
+"""One save, seen from one rank: all that belongs to it and to no other save."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcp_placements.errors import PlacementError, raise_faults
+from dcp_placements.interop import Metadata, MetadataIndex, SavePlan, WriteItem, WriteItemType
+from dcp_placements.layout import Chunk
+from dcp_placements.naming import Path, Rename, checkpoint_path, rename_keys
+from dcp_placements.placing import Placing, counted_faults, place
+from dcp_placements.renaming import Step, renames_in_force
+from dcp_placements.report import SaveReport
+from dcp_placements.rules import Rules
+from dcp_placements.save.content_digests import Objects, add_digests
+from dcp_placements.save.items import Assignment, assigned_items
+from dcp_placements.save.local_plan import (
+    Holding,
+    LocalPlan,
+    chunk_data,
+    held_chunks,
+    holding_of,
+)
+from dcp_placements.save.repeats import repeat_faults
+from dcp_placements.save.shadows import pack_items, packs_of
+from dcp_placements.save.statement import statement_of
+from dcp_placements.shadow_records import OBJECTS_NBYTES, packed_objects
+from dcp_placements.stacking import unfold
+
+Lookup = Callable[[MetadataIndex], Any]
+
+
+@dataclass
+class RankSave:
+    """What a rank knows of one save.
+
+    Attributes:
+        state_dict: Flat, with the checkpoint's keys.
+        mappings: Where each key stands in the nested dict.
+        plan: The rank's plan, as far as it is made.
+        global_plan: Coordinator only: the plans of all ranks.
+        metadata: Coordinator only: the checkpoint's.
+        placing: Its tensors' places.
+        holding: What it holds, by group.
+        objects: Objects as files will hold them, where they were needed before.
+        packs: The keys of its shadows, by pack.
+        report: What the save comes to; None where that is not known yet.
+        renames: What the checkpoint is to keep of the rename.
+        is_planned: Whether the local plan has been made.
+    """
+
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    mappings: dict[str, Path] = field(default_factory=dict)
+    plan: SavePlan | None = None
+    global_plan: list[SavePlan] = field(default_factory=list)
+    metadata: Metadata | None = None
+    placing: Placing = field(default_factory=Placing)
+    holding: Holding = field(default_factory=Holding)
+    objects: Objects = field(default_factory=dict)
+    packs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    report: SaveReport | None = None
+    renames: tuple[Step, ...] = ()
+    is_planned: bool = False
+    _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
+
+    def rename(self, rename: Rename | None) -> None:
+        """Take the checkpoint's keys for this rank's."""
+        local = self.state_dict
+        self.state_dict, self.mappings = rename_keys(local, self.mappings, rename)
+        self.renames = renames_in_force(rename, local, self.state_dict)
+
+    def place(self, rules: Rules | None, rename: Rename | None, rank: int, *, flat: bool) -> None:
+        """Work out where the tensors lie, and what the rank holds.
+
+        Args:
+            rules: The user's rules.
+            rename: The user's renaming.
+            rank: The global rank, for messages.
+            flat: Whether the state dict was nested, so that ``mappings`` tells of paths.
+
+        Raises:
+            PlacementError: Tensors and rules that do not fit, all of them in one error.
+        """
+        self.placing = place(self.state_dict, rules, rank)
+        if rename is not None:
+            unfolded = unfold(self.state_dict, self.mappings, self.placing, rules, rank)
+            self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
+        faults = self.placing.faults
+        if rename is not None or rules is not None:
+            faults += counted_faults(self.state_dict, self.placing, rename)
+        raise_faults(f"rank {rank} cannot be placed in the checkpoint", faults)
+        paths = self.mappings if flat else None
+        if flat and rename is not None:
+            paths = {key: checkpoint_path(key, path) for key, path in self.mappings.items()}
+        self.holding = holding_of(self.state_dict, self.placing, paths)
+        self.is_planned = True
+
+    def local_plan(
+        self,
+        *,
+        rank: int,
+        world: int,
+        rules: Rules | None,
+        rename: Rename | None,
+        waived: Mapping[str, str],
+        digests: str,
+        strict: bool,
+        exact: bool,
+        lookup: Lookup,
+    ) -> LocalPlan:
+        """Return what is sent to the coordinator.
+
+        Raises:
+            PlacementError: With ``strict``, copies on this rank alone that differ.
+        """
+        repeats = repeat_faults(self.placing.placed.values(), rank=rank, digests=digests)
+        if strict:
+            raise_faults(f"rank {rank} holds copies that differ", repeats)
+        statement, coordinate = statement_of(
+            self.state_dict,
+            self.placing,
+            rules=rules,
+            rename=rename,
+            renames=self.renames,
+            waived=waived,
+            notes=repeats,
+        )
+        plan = LocalPlan(
+            rank=rank,
+            tables=tuple([table.packed() for table in self.holding.tables]),
+            boxes=self.holding.packed_boxes(),
+            coordinate=coordinate,
+            statement=statement.packed(),
+        )
+        self.objects = add_digests(
+            plan, self.holding, digests, world=world, lookup=lookup, exact=exact
+        )
+        return plan
+
+    def items(self, assignment: Assignment) -> list[WriteItem]:
+        """Return what the rank writes, shadows last."""
+        return assigned_items(self.holding, assignment) + self._shadow_items(assignment)
+
+    def data(self, index: MetadataIndex) -> torch.Tensor | None:
+        """Return a view of what a placed tensor, or a pack, has at ``index``; None for others.
+
+        Raises:
+            PlacementError: The rank has no chunk there.
+        """
+        if index.fqn in self.packs:
+            return self._packed(index)
+        placed = self.placing.placed.get(index.fqn)
+        if placed is None:
+            return None
+        chunks = self._chunks.get(index.fqn)
+        if chunks is None:
+            chunks = {chunk.offsets: chunk for chunk in held_chunks(placed)}
+            if len(chunks) > 1:
+                self._chunks[index.fqn] = chunks
+        chunk = chunks.get(tuple(index.offset or ()))
+        if chunk is None:
+            raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
+        return chunk_data(placed, chunk)
+
+    def _shadow_items(self, assignment: Assignment) -> list[WriteItem]:
+        packs = packs_of(self.holding, assignment)
+        self.packs = {pack.key: pack.fqns for pack in packs}
+        items = []
+        for item in pack_items(packs, assignment.place):
+            if item.type == WriteItemType.BYTE_IO:
+                key = item.index.fqn
+                record = packed_objects([self._object_bytes(fqn) for fqn in self.packs[key]])
+                if record.getbuffer().nbytes > OBJECTS_NBYTES:
+                    continue
+                self.objects[key] = record
+            items.append(item)
+        return items
+
+    def _object_bytes(self, fqn: str) -> memoryview:
+        held = self.objects.get(fqn)
+        if held is None:
+            held = io.BytesIO()
+            torch.save(self.state_dict[fqn], held)
+        return held.getbuffer()
+
+    def _packed(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the tensors of a pack, one after another; a view where it is one."""
+        assert index.offset is not None
+        offset = torch.Size(index.offset[1:])
+        pieces = []
+        for fqn in self.packs[index.fqn]:
+            data = self.data(MetadataIndex(fqn, offset))
+            pieces.append((self.state_dict[fqn] if data is None else data).detach())
+        return pieces[0].unsqueeze(0) if len(pieces) == 1 else torch.stack(pieces)

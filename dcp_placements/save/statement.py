@@ -1,0 +1,106 @@
+"""What a rank says beside its keys: rules that spoke, lint, what its rename says of numbers."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcp_placements.errors import Fault
+from dcp_placements.interop import named_axes
+from dcp_placements.lint import unwaived
+from dcp_placements.mesh import MeshNumbers
+from dcp_placements.naming import Rename
+from dcp_placements.optimizer_state import stateless_parameters
+from dcp_placements.placing import Placing
+from dcp_placements.renaming import Numbered, Step, numbering
+from dcp_placements.rules import PlacementRules, Rules, expected_patterns
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a rank says beside its keys; the same on most ranks of a pipeline stage.
+
+    Attributes:
+        matched: Rules that spoke here, with the number of keys.
+        patterns: All rules there are, where they are known.
+        stateless: Parameters without optimizer state where others have it.
+        notes: What is let pass here but ought to be known.
+        numbered: What its rename says of numbers of experts and layers.
+        renames: What the checkpoint is to keep of its rename.
+        axis_sizes: Sizes of the named mesh axes that it knows of.
+    """
+
+    matched: Mapping[str, int] = field(default_factory=dict)
+    patterns: tuple[str, ...] = ()
+    stateless: tuple[str, ...] = ()
+    notes: tuple[Fault, ...] = ()
+    numbered: tuple[Numbered, ...] = ()
+    renames: tuple[Step, ...] = ()
+    axis_sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def packed(self) -> bytes:
+        """Return it as it travels."""
+        return zlib.compress(pickle.dumps(self, protocol=5), 6)
+
+    @staticmethod
+    def unpacked(packed: bytes) -> Statement:
+        """Return the statement that was packed; an empty one of nothing."""
+        found: Statement = pickle.loads(zlib.decompress(packed)) if packed else Statement()
+        return found
+
+
+def statement_of(
+    state_dict: Mapping[str, Any],
+    placing: Placing,
+    *,
+    rules: Rules | None,
+    rename: Rename | None,
+    renames: tuple[Step, ...] = (),
+    waived: Mapping[str, str],
+    notes: Sequence[Fault] = (),
+) -> tuple[Statement, tuple[int, ...]]:
+    """Return what a rank says, and its position along each of the axes named there.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        placing: Its tensors' places.
+        rules: The user's rules.
+        rename: The user's renaming.
+        renames: What the checkpoint is to keep of it.
+        waived: Patterns of keys whose lint warnings are silenced.
+        notes: What this rank lets pass though it ought to be known.
+    """
+    axes = _axes(placing, rules)
+    findings = unwaived(placing.placed.values(), waived, renamed=rename is not None)
+    statement = Statement(
+        matched=placing.matched,
+        patterns=expected_patterns(rules),
+        stateless=tuple(stateless_parameters(state_dict)),
+        notes=(*notes, *findings),
+        numbered=numbering(rename),
+        renames=renames,
+        axis_sizes={name: size for name, (_, size) in axes.items()},
+    )
+    return statement, tuple([position for position, _ in axes.values()])
+
+
+def _axes(placing: Placing, rules: Rules | None) -> dict[str, tuple[int, int]]:
+    """Return ``{name: (position, size)}`` of every named axis that tensors and rules name."""
+    axes: dict[str, tuple[int, int]] = {}
+    for mesh in rules.meshes if isinstance(rules, PlacementRules) else ():
+        axes.update(named_axes(mesh))
+    number_of = MeshNumbers()
+    meshes: dict[int, Any] = {}
+    for placed in placing.placed.values():
+        if placed.mesh is not None:
+            meshes.setdefault(number_of(placed.mesh), placed.mesh)
+    for mesh in meshes.values():
+        axes.update(named_axes(mesh))
+    for binding in dict.fromkeys([placed.binding for placed in placing.placed.values()]):
+        for axis in binding.axes:
+            if axis.name is not None:
+                axes[axis.name] = (axis.position, axis.size)
+    return axes
