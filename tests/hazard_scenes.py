@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from dcp_placements import (
     PlacementSavePlanner,
     SaveReport,
 )
+from dcp_placements.save import digest_vector
 from fakes import FakeDTensor, World
 
 FILL = 77
@@ -188,6 +190,13 @@ def load(
     ]
     loaded = world.load(path, state, lambda rank: planners[rank])
     return loaded, [planner.report for planner in planners]
+
+
+@contextmanager
+def digest_budget(nbytes: int) -> Iterator[None]:
+    """Let the digests of a rank take so many bytes, as if there were too many ranks for more."""
+    with mock.patch.multiple(digest_vector, BUDGET_NBYTES=nbytes, WORLD_BUDGET_NBYTES=0):
+        yield
 
 
 def edit_metadata(path: Path, edit: Callable[[Metadata], None]) -> None:

@@ -33,10 +33,8 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.keys import packed_keys, unpacked_keys
 from dcp_placements.mesh import MeshNumbers
 from dcp_placements.placing import place
-from dcp_placements.table import Table, table_id
 from fakes import FakeMesh, World
 
 WORLD = World(4)
@@ -157,20 +155,6 @@ def test_m37_objects_under_odd_keys_are_kept(tmp_path: Path) -> None:
     save(world, tmp_path, state)
     loaded, _ = load(world, tmp_path, lambda rank: dict.fromkeys(keys[rank], 0))
     assert loaded == [state(0), state(1)]
-
-
-@pytest.mark.parametrize("keys", [(), *((key,) for key in ODD_KEYS), ODD_KEYS, ODD_KEYS * 3])
-def test_m37_packed_keys_come_back(keys: tuple[str, ...]) -> None:
-    assert unpacked_keys(packed_keys(keys)) == list(keys)
-
-
-def test_m37_tables_of_other_keys_have_other_names() -> None:
-    def named(*keys: str) -> bytes:
-        return table_id(Table(fqns=list(keys), class_of=[0] * len(keys)).packed())
-
-    lists = [("a\nb", "c"), ("a", "b\nc"), ("a", "b", "c"), ("a\nb\nc",), ("",), ("", "")]
-    lists += [("a\0b",), ("a", "\0b"), ("\n",), ("\udc80",), ("?",)]
-    assert len({named(*keys) for keys in lists}) == len(lists)
 
 
 # M42: several views of one storage.

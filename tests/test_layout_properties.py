@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, MeshCoordinate
 from dcp_placements.binding import Binding, Own, bind
 from dcp_placements.layout import Box, Chunk, Cut, Layout, Pick, Sharding
-from dcp_placements.table import LayoutClass, grid
+from dcp_placements.save.cover import cover_of, makes_whole
 from dcp_placements.tiling import is_grid, overlaps, tiles, uncovered
 from fakes import FakeMesh, cut
 
@@ -309,7 +310,7 @@ def padded_shardings(draw: st.DrawFn) -> Sharding:
 
 @given(st.one_of(cases().map(sharding_of), padded_shardings()))
 @examples(200)
-def test_a_grid_is_what_all_coordinates_hold(sharding: Sharding) -> None:
+def test_intervals_of_a_dim_are_what_all_coordinates_hold(sharding: Sharding) -> None:
     """The closed form against a walk over the coordinates, each of them proved by slicing."""
     dims = range(len(sharding.global_shape))
     walked = [
@@ -317,18 +318,30 @@ def test_a_grid_is_what_all_coordinates_hold(sharding: Sharding) -> None:
     ]
     assert [sharding.intervals_of(dim) for dim in dims] == [sorted(found) for found in walked]
     boxes = {chunk.box for at in sharding.coordinates() for chunk in sharding.at(at).chunks()}
-    found = grid(LayoutClass(sharding, NAMES[: len(sharding.axis_sizes)]))
-    assert found is not None
-    assert {
-        Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
-        for cell in itertools.product(*found)
-    } == boxes
     assert (counts(sharding.global_shape, boxes) == 1).all()
 
 
-def test_a_shape_that_the_cuts_do_not_reach_is_no_grid() -> None:
-    assert grid(LayoutClass(Sharding((6,), (2,), (Cut(0, 0),), (4,)), ("x",))) is None
-
-
-def test_an_axis_that_cuts_two_dims_is_no_grid() -> None:
-    assert grid(LayoutClass(Sharding((4, 4), (2,), (Cut(0, 0), Cut(1, 0))), ("x",))) is None
+@given(st.one_of(cases().map(sharding_of), padded_shardings()), st.data())
+@examples(100)
+def test_boxes_of_all_ranks_side_by_side_make_the_whole(
+    sharding: Sharding, data: st.DataObject
+) -> None:
+    """And those of all ranks but one do where another rank holds the same."""
+    held = [
+        [chunk.box for chunk in sharding.at(at).chunks()] for at in coordinates(sharding.axis_sizes)
+    ]
+    missing = data.draw(st.none() | st.integers(0, len(held) - 1))
+    rows = [
+        (rank, (*box.offsets, *box.sizes))
+        for rank, boxes in enumerate(held)
+        for box in boxes
+        if rank != missing
+    ]
+    shape = sharding.global_shape
+    boxes = np.array([row for _, row in rows], np.int64).reshape(len(rows), 2 * len(shape))
+    found = cover_of(np.array([rank for rank, _ in rows], np.int64), boxes, shape)
+    held_boxes = {box for rank, mine in enumerate(held) for box in mine if rank != missing}
+    assert set(found.as_boxes()) == held_boxes
+    whole = bool((counts(shape, held_boxes) == 1).all())
+    assert makes_whole(found, shape, complete=True) == whole
+    assert makes_whole(found, shape, complete=False)

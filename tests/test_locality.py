@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from hazard_scenes import assert_holds, assert_same
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
@@ -24,7 +22,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.ownership import BALANCE, shared_out, writers_needed
+from dcp_placements.save.owners import BALANCE
 from fakes import FakeDTensor, FakeMesh, World
 
 KIB = 1 << 10
@@ -302,22 +300,3 @@ def test_ranks_and_coordinator_agree_on_who_writes(lowest: bool) -> None:
         assert sorted(map(str, own)) == sorted(map(str, wanted))
         seen.update(own)
     assert len(seen) == (5 + 90) * 2 + 5
-
-
-@given(
-    pieces=st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=40),
-    held=st.lists(st.integers(0, 9 * MIB), min_size=1, max_size=12),
-    limit=st.integers(0, 30 * MIB),
-)
-def test_as_few_share_as_can_take_it(pieces: list[int], held: list[int], limit: int) -> None:
-    writers = writers_needed(pieces, held, limit)
-    assert 1 <= writers <= len(held)
-    owners, taken = shared_out(pieces, writers)
-    assert sum(taken) == sum(pieces)
-    assert set(owners) <= set(range(writers))
-    for slot in range(writers):
-        assert taken[slot] == sum(p for p, o in zip(pieces, owners, strict=True) if o == slot)
-    assert max(taken) <= BALANCE * sum(pieces) / writers + max(pieces)
-    limit = max(limit, min(held) + max(pieces))
-    if 1 < writers < len(held):
-        assert all(held[slot] + taken[slot] <= limit for slot in range(writers))

@@ -49,7 +49,7 @@ def test_layers_that_lie_alike_share_a_pattern() -> None:
 
 def test_the_package_does_not_import_them_by_itself() -> None:
     program = (
-        "import sys, dcp_placements, dcp_placements.save_planner\n"
+        "import sys, dcp_placements, dcp_placements.save.planner\n"
         "assert not any(name.startswith('dcp_placements.presets') for name in sys.modules)\n"
         "from dcp_placements import presets\n"
         "assert presets.megatron_lite.__module__ == 'dcp_placements.presets.megatron_lite'\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hazard_scenes import assert_holds, read_whole
+from hazard_scenes import assert_holds, digest_budget, read_whole
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
@@ -19,7 +19,6 @@ from dcp_placements import (
     PlacementError,
     PlacementRules,
     PlacementSavePlanner,
-    save_planner,
 )
 from dcp_placements.offline import merge_metadata
 from dcp_placements.save_ids import ID_PREFIX
@@ -166,19 +165,17 @@ def test_m36_one_planner_with_and_without_a_coordinator_keeps_every_tensor(
         assert chunks == {("w", (2, 0)), ("norm", (0,))}
 
 
-def test_a_rank_of_a_large_world_knows_its_own_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first rank of a mesh speaks for the others only where there is somebody to hear it."""
-    monkeypatch.setattr(save_planner, "EXACT_WORLD", 2)
+def test_a_rank_whose_digests_are_folded_writes_by_itself(tmp_path: Path) -> None:
 
     def state_dict(rank: int) -> dict[str, Any]:
         mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
-        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)]), "step": rank}
+        part = FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])
+        return {f"layers.{i}.w": part for i in range(9)} | {"step": rank}
 
-    assert len(save(tmp_path, state_dict)) == 4 + 1
+    with digest_budget(8):
+        assert len(save(tmp_path, state_dict)) == 9 * 4 + 1
     merge_metadata(tmp_path)
-    assert torch.equal(read_whole(tmp_path)["w"], WHOLE)
+    assert_holds(tmp_path, {f"layers.{i}.w": WHOLE for i in range(9)})
 
 
 def test_copies_that_differ_are_told_when_ranks_metadata_are_merged(tmp_path: Path) -> None:

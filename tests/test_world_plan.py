@@ -1,17 +1,20 @@
-"""Plans as tables and coordinates: what travels, what the coordinator makes of it."""
+"""Plans as key tables and boxes: what travels, what the coordinator makes of it."""
 
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hazard_scenes import digest_budget
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import Replicate, Shard
@@ -19,9 +22,9 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
+    PlacementError,
     PlacementRules,
     PlacementSavePlanner,
-    save_planner,
 )
 from fakes import FakeDTensor, World
 
@@ -51,9 +54,10 @@ def refusal(work: Callable[[], Any]) -> str:
 
 
 @pytest.fixture
-def large_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make eight ranks too many for digests of every item and a table from every rank."""
-    monkeypatch.setattr(save_planner, "EXACT_WORLD", 4)
+def few_digests() -> Iterator[None]:
+    """Leave room for 40 digests of a rank, as in a world of very many ranks."""
+    with digest_budget(40 * 8):
+        yield
 
 
 def offers(state_dict: Callable[[int], dict[str, Any]]) -> list[Any]:
@@ -67,15 +71,21 @@ def offers(state_dict: Callable[[int], dict[str, Any]]) -> list[Any]:
     return sent
 
 
-@pytest.mark.usefixtures("large_world")
-def test_one_rank_of_a_mesh_sends_its_table_and_the_others_its_name() -> None:
+def test_ranks_that_hold_the_same_keys_send_the_same_table_and_a_few_bytes_more() -> None:
     whole = arange(13, 3)
     keys = [f"layers.{i}.w" for i in range(300)]
     plans = offers(lambda rank: {key: hsdp(rank, whole) for key in keys})
-    assert [plan.planner_data.tables[0].packed is not None for plan in plans] == [True] + [
-        False
-    ] * 7
-    assert max(len(pickle.dumps(plan)) for plan in plans[1:]) < 1024
+    sent = [plan.planner_data for plan in plans]
+    assert len({told.tables for told in sent}) == 1
+    assert len({told.boxes for told in sent}) == 4
+    assert all(told.buckets == 0 and len(told.digests) == 300 * 8 for told in sent)
+    assert max(len(pickle.dumps(plan)) for plan in plans) < 1024 + 300 * 8
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_what_travels_comes_back() -> None:
+    for plan in offers(lambda rank: {"w": hsdp(rank, arange(13, 3)), "step": 3, "b": arange(3)}):
+        assert pickle.loads(pickle.dumps(plan.planner_data)) == plan.planner_data
 
 
 def test_the_items_of_a_plan_are_there_for_whoever_looks() -> None:
@@ -93,9 +103,9 @@ def test_the_items_of_a_plan_are_there_for_whoever_looks() -> None:
     assert len(written) == 5
 
 
-@pytest.mark.usefixtures("large_world")
-def test_a_large_world_saves_whole_tensors(tmp_path: Path) -> None:
-    wholes = {f"layers.{i}.w": arange(13 + i, 3, start=i) for i in range(5)}
+@pytest.mark.usefixtures("few_digests")
+def test_folded_digests_let_equal_replicas_pass(tmp_path: Path) -> None:
+    wholes = {f"layers.{i}.w": arange(13 + i % 2, 3, start=i) for i in range(90)}
     WORLD.save(
         tmp_path,
         lambda rank: {key: hsdp(rank, whole) for key, whole in wholes.items()} | {"step": 7},
@@ -106,36 +116,35 @@ def test_a_large_world_saves_whole_tensors(tmp_path: Path) -> None:
     assert all(torch.equal(read[key], whole) for key, whole in wholes.items())
 
 
-@pytest.mark.usefixtures("large_world")
-def test_a_large_world_names_the_keys_among_which_replicas_differ(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("few_digests")
+def test_folded_digests_tell_one_key_that_differs(tmp_path: Path) -> None:
     def state_dict(rank: int) -> dict[str, Any]:
         drift = 1 if rank == 5 else 0
-        return {f"w{i}": hsdp(rank, arange(8, 3, start=drift if i == 2 else 0)) for i in range(40)}
+        return {f"w.{i}": hsdp(rank, arange(8, 3, start=drift if i == 2 else 0)) for i in range(90)}
 
     told = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
     assert "different contents on ranks 1, 5" in told
-    assert "w2" in told
-    assert "w3," not in told
+    assert "w.2: different contents" in told
+    assert "w.3" not in told
+    assert "one or more of" not in told
     assert "check(state_dict, rules) compares key by key" in told
     assert not list(tmp_path.glob("*.distcp"))
 
 
-@pytest.mark.usefixtures("large_world")
-def test_a_large_world_names_one_of_two_pieces_of_a_tensor(tmp_path: Path) -> None:
-    """Two items a tensor: a digest stands for a piece, and the key is that of its tensor."""
-
+@pytest.mark.usefixtures("few_digests")
+def test_folded_digests_tell_one_of_two_boxes_of_a_tensor(tmp_path: Path) -> None:
     def state_dict(rank: int) -> dict[str, Any]:
         rows = [0, 2] if rank % 2 == 0 else [1, 3]
-        made = {f"w{i}": arange(4, 3, start=i)[rows].clone() for i in range(40)}
+        made = {f"w.{i}": arange(4, 3, start=i)[rows].clone() for i in range(40)}
         if rank == 5:
-            made["w3"][1] += 1
+            made["w.3"][1] += 1
         return made
 
     made = [
         PlacementSavePlanner(
             PlacementRules(
                 {
-                    "w*": CheckpointPlacement(
+                    "w": CheckpointPlacement(
                         WORLD.mesh(rank, dp=4, tp=2), [Replicate(), FusedShard(0, 2)]
                     )
                 }
@@ -144,41 +153,48 @@ def test_a_large_world_names_one_of_two_pieces_of_a_tensor(tmp_path: Path) -> No
         for rank in range(WORLD.size)
     ]
     told = refusal(lambda: WORLD.save(tmp_path, state_dict, lambda rank: made[rank]))
-    assert "w3" in told
-    assert told.count("w3: different contents on ranks 1, 3, 5, 7") == 1
-    assert "w0" not in told
+    assert told.count("w.3: different contents on ranks 1, 3, 5, 7") == 1
+    assert "w.0" not in told
 
 
-@pytest.mark.usefixtures("large_world")
-@pytest.mark.parametrize("count", [30, 3000])
-def test_a_large_world_names_the_object_of_each_rank_among_thousands(
-    count: int, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("few_digests")
+@pytest.mark.parametrize("count", [30, 250])
+def test_folded_digests_tell_one_object_that_differs(count: int, tmp_path: Path) -> None:
     def state_dict(rank: int) -> dict[str, Any]:
-        groups = {f"group{i}.lr": i / 8 for i in range(count)}
-        return {"w": hsdp(rank, arange(8, 3))} | groups | {"group7.rng": rank % 4}
+        groups = {f"group.{i}.lr": i / 8 for i in range(count)}
+        return {"w": hsdp(rank, arange(8, 3))} | groups | {"group.7.lr": rank % 4}
 
     made = planners()
-    with pytest.warns(UserWarning, match=r"group7\.rng: this object differs between ranks 0, 4; "):
+    with pytest.warns(UserWarning, match=r"group\.7\.lr: this object differs between") as caught:
         WORLD.save(tmp_path, state_dict, made)
+    assert "group.8.lr" not in str(caught[0].message)
     assert len(made(0).report.warnings) == 1
-    with WORLD._as(1):
-        made(1).set_up_planner(state_dict(1), is_coordinator=False)
-        offer = made(1).create_local_plan().planner_data
-    assert sum(len(blob) for told in offer.tables for blob in told.digests.values()) <= 512
+    sent = offers(state_dict)[1].planner_data
+    assert len(sent.digests) <= 40 * 8
 
 
-@pytest.mark.usefixtures("large_world")
-def test_a_large_world_names_the_objects_among_which_several_differ(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("few_digests")
+def test_an_object_of_each_rank_is_told_of_beside_thousands_without_a_number(
+    tmp_path: Path,
+) -> None:
     def state_dict(rank: int) -> dict[str, Any]:
-        groups = {f"group{i}": (rank if i in (3, 700) else 0) for i in range(1000)}
+        return {f"group{i}": i for i in range(1000)} | {"rng": rank % 4}
+
+    with pytest.warns(UserWarning, match=r"rng: this object differs between ranks 0, 4; "):
+        WORLD.save(tmp_path, state_dict, planners())
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_folded_digests_tell_the_objects_among_which_several_differ(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        groups = {f"group.{i}": (rank if i in (3, 700) else 0) for i in range(1000)}
         return {"w": hsdp(rank, arange(8, 3))} | groups
 
     with pytest.warns(UserWarning, match="this object, or others, differ") as caught:
         WORLD.save(tmp_path, state_dict, planners())
-    assert "group3, " in str(caught[0].message)
-    assert "group700" in str(caught[0].message)
-    assert "one or more of 8 keys" in str(caught[0].message)
+    told = str(caught[0].message)
+    assert re.search(r"group\.3\b", told)
+    assert "one or more of 16 keys" in told
 
 
 def stepping(rank: int) -> dict[str, Any]:
@@ -189,39 +205,96 @@ def stepping(rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("large_world")
-def test_a_rank_with_thousands_of_plain_scalars_sends_a_kilobyte() -> None:
+@pytest.mark.usefixtures("few_digests")
+def test_a_rank_with_thousands_of_tensors_and_scalars_sends_a_kilobyte() -> None:
     plan = offers(stepping)[3]
-    assert [told.packed is not None for told in plan.planner_data.tables] == [False, True]
-    digests = sum(len(blob) for told in plan.planner_data.tables for blob in told.digests.values())
-    assert len(pickle.dumps(plan)) - digests < 1024
-    assert pickle.loads(pickle.dumps(plan.planner_data)) == plan.planner_data
+    sent = plan.planner_data
+    assert len(sent.tables) == 2
+    assert len(sent.digests) <= 40 * 8
+    assert len(pickle.dumps(plan)) - len(sent.digests) < 1200
 
 
-@pytest.mark.usefixtures("large_world")
-def test_two_exchanged_replicas_differ_in_a_large_world(tmp_path: Path) -> None:
-    """Sixteen buckets, and two keys of one bucket with their contents exchanged on one rank."""
-
+@pytest.mark.usefixtures("few_digests")
+def test_two_exchanged_replicas_differ_though_they_share_buckets(tmp_path: Path) -> None:
     def state_dict(rank: int) -> dict[str, Any]:
-        keys = [f"w{i:02}" for i in range(32)]
-        values = [arange(8, 3, start=i) for i in range(32)]
+        values = [arange(8, 3, start=i) for i in range(300)]
         if rank == 5:
-            values[1], values[17] = values[17], values[1]
-        return {key: hsdp(rank, value) for key, value in zip(keys, values, strict=True)}
+            values[1], values[257] = values[257], values[1]
+        return {f"w.{i}": hsdp(rank, value) for i, value in enumerate(values)}
 
     told = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
-    assert "w01, w17" in told
+    assert "one or more of 2 keys: w.1, w.257" in told
 
 
-@pytest.mark.usefixtures("large_world")
-def test_a_rank_that_holds_other_tensors_than_its_mesh_is_refused(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("few_digests")
+def test_keys_without_a_number_are_compared_between_ranks_that_hold_other_keys(
+    tmp_path: Path,
+) -> None:
+    """Two stages that share nothing but embedding and head, and the head has drifted."""
+
+    def state_dict(rank: int, drift: int) -> dict[str, Any]:
+        stage = rank // 4
+        layers = {f"layers.{100 * stage + i}.w": arange(4, 3, start=i) for i in range(100)}
+        return layers | {"embed": arange(5, 3), "head": arange(5, 3, start=stage * drift)}
+
+    WORLD.save(tmp_path / "equal", lambda rank: state_dict(rank, 0), planners())
+    told = refusal(
+        lambda: WORLD.save(tmp_path / "drift", lambda rank: state_dict(rank, 1), planners())
+    )
+    assert "head: 2 different contents on 8 ranks" in told
+    assert "embed" not in told
+
+
+@pytest.mark.parametrize("drift", [0, 1])
+def test_the_digests_of_a_rank_of_thousands_fit_into_their_budget(drift: int) -> None:
+    """Eight ranks of so many take part; what they send is what each of all would."""
+    world = World(20_000)
+    keys = [f"layers.{i}.{part}" for i in range(60) for part in ("w1", "w2", "norm")]
+    keys += [f"optim.state.{key}.{name}" for key in keys for name in ("exp_avg", "step")]
+
     def state_dict(rank: int) -> dict[str, Any]:
-        extra = {"late": hsdp(rank, arange(4, 3))} if rank == 3 else {}
+        made = {key: torch.full((2, 2), float(i)) for i, key in enumerate([*keys, "embed"])}
+        if rank == 3:
+            made["layers.33.w2"] += drift
+        return made
+
+    made, plans = PlacementSavePlanner(), []
+    for rank in range(8):
+        with world._as(rank):
+            planner = PlacementSavePlanner() if rank else made
+            planner.set_up_planner(state_dict(rank), is_coordinator=rank == 0)
+            plans.append(pickle.loads(pickle.dumps(planner.create_local_plan())))
+    assert all(0 < len(plan.planner_data.digests) <= 4 << 10 for plan in plans)
+    with world._as(0):
+        if not drift:
+            with pytest.warns(UserWarning, match="8 of 20000 ranks take part"):
+                made.create_global_plan(plans)
+            return
+        with pytest.raises(PlacementError, match="contents on ranks 0-7") as refused:
+            made.create_global_plan(plans)
+    assert "layers.33.w2" in str(refused.value)
+    assert "embed" not in str(refused.value)
+
+
+def test_keys_that_some_ranks_have_beside_those_of_their_mesh_are_saved(tmp_path: Path) -> None:
+    """Each of them alone has to be whole: the ranks of a mesh may hold other tensors."""
+
+    def state_dict(rank: int, late: torch.Tensor) -> dict[str, Any]:
+        extra = {"late": late} if rank == 3 else {}
         return {"w": hsdp(rank, arange(8, 3))} | extra
 
-    told = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
-    assert "rank 3 hold other tensors than the first rank of their mesh" in told
-    assert "dcp_placements.check" in told
+    made = WORLD.save(tmp_path / "whole", lambda rank: state_dict(rank, arange(4, 3)), planners())
+    assert made[0].report.partial_keys == {"late": (3,)}
+    read = {"w": torch.zeros(8, 3), "late": torch.zeros(4, 3)}
+    dcp.load(read, checkpoint_id=tmp_path / "whole", no_dist=True)
+    assert torch.equal(read["late"], arange(4, 3))
+    told = refusal(
+        lambda: WORLD.save(
+            tmp_path / "part", lambda rank: state_dict(rank, hsdp(3, arange(4, 3))), planners()
+        )
+    )
+    assert "late: nobody holds all of the (4, 3) tensor" in told
+    assert "the key is on rank 3 and not on ranks 0-2, 4-7" in told
 
 
 def test_big_replicas_are_spread_by_bytes_and_small_ones_stay_together(tmp_path: Path) -> None:
@@ -288,7 +361,7 @@ class TestStages:
 
     def test_a_key_of_two_tables_is_written_once(self, tmp_path: Path) -> None:
         made = WORLD.save(tmp_path, self.state_dict, planners())
-        written = Counter(item.index for planner in made for item in planner.plan.items)
+        written = Counter(i.index for p in made for i in p.plan.items if i.tensor_data is not None)
         assert set(written.values()) == {1}
         read = {"embed": torch.zeros(9, 3), "layers.1.w": torch.zeros(7, 3)}
         dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
@@ -331,18 +404,19 @@ class TestStages:
         ],
     )
     def test_m35_a_tied_key_of_two_stages_that_drifted_is_refused_in_a_large_world(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, rank: int, large: bool
+        self, tmp_path: Path, key: str, rank: int, large: bool
     ) -> None:
-        if large:
-            monkeypatch.setattr(save_planner, "EXACT_WORLD", 4)
-        told = refusal(
-            lambda: WORLD.save(tmp_path, lambda at: self.deep(at, drift=(key, rank)), planners())
-        )
+        with digest_budget(40 * 8) if large else nullcontext():
+            told = refusal(
+                lambda: WORLD.save(
+                    tmp_path, lambda at: self.deep(at, drift=(key, rank)), planners()
+                )
+            )
         assert f"{key}: 2 different contents on " in told
         assert f"rank {rank}" in told
         assert not list(tmp_path.glob("*.distcp"))
 
-    @pytest.mark.usefixtures("large_world")
+    @pytest.mark.usefixtures("few_digests")
     def test_m35_a_whole_stage_that_drifted_is_refused_in_a_large_world(
         self, tmp_path: Path
     ) -> None:
@@ -358,25 +432,25 @@ class TestStages:
         assert "ranks 4, 6" in told
         assert "model.layers" not in told
 
-    @pytest.mark.usefixtures("large_world")
+    @pytest.mark.usefixtures("few_digests")
     def test_m35_equal_tied_keys_of_a_large_world_do_not_warn(self, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             made = WORLD.save(tmp_path, self.deep, planners())
-        written = Counter(item.index for planner in made for item in planner.plan.items)
+        written = Counter(i.index for p in made for i in p.plan.items if i.tensor_data is not None)
         assert set(written.values()) == {1}
         read = {"model.embed.weight": torch.zeros(8, 3), "model.layers.79.w": torch.zeros(8, 3)}
         dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
         assert all(torch.equal(tensor, arange(8, 3)) for tensor in read.values())
 
-    @pytest.mark.usefixtures("large_world")
+    @pytest.mark.usefixtures("few_digests")
     def test_m35_an_object_of_two_stages_that_differs_is_noted_in_a_large_world(
         self, tmp_path: Path
     ) -> None:
         with pytest.warns(UserWarning, match="lr: this object differs between rank"):
             WORLD.save(tmp_path, lambda rank: self.deep(rank, drift=("lr", 5)), planners())
 
-    @pytest.mark.usefixtures("large_world")
+    @pytest.mark.usefixtures("few_digests")
     def test_m35_a_tied_key_that_is_cut_otherwise_on_the_other_stage_is_compared(
         self, tmp_path: Path
     ) -> None:

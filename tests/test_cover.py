@@ -1,0 +1,132 @@
+"""Which ranks hold which box, and whether the boxes make the whole: against an array of bools."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from dcp_placements.save.cover import Cover, Ints, cover_of, makes_whole
+
+Row = tuple[int, ...]
+
+
+def cover(rows: list[tuple[int, Row]], shape: tuple[int, ...]) -> Cover:
+    boxes = np.array([row for _, row in rows], np.int64).reshape(len(rows), 2 * len(shape))
+    return cover_of(np.array([rank for rank, _ in rows], np.int64), boxes, shape)
+
+
+def counts(shape: tuple[int, ...], boxes: set[Row]) -> Ints:
+    """Return how many of the boxes hold each element."""
+    ndim = len(shape)
+    count = np.zeros(shape, np.int64)
+    for row in boxes:
+        count[tuple(slice(o, o + n) for o, n in zip(row[:ndim], row[ndim:], strict=True))] += 1
+    return count
+
+
+def split(rng: random.Random, size: int) -> list[tuple[int, int]]:
+    ends = sorted(rng.sample(range(1, size), rng.randint(0, min(size - 1, 3)))) if size else []
+    return [(a, b - a) for a, b in itertools.pairwise([0, *ends, size])]
+
+
+def grid(rng: random.Random, shape: tuple[int, ...]) -> list[Row]:
+    cells = itertools.product(*[split(rng, size) for size in shape])
+    return [(*(o for o, _ in cell), *(n for _, n in cell)) for cell in cells]
+
+
+def bricks(rng: random.Random, shape: tuple[int, ...]) -> list[Row]:
+    """Return a tiling that is no grid: each box of a grid is cut anew."""
+    made = []
+    for row in grid(rng, shape):
+        offsets, sizes = row[: len(shape)], row[len(shape) :]
+        for cell in grid(rng, sizes):
+            inner = zip(offsets, cell, strict=False)
+            made.append((*(a + b for a, b in inner), *cell[len(shape) :]))
+    return made
+
+
+def drawn(rng: random.Random) -> tuple[tuple[int, ...], list[Row]]:
+    """Return a shape and some boxes of it: a tiling, one with a hole, with an overlap, any."""
+    shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3)))
+    boxes = rng.choice([grid, bricks])(rng, shape)
+    how = rng.randrange(4)
+    if how == 1:
+        boxes.remove(rng.choice(boxes))
+    elif how == 2:
+        boxes.append(rng.choice(grid(rng, shape)))
+    elif how == 3:
+        boxes = [rng.choice(grid(rng, shape)) for _ in range(rng.randint(1, 5))]
+    return shape, boxes
+
+
+def test_boxes_of_all_kinds_are_judged_as_elements_are() -> None:
+    rng = random.Random(1)
+    seen = set()
+    for _ in range(1500):
+        shape, boxes = drawn(rng)
+        rows = [(rng.randrange(9), row) for row in boxes for _ in range(rng.randint(1, 2))]
+        rng.shuffle(rows)
+        found = cover(rows, shape)
+        count = counts(shape, set(boxes))
+        whole, apart = bool((count == 1).all()), bool((count <= 1).all())
+        assert makes_whole(found, shape, complete=True) == whole, (shape, boxes)
+        assert makes_whole(found, shape, complete=False) == apart, (shape, boxes)
+        seen.add((whole, apart))
+    assert seen == {(True, True), (False, True), (False, False)}
+
+
+def test_equal_boxes_are_found_with_their_holders() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        shape, boxes = drawn(rng)
+        rows = [(rng.randrange(9), row) for row in boxes for _ in range(rng.randint(1, 3))]
+        rows = list(dict.fromkeys(rows))
+        rng.shuffle(rows)
+        found = cover(rows, shape)
+        wanted: dict[Row, list[int]] = {}
+        for rank, row in sorted(rows):
+            wanted.setdefault(row, []).append(rank)
+        told = [tuple(row) for row in found.boxes.tolist()]
+        ndim = len(shape)
+        assert sorted(told) == sorted(wanted)
+        assert [row[:ndim] for row in told] == sorted(row[:ndim] for row in told)
+        assert {row: found.holders(at).tolist() for at, row in enumerate(told)} == wanted
+        assert [told[at] for at in found.box_of.tolist()] == [row for _, row in rows]
+        assert found.has_replicas == any(len(ranks) > 1 for ranks in wanted.values())
+        assert found.numel.tolist() == [int(np.prod(row[ndim:])) for row in told]
+        assert [(*box.offsets, *box.sizes) for box in found.as_boxes()] == told
+
+
+@pytest.mark.parametrize("shape", [(1 << 40, 1 << 30), (1 << 31, 1 << 31, 3)])
+def test_shapes_beyond_64_bits_are_told_apart(shape: tuple[int, ...]) -> None:
+    """More elements than an integer counts: offsets do not wrap to one another."""
+    ndim = len(shape)
+    rows = []
+    for rank in range(4):
+        offsets = (rank * (shape[0] // 4), *[0] * (ndim - 1))
+        rows.append((rank, (*offsets, shape[0] // 4, *shape[1:])))
+    found = cover(rows, shape)
+    assert len(found.boxes) == 4
+    assert not found.has_replicas
+
+
+def test_a_scalar_is_held_whole() -> None:
+    found = cover([(2, ()), (0, ())], ())
+    assert found.holders(0).tolist() == [0, 2]
+    assert found.has_replicas
+    assert makes_whole(found, (), complete=True)
+    assert not makes_whole(cover([], ()), (), complete=True)
+
+
+def test_nothing_is_no_whole_but_of_no_elements() -> None:
+    assert not makes_whole(cover([], (4, 2)), (4, 2), complete=True)
+    assert makes_whole(cover([], (4, 2)), (4, 2), complete=False)
+    assert makes_whole(cover([(0, (0, 0, 0, 2))], (0, 2)), (0, 2), complete=True)
+
+
+def test_a_box_beyond_the_whole_is_refused() -> None:
+    assert not makes_whole(cover([(0, (0, 3)), (1, (3, 2))], (4,)), (4,), complete=True)
+    assert not makes_whole(cover([(0, (2, 3))], (4,)), (4,), complete=False)
