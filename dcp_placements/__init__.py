@@ -8,14 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcp_placements.declaration import Placements
     from dcp_placements.errors import PlacementError
-    from dcp_placements.load_planner import PlacementLoadPlanner
-    from dcp_placements.mesh import MeshCoordinate
-    from dcp_placements.naming import Parts, Row, Rows
-    from dcp_placements.placement import CheckpointPlacement, FusedShard, IndexShard
-    from dcp_placements.preflight import check
-    from dcp_placements.renaming import (
+    from dcp_placements.load.planner import PlacementLoadPlanner
+    from dcp_placements.names.keys import Parts, Row, Rows
+    from dcp_placements.names.renames import (
         Renames,
         Renumber,
         Replace,
@@ -24,11 +20,15 @@ if TYPE_CHECKING:
         Unstack,
         contiguous,
     )
+    from dcp_placements.placements import Placements
     from dcp_placements.report import LoadReport, SaveReport
-    from dcp_placements.rules import PlacementRules
+    from dcp_placements.rules.mesh import MeshCoordinate
+    from dcp_placements.rules.patterns import PlacementRules
+    from dcp_placements.rules.placement import CheckpointPlacement, FusedShard, IndexShard
+    from dcp_placements.save.check import check
     from dcp_placements.save.planner import PlacementSavePlanner
-    from dcp_placements.storage_reader import PlacementFileSystemReader
-    from dcp_placements.storage_writer import PlacementFileSystemWriter
+    from dcp_placements.storage.reader import PlacementFileSystemReader
+    from dcp_placements.storage.writer import PlacementFileSystemWriter
 
 __all__ = [
     "CheckpointPlacement",
@@ -59,30 +59,30 @@ __all__ = [
 
 # Names are fetched when asked for, so that the layout algebra and a mesh can be had without torch.
 _HOMES = {
-    "CheckpointPlacement": "placement",
-    "FusedShard": "placement",
-    "IndexShard": "placement",
+    "CheckpointPlacement": "rules.placement",
+    "FusedShard": "rules.placement",
+    "IndexShard": "rules.placement",
     "LoadReport": "report",
-    "MeshCoordinate": "mesh",
-    "Parts": "naming",
+    "MeshCoordinate": "rules.mesh",
+    "Parts": "names.keys",
     "PlacementError": "errors",
-    "PlacementFileSystemReader": "storage_reader",
-    "PlacementFileSystemWriter": "storage_writer",
-    "PlacementLoadPlanner": "load_planner",
-    "PlacementRules": "rules",
+    "PlacementFileSystemReader": "storage.reader",
+    "PlacementFileSystemWriter": "storage.writer",
+    "PlacementLoadPlanner": "load.planner",
+    "PlacementRules": "rules.patterns",
     "PlacementSavePlanner": "save.planner",
-    "Placements": "declaration",
-    "Renames": "renaming",
-    "Renumber": "renaming",
-    "Replace": "renaming",
-    "Row": "naming",
-    "Rows": "naming",
+    "Placements": "placements",
+    "Renames": "names.renames",
+    "Renumber": "names.renames",
+    "Replace": "names.renames",
+    "Row": "names.keys",
+    "Rows": "names.keys",
     "SaveReport": "report",
-    "Split": "renaming",
-    "Stack": "renaming",
-    "Unstack": "renaming",
-    "check": "preflight",
-    "contiguous": "renaming",
+    "Split": "names.renames",
+    "Stack": "names.renames",
+    "Unstack": "names.renames",
+    "check": "save.check",
+    "contiguous": "names.renames",
 }
 
 

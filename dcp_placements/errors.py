@@ -25,6 +25,11 @@ class PlacementError(ValueError):
     """
 
 
+class CannotLook(PlacementError):
+    """There is nothing to look at, or it is not to be read: no such path, no checkpoint in it,
+    metadata that is refused. Said of the question, where faults are said of the checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing found wrong.

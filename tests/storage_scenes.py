@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import Shard
 
-from dcp_placements.storage_writer import PlacementFileSystemWriter
+from dcp_placements.storage.writer import PlacementFileSystemWriter
 from fakes import World, cut, real_dtensor
 from tests.strategies import arange
 

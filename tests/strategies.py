@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import FusedShard
-from dcp_placements.layout import Box
+from dcp_placements.layout.sharding import Box
 
 MORE = int(os.environ.get("MORE_EXAMPLES", "1"))
 """``MORE_EXAMPLES=20 pytest`` looks at 20 times as many examples, other ones at every run."""

@@ -13,7 +13,7 @@ from hazard_scenes import arange, assert_holds
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
-from dcp_placements.alike import MAX_CANDIDATES, BySequence
+from dcp_placements.layout.alike import MAX_CANDIDATES, BySequence
 
 
 def chunk(start: int) -> ChunkStorageMetadata:

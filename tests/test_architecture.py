@@ -1,4 +1,4 @@
-"""The file list tells the story from top to bottom: each file imports only files above it."""
+"""The folders of the package stand in one order, and each imports only from those below it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,67 +16,26 @@ import fakes
 PACKAGE = Path(dcp_placements.__file__).parent
 FAKES = Path(fakes.__file__).parent
 
-ORDER = [
-    *("errors", "layout", "mesh", "placement", "rules", "interop", "quiet_gc"),
-    *("tiling", "digests", "casting", "binding", "optimizer_state", "naming", "renaming", "keys"),
-    *("placing", "stacking", "reads", "lazy_items", "shadow_records"),
-    *("report", "live", "lint", "provenance", "record", "families", "cut_checks", "options"),
-    "save",
-    *("request", "shares", "exchange", "load_message", "load_checks", "load_planner"),
-    "declaration",
-    *("slices", "tensor_record", "tensor_stamp", "storage_table", "safe_pickle", "metadata_file"),
-    *("rank_metadata", "file_reads", "copies", "chunk_reads", "storage_writer", "storage_reader"),
-    *("preflight",),
-    *("presets.preset", "presets.megatron", "presets.megatron_lite", "presets.megatron_core"),
-    *("presets.megatron_core_names", "presets.transformers", "presets.veomni", "presets.hub"),
-    *("presets",),
-    *("offline.directory", "offline.output"),
-    *("offline.declared", "offline.safetensors_files", "offline.checkpoint"),
-    *("offline.box_reads", "offline.experts", "offline.inspection", "offline.merging"),
-    *("offline.structure", "offline.record_checks", "offline.verification"),
-    *("offline.comparing", "offline.difference", "offline.cutting", "offline.explanation"),
-    *("offline.torch_files", "offline.megatron_files", "offline.megatron_layout"),
-    *("offline.chunk_writer", "offline.megatron_model", "offline.megatron_optimizer"),
-    *("offline.megatron_dist", "offline.megatron_report", "offline.megatron_parts"),
-    *("offline.megatron_import",),
-    *("offline.assembly", "offline.selection", "offline.export"),
-    *("offline.safetensors_import",),
-    *("offline.diagnosis", "offline.rescue"),
-    *(
-        "offline.rehearsed_record",
-        "offline.rehearsal",
-        "offline.projection",
-        "offline.picture",
-        "offline.drawing",
-    ),
-    *("offline",),
-    *("cli.arguments", "cli.printing"),
-    *("cli.inspecting", "cli.verifying", "cli.merging", "cli.differing", "cli.explaining"),
-    *("cli.megatron", "cli.importing", "cli.exporting"),
-    *("cli.rehearsing", "cli.doctoring", "cli.drawing"),
-    *("cli.app", "cli"),
-    *("__init__", "__main__"),
-]
-"""Every file of the package. A file stands below all that it imports.
+FLOORS = (
+    {"errors", "report", "_torch", "quiet_gc", "lazy_items"},
+    {"layout"},
+    {"rules"},
+    {"names"},
+    {"bind"},
+    {"storage"},
+    {"save", "load"},
+    {"placements"},
+    {"presets"},
+    {"offline"},
+    {"formats"},
+    {"cli"},
+)
+"""Folders and modules of the package's root, low to high. Those of one floor, ``save`` and ``load``
+among them, import nothing of each other, but for the modules of the lowest."""
 
-The files of the folder ``save`` have one place together: above all that they import, and below the
-load planner and all that is its own.
-"""
-
-WITHOUT_TORCH = {"errors", "layout", "mesh", "placement", "rules", "tiling", "naming", "report"}
-WITHOUT_TORCH |= {"binding", "optimizer_state", "renaming", "slices", "__init__"}
-"""Files that name nothing of torch, so that they can be had without it."""
-
-FAKES_ORDER = [
-    "damage",
-    "mesh",
-    "reference",
-    "tensor",
-    "world",
-    "megatron",
-    "megatron_dist",
-    "__init__",
-]
+FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+MAX_ROOT_MODULES = 8
+MAX_MODULES = 12
 
 
 def imports(path: Path) -> Iterator[tuple[str, str]]:
@@ -92,35 +50,18 @@ def imports(path: Path) -> Iterator[tuple[str, str]]:
                 yield node.module or "", alias.name
 
 
-def module_name(path: Path, root: Path) -> str:
-    """Return what a file is called in ``ORDER``; a subpackage's ``__init__`` by the subpackage."""
-    parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
-
-
-def place(module: str) -> str:
-    """Return what stands in ``ORDER`` for a file."""
-    return "save" if module.startswith("save.") else module
-
-
-def file_of(module: str, root: Path) -> Path:
-    """Return the file that ``ORDER`` calls so."""
-    path = root.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
-def modules_of(path: Path, root: Path) -> set[str]:
-    """Return the files of the package at ``root`` that ``path`` imports."""
-    package = root.name
+def rooms_of(path: Path) -> set[str]:
+    """Return the folders, or modules of the root, that a file imports from."""
     found = set()
     for module, name in imports(path):
-        if module == package or module.startswith(f"{package}."):
-            inner = module.split(".")[1:]
-            if file_of(".".join([*inner, name]), root).exists():
-                found.add(".".join([*inner, name]))
-            else:
-                found.add(".".join(inner) or "__init__")
+        parts = [*module.split("."), name]
+        if parts[0] == PACKAGE.name:
+            found.add(parts[1])
     return found
+
+
+def floor_of(room: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
 
 
 def private_names(path: Path) -> list[str]:
@@ -158,90 +99,70 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-MODULES = sorted(module_name(path, PACKAGE) for path in PACKAGE.rglob("*.py"))
+def test_every_folder_has_its_place_in_the_order() -> None:
+    rooms = {path.split("/")[0].removesuffix(".py") for path in FILES}
+    assert rooms - {"__init__", "__main__"} == set.union(*FLOORS)
 
 
-def test_every_file_has_its_place_in_the_order() -> None:
-    assert sorted(ORDER) == sorted({place(module) for module in MODULES})
-    assert sorted(FAKES_ORDER) == sorted(path.stem for path in FAKES.glob("*.py"))
+@pytest.mark.parametrize("file", FILES)
+def test_dependencies_point_one_way(file: str) -> None:
+    room = file.split("/")[0].removesuffix(".py")
+    if room in {"__init__", "__main__"}:
+        return
+    here = floor_of(room)
+    for other in rooms_of(PACKAGE / file) - {room}:
+        assert floor_of(other) < here or here == 0, f"{file} imports from {other}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_dependencies_point_one_way(module: str) -> None:
-    at = place(module)
-    above = set(ORDER[: ORDER.index(at)])
-    found = {place(other) for other in modules_of(file_of(module, PACKAGE), PACKAGE)}
-    assert found - ({at} if at != module else set()) <= above
+def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+    for folder in {PACKAGE, *(path.parent for path in PACKAGE.rglob("*.py"))}:
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        most = MAX_ROOT_MODULES if folder == PACKAGE else MAX_MODULES
+        assert len(modules) <= most, folder
 
 
-def test_files_of_the_save_folder_import_one_way() -> None:
-    inside = {module for module in MODULES if module.startswith("save.")}
-    graph = {module: modules_of(file_of(module, PACKAGE), PACKAGE) & inside for module in inside}
-    assert set(TopologicalSorter(graph).static_order()) == inside
-
-
-def test_save_and_load_never_import_each_other() -> None:
-    for module in MODULES:
-        found = modules_of(file_of(module, PACKAGE), PACKAGE)
-        if place(module) == "save":
-            assert not any(other.startswith("load_") for other in found), module
-        if module.startswith("load_"):
-            assert not any(place(other) == "save" for other in found), module
-
-
-@pytest.mark.parametrize("module", FAKES_ORDER)
-def test_fakes_import_one_way_and_never_the_tests(module: str) -> None:
-    above = set(FAKES_ORDER[: FAKES_ORDER.index(module)])
-    assert modules_of(FAKES / f"{module}.py", FAKES) <= above
-    assert not any(name.split(".")[0] == "tests" for name, _ in imports(FAKES / f"{module}.py"))
-
-
-def test_the_package_never_imports_the_fakes() -> None:
+def test_the_fakes_never_import_the_tests_nor_the_package_them() -> None:
+    for path in FAKES.glob("*.py"):
+        assert not any(name.split(".")[0] == "tests" for name, _ in imports(path)), path
     for path in PACKAGE.rglob("*.py"):
         assert not {name.split(".")[0] for name, _ in imports(path)} & {"fakes", "tests"}, path
 
 
 def test_the_oracle_shares_no_code_with_the_library() -> None:
-    assert not modules_of(FAKES / "reference.py", PACKAGE)
-    assert not modules_of(FAKES / "reference.py", FAKES)
+    names = {name.split(".")[0] for name, _ in imports(FAKES / "reference.py")}
+    assert not names & {"dcp_placements", "fakes"}
 
 
-def test_layout_stands_alone() -> None:
-    """Integers only: of all there is it needs the standard library."""
-    assert {module.split(".")[0] for module, _ in imports(PACKAGE / "layout.py")} == {
-        "__future__",
-        "collections",
-        "dataclasses",
-        "functools",
-        "itertools",
-        "typing",
+def test_the_layout_algebra_is_integers_only() -> None:
+    found = {
+        module.split(".")[0]
+        for path in (PACKAGE / "layout").glob("*.py")
+        for module, _ in imports(path)
     }
+    assert not found & {"torch", "numpy"}
 
 
-@pytest.mark.parametrize("module", sorted(WITHOUT_TORCH))
-def test_pure_files_name_nothing_of_torch(module: str) -> None:
-    found = {name.split(".")[0] for name, _ in imports(PACKAGE / f"{module}.py")}
-    assert "torch" not in found
+@pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py"])
+def test_private_names_of_torch_are_reached_in_one_module(file: str) -> None:
+    assert private_names(PACKAGE / file) == []
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module != "interop"])
-def test_private_names_of_torch_are_reached_in_interop_only(module: str) -> None:
-    assert private_names(file_of(module, PACKAGE)) == []
-
-
-def test_the_check_for_private_names_finds_those_of_interop() -> None:
-    found = private_names(PACKAGE / "interop.py")
+def test_the_check_for_private_names_finds_those_that_are_there() -> None:
+    found = private_names(PACKAGE / "_torch.py")
     assert "torch.distributed.checkpoint._nested_dict.flatten_state_dict" in found
     assert any(name.endswith("_local_tensor") for name in found)
 
 
 @pytest.mark.parametrize("library", ["typer", "rich", "matplotlib"])
 def test_libraries_of_extras_are_imported_where_they_are_asked_for(library: str) -> None:
-    for module in MODULES:
-        if module.startswith("cli.") or (library, module) == ("matplotlib", "offline.picture"):
+    for file in FILES:
+        if file.startswith("cli/") or (library, file) == (
+            "matplotlib",
+            "offline/views/picture.py",
+        ):
             continue
-        found = {name.split(".")[0] for name, _ in imports(file_of(module, PACKAGE))}
-        assert library not in found, module
+        found = {name.split(".")[0] for name, _ in imports(PACKAGE / file)}
+        assert library not in found, file
 
 
 def test_matplotlib_is_imported_for_pictures_only() -> None:
@@ -256,3 +177,11 @@ def test_the_front_door_offers_all_that_it_names() -> None:
         assert name in dir(dcp_placements)
     with pytest.raises(AttributeError, match="nothing_such"):
         dcp_placements.nothing_such  # noqa: B018
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_is_told_apart_by_where_it_lies_in_memory(file: str) -> None:
+    """An address is a key of nothing: when its object is gone, another one may lie there."""
+    tree = ast.parse((PACKAGE / file).read_text())
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "id"]
+    assert [node.lineno for node in names] == []

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from dcp_placements.casting import CASTS, cast_kind
+from dcp_placements.load.casting import CASTS, cast_kind
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

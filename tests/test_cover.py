@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from dcp_placements.save.cover import Cover, Ints, cover_of, makes_whole
+from dcp_placements.save.coordinator.cover import Cover, Ints, cover_of, makes_whole
 
 Row = tuple[int, ...]
 

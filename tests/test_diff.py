@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_placements.layout import Box
+from dcp_placements.layout.sharding import Box
 from dcp_placements.offline import CannotLook, diff, verify
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.comparing import Tally
+from dcp_placements.offline.differences.comparing import Tally
 from fakes import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 from tests.storage_scenes import Flipped, all_kinds, same

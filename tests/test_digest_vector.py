@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from dcp_placements.digests import SAMPLED_NBYTES
 from dcp_placements.save.digest_vector import (
     BUCKETS,
     BUDGET_NBYTES,
@@ -20,6 +19,7 @@ from dcp_placements.save.digest_vector import (
     may_have_replicas,
 )
 from dcp_placements.save.key_table import SHARD, Declaration, DeclaredCut, Group, KeyTable
+from dcp_placements.storage.digests import SAMPLED_NBYTES
 
 
 def digests(keys: int, boxes: int = 1) -> Digests:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 from dcp_placements.offline import CannotLook, Checkpoint, diagnose, rescue, verify
-from dcp_placements.offline.diagnosis import OVERWRITTEN, UNCLEAR, WHOLE, Diagnosis
+from dcp_placements.offline.repairs.diagnosis import OVERWRITTEN, UNCLEAR, WHOLE, Diagnosis
 from fakes import FakeMesh, World, cut, real_dtensor
 from tests.offline_scenes import Run, save_sharded
 

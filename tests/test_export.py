@@ -33,8 +33,8 @@ from dcp_placements import (
     Unstack,
 )
 from dcp_placements.offline import CannotLook, export, export_safetensors, export_torch
-from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
+from dcp_placements.storage.safetensors_files import DTYPES
 from fakes import FakeDTensor, World, cut
 from fakes.damage import drop_chunk, foreign_pickle, remove_file
 from tests.offline_scenes import Run, run, save_hugging_face
@@ -164,18 +164,18 @@ def test_rows_in_files_are_copied_and_others_put_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = hub_names(save(tmp_path / "ckpt"))
-    monkeypatch.setattr("dcp_placements.offline.assembly.SHORT_NBYTES", 1)
+    monkeypatch.setattr("dcp_placements.formats.huggingface.assembly.SHORT_NBYTES", 1)
     told = export_safetensors(tmp_path / "ckpt", tmp_path / "a", rename=hub.mixtral)
     # All but what is cut by columns: o_proj, whose chunks are no rows.
     assert told.directly == sum(t.nbytes for n, t in wanted.items() if "o_proj" not in n)
     assert_same(read(tmp_path / "a"), wanted)
     # By slabs of a few elements, and without the system's help.
-    monkeypatch.setattr("dcp_placements.offline.assembly.SHORT_NBYTES", 1 << 30)
+    monkeypatch.setattr("dcp_placements.formats.huggingface.assembly.SHORT_NBYTES", 1 << 30)
     monkeypatch.setattr(export, "LEAST_NBYTES", 16)
     told = export_safetensors(tmp_path / "ckpt", tmp_path / "b", rename=hub.mixtral, memory=0)
     assert told.directly < sum(t.nbytes for t in wanted.values())
     monkeypatch.delattr(os, "copy_file_range")
-    monkeypatch.setattr("dcp_placements.offline.assembly.SHORT_NBYTES", 1)
+    monkeypatch.setattr("dcp_placements.formats.huggingface.assembly.SHORT_NBYTES", 1)
     export_safetensors(tmp_path / "ckpt", tmp_path / "c", rename=hub.mixtral)
     bytes_of = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
     assert bytes_of[0] == bytes_of[1] == bytes_of[2]
@@ -254,7 +254,7 @@ def test_whatever_is_taken_apart_is_what_slicing_gives(
     if row_dim is not None:
         rename = Renames(Unstack("a.{}.qkv", dim=row_dim), split)
     export_safetensors(root / "ckpt", root / "out", rename=rename)
-    with mock.patch("dcp_placements.offline.assembly.SHORT_NBYTES", 1):
+    with mock.patch("dcp_placements.formats.huggingface.assembly.SHORT_NBYTES", 1):
         export_safetensors(root / "ckpt", root / "copied", rename=rename)
     wanted = {}
     rows = [whole] if row_dim is None else list(whole.unbind(row_dim))
@@ -278,7 +278,7 @@ def test_experts_by_name_become_one_tensor(dim: int, tmp_path: Path) -> None:
     dcp.save(dict(held), checkpoint_id=tmp_path / "ckpt", no_dist=True)
     stack = Stack("experts.{}.w", 3, dim=dim)
     for name, short in (("out", 1 << 20), ("copied", 1)):
-        with mock.patch("dcp_placements.offline.assembly.SHORT_NBYTES", short):
+        with mock.patch("dcp_placements.formats.huggingface.assembly.SHORT_NBYTES", short):
             export_safetensors(tmp_path / "ckpt", tmp_path / name, rename=stack)
         assert_same(read(tmp_path / name), {"experts.w": torch.stack(rows, dim)})
     with pytest.raises(PlacementError, match=r"experts.w: of 4 rows these are missing: 3"):

@@ -43,7 +43,7 @@ from dcp_placements import (
     SaveReport,
     contiguous,
 )
-from dcp_placements.provenance import RESERVED_KEY
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY
 from fakes import FakeDTensor, FakeMesh, World
 
 WORLD = World(4)

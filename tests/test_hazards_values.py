@@ -33,8 +33,8 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.mesh import MeshNumbers
-from dcp_placements.placing import place
+from dcp_placements.bind.placing import place
+from dcp_placements.rules.mesh import MeshNumbers
 from fakes import FakeMesh, World
 
 WORLD = World(4)

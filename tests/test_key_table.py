@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import examples
 
-from dcp_placements.keys import packed_keys, unpacked_keys
-from dcp_placements.layout import Cut, Pick, Sharding
+from dcp_placements.layout.sharding import Cut, Pick, Sharding
+from dcp_placements.save.key_packing import packed_keys, unpacked_keys
 from dcp_placements.save.key_table import (
     OBJECT,
     PLAIN,

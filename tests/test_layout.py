@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dcp_placements.layout import (
+from dcp_placements.layout.sharding import (
     Box,
     Chunk,
     Cut,

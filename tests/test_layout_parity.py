@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_placements.layout import Cut, Sharding
+from dcp_placements.layout.sharding import Cut, Sharding
 
 
 def sharding_of(case: Case) -> Sharding:

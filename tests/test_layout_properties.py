@@ -24,10 +24,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, MeshCoordinate
-from dcp_placements.binding import Binding, Own, bind
-from dcp_placements.layout import Box, Chunk, Cut, Layout, Pick, Sharding
-from dcp_placements.save.cover import cover_of, makes_whole
-from dcp_placements.tiling import is_grid, overlaps, tiles, uncovered
+from dcp_placements.bind.binding import Binding, Own, bind
+from dcp_placements.layout.sharding import Box, Chunk, Cut, Layout, Pick, Sharding
+from dcp_placements.layout.tiling import is_grid, overlaps, tiles, uncovered
+from dcp_placements.save.coordinator.cover import cover_of, makes_whole
 from fakes import FakeMesh, cut
 
 

@@ -42,7 +42,7 @@ from dcp_placements import (
     Replace,
     Stack,
 )
-from dcp_placements.provenance import RESERVED_KEY
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY
 from fakes import FakeDTensor, World
 
 ONE, WORLD, FOUR = World(1), World(2), World(4)

@@ -22,7 +22,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.save.owners import BALANCE
+from dcp_placements.save.coordinator.owners import BALANCE
 from fakes import FakeDTensor, FakeMesh, World
 
 KIB = 1 << 10

@@ -25,8 +25,8 @@ from dcp_placements import (
     Renumber,
     Stack,
 )
+from dcp_placements.formats.megatron.torch_files import same_bits
 from dcp_placements.offline import CannotLook, import_megatron, inspect, megatron_layout, verify
-from dcp_placements.offline.torch_files import same_bits
 from fakes import World, cut
 from fakes.megatron import MegatronModel, Wholes, padded
 from fakes.megatron_dist import write_torch_dist

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from dcp_placements.formats.megatron.torch_files import RefusedFile, load_torch_file
 from dcp_placements.offline import CannotLook, megatron_layout
-from dcp_placements.offline.torch_files import RefusedFile, load_torch_file
 from fakes.megatron import MegatronModel, MegatronRun, write_legacy
 from tests.offline_scenes import Run
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcp_placements import MeshCoordinate, PlacementError
-from dcp_placements.mesh import Axis, format_mesh, mesh_axes
+from dcp_placements.rules.mesh import Axis, format_mesh, mesh_axes
 from fakes import FakeMesh
 
 

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements import PlacementError, PlacementSavePlanner
 from dcp_placements.offline import merge_metadata
-from dcp_placements.provenance import RESERVED_KEY
-from dcp_placements.rank_metadata import merge_rank_metadata
-from dcp_placements.storage_reader import PlacementFileSystemReader
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY
+from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
+from dcp_placements.storage.reader import PlacementFileSystemReader
 from fakes import World
 from tests.storage_scenes import blank, data_file, load, same, save_alone, sharded, wholes
 

@@ -29,7 +29,7 @@ from dcp_placements import (
     Stack,
     contiguous,
 )
-from dcp_placements.optimizer_state import possible_parameters, stateless_parameters
+from dcp_placements.names.optimizer_state import possible_parameters, stateless_parameters
 from fakes import FakeDTensor, FakeMesh, World, cut
 
 EXPERTS, RANKS = 4, 4

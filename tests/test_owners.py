@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from dcp_placements.save.owners import BALANCE, SMALL_NBYTES, divide
+from dcp_placements.save.coordinator.owners import BALANCE, SMALL_NBYTES, divide
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -33,8 +33,8 @@ from dcp_placements import (
     Renumber,
     Stack,
 )
-from dcp_placements.digests import full_digest
 from dcp_placements.offline import merge_metadata
+from dcp_placements.storage.digests import full_digest
 from fakes import FakeDTensor, FakeMesh, World, cut
 
 COLUMNS = 5

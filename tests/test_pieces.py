@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 import torch
 
-from dcp_placements.interop import WriteItemType
-from dcp_placements.layout import Box
-from dcp_placements.save.cohorts import Cohorts
-from dcp_placements.save.global_plan import Coordinator
+from dcp_placements._torch import WriteItemType
+from dcp_placements.layout.sharding import Box
+from dcp_placements.save.coordinator.cohorts import Cohorts
+from dcp_placements.save.coordinator.global_plan import Coordinator
+from dcp_placements.save.coordinator.pieces import pieces_of
 from dcp_placements.save.items import assigned_items
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group, KeyTable
 from dcp_placements.save.local_plan import Holding, LocalPlan, sent_holding
-from dcp_placements.save.pieces import pieces_of
 
 WIDE = Group(PLAIN, (4, 1 << 16), torch.float32)
 SHORT = Group(PLAIN, (3,), torch.float32)

@@ -17,7 +17,7 @@ from dcp_placements import (
     MeshCoordinate,
     PlacementError,
 )
-from dcp_placements.placement import format_placements, shard_dim, shard_parts, shards
+from dcp_placements.rules.placement import format_placements, shard_dim, shard_parts, shards
 from fakes import FakeMesh
 
 MESH = MeshCoordinate(("ep", "edp"), (4, 2), (3, 0))

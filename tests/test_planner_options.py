@@ -40,7 +40,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.provenance import RESERVED_KEY
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY
 from fakes import FakeDTensor, World, real_dtensor
 
 SavePlanners = [DefaultSavePlanner, PlacementSavePlanner]

@@ -42,9 +42,9 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
+from dcp_placements.bind.placing import place
 from dcp_placements.cli import main
 from dcp_placements.cli.app import app
-from dcp_placements.placing import place
 from fakes import cut
 
 ROOT = Path(__file__).parent.parent

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import SMALL_SHAPES, arange, boxes_in, count, examples, tilings
 
-from dcp_placements.interop import (
+from dcp_placements._torch import (
     ChunkStorageMetadata,
     LoadItemType,
     ReadItem,
     TensorProperties,
     TensorStorageMetadata,
 )
-from dcp_placements.layout import Box
-from dcp_placements.reads import Reads, StoredChunks, read_items, read_object
-from dcp_placements.tiling import intersection
+from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.tiling import intersection
+from dcp_placements.load.reads import Reads, StoredChunks, read_items, read_object
 
 
 def found_items(

@@ -23,10 +23,10 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
+from dcp_placements.names.renames import renames_in_force
 from dcp_placements.offline import inspect
-from dcp_placements.provenance import RESERVED_KEY
-from dcp_placements.record import SaveRecord, record_of
-from dcp_placements.renaming import renames_in_force
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY
+from dcp_placements.storage.metadata.record import SaveRecord, record_of
 from fakes import FakeDTensor, World
 
 WORLD = World(4)

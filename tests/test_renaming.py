@@ -30,7 +30,7 @@ from dcp_placements import (
     Unstack,
     contiguous,
 )
-from dcp_placements.naming import Rename
+from dcp_placements.names.keys import Rename
 from fakes import World
 
 

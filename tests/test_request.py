@@ -11,18 +11,18 @@ from strategies import examples, tilings
 from torch.distributed.tensor import Shard
 
 from dcp_placements import CheckpointPlacement, PlacementRules
-from dcp_placements.errors import Fault
-from dcp_placements.interop import (
+from dcp_placements._torch import (
     ChunkStorageMetadata,
     Metadata,
     ReadItem,
     TensorProperties,
     TensorStorageMetadata,
 )
-from dcp_placements.layout import Box
-from dcp_placements.placing import place
+from dcp_placements.bind.placing import place
+from dcp_placements.errors import Fault
+from dcp_placements.layout.sharding import Box
+from dcp_placements.load.request import Policy, Request
 from dcp_placements.report import LoadReport
-from dcp_placements.request import Policy, Request
 from fakes import World
 
 SHAPE = (8, 6)

@@ -26,7 +26,7 @@ from dcp_placements import (
     Renumber,
     Stack,
 )
-from dcp_placements.provenance import RESERVED_KEY
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY
 from fakes import World
 
 ONE, TWO, FOUR = World(1), World(2), World(4)

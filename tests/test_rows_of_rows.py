@@ -28,7 +28,7 @@ from dcp_placements import (
     Row,
     Stack,
 )
-from dcp_placements.offline.assembly import assemble
+from dcp_placements.formats.huggingface.assembly import assemble
 from fakes import FakeDTensor, World, cut
 from fakes.megatron import MegatronModel
 from fakes.megatron_dist import write_torch_dist

@@ -17,8 +17,8 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.placing import place
-from dcp_placements.rules import compile_pattern, rule_name
+from dcp_placements.bind.placing import place
+from dcp_placements.rules.patterns import compile_pattern, rule_name
 from fakes import World
 
 MESH = MeshCoordinate(("ep",), (2,), (0,))

@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 from dcp_placements import PlacementFileSystemWriter
-from dcp_placements.metadata_file import MAGIC, read_metadata
 from dcp_placements.offline import CannotLook, Checkpoint
-from dcp_placements.safe_pickle import RefusedGlobal, load_restricted
+from dcp_placements.storage.metadata.file import MAGIC, read_metadata
+from dcp_placements.storage.metadata.safe_pickle import RefusedGlobal, load_restricted
 from fakes import damage
 from tests.offline_scenes import Run, save_sharded
 from tests.storage_scenes import all_kinds
@@ -60,7 +60,7 @@ def test_what_dcp_writes_is_read_as_pickle_reads_it(tmp_path: Path, lean: bool) 
         *(("torch", "load"), ("torch", "hub.load"), ("torch.serialization", "load")),
         *(("torch.distributed.checkpoint.metadata", "os"), ("subprocess", "Popen")),
         *(("torch.distributed.checkpoint.metadata", "Metadata.__init__"), ("torch", "Tensor")),
-        *(("dcp_placements.storage_table", "StorageTable"), ("pathlib", "Path")),
+        *(("dcp_placements.storage.metadata.table", "StorageTable"), ("pathlib", "Path")),
     ],
 )
 @pytest.mark.parametrize("protocol", [0, 2, 4])

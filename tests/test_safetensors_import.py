@@ -27,8 +27,8 @@ from dcp_placements.offline import (
     safetensors_import,
     verify,
 )
-from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
+from dcp_placements.storage.safetensors_files import DTYPES
 from fakes import FakeDTensor, World, cut
 from tests.offline_scenes import Run, run, save_hugging_face
 from tests.preset_scenes import read_whole

@@ -24,7 +24,7 @@ from dcp_placements import (
     PlacementSavePlanner,
     offline,
 )
-from dcp_placements.shadow_records import PREFIX
+from dcp_placements.storage.metadata.shadow_records import PREFIX
 from fakes import FakeDTensor, FakeMesh, World
 from tests.storage_scenes import data_file
 from tests.strategies import arange

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_placements import exchange
-from dcp_placements.exchange import batches
-from dcp_placements.shares import SHARE_NBYTES, Claim, Claims, Wanted, shares, verdicts
+from dcp_placements.load.exchange import batches
+from dcp_placements.load.shares import SHARE_NBYTES, Claim, Claims, Wanted, shares, verdicts
 
 MIB = 1 << 20
 

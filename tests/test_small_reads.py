@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.storage_reader import PlacementFileSystemReader
-from dcp_placements.storage_table import StorageTable, join, rows_of_entries
-from dcp_placements.storage_writer import PlacementFileSystemWriter
+from dcp_placements.storage.metadata.table import StorageTable, join, rows_of_entries
+from dcp_placements.storage.reader import PlacementFileSystemReader
+from dcp_placements.storage.writer import PlacementFileSystemWriter
 from fakes import World
 from tests.storage_scenes import blank, data_file, load, same
 

@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_placements.metadata_file import read_metadata, write_metadata
-from dcp_placements.storage_table import StorageTable, WriteResults, join, rows_of_entries
-from dcp_placements.storage_writer import PlacementFileSystemWriter, split_by_chunk
-from dcp_placements.tensor_stamp import Stamp, TensorSaver
+from dcp_placements.storage.metadata.file import read_metadata, write_metadata
+from dcp_placements.storage.metadata.table import StorageTable, WriteResults, join, rows_of_entries
+from dcp_placements.storage.tensor_stamp import Stamp, TensorSaver
+from dcp_placements.storage.writer import PlacementFileSystemWriter, split_by_chunk
 from fakes import World
 from tests.storage_scenes import (
     DTYPES,
@@ -117,7 +117,9 @@ def test_a_stamp_refuses_files_that_torch_did_not_write_so() -> None:
 
 
 def test_an_unknown_torch_is_left_to_write_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_placements.tensor_stamp._combine", lambda seed, value: seed + value)
+    monkeypatch.setattr(
+        "dcp_placements.storage.tensor_stamp._combine", lambda seed, value: seed + value
+    )
     saver = TensorSaver()
     for value in (1.0, 2.0, 3.0):
         ours, stock = io.BytesIO(), io.BytesIO()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import SMALL_SHAPES, boxes_in, count, examples, tilings
 
-from dcp_placements.layout import Box
-from dcp_placements.tiling import (
+from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.tiling import (
     contains,
     format_box,
     intersection,

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import dcp_placements.offline
 from dcp_placements import PlacementSavePlanner
-from dcp_placements.layout import Box
+from dcp_placements.layout.sharding import Box
 from dcp_placements.offline import verify
-from dcp_placements.offline.structure import box_faults
-from dcp_placements.save_ids import id_in_name
+from dcp_placements.offline.checks.structure import box_faults
+from dcp_placements.storage.metadata.save_ids import id_in_name
 from fakes import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 from tests.storage_scenes import all_kinds, data_file

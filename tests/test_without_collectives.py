@@ -21,7 +21,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import merge_metadata
-from dcp_placements.save_ids import ID_PREFIX
+from dcp_placements.storage.metadata.save_ids import ID_PREFIX
 from fakes import FakeDTensor, World
 
 WHOLE = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)

@@ -10,18 +10,18 @@ from typing import Any
 
 import typer
 
-from dcp_placements.cli.differing import diff_command
-from dcp_placements.cli.doctoring import doctor_command
-from dcp_placements.cli.drawing import draw_command
-from dcp_placements.cli.explaining import explain_command
-from dcp_placements.cli.exporting import export_command
-from dcp_placements.cli.importing import import_command
-from dcp_placements.cli.inspecting import inspect_command
-from dcp_placements.cli.megatron import megatron_command
-from dcp_placements.cli.merging import merge_metadata_command
+from dcp_placements.cli.commands.differing import diff_command
+from dcp_placements.cli.commands.doctoring import doctor_command
+from dcp_placements.cli.commands.drawing import draw_command
+from dcp_placements.cli.commands.explaining import explain_command
+from dcp_placements.cli.commands.exporting import export_command
+from dcp_placements.cli.commands.importing import import_command
+from dcp_placements.cli.commands.inspecting import inspect_command
+from dcp_placements.cli.commands.megatron import megatron_command
+from dcp_placements.cli.commands.merging import merge_metadata_command
+from dcp_placements.cli.commands.rehearsing import rehearse_command
+from dcp_placements.cli.commands.verifying import verify_command
 from dcp_placements.cli.printing import complain
-from dcp_placements.cli.rehearsing import rehearse_command
-from dcp_placements.cli.verifying import verify_command
 from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.offline import CannotLook
 

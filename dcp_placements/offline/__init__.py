@@ -3,22 +3,8 @@
 What the command line prints, as dataclasses. Nothing that a checkpoint's pickles name is executed.
 """
 
-from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.diagnosis import diagnose
-from dcp_placements.offline.difference import diff
-from dcp_placements.offline.directory import CannotLook
-from dcp_placements.offline.drawing import draw
-from dcp_placements.offline.explanation import explain
-from dcp_placements.offline.export import export_safetensors, export_torch
-from dcp_placements.offline.inspection import inspect
-from dcp_placements.offline.megatron_import import import_megatron
-from dcp_placements.offline.megatron_layout import megatron_layout
-from dcp_placements.offline.merging import merge_metadata
-from dcp_placements.offline.picture import check_picture_name, save_figure
-from dcp_placements.offline.rehearsal import rehearse
-from dcp_placements.offline.rescue import rescue
-from dcp_placements.offline.safetensors_import import import_safetensors
-from dcp_placements.offline.verification import verify
+from importlib import import_module
+from typing import Any
 
 __all__ = [
     "CannotLook",
@@ -40,3 +26,35 @@ __all__ = [
     "save_figure",
     "verify",
 ]
+
+# Fetched when asked for: what is written and read in other people's formats stands above this.
+_HOMES = {
+    "CannotLook": "dcp_placements.errors",
+    "Checkpoint": "dcp_placements.offline.checkpoint",
+    "check_picture_name": "dcp_placements.offline.views.picture",
+    "diagnose": "dcp_placements.offline.repairs.diagnosis",
+    "diff": "dcp_placements.offline.differences.difference",
+    "draw": "dcp_placements.offline.views.drawing",
+    "explain": "dcp_placements.offline.views.explanation",
+    "export_safetensors": "dcp_placements.formats.huggingface.export",
+    "export_torch": "dcp_placements.formats.huggingface.export",
+    "import_megatron": "dcp_placements.formats.megatron.importing",
+    "import_safetensors": "dcp_placements.formats.huggingface.importing",
+    "inspect": "dcp_placements.offline.views.inspection",
+    "megatron_layout": "dcp_placements.formats.megatron.layout",
+    "merge_metadata": "dcp_placements.offline.repairs.merging",
+    "rehearse": "dcp_placements.offline.rehearsal",
+    "rescue": "dcp_placements.offline.repairs.rescue",
+    "save_figure": "dcp_placements.offline.views.picture",
+    "verify": "dcp_placements.offline.checks.verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,10 +10,7 @@ from typing import IO, Any
 
 import torch
 
-from dcp_placements.chunk_reads import ChunkReader, Part, Record
-from dcp_placements.errors import Fault, PlacementError, format_faults
-from dcp_placements.file_reads import CountedFile, FilePart
-from dcp_placements.interop import (
+from dcp_placements._torch import (
     FileSystemReader,
     LoadItemType,
     MetadataIndex,
@@ -21,11 +18,14 @@ from dcp_placements.interop import (
     StorageInfo,
     TensorStorageMetadata,
 )
-from dcp_placements.layout import Box
+from dcp_placements.errors import Fault, PlacementError, format_faults
+from dcp_placements.layout.byte_ranges import c_strides
+from dcp_placements.layout.sharding import Box
+from dcp_placements.load.reads import StoredChunks
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
-from dcp_placements.reads import StoredChunks
-from dcp_placements.slices import c_strides
-from dcp_placements.tensor_record import TensorRecord
+from dcp_placements.storage.chunk_reads import ChunkReader, Part, Record
+from dcp_placements.storage.file_reads import CountedFile, FilePart
+from dcp_placements.storage.tensor_record import TensorRecord
 
 MAX_OPEN_FILES = 32
 

@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_placements.alike import BySequence
-from dcp_placements.errors import PlacementError, format_name, format_names
-from dcp_placements.interop import (
+from dcp_placements._torch import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -29,17 +27,25 @@ from dcp_placements.interop import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from dcp_placements.layout import Box
-from dcp_placements.metadata_file import read_metadata
-from dcp_placements.offline.directory import CannotLook, Directory, no_checkpoint
-from dcp_placements.offline.safetensors_files import LARGEST, Entry, counts, read_header
-from dcp_placements.provenance import stored
+from dcp_placements.errors import CannotLook, PlacementError, format_name, format_names
+from dcp_placements.layout.alike import BySequence
+from dcp_placements.layout.sharding import Box
+from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.rank_metadata import merge_rank_metadata, rank_file_rank
-from dcp_placements.safe_pickle import RefusedGlobal
-from dcp_placements.save_ids import ID_PREFIX, IdRecord, id_records, writer_of
-from dcp_placements.shadow_records import shadowed
-from dcp_placements.storage_table import Array, Rows, RowsBuilder, StorageTable, rows_of_entries
+from dcp_placements.storage.metadata.file import read_metadata
+from dcp_placements.storage.metadata.provenance import stored
+from dcp_placements.storage.metadata.rank_files import merge_rank_metadata, rank_file_rank
+from dcp_placements.storage.metadata.safe_pickle import RefusedGlobal
+from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, id_records, writer_of
+from dcp_placements.storage.metadata.shadow_records import shadowed
+from dcp_placements.storage.metadata.table import (
+    Array,
+    Rows,
+    RowsBuilder,
+    StorageTable,
+    rows_of_entries,
+)
+from dcp_placements.storage.safetensors_files import LARGEST, Entry, counts, read_header
 
 DCP = "dcp"
 TORCH_DIST = "torch_dist"

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from dcp_placements.interop import (
+from dcp_placements._torch import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -23,9 +23,9 @@ from dcp_placements.interop import (
     WriteItem,
     WriteItemType,
 )
-from dcp_placements.layout import Box
+from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.output import Output
-from dcp_placements.storage_writer import PlacementFileSystemWriter
+from dcp_placements.storage.writer import PlacementFileSystemWriter
 
 
 @dataclass(frozen=True, slots=True)

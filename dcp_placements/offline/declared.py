@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from dcp_placements.declaration import Placements
-from dcp_placements.errors import PlacementError, format_names
-from dcp_placements.mesh import MeshCoordinate
-from dcp_placements.offline.directory import CannotLook
-from dcp_placements.rules import PlacementRules, Rules, compile_pattern
+from dcp_placements.errors import CannotLook, PlacementError, format_names
+from dcp_placements.placements import Placements
+from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.patterns import PlacementRules, Rules, compile_pattern
 
 Rename = Callable[[str], str]
 MeshAxes = dict[str, int]

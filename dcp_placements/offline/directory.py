@@ -6,13 +6,8 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from dcp_placements.errors import PlacementError, format_names
-from dcp_placements.file_reads import open_inside, why_barred
-
-
-class CannotLook(PlacementError):
-    """There is nothing to look at, or it is not to be read: no such path, no checkpoint in it,
-    metadata that is refused. Said of the question, where faults are said of the checkpoint."""
+from dcp_placements.errors import CannotLook, format_names
+from dcp_placements.storage.file_reads import open_inside, why_barred
 
 
 class Directory:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_placements.layout import Box
+from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.tiling import overlaps, uncovered
 from dcp_placements.offline.checkpoint import StoredTensor
-from dcp_placements.tiling import overlaps, uncovered
 
 _KEY = re.compile(
     r"^(?P<layer>(?:.*\.)?(?!shared_)\w*experts(?:_list)?)(?:\.(?P<index>\d+))?\.(?P<name>.+)$"

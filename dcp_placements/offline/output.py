@@ -22,8 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from dcp_placements.errors import format_name
-from dcp_placements.offline.directory import CannotLook
+from dcp_placements.errors import CannotLook, format_name
 
 IDENTITY = "identity"
 """The file in an unfinished directory that says what it is to become."""

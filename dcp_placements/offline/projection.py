@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from dcp_placements.layout import Box, Interval
-from dcp_placements.tiling import format_box, intersection
+from dcp_placements.layout.sharding import Box, Interval
+from dcp_placements.layout.tiling import format_box, intersection
 
 MAX_STEPS_IN_A_COLUMN = 24
 """One dim that is cut into more is drawn in lines."""

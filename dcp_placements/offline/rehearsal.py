@@ -18,29 +18,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_placements.binding import BindError, Own, bind
-from dcp_placements.chunk_reads import SMALL_NBYTES, cheap_gap
+from dcp_placements._torch import TensorStorageMetadata
+from dcp_placements.bind.binding import BindError, Own, bind
+from dcp_placements.bind.lint import lint
+from dcp_placements.bind.placing import Placed
 from dcp_placements.errors import Fault, PlacementError, format_names, format_ranks
-from dcp_placements.interop import TensorStorageMetadata
-from dcp_placements.layout import Box, Intervals, Layout, LayoutError, Sharding
-from dcp_placements.lint import lint
-from dcp_placements.mesh import MeshCoordinate
+from dcp_placements.layout.byte_ranges import segments
+from dcp_placements.layout.sharding import Box, Intervals, Layout, LayoutError, Sharding
+from dcp_placements.layout.tiling import format_box, tiles, uncovered
+from dcp_placements.load.reads import StoredChunks
+from dcp_placements.load.request import shape_mismatch
+from dcp_placements.names.renames import holder
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.offline.cutting import fsdp_axes, known_axes, layout_at, whole_sharding
 from dcp_placements.offline.declared import MeshAxes, rules_at
 from dcp_placements.offline.rehearsed_record import RehearsedRecord
-from dcp_placements.placement import (
+from dcp_placements.offline.views.cutting import fsdp_axes, known_axes, layout_at, whole_sharding
+from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
+from dcp_placements.rules.placement import (
     CheckpointPlacement,
 )
-from dcp_placements.placing import Placed
-from dcp_placements.reads import StoredChunks
-from dcp_placements.renaming import holder
-from dcp_placements.request import shape_mismatch
-from dcp_placements.rules import PlacementRules, Rules, rule_name
-from dcp_placements.slices import segments
-from dcp_placements.storage_table import Array
-from dcp_placements.tensor_record import HEADS_NBYTES
-from dcp_placements.tiling import format_box, tiles, uncovered
+from dcp_placements.storage.chunk_reads import SMALL_NBYTES, cheap_gap
+from dcp_placements.storage.metadata.table import Array
+from dcp_placements.storage.tensor_record import HEADS_NBYTES
 
 
 @dataclass(frozen=True, slots=True)

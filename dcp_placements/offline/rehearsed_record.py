@@ -10,17 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dcp_placements.cut_checks import differences
+from dcp_placements._torch import Metadata
 from dcp_placements.errors import Fault
-from dcp_placements.interop import Metadata
-from dcp_placements.layout import Layout, Pick, Sharding
-from dcp_placements.load_checks import Excuses, LoadChecks, compare_renames, cut_fault
-from dcp_placements.load_message import LoadMessage, asking_faults
-from dcp_placements.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.placement import CheckpointPlacement
-from dcp_placements.record import cuts_of, record_of
-from dcp_placements.request import Policy
-from dcp_placements.row_checks import Listed, pack, rows_of, without_numbers
+from dcp_placements.layout.sharding import Layout, Pick, Sharding
+from dcp_placements.load.checks import Excuses, LoadChecks, compare_renames, cut_fault
+from dcp_placements.load.cut_checks import differences
+from dcp_placements.load.message import LoadMessage, asking_faults
+from dcp_placements.load.request import Policy
+from dcp_placements.load.row_checks import Listed, pack, rows_of, without_numbers
+from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.storage.metadata.record import cuts_of, record_of
 
 
 class RehearsedRecord:

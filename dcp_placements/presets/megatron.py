@@ -8,8 +8,8 @@ CP, expert ranks by ETP and EP, and both have the pipeline outermost.
 from __future__ import annotations
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.mesh import Mesh, MeshCoordinate, format_mesh
 from dcp_placements.presets.preset import axis_sizes
+from dcp_placements.rules.mesh import Mesh, MeshCoordinate, format_mesh
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")

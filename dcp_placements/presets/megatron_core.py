@@ -31,14 +31,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
-from dcp_placements.mesh import Mesh
-from dcp_placements.naming import Rename
-from dcp_placements.placement import CheckpointPlacement, FusedShard
+from dcp_placements.names.keys import Rename
+from dcp_placements.names.renames import Renames, Renumber, Replace, contiguous
+from dcp_placements.placements import Placements
 from dcp_placements.presets.megatron import check_meshes, position, without_axis
 from dcp_placements.presets.preset import axis_sizes, rules_of
-from dcp_placements.renaming import Renames, Renumber, Replace, contiguous
+from dcp_placements.rules.mesh import Mesh
+from dcp_placements.rules.placement import CheckpointPlacement, FusedShard
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 NUMBERED_EXPERTS = [
@@ -219,7 +219,7 @@ def _layer_numbers(chunk: nn.Module) -> Sequence[int]:
                 raise PlacementError(
                     f"{name} ({type(module).__name__}) has no layer_number, so its place in the "
                     "whole is not known\n"
-                    "    way out:     a rename= of your own (dcp_placements.renaming)"
+                    "    way out:     a rename= of your own (dcp_placements.names.renames)"
                 )
             numbers.append(int(number) - 1)
     if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.distributed.tensor import Shard
 
-from dcp_placements.mesh import Mesh
-from dcp_placements.placement import CheckpointPlacement, FusedShard
 from dcp_placements.presets.megatron_core import VOCABULARY
-from dcp_placements.rules import PlacementRules
+from dcp_placements.rules.mesh import Mesh
+from dcp_placements.rules.patterns import PlacementRules
+from dcp_placements.rules.placement import CheckpointPlacement, FusedShard
 
 _EXPERTS = ("experts.linear_{}.{}*", "experts.local_experts.*.linear_{}.{}")
 _COLUMN = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "eh_proj")

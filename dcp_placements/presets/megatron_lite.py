@@ -21,14 +21,14 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Shard
 
-from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
-from dcp_placements.mesh import Mesh
-from dcp_placements.placement import CheckpointPlacement, FusedShard
+from dcp_placements.names.renames import Renames, Renumber, Replace, contiguous
+from dcp_placements.placements import Placements
 from dcp_placements.presets.megatron import check_meshes, position, without_axis
 from dcp_placements.presets.preset import axis_sizes
-from dcp_placements.renaming import Renames, Renumber, Replace, contiguous
-from dcp_placements.rules import PlacementRules
+from dcp_placements.rules.mesh import Mesh
+from dcp_placements.rules.patterns import PlacementRules
+from dcp_placements.rules.placement import CheckpointPlacement, FusedShard
 
 VOCABULARY_MULTIPLE = 128
 """``pad_vocab_for_tp`` pads to the least common multiple of this and TP."""

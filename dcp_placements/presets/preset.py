@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.mesh import Mesh, format_mesh
-from dcp_placements.placement import CheckpointPlacement
-from dcp_placements.rules import PlacementRules
+from dcp_placements.rules.mesh import Mesh, format_mesh
+from dcp_placements.rules.patterns import PlacementRules
+from dcp_placements.rules.placement import CheckpointPlacement
 
 
 def axis_sizes(mesh: Mesh, *names: str) -> dict[str, int]:

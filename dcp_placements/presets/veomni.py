@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import nn
 
-from dcp_placements.binding import BindError
-from dcp_placements.declaration import Placements
+from dcp_placements.bind.binding import BindError
 from dcp_placements.errors import PlacementError
-from dcp_placements.mesh import Mesh
-from dcp_placements.placement import CheckpointPlacement, shard_dim, shards
+from dcp_placements.placements import Placements
 from dcp_placements.presets.preset import axis_sizes, rules_of
-from dcp_placements.rules import PlacementRules
+from dcp_placements.rules.mesh import Mesh
+from dcp_placements.rules.patterns import PlacementRules
+from dcp_placements.rules.placement import CheckpointPlacement, shard_dim, shards
 
 
 def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = None) -> Placements:

@@ -10,18 +10,18 @@ import numpy as np
 import torch
 import xxhash
 
-from dcp_placements.digests import (
+from dcp_placements._torch import MetadataIndex, has_hooks
+from dcp_placements.layout.sharding import Box
+from dcp_placements.save.digest_vector import Digests, Slots, buckets_needed, may_have_replicas
+from dcp_placements.save.key_table import OBJECT
+from dcp_placements.save.local_plan import Held, Holding, LocalPlan, chunk_data, held_chunks
+from dcp_placements.storage.digests import (
     FULL_NBYTES,
     SAMPLED_NBYTES,
     full_digest,
     object_digest,
     sampled_digests,
 )
-from dcp_placements.interop import MetadataIndex, has_hooks
-from dcp_placements.layout import Box
-from dcp_placements.save.digest_vector import Digests, Slots, buckets_needed, may_have_replicas
-from dcp_placements.save.key_table import OBJECT
-from dcp_placements.save.local_plan import Held, Holding, LocalPlan, chunk_data, held_chunks
 
 Objects = dict[str, io.BytesIO]
 """Objects as a file will hold them, by key."""

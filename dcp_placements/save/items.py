@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dcp_placements.interop import (
+from dcp_placements._torch import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
@@ -17,7 +17,7 @@ from dcp_placements.interop import (
     WriteItem,
     WriteItemType,
 )
-from dcp_placements.layout import Box
+from dcp_placements.layout.sharding import Box
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group
 from dcp_placements.save.local_plan import Held, Holding, unpacked_ints
 

@@ -19,9 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements.keys import packed_column, packed_keys, unpacked_column, unpacked_keys
-from dcp_placements.layout import Pick, Sharding
-from dcp_placements.naming import Path
+from dcp_placements.layout.sharding import Pick, Sharding
+from dcp_placements.names.keys import Path
+from dcp_placements.save.key_packing import (
+    packed_column,
+    packed_keys,
+    unpacked_column,
+    unpacked_keys,
+)
 
 _NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 

@@ -11,14 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dcp_placements.errors import (
-    Fault,
-    PlacementError,
-    format_faults,
-    format_names,
-    raise_faults,
-)
-from dcp_placements.interop import (
+from dcp_placements._torch import (
     DefaultSavePlanner,
     Metadata,
     MetadataIndex,
@@ -32,30 +25,37 @@ from dcp_placements.interop import (
     known_world_size,
     world_size,
 )
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    format_faults,
+    format_names,
+    raise_faults,
+)
 from dcp_placements.lazy_items import LazyItems
-from dcp_placements.naming import Rename
-from dcp_placements.options import (
+from dcp_placements.names.keys import Rename
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.report import SaveReport
+from dcp_placements.rules.options import (
     check_choice,
     check_rename,
     check_rules,
     check_waivers,
     of_instance,
 )
-from dcp_placements.provenance import RESERVED_KEY, identity
-from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.report import SaveReport
-from dcp_placements.rules import Rules
-from dcp_placements.save.global_plan import Coordinator, WorldPlan
+from dcp_placements.rules.patterns import Rules
+from dcp_placements.save.coordinator.global_plan import Coordinator, WorldPlan
+from dcp_placements.save.coordinator.making import cuts_and_renames, making, written_digests
+from dcp_placements.save.coordinator.numbering import numbering_faults
+from dcp_placements.save.coordinator.owners import left_to_others
+from dcp_placements.save.coordinator.summary import summarise, summarise_rank
 from dcp_placements.save.items import Assignment, all_items, assigned_items
 from dcp_placements.save.local_plan import sent_holding
-from dcp_placements.save.numbering import numbering_faults
-from dcp_placements.save.owners import left_to_others
 from dcp_placements.save.rank_save import RankSave
-from dcp_placements.save.record import cuts_and_renames, making, written_digests
 from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
 from dcp_placements.save.statement import Statement
-from dcp_placements.save.summary import summarise, summarise_rank
-from dcp_placements.save_ids import id_data, id_item, is_named
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
+from dcp_placements.storage.metadata.save_ids import id_data, id_item, is_named
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from dcp_placements._torch import Metadata, MetadataIndex, SavePlan, WriteItem, WriteItemType
+from dcp_placements.bind.placing import Placing, counted_faults, place
+from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import PlacementError, raise_faults
-from dcp_placements.interop import Metadata, MetadataIndex, SavePlan, WriteItem, WriteItemType
-from dcp_placements.layout import Chunk
-from dcp_placements.naming import Path, Rename, checkpoint_path, rename_keys
-from dcp_placements.placing import Placing, counted_faults, place
-from dcp_placements.renaming import Step, renames_in_force
+from dcp_placements.layout.sharding import Chunk
+from dcp_placements.names.keys import Path, Rename, checkpoint_path, rename_keys
+from dcp_placements.names.renames import Step, renames_in_force
 from dcp_placements.report import SaveReport
-from dcp_placements.rules import Rules
+from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.content_digests import Objects, add_digests
 from dcp_placements.save.items import Assignment, assigned_items
 from dcp_placements.save.local_plan import (
@@ -29,8 +30,7 @@ from dcp_placements.save.local_plan import (
 from dcp_placements.save.repeats import repeat_faults
 from dcp_placements.save.shadows import pack_items, packs_of
 from dcp_placements.save.statement import statement_of
-from dcp_placements.shadow_records import OBJECTS_NBYTES, packed_objects
-from dcp_placements.stacking import unfold
+from dcp_placements.storage.metadata.shadow_records import OBJECTS_NBYTES, packed_objects
 
 Lookup = Callable[[MetadataIndex], Any]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dcp_placements.digests import full_digest, sampled_digests
+from dcp_placements.bind.placing import Placed
 from dcp_placements.errors import Fault
-from dcp_placements.layout import Box, Chunk
-from dcp_placements.placing import Placed
-from dcp_placements.tiling import format_box
+from dcp_placements.layout.sharding import Box, Chunk
+from dcp_placements.layout.tiling import format_box
+from dcp_placements.storage.digests import full_digest, sampled_digests
 
 
 def repeat_faults(placed: Iterable[Placed], *, rank: int, digests: str) -> list[Fault]:

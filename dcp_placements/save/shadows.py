@@ -17,17 +17,17 @@ from typing import Any
 import torch
 import xxhash
 
+from dcp_placements._torch import MetadataIndex, TensorWriteData, WriteItem, WriteItemType
 from dcp_placements.errors import PlacementError
-from dcp_placements.interop import MetadataIndex, TensorWriteData, WriteItem, WriteItemType
-from dcp_placements.layout import Box
-from dcp_placements.rules import compile_pattern
-from dcp_placements.save.cohorts import Cohorts
-from dcp_placements.save.contents import differing_objects
+from dcp_placements.layout.sharding import Box
+from dcp_placements.rules.patterns import compile_pattern
+from dcp_placements.save.coordinator.cohorts import Cohorts
+from dcp_placements.save.coordinator.contents import differing_objects
+from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.items import Assignment, chunk_metadata, tensor_properties
 from dcp_placements.save.key_table import OBJECT, Declaration, Group
 from dcp_placements.save.local_plan import Holding, sent_boxes, sent_holding
-from dcp_placements.save.pieces import Piece
-from dcp_placements.shadow_records import PACK_NBYTES, PREFIX
+from dcp_placements.storage.metadata.shadow_records import PACK_NBYTES, PREFIX
 
 Wanted = int | tuple[str, ...]
 """A budget in bytes, or patterns."""

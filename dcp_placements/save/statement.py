@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp_placements._torch import named_axes
+from dcp_placements.bind.lint import unwaived
+from dcp_placements.bind.placing import Placing
 from dcp_placements.errors import Fault
-from dcp_placements.interop import named_axes
-from dcp_placements.lint import unwaived
-from dcp_placements.mesh import MeshNumbers
-from dcp_placements.naming import Rename
-from dcp_placements.optimizer_state import stateless_parameters
-from dcp_placements.placing import Placing
-from dcp_placements.renaming import Numbered, Step, numbering
-from dcp_placements.rules import PlacementRules, Rules, expected_patterns
+from dcp_placements.names.keys import Rename
+from dcp_placements.names.optimizer_state import stateless_parameters
+from dcp_placements.names.renames import Numbered, Step, numbering
+from dcp_placements.rules.mesh import MeshNumbers
+from dcp_placements.rules.patterns import PlacementRules, Rules, expected_patterns
 
 
 @dataclass(frozen=True, slots=True)

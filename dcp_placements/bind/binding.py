@@ -1,0 +1,347 @@
+"""From a tensor and its rule to its layout: which source speaks for which axis.
+
+Two sources say how a tensor is cut. The rule speaks for the axes that the tensor's own DTensor
+does not shard; the DTensor for those that it does. The rule's cuts come first, because FSDP cuts
+the model-parallel part: that holds whatever position its axis has in the checkpoint's mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dcp_placements.errors import Fault
+from dcp_placements.layout.sharding import Cut, Layout, LayoutError, Pick, Sharding
+from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, mesh_axes
+from dcp_placements.rules.placement import (
+    CheckpointPlacement,
+    FusedShard,
+    IndexShard,
+    cut_of,
+    format_placement,
+    format_placements,
+    shard_dim,
+    shards,
+)
+
+
+class BindError(Exception):
+    """Why a tensor and its rule do not fit together; becomes a ``Fault`` with the key."""
+
+    def __init__(self, headline: str, *details: str) -> None:
+        super().__init__(headline)
+        self.headline = headline
+        self.details = details
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a tensor says of itself: its DTensor mesh and placements, or just its shape.
+
+    Attributes:
+        shape: The shape over ``mesh``; a plain tensor's own shape.
+        mesh: The DTensor's mesh; None for a plain tensor.
+        placements: One per mesh axis.
+    """
+
+    shape: tuple[int, ...]
+    mesh: Mesh | None = None
+    placements: tuple[Any, ...] = ()
+
+    def format(self) -> str:
+        """Return it as short text."""
+        if self.mesh is None:
+            return f"plain tensor of shape {self.shape}"
+        return (
+            f"DTensor of shape {self.shape}, {format_placements(self.placements)} "
+            f"on mesh {format_mesh(self.mesh)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A tensor bound to its place in the checkpoint's tensor.
+
+    Bindings that are equal are one in every table; what they hash to is worked out once.
+
+    Attributes:
+        sharding: How the whole tensor is cut over all the axes that either source knows.
+        axes: Those axes seen from this rank, in the order of ``sharding.axis_sizes``.
+        layout: Where this rank's local tensor lies.
+        is_uniform: Whether the same sharding describes all ranks (no ``IndexShard``).
+        homes: For each axis the mesh that it is of, and its position there.
+        is_exact: Whether ``sharding`` is what makes the layout, but for the rows of an
+            ``IndexShard``; not so of a part of a fused dim that an axis cuts.
+    """
+
+    sharding: Sharding
+    axes: tuple[Axis, ...]
+    layout: Layout
+    is_uniform: bool
+    homes: tuple[tuple[Any, int], ...] = field(default=(), repr=False)
+    is_exact: bool = True
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.sharding, self.layout, self.axes)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Names hash to something else in another process.
+        said = self.sharding, self.axes, self.layout, self.is_uniform, self.homes, self.is_exact
+        return Binding, said
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's position along each axis."""
+        return tuple([axis.position for axis in self.axes])
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor."""
+        return self.sharding.global_shape
+
+
+def bind(
+    own: Own,
+    local_shape: tuple[int, ...],
+    placement: CheckpointPlacement | None,
+) -> Binding | None:
+    """Return where a local tensor lies in the checkpoint, or None on a rank that holds no part.
+
+    Args:
+        own: What the tensor says of itself.
+        local_shape: The shape that this rank really holds.
+        placement: What the rule says; None keeps the tensor's own mesh and placements.
+
+    Raises:
+        BindError: The two contradict each other, or do not yield ``local_shape``.
+    """
+    meshes = [own.mesh, None if placement is None else placement.mesh]
+    unnamed = any(mesh is not None and mesh.mesh_dim_names is None for mesh in meshes)
+    own_axes = () if own.mesh is None else mesh_axes(own.mesh, with_ranks=unnamed)
+    if own_axes is None:
+        return None
+    rule_axes = _rule_axes(placement, with_ranks=unnamed)
+    ndim = len(own.shape)
+    own_cuts = _own_cuts(own, own_axes, ndim)
+    rule_cuts, replaced = _rule_cuts(placement, rule_axes, own_axes, own_cuts, ndim)
+
+    # All axes that anybody knows, the rule's first; an axis known to both stands once.
+    axes = list(rule_axes)
+    homes = [(None if placement is None else placement.mesh, j) for j in range(len(axes))]
+    own_position = []
+    for i, axis in enumerate(own_axes):
+        same = next((j for j, known in enumerate(rule_axes) if known.is_same(axis)), None)
+        own_position.append(len(axes) if same is None else same)
+        if same is None:
+            axes.append(axis)
+            homes.append((own.mesh, i))
+    cuts: list[Cut | Pick] = list(rule_cuts)
+    cuts += [
+        replace(cut, axis=own_position[cut.axis]) for cut in _without(own_cuts, replaced, own_axes)
+    ]
+
+    product = list(own.shape)
+    for cut in rule_cuts:
+        if isinstance(cut, Cut) and cut.axis not in {own_position[i] for i in replaced}:
+            product[cut.dim] *= axes[cut.axis].size
+    global_shape, padded_shape = tuple(product), None
+    if placement is not None and placement.global_shape is not None:
+        global_shape, padded_shape = placement.global_shape, placement.padded_shape
+    if len(global_shape) != ndim:
+        raise BindError(
+            f"the tensor has {ndim} dims, but global_shape={global_shape} has {len(global_shape)}"
+        )
+    sharding = Sharding(
+        global_shape, tuple([axis.size for axis in axes]), tuple(cuts), padded_shape
+    )
+    try:
+        layout = sharding.at([axis.position for axis in axes])
+    except LayoutError as error:
+        raise BindError(str(error), *_sources(own, placement, axes)) from None
+    if layout.local_shape != local_shape:
+        raise BindError(
+            f"holds a {local_shape} tensor where {layout.local_shape} was declared",
+            *_sources(own, placement, axes),
+            f"that makes:  whole tensor {sharding.cut_shape}, cut by "
+            + (_format_cuts(sharding, axes) or "nothing"),
+            *_mismatch_advice(own, placement, local_shape, layout.local_shape),
+        )
+    return Binding(sharding, tuple(axes), layout, sharding.is_uniform, tuple(homes))
+
+
+def fault_of(error: BindError, fqn: str, rank: int, rule: str | None) -> Fault:
+    """Return the fault that ``error`` is at key ``fqn``."""
+    details = error.details if rule is None else (*error.details, f"by rule:     {rule}")
+    return Fault(fqn, f"rank {rank} {error.headline}", details)
+
+
+def _rule_axes(placement: CheckpointPlacement | None, *, with_ranks: bool) -> tuple[Axis, ...]:
+    if placement is None:
+        return ()
+    axes = mesh_axes(placement.mesh, with_ranks=with_ranks)
+    if axes is None:
+        raise BindError(
+            f"is not part of the rule's mesh {format_mesh(placement.mesh)}",
+            "way out:     a rule must name a mesh of the ranks that hold the tensor; on the other "
+            "ranks give another rule, or None",
+        )
+    return axes
+
+
+def _own_cuts(own: Own, axes: Sequence[Axis], ndim: int) -> list[Cut]:
+    cuts = []
+    for i, placement in enumerate(own.placements):
+        if placement.is_partial():
+            raise BindError(
+                f"holds a partial sum over axis {_axis_name(axes[i])} ({placement})",
+                "way out:     redistribute it to Replicate or Shard before saving",
+            )
+        if shards(placement):
+            cuts.append(cut_of(placement, ndim, i))
+    return cuts
+
+
+def _rule_cuts(
+    placement: CheckpointPlacement | None,
+    rule_axes: Sequence[Axis],
+    own_axes: Sequence[Axis],
+    own_cuts: Sequence[Cut],
+    ndim: int,
+) -> tuple[list[Cut | Pick], set[int]]:
+    """Return the rule's cuts, and the own axes whose cut the rule describes more exactly."""
+    cuts: list[Cut | Pick] = []
+    replaced: set[int] = set()
+    if placement is None:
+        return cuts, replaced
+    for j, (axis, entry) in enumerate(zip(rule_axes, placement.placements, strict=True)):
+        same = next((i for i, known in enumerate(own_axes) if known.is_same(axis)), None)
+        if same is not None and own_axes[same].size != axis.size:
+            raise BindError(
+                f"has axis {_axis_name(axis)} of size {own_axes[same].size} in the tensor's own "
+                f"mesh, but of size {axis.size} in the rule's",
+                "way out:     name a mesh of this model-parallel setup in the rule",
+            )
+        is_cut = shards(entry) or any(cut.axis == same for cut in own_cuts)
+        if same is not None and is_cut and own_axes[same].position != axis.position:
+            raise BindError(
+                f"is at {own_axes[same].position} of axis {_axis_name(axis)} in the tensor's own "
+                f"mesh, but at {axis.position} in the rule's",
+                "likely:      two meshes of the same axis names that lay out the ranks differently",
+                "way out:     in the rule the mesh that the tensor's was sliced from; or other "
+                "names, where the two axes are not the same",
+            )
+        if not shards(entry):
+            continue
+        if not -ndim <= entry.dim < ndim:
+            raise BindError(
+                f"holds a tensor of {ndim} {'dim' if ndim == 1 else 'dims'}, but "
+                f"{format_placement(entry)} over axis {_axis_name(axis)} names dim {entry.dim}",
+                "way out:     a more specific pattern above this rule, with its own placement or "
+                "None",
+            )
+        dim = shard_dim(entry, ndim)
+        own_cut = next((cut for cut in own_cuts if cut.axis == same), None)
+        if isinstance(entry, IndexShard):
+            if own_cut is not None and axis.size > 1:
+                raise BindError(
+                    f"has axis {_axis_name(axis)} sharded by its own DTensor on dim {own_cut.dim}, "
+                    f"but the rule says {format_placement(entry)}",
+                    "way out:     the DTensor speaks for that axis: leave it out of the rule; or "
+                    "hold a plain tensor, or a DTensor over the other axes alone, and let the rule "
+                    "speak",
+                )
+            cuts.append(Pick(dim, entry.indices, j))
+            continue
+        if own_cut is None:
+            cuts.append(cut_of(entry, ndim, j))
+            continue
+        if own_cut.dim != dim and axis.size > 1:
+            raise BindError(
+                f"has axis {_axis_name(axis)} sharded on dim {own_cut.dim} by its own DTensor, but "
+                f"on dim {dim} by the rule",
+                "way out:     the DTensor speaks for that axis; leave it out of the rule",
+            )
+        if isinstance(entry, FusedShard) and own_cut.dim == dim:
+            assert same is not None
+            cuts.append(cut_of(entry, ndim, j))
+            replaced.add(same)
+    return cuts, replaced
+
+
+def _without(own_cuts: Sequence[Cut], replaced: set[int], axes: Sequence[Axis]) -> list[Cut]:
+    """Return the own cuts that are left when the rule makes those of axes ``replaced``.
+
+    ``_StridedShard(dim, split_factor=k)`` says "inside the k parts that axes further right make".
+    Where one of those axes now cuts first, as the rule says, the factor loses its size.
+    """
+    kept = []
+    for cut in own_cuts:
+        if cut.axis in replaced:
+            continue
+        parts = cut.parts
+        for other in own_cuts:
+            if other.axis in replaced and other.axis > cut.axis and other.dim == cut.dim:
+                size = axes[other.axis].size
+                if isinstance(parts, int) and parts % size == 0:
+                    parts //= size
+        kept.append(replace(cut, parts=parts, strided=cut.strided and parts != 1))
+    return kept
+
+
+def _sources(
+    own: Own, placement: CheckpointPlacement | None, axes: Sequence[Axis]
+) -> tuple[str, ...]:
+    lines = []
+    if placement is not None:
+        shape = (
+            "" if placement.global_shape is None else f" of global_shape {placement.global_shape}"
+        )
+        padded = "" if placement.padded_shape is None else f", padded {placement.padded_shape}"
+        lines.append(f"declared:    {placement.format()}{shape}{padded}")
+    lines.append(f"the tensor:  {own.format()}")
+    lines.append(f"coordinate:  ({', '.join(f'{_axis_name(a)}={a.position}' for a in axes)})")
+    return tuple(lines)
+
+
+def _format_cuts(sharding: Sharding, axes: Sequence[Axis]) -> str:
+    told = []
+    for cut in sharding.cuts:
+        if isinstance(cut, Pick):
+            told.append(f"{len(cut.indices)} picked rows on dim {cut.dim}")
+        else:
+            axis = axes[cut.axis]
+            inside = "" if cut.parts == 1 else f" inside parts {cut.parts}"
+            told.append(f"{_axis_name(axis)} (x{axis.size}) on dim {cut.dim}{inside}")
+    return ", then ".join(told)
+
+
+def _mismatch_advice(
+    own: Own,
+    placement: CheckpointPlacement | None,
+    found: tuple[int, ...],
+    declared: tuple[int, ...],
+) -> tuple[str, ...]:
+    rows = "IndexShard(dim, rows) with global_shape= in the rule says which rows this rank holds"
+    if own.mesh is not None:
+        return (
+            "likely:      DTensor.from_local() with shards that torch.chunk would not make; only "
+            "those can be described by Shard",
+            f"way out:     shard as torch.chunk does; or {rows}, for a plain tensor or a DTensor "
+            "over the other axes alone",
+        )
+    if placement is not None and placement.global_shape is not None:
+        return (
+            "likely:      a wrong global_shape= (padded_shape=), which is the whole over all "
+            "axes; or shards that torch.chunk would not make",
+            f"way out:     correct global_shape=; or {rows}",
+        )
+    return (f"way out:     global_shape= in the rule; or {rows}",)
+
+
+def _axis_name(axis: Axis) -> str:
+    return axis.name if axis.name is not None else f"of size {axis.size}"

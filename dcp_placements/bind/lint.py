@@ -1,0 +1,140 @@
+"""What sizes cannot show: declarations that fit the shapes and are still likely wrong.
+
+Each finding is a warning with its reason. It is silenced by pattern, with a reason of the user's
+own that is kept in the report, and never for all keys at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dcp_placements.bind.binding import Binding
+from dcp_placements.bind.placing import Placed
+from dcp_placements.errors import Fault
+from dcp_placements.layout.sharding import Cut
+from dcp_placements.rules.mesh import Axis
+from dcp_placements.rules.patterns import compile_pattern
+
+# Projections that join several in one tensor; Megatron's linear_qkv and Megatron Lite's qkv.linear
+# are not among them, since they are laid out per query group and may be cut plainly.
+FUSED_NAME = re.compile(
+    r"(?:^|\.)(?:gate_up(?:_proj)?|qkv(?!\.linear)(?:_proj)?|query_key_value|linear_fc1|in_proj"
+    r"|c_attn|wqkv|W_pack|w13)(?:_weight|_bias)?(?:\.|$)"
+)
+EXPERT_NAME = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
+# One tensor per expert, told apart by its name where names are renamed to global ones.
+NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)")
+TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
+EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
+DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
+
+
+def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
+    """Yield a finding for each tensor that is declared in a way that is likely wrong.
+
+    Args:
+        placed: The tensors, with the checkpoint's keys.
+        renamed: Whether these are others than the rank's own, so that a number in them is global.
+    """
+    judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
+    # Most tensors lie so that no name could be wrong: they are not looked at.
+    doubtful: dict[Binding, bool] = {}
+    for tensor in placed:
+        binding = tensor.binding
+        if binding not in doubtful:
+            doubtful[binding] = any(_findings(tensor, fused=True, expert=True))
+        if not doubtful[binding]:
+            continue
+        fused = FUSED_NAME.search(tensor.fqn) is not None
+        expert = EXPERT_NAME.search(tensor.fqn) is not None
+        expert = expert and not (renamed and NUMBERED_EXPERT.search(tensor.fqn))
+        key = (binding, tensor.rule, fused, expert)
+        if key not in judged:
+            judged[key] = list(_findings(tensor, fused, expert))
+        for headline, details in judged[key]:
+            yield Fault(tensor.fqn, headline, details)
+
+
+def unwaived(
+    placed: Iterable[Placed], waived: Iterable[str], *, renamed: bool = False
+) -> list[Fault]:
+    """Return the findings at keys that no pattern in ``waived`` names."""
+    patterns = [compile_pattern(pattern) for pattern in waived]
+    return [
+        note
+        for note in lint(placed, renamed=renamed)
+        if not any(pattern.search(f".{note.fqn}") for pattern in patterns)
+    ]
+
+
+def _findings(placed: Placed, fused: bool, expert: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    binding = placed.binding
+    cuts = [
+        (cut, binding.axes[cut.axis])
+        for cut in binding.sharding.cuts
+        if isinstance(cut, Cut) and binding.axes[cut.axis].size > 1
+    ]
+    rule = f"by rule:     {placed.rule or 'no rule, its own DTensor'}"
+    yield from _wrong_order(cuts, rule)
+    if fused:
+        for cut, axis in cuts:
+            if cut.parts == 1 and _named(axis, TENSOR_AXIS):
+                yield (
+                    f"its name says several tensors in one, but {axis.name!r} cuts it plainly",
+                    (
+                        f"found:       Shard({cut.dim}) over {axis.name!r} of size {axis.size}",
+                        "reason:      a rank that holds [its gate; its up] has two pieces of the "
+                        "whole; taken as one, the rows come out permuted in another topology",
+                        f"way out:     FusedShard({cut.dim}, 2), or the sizes of the parts; or "
+                        "waive={pattern: reason} where the plain cut is right",
+                        rule,
+                    ),
+                )
+    if expert:
+        # A pick of no axis is a stack: its rows were told apart by name.
+        if any(cut.axis < 0 for cut in binding.sharding.cuts):
+            return
+        sharded = {binding.axes[cut.axis].name for cut in binding.sharding.cuts}
+        for axis in binding.axes:
+            if axis.size > 1 and _named(axis, EXPERT_AXIS) and axis.name not in sharded:
+                yield (
+                    f"its name says expert, but it is declared equal along {axis.name!r}",
+                    (
+                        f"found:       Replicate() over {axis.name!r} of size {axis.size}",
+                        "reason:      expert-parallel ranks hold different experts; as replicas "
+                        "all but one of them would be dropped",
+                        f'way out:     {{"{axis.name}": Shard(0)}}; or waive={{pattern: reason}} '
+                        "where they are equal",
+                        rule,
+                    ),
+                )
+
+
+def _wrong_order(cuts: list[tuple[Cut, Axis]], rule: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for position, (cut, axis) in enumerate(cuts):
+        for other, inner in cuts[position + 1 :]:
+            if (
+                cut.dim == other.dim
+                and cut.parts == other.parts == 1
+                and _named(axis, DATA_AXIS)
+                and (_named(inner, TENSOR_AXIS) or _named(inner, EXPERT_AXIS))
+            ):
+                yield (
+                    f"is declared as cut by {axis.name!r} first and by {inner.name!r} inside that",
+                    (
+                        f"found:       Shard({cut.dim}) over {axis.name!r} left of "
+                        f"Shard({other.dim}) over {inner.name!r}",
+                        f"reason:      FSDP cuts what {inner.name!r} has left, so {inner.name!r} "
+                        "comes first; with the order reversed the rows come out permuted in "
+                        "another topology",
+                        f"way out:     _StridedShard({cut.dim}, split_factor={inner.size}) over "
+                        f"{axis.name!r}; or waive={{pattern: reason}} where the order is right",
+                        rule,
+                    ),
+                )
+
+
+def _named(axis: Axis, pattern: re.Pattern[str]) -> bool:
+    return axis.name is not None and pattern.match(axis.name) is not None

@@ -1,0 +1,127 @@
+"""Safetensors files as one DCP checkpoint of whole tensors, piece by piece."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dcp_placements.errors import PlacementError, format_nbytes, raise_faults
+from dcp_placements.formats.huggingface.assembly import Made, Rename, assemble
+from dcp_placements.formats.huggingface.selection import select
+from dcp_placements.offline.box_reads import BoxReader, pieces
+from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
+from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
+from dcp_placements.offline.output import Output
+
+FILE_NBYTES = 4 << 30
+MEMORY_NBYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedSafetensors:
+    """What an import came to.
+
+    Attributes:
+        source: The directory of safetensors files.
+        out: The checkpoint.
+        keys: Of the checkpoint, in the order of the files' names.
+        nbytes: Written: the bytes of the whole tensors.
+    """
+
+    source: str
+    out: str
+    keys: tuple[str, ...]
+    nbytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the command prints with ``--json``."""
+        return {
+            "source": self.source,
+            "out": self.out,
+            "keys": len(self.keys),
+            "bytes": self.nbytes,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"import of {len(self.keys)} tensors from {self.source}\n"
+            f"    written:   {format_nbytes(self.nbytes)} to {self.out}"
+        )
+
+
+def import_safetensors(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    rename: Rename | None = None,
+    memory: int = MEMORY_NBYTES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ImportedSafetensors:
+    """Write safetensors files as a DCP checkpoint; no model is needed, and no process group.
+
+    The tensors keep the files' names. A model that has them stacked or fused loads the checkpoint
+    as it would the files, by ``rename=`` of its planner.
+
+    Args:
+        source: A directory of ``*.safetensors``, with or without an index.
+        out: The checkpoint's directory, which must not be there.
+        rename: As in ``export_safetensors``: a name of the files to the checkpoint's.
+        memory: Bytes that data may take.
+        progress: Told ``(done, total)`` bytes as files are written.
+
+    Raises:
+        CannotLook: There are no safetensors files, or they cannot be read; ``out`` is there, or
+            being written.
+        PlacementError: The files are not whole; a name is missing or given twice. All of it is told
+            before anything is written.
+    """
+    with Output(out) as output:
+        return _import(output, source, rename, memory, progress)
+
+
+def _import(
+    output: Output,
+    source: str | os.PathLike[str],
+    rename: Rename | None,
+    memory: int,
+    progress: Callable[[int, int], None],
+) -> ImportedSafetensors:
+    checkpoint = Checkpoint(source)
+    if checkpoint.format != SAFETENSORS:
+        raise PlacementError(f"{checkpoint.path}: this is a DCP checkpoint already")
+    made, faults = assemble(select(checkpoint, prefix="", optimizer=True).tensors, rename)
+    raise_faults("the files cannot be imported", faults)
+    total = sum(one.nbytes for one in made)
+    done = 0
+
+    def step(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    with BoxReader(checkpoint) as reader:
+        targets = {one.fqn: Target(one.shape, one.dtype) for one in made}
+        # What is read, what it is joined into, and what the writer makes of it.
+        files = _files(made, reader, max(memory // 4, 1 << 20))
+        write_chunks(output, targets, files, step)
+    return ImportedSafetensors(checkpoint.path, str(output.path), tuple(targets), total)
+
+
+def _files(made: list[Made], reader: BoxReader, limit_nbytes: int) -> list[list[Piece]]:
+    """Return the pieces of each data file."""
+    files: list[list[Piece]] = [[]]
+    filled = 0
+    for one in made:
+        # Of an empty tensor there is no piece to write, and a chunk without elements.
+        boxes = list(pieces(one.whole, max(limit_nbytes // one.dtype.itemsize, 1))) or [one.whole]
+        for box in boxes:
+            nbytes = box.numel * one.dtype.itemsize
+            if files[-1] and filled + nbytes > FILE_NBYTES:
+                files.append([])
+                filled = 0
+            files[-1].append(Piece(one.fqn, box, partial(one.read, reader, box)))
+            filled += nbytes
+    return files

@@ -1,0 +1,104 @@
+"""What an import of Megatron-LM's files came to, byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_placements.errors import format_name, format_nbytes
+from dcp_placements.formats.megatron.layout import MegatronLayout
+
+OF_THE_RUN = "of the run, not of the model"
+"""Why arguments, schedules and random states are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Something in the source that is not in the checkpoint.
+
+    Attributes:
+        what: Its name in the file, numbers as ``*`` where alike ones are told together.
+        why: The reason.
+        entries: How many.
+        nbytes: Bytes of tensors in them.
+    """
+
+    what: str
+    why: str
+    entries: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What an import came to.
+
+    Attributes:
+        source: The directory of the iteration.
+        out: The checkpoint.
+        layout: What the source is.
+        keys: Of the checkpoint, sorted.
+        nbytes: Written: the bytes of the whole tensors.
+        copies: Bytes found equal to written ones: replicated weights, doubles.
+        tied: Bytes of output layers found equal to the word embedding.
+        padding: Bytes of vocabulary rows beyond the true ones.
+        left_out: The rest.
+        notes: What to look at.
+    """
+
+    source: str
+    out: str
+    layout: MegatronLayout
+    keys: tuple[str, ...]
+    nbytes: int
+    copies: int
+    tied: int
+    padding: int
+    left_out: tuple[LeftOut, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def source_nbytes(self) -> int:
+        """Bytes of all tensors in the source."""
+        out = sum(part.nbytes for part in self.left_out)
+        return self.nbytes + self.copies + self.tied + self.padding + out
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the command prints with ``--json``."""
+        return {
+            "source": self.source,
+            "out": self.out,
+            "keys": len(self.keys),
+            "bytes": self.nbytes,
+            "source_bytes": self.source_nbytes,
+            "copies": self.copies,
+            "tied": self.tied,
+            "padding": self.padding,
+            "left_out": [
+                {"what": p.what, "why": p.why, "entries": p.entries, "bytes": p.nbytes}
+                for p in self.left_out
+            ],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"import of {len(self.keys)} tensors from {self.source}",
+            f"    layout:    {self.layout.reason}",
+            f"    source:    {format_nbytes(self.source_nbytes)} in {len(self.layout.files)} files",
+            f"    written:   {format_nbytes(self.nbytes)} to {self.out}",
+            f"    copies:    {format_nbytes(self.copies)}, found equal",
+        ]
+        if self.tied:
+            lines.append(f"    tied:      {format_nbytes(self.tied)}, equal to the word embedding")
+        if self.padding:
+            lines.append(f"    padding:   {format_nbytes(self.padding)} of the vocabulary, dropped")
+        alike: dict[str, list[LeftOut]] = {}
+        for part in self.left_out:
+            alike.setdefault(part.why, []).append(part)
+        for why, parts in alike.items():
+            nbytes = format_nbytes(sum(part.nbytes for part in parts))
+            names = ", ".join(part.what for part in parts)
+            lines += [f"    left out:  {names} ({nbytes})", f"               {why}"]
+        lines += [f"    note:      {note}" for note in self.notes]
+        return "\n".join(map(format_name, lines))

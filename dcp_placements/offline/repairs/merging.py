@@ -1,0 +1,49 @@
+"""One ``.metadata`` out of the ranks' own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dcp_placements._torch import Metadata
+from dcp_placements.errors import CannotLook
+from dcp_placements.offline.checkpoint import rank_parts
+from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.output import Output
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.metadata.file import write_metadata
+from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
+
+
+def merge_metadata(path: str | os.PathLike[str]) -> Metadata:
+    """Write the one ``.metadata`` of a checkpoint that was saved without collectives.
+
+    ``dcp.save(..., use_collectives=False)`` leaves every rank's own ``__<rank>.metadata``, from
+    which torch loads each rank's own part only. With the one of all ranks any reader loads the
+    checkpoint into any topology. Data files stay as they are, and so do the ranks' own.
+
+    Args:
+        path: The checkpoint directory.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CannotLook: There is no rank's metadata, or it cannot be read or is refused; or another
+            process is writing it.
+        PlacementError: Together they are no checkpoint, because chunks overlap, or some elements
+            nobody stored. Nothing is written then.
+    """
+    directory = Path(path)
+    with quiet_gc():
+        parts = rank_parts(Directory(path))
+    if not parts:
+        raise CannotLook(
+            f"{directory}: no __<rank>.metadata files, so there is nothing to merge\n"
+            "    way out:     give the directory of a save with use_collectives=False"
+        )
+    with quiet_gc():
+        merged = merge_rank_metadata(parts, whole=True)
+        with Output(directory / ".metadata", replace=True) as output, output.file() as stream:
+            write_metadata(merged, merged.storage_data, stream)
+    return merged

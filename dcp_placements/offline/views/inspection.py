@@ -1,0 +1,269 @@
+"""What is in a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.declared import check_picked, matcher
+from dcp_placements.offline.experts import ExpertLayer, find_experts
+from dcp_placements.storage.metadata.record import Cuts, SaveRecord, record_of
+from dcp_placements.storage.metadata.save_ids import writer_of
+
+TOLD_OF_MAKING = ("save_id", "step", "world_size", "axes", "versions", "options")
+"""Keys of the provenance that are told; rules and digests are one entry for each tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dtype: Its torch name without ``torch.``.
+        chunks: Boxes that it is stored as.
+        files: Names of the files that hold any of it.
+        ranks: Ranks that wrote any of it, where the files' names say so.
+        nbytes: Bytes of the whole tensor's elements.
+        rule: The rule that spoke for it when it was saved, where that is stored.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: int
+    files: tuple[str, ...]
+    ranks: tuple[int, ...]
+    nbytes: int
+    rule: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "chunks": self.chunks,
+            "files": list(self.files),
+            "ranks": list(self.ranks),
+            "bytes": self.nbytes,
+            "rule": self.rule,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One key that is no tensor.
+
+    Attributes:
+        file: Name of its file; None where the metadata says no place.
+        nbytes: Its length there.
+    """
+
+    file: str | None
+    nbytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {"files": [self.file] if self.file is not None else [], "bytes": self.nbytes}
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One file.
+
+    Attributes:
+        nbytes: Its size; None where it is missing.
+        rank: The rank that wrote it, where its name says so.
+        data: Whether it holds tensors or objects.
+    """
+
+    nbytes: int | None
+    rank: int | None
+    data: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {"bytes": self.nbytes, "rank": self.rank, "data": self.data}
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowInfo:
+    """Copies beside the canonical tensors and objects (``shadows=``).
+
+    Attributes:
+        keys: Tensors and objects that have copies.
+        copies: Records of them in all files; a record has those of several keys.
+        nbytes: Length of the records.
+    """
+
+    keys: int
+    copies: int
+    nbytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {"keys": self.keys, "copies": self.copies, "bytes": self.nbytes}
+
+
+@dataclass(frozen=True, slots=True)
+class CutsInfo:
+    """One way in which tensors were cut when they were saved.
+
+    Attributes:
+        cuts: By axes, in the order in which they apply; each in words.
+        keys: The tensors.
+    """
+
+    cuts: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {"cuts": list(self.cuts), "keys": list(self.keys)}
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is in a checkpoint.
+
+    Attributes:
+        path: Where it is.
+        format: ``"dcp"``, ``"torch_dist"`` (Megatron) or ``"safetensors"``.
+        tensors: By key.
+        objects: By key.
+        files: By name; those that hold data, and the others beside them.
+        provenance: What it says of its own making (``save_id``, ``step``, ``world_size``,
+            ``axes``, ``versions``, ``options``); None where it says nothing.
+        digests: Chunks and objects of which a digest is stored.
+        experts: Layer by layer, where that was asked for.
+        shadows: What has copies; None where nothing has.
+        cuts: How tensors were cut when they were saved, as far as the checkpoint says.
+        renames: The renames that were in force then.
+    """
+
+    path: str
+    format: str
+    tensors: Mapping[str, TensorInfo]
+    objects: Mapping[str, ObjectInfo]
+    files: Mapping[str, FileInfo]
+    provenance: Mapping[str, Any] | None
+    digests: int
+    experts: tuple[ExpertLayer, ...] | None = None
+    shadows: ShadowInfo | None = None
+    cuts: tuple[CutsInfo, ...] = ()
+    renames: tuple[str, ...] = ()
+
+    @property
+    def chunks(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.chunks for tensor in self.tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors' elements."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that wrote any tensor."""
+        return tuple(sorted({rank for tensor in self.tensors.values() for rank in tensor.ranks}))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values, in the schema that README.md documents."""
+        told: dict[str, Any] = {
+            "path": self.path,
+            "format": self.format,
+            "tensors": {fqn: tensor.as_json() for fqn, tensor in self.tensors.items()},
+            "objects": {fqn: known.as_json() for fqn, known in self.objects.items()},
+            "files": {name: file.as_json() for name, file in self.files.items()},
+            "totals": {
+                "tensors": len(self.tensors),
+                "objects": len(self.objects),
+                "chunks": self.chunks,
+                "bytes": self.nbytes,
+                "digests": self.digests,
+                "ranks": list(self.ranks),
+            },
+            "provenance": None if self.provenance is None else dict(self.provenance),
+            "shadows": None if self.shadows is None else self.shadows.as_json(),
+            "cuts": [known.as_json() for known in self.cuts],
+            "renames": list(self.renames),
+        }
+        if self.experts is not None:
+            told["experts"] = {layer.layer: layer.as_json() for layer in self.experts}
+        return told
+
+
+def inspect(
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    fqn: str | None = None,
+    experts: bool = False,
+) -> Inspection:
+    """Return what is in a checkpoint, as its metadata say; no data is read.
+
+    Args:
+        path: The checkpoint.
+        fqn: A pattern, as in ``PlacementRules``: only the keys that match it are told.
+        experts: Whether to list the experts of each layer.
+
+    Raises:
+        CannotLook: There is no checkpoint, or it cannot be read; or no key matches ``fqn``.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    wanted = matcher(fqn)
+    record = record_of(checkpoint.metadata)
+    told = checkpoint.provenance or {}
+    rules: Mapping[str, str] = told.get("rules") or {}
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if wanted(name)}
+    objects = [name for name in checkpoint.objects if wanted(name)]
+    check_picked(fqn, [*tensors, *objects], [*checkpoint.tensors, *checkpoint.objects])
+    return Inspection(
+        path=checkpoint.path,
+        format=checkpoint.format,
+        tensors={
+            name: TensorInfo(
+                tensor.shape,
+                str(tensor.dtype).removeprefix("torch."),
+                len(tensor.boxes),
+                tensor.files,
+                tensor.ranks,
+                tensor.nbytes,
+                rules.get(name),
+            )
+            for name, tensor in tensors.items()
+        },
+        objects={
+            name: ObjectInfo(checkpoint.objects[name].file, checkpoint.objects[name].nbytes)
+            for name in objects
+        },
+        files={
+            name: FileInfo(size, writer_of(name), name in checkpoint.files)
+            for name, size in sorted({**checkpoint.files, **checkpoint.other_files}.items())
+        },
+        provenance={key: told[key] for key in TOLD_OF_MAKING if key in told} if told else None,
+        digests=sum(len(known) for known in (told.get("digests") or {}).values()),
+        experts=find_experts(tensors.values()) if experts else None,
+        shadows=_shadows(checkpoint),
+        cuts=() if record is None else _cuts(record, tensors),
+        renames=() if record is None else tuple(map(str, record.renames)),
+    )
+
+
+def _cuts(record: SaveRecord, fqns: Iterable[str]) -> tuple[CutsInfo, ...]:
+    keys: dict[Cuts, list[str]] = {}
+    for fqn in fqns:
+        if cuts := record.cuts(fqn):
+            keys.setdefault(cuts, []).append(fqn)
+    return tuple(CutsInfo(tuple(map(str, cuts)), tuple(held)) for cuts, held in keys.items())
+
+
+def _shadows(checkpoint: Checkpoint) -> ShadowInfo | None:
+    packs = checkpoint.shadows.values()
+    records = [chunk for pack in packs for chunk in pack.copies]
+    if not records:
+        return None
+    keys = {fqn for pack in packs for fqn in pack.fqns}
+    return ShadowInfo(len(keys), len(records), sum(chunk.nbytes for chunk in records))

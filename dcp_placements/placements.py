@@ -1,0 +1,138 @@
+"""One declaration for both sides: the rules and names by which a job saves and loads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_placements.errors import PlacementError
+from dcp_placements.load.planner import PlacementLoadPlanner
+from dcp_placements.names.keys import Rename
+from dcp_placements.rules.options import check_rename, check_rules, check_waivers
+from dcp_placements.rules.patterns import PlacementRules, Rules
+from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.save.planner import PlacementSavePlanner
+
+RuleTable = Mapping[str | re.Pattern[str], CheckpointPlacement | None]
+"""What ``PlacementRules`` are made of."""
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Placements:
+    """What a rank's tensors are in the checkpoint, declared once for saves and loads.
+
+    Both planners are made of the same rules and the same ``rename``, so that a load cannot lack
+    what the save had. Each call makes a new planner.
+
+    >>> placements = Placements({"experts": None})
+    >>> placements.save_planner(digests="full").rules is placements.load_planner().rules
+    True
+
+    Attributes:
+        rules: As for the planners; a mapping that was given has become ``PlacementRules``.
+        rename: This rank's key to the checkpoint's; None where the two are equal.
+        waive: ``{pattern: reason}`` of keys of which both planners let pass what they would warn of
+            or refuse by name and kind of cut.
+    """
+
+    rules: Rules | None
+    rename: Rename | None
+    waive: Mapping[str, str]
+
+    def __init__(
+        self,
+        rules: Rules | RuleTable | None,
+        *,
+        rename: Rename | None = None,
+        waive: Mapping[str, str] | None = None,
+    ) -> None:
+        """Check and keep the declaration.
+
+        Args:
+            rules: ``PlacementRules``, the mapping ``{pattern: CheckpointPlacement or None}`` that
+                they are made of, or any ``(fqn, tensor) -> CheckpointPlacement or None``. None:
+                every tensor keeps its own mesh and placements.
+            rename: As for ``PlacementSavePlanner``.
+            waive: As for the planners, each of which takes more.
+
+        Raises:
+            PlacementError: Rules or a rename that cannot be asked, or a waiver without a reason.
+        """
+        resolved = PlacementRules(rules) if isinstance(rules, Mapping) else rules
+        check_rules(resolved)
+        check_rename(rename)
+        # The instance is frozen for everybody else.
+        object.__setattr__(self, "rules", resolved)
+        object.__setattr__(self, "rename", rename)
+        object.__setattr__(self, "waive", check_waivers(waive))
+
+    def save_planner(self, **options: Any) -> PlacementSavePlanner:
+        """Return a planner for ``dcp.save``.
+
+        Args:
+            options: Of ``PlacementSavePlanner``, but for ``rules`` and ``rename``; ``waive`` adds
+                to the waivers declared here.
+
+        Raises:
+            PlacementError: ``rules=`` or ``rename=`` among the options.
+        """
+        _refuse_declared("save_planner", options)
+        options["waive"] = {**self.waive, **(options.get("waive") or {})}
+        return PlacementSavePlanner(self.rules, rename=self.rename, **options)
+
+    def load_planner(self, **options: Any) -> PlacementLoadPlanner:
+        """Return a planner for ``dcp.load``.
+
+        Args:
+            options: Of ``PlacementLoadPlanner``, but for ``rules`` and ``rename``; ``waive`` adds
+                to the waivers declared here.
+
+        Raises:
+            PlacementError: ``rules=`` or ``rename=`` among the options.
+        """
+        _refuse_declared("load_planner", options)
+        options["waive"] = {**self.waive, **(options.get("waive") or {})}
+        return PlacementLoadPlanner(self.rules, rename=self.rename, **options)
+
+    def __repr__(self) -> str:
+        parts = [repr(self.rules)]
+        parts += [f"rename={self.rename!r}"] if self.rename is not None else []
+        parts += [f"waive={self.waive!r}"] if self.waive else []
+        return f"Placements({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        entries = [
+            *_labelled("rules", _format_rules(self.rules)),
+            *([] if self.rename is None else _labelled("rename", str(self.rename).splitlines())),
+            *_labelled("waive", [f"{pattern}: {why}" for pattern, why in self.waive.items()]),
+        ]
+        return "\n".join(["placements", *entries])
+
+
+def _refuse_declared(method: str, options: Mapping[str, Any]) -> None:
+    """Refuse an option that only the declaration may set."""
+    for name in ("rules", "rename"):
+        if name in options:
+            raise PlacementError(
+                f"{method}({name}=...): {name} is part of the Placements, so that saves and loads "
+                "cannot differ in it\n"
+                f"    way out:     give it to Placements(rules, rename=...); or "
+                f"{'PlacementSavePlanner' if method.startswith('save') else 'PlacementLoadPlanner'}"
+                " itself"
+            )
+
+
+def _format_rules(rules: Rules | None) -> list[str]:
+    if rules is None:
+        return ["none: every tensor keeps its own mesh and placements"]
+    if isinstance(rules, PlacementRules):
+        return str(rules).splitlines() or ["an empty table"]
+    return [f"{getattr(rules, '__qualname__', type(rules).__name__)}()"]
+
+
+def _labelled(label: str, lines: list[str]) -> list[str]:
+    """Return lines with the label in front of the first."""
+    heads = [f"{label}:", *([""] * len(lines))]
+    return [f"    {head:<9}{line}" for head, line in zip(heads, lines, strict=False)]

@@ -1,0 +1,164 @@
+"""Which placement a key takes: patterns over FQNs, the first match wins.
+
+A pattern is dotted components matched against any run of whole components of the key. So one
+pattern names a parameter and everything that is keyed by it: ``experts.w1`` matches
+``layers.0.experts.w1``, ``model.layers.0.experts.w1`` and
+``optim.state.layers.0.experts.w1.exp_avg``, and never ``shared_experts.w1``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dcp_placements.errors import PlacementError
+from dcp_placements.rules.mesh import mesh_state
+from dcp_placements.rules.placement import CheckpointPlacement
+
+Rules = Callable[[str, Any], CheckpointPlacement | None]
+"""What the planners take: ``(fqn, tensor) -> CheckpointPlacement or None``."""
+
+
+class PlacementRules:
+    """Patterns and the placements that they stand for.
+
+    >>> rules = PlacementRules({"hc_head.*": None, "head.weight": None})
+    >>> rules.pattern_of("model.hc_head.weight")
+    'hc_head.*'
+
+    Args:
+        rules: ``{pattern: CheckpointPlacement or None}`` in the order in which they are tried;
+            None says that the tensor keeps its own mesh and placements. ``*`` stands for one
+            component or a part of one (``weight*``), ``**`` for any number of components. A
+            compiled ``re.Pattern`` is searched in the key instead.
+        optional: A pattern that matches nothing is no slip: a table for a family of models, each of
+            which has some of the names.
+
+    Raises:
+        PlacementError: No mapping, an empty pattern, or a value that is no
+                ``CheckpointPlacement``.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str | re.Pattern[str], CheckpointPlacement | None],
+        *,
+        optional: bool = False,
+    ) -> None:
+        if not isinstance(rules, Mapping):
+            raise PlacementError(
+                "PlacementRules takes a mapping {pattern: CheckpointPlacement or None}, "
+                f"not {type(rules).__name__}"
+            )
+        self.optional = optional
+        self._rules: list[tuple[str, re.Pattern[str], CheckpointPlacement | None]] = []
+        for pattern, placement in rules.items():
+            if placement is not None and not isinstance(placement, CheckpointPlacement):
+                raise PlacementError(
+                    f"rule {pattern!r} gives {placement!r}, which is no CheckpointPlacement "
+                    "(None keeps the tensor's own mesh and placements)"
+                )
+            if isinstance(pattern, re.Pattern):
+                self._rules.append((f"re:{pattern.pattern}", pattern, placement))
+            else:
+                self._rules.append((pattern, compile_pattern(pattern), placement))
+        self._found: dict[str, int | None] = {}
+
+    def __call__(self, fqn: str, tensor: Any = None) -> CheckpointPlacement | None:
+        """Return the placement of ``fqn``, or None where no rule or a None rule speaks."""
+        found = self._find(fqn)
+        return None if found is None else self._rules[found][2]
+
+    def find(self, fqn: str) -> tuple[str, CheckpointPlacement | None] | None:
+        """Return the pattern that speaks for ``fqn`` and what it says, or None."""
+        found = self._find(fqn)
+        return None if found is None else (self._rules[found][0], self._rules[found][2])
+
+    def pattern_of(self, fqn: str) -> str | None:
+        """Return the pattern that speaks for ``fqn``, or None."""
+        found = self._find(fqn)
+        return None if found is None else self._rules[found][0]
+
+    @property
+    def meshes(self) -> list[Any]:
+        """The meshes that the rules name, each once."""
+        placements = [placement for _, _, placement in self._rules if placement is not None]
+        meshes = {mesh_state(placement.mesh): placement.mesh for placement in placements}
+        return list(meshes.values())
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns, in the order in which they are tried."""
+        return tuple(pattern for pattern, _, _ in self._rules)
+
+    def __repr__(self) -> str:
+        return f"PlacementRules({{{', '.join(self._lines())}}})"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        return [
+            f"{pattern!r}: {'None' if placement is None else placement.format()}"
+            for pattern, _, placement in self._rules
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optional": self.optional, "_rules": self._rules, "_found": {}}
+
+    def _find(self, fqn: str) -> int | None:
+        if fqn not in self._found:
+            self._found[fqn] = next(
+                (i for i, (name, regex, _) in enumerate(self._rules) if _matches(name, regex, fqn)),
+                None,
+            )
+        return self._found[fqn]
+
+
+def _matches(name: str, regex: re.Pattern[str], fqn: str) -> bool:
+    return regex.search(fqn if name.startswith("re:") else "." + fqn) is not None
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a dotted pattern, to be searched in ``"." + key``.
+
+    >>> bool(compile_pattern("layers.*.w1").search(".model.layers.3.w1.weight"))
+    True
+    >>> bool(compile_pattern("experts").search(".model.shared_experts.w1"))
+    False
+    >>> bool(compile_pattern("layers.**.w1").search(".layers.w1"))
+    True
+
+    Raises:
+        PlacementError: An empty pattern or component.
+    """
+    components = pattern.split(".")
+    if not all(components):
+        raise PlacementError(
+            f"pattern {pattern!r} has an empty component: write dotted names such as 'experts.w1'"
+        )
+    return re.compile("".join(map(_component, components)) + r"(?=\.|$)")
+
+
+def _component(component: str) -> str:
+    if component == "**":
+        return r"(?:\.[^.]+)*"
+    if component == "*":
+        return r"\.[^.]+"
+    return r"\." + re.escape(component).replace(r"\*", "[^.]*")
+
+
+def expected_patterns(rules: Rules | None) -> tuple[str, ...]:
+    """Return the patterns that ought to match something on some rank."""
+    return rules.patterns if isinstance(rules, PlacementRules) and not rules.optional else ()
+
+
+def rule_name(rules: Rules | None, fqn: str) -> str | None:
+    """Return what to call the rule that speaks for ``fqn`` in a message, or None."""
+    if rules is None:
+        return None
+    if isinstance(rules, PlacementRules):
+        pattern = rules.pattern_of(fqn)
+        return None if pattern is None else repr(pattern)
+    return getattr(rules, "__qualname__", type(rules).__name__) + "()"

@@ -1,0 +1,314 @@
+"""What a user declares of one tensor: the checkpoint mesh, and what each of its axes does.
+
+``Shard``, ``Replicate`` and ``_StridedShard`` are torch's own; the two placements that torch has no
+word for are defined here. Torch's are told apart by what they answer (``is_replicate()``, ``dim``,
+``split_factor``), so that declaring needs no process group and no import of torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from dcp_placements.errors import PlacementError
+from dcp_placements.layout.sharding import Cut
+from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
+
+
+@dataclass(frozen=True, slots=True)
+class FusedShard:
+    """A shard of a dim that joins several logical tensors, each of them split on its own.
+
+    gate|up under tensor parallelism is ``FusedShard(0, 2)``: every rank holds its rows of gate,
+    then its rows of up; Q|K|V with grouped-query attention ``FusedShard(0, (4096, 1024, 1024))``.
+
+    Attributes:
+        dim: The tensor dim, negative from the end.
+        parts: Number of logical tensors (``torch.chunk`` of what is being split), or their sizes,
+            which must add up to what is being split.
+        interleaved: The parts alternate row by row (g0 u0 g1 u1 ...); they must be of equal size.
+
+    Raises:
+        PlacementError: No part, or a part without rows; strings.
+    """
+
+    dim: int
+    parts: int | tuple[int, ...]
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.parts, str):
+            raise PlacementError(
+                f"FusedShard takes a dim and a number of parts, or their sizes, not {self.dim!r} "
+                f"and {self.parts!r}"
+            )
+        if not isinstance(self.parts, int):
+            object.__setattr__(self, "parts", tuple(int(part) for part in self.parts))
+        sizes = (self.parts,) if isinstance(self.parts, int) else self.parts
+        if not sizes or min(sizes) < 1:
+            raise PlacementError(f"FusedShard needs at least one part of one row, not {self.parts}")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexShard:
+    """This rank holds just these rows of a dim, in this order (expert maps, EPLB).
+
+    Any count per rank, repeats across ranks allowed; the checkpoint placement needs
+    ``global_shape``, since the rows of the other ranks are not known here.
+
+    Attributes:
+        dim: The tensor dim, negative from the end.
+        indices: Global rows, one per local row.
+
+    Raises:
+        PlacementError: A negative index, or a dim that is no number.
+    """
+
+    dim: int
+    indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int):
+            raise PlacementError(f"IndexShard takes a dim and its rows, not dim {self.dim!r}")
+        object.__setattr__(self, "indices", tuple(int(index) for index in self.indices))
+        if self.indices and min(self.indices) < 0:
+            raise PlacementError(f"IndexShard takes rows from 0 up, not {min(self.indices)}")
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointPlacement:
+    """Where a tensor lies in the checkpoint: a mesh, and one placement per axis of it.
+
+    ``CheckpointPlacement(mesh, {"ep": Shard(0)})`` says: what this rank holds under that name is
+    its ``ep`` part of the checkpoint's tensor, and the other axes of ``mesh`` hold replicas, as far
+    as the tensor's own DTensor says nothing else. Two that say the same are equal.
+
+    Args:
+        mesh: A ``DeviceMesh``, or anything with ``shape``, ``mesh_dim_names``,
+            ``get_coordinate()``.
+        placements: One per mesh axis, in mesh order; or ``{axis name: placement}``, the others
+            replicated.
+        global_shape: The shape of the checkpoint's tensor, where it is not the product of the
+            local shape and the axes that shard it (unequal experts per rank, padding).
+        padded_shape: The shape that was split, where it is larger (a padded vocabulary). Rows
+            beyond ``global_shape`` are not stored, and keep what they have on load.
+
+    Raises:
+        PlacementError: An unknown axis, a wrong count, a dim out of range, a placement that is
+            none, two ``IndexShard`` rows beyond the shape, or shapes that contradict each other.
+    """
+
+    mesh: Mesh
+    placements: tuple[Any, ...]
+    _: KW_ONLY
+    global_shape: tuple[int, ...] | None = None
+    padded_shape: tuple[int, ...] | None = None
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        placements: Sequence[Any] | Mapping[str, Any],
+        *,
+        global_shape: Sequence[int] | None = None,
+        padded_shape: Sequence[int] | None = None,
+    ) -> None:
+        checked = _one_per_axis(mesh, placements)
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "placements", checked)
+        object.__setattr__(self, "global_shape", _shape("global_shape", global_shape))
+        object.__setattr__(self, "padded_shape", _shape("padded_shape", padded_shape))
+        self._check_shapes()
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, CheckpointPlacement):
+            return NotImplemented
+        if self._said() != other._said():
+            return False
+        return self.mesh is other.mesh or mesh_state(self.mesh) == mesh_state(other.mesh)
+
+    def __hash__(self) -> int:
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            # Asked for each tensor of a state dict, and the rows of an IndexShard may be many.
+            found = hash((tuple(self.mesh.shape), self._said()))
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    def _said(self) -> tuple[Any, ...]:
+        return self.placements, self.global_shape, self.padded_shape
+
+    def _check_shapes(self) -> None:
+        if self.padded_shape is not None:
+            logical = self.global_shape
+            if logical is None:
+                raise PlacementError(
+                    f"padded_shape={self.padded_shape} needs global_shape too: the shape without "
+                    "the padding, which is what the checkpoint stores"
+                )
+            if len(logical) != len(self.padded_shape) or any(
+                padded < size for padded, size in zip(self.padded_shape, logical, strict=False)
+            ):
+                raise PlacementError(
+                    f"padded_shape={self.padded_shape} must have the dims of "
+                    f"global_shape={logical} and be nowhere smaller"
+                )
+        for placement in self.placements:
+            if isinstance(placement, IndexShard) and self.global_shape is None:
+                raise PlacementError(
+                    f"{placement} needs global_shape=: how many rows there are in all is not to be "
+                    "seen from the rows of one rank"
+                )
+            if self.global_shape is not None and shards(placement):
+                shard_dim(placement, len(self.global_shape))
+
+    def without(self, dim: int, ndim: int) -> CheckpointPlacement:
+        """Return the placement with the axes that shard ``dim`` replicated instead."""
+        kept = [
+            _REPLICATED if shards(entry) and shard_dim(entry, ndim) == dim else entry
+            for entry in self.placements
+        ]
+        return CheckpointPlacement(
+            self.mesh, kept, global_shape=self.global_shape, padded_shape=self.padded_shape
+        )
+
+    def format(self) -> str:
+        """Return the placements and the mesh as short text."""
+        return format_placements(self.placements) + f" on mesh {format_mesh(self.mesh)}"
+
+
+def shards(placement: Any) -> bool:
+    """Whether ``placement`` splits a dim at all."""
+    return isinstance(placement, IndexShard | FusedShard) or (
+        hasattr(placement, "dim") and not placement.is_partial()
+    )
+
+
+def is_placement(placement: Any) -> bool:
+    """Whether ``placement`` says what one axis does, in torch's words or ours."""
+    return isinstance(placement, IndexShard | FusedShard) or hasattr(placement, "is_replicate")
+
+
+def shard_dim(placement: Any, ndim: int) -> int:
+    """Return the dim that a sharding ``placement`` splits, counted from 0.
+
+    Raises:
+        PlacementError: A dim that a tensor of ``ndim`` dims does not have.
+    """
+    dim = int(placement.dim)
+    if not -ndim <= dim < ndim:
+        raise PlacementError(
+            f"{format_placement(placement)} names dim {dim}, but the tensor has {ndim} "
+            f"{'dim' if ndim == 1 else 'dims'}"
+        )
+    return dim % ndim
+
+
+def shard_parts(placement: Any) -> tuple[int | tuple[int, ...], bool]:
+    """Return ``(parts, interleaved)`` of a placement that splits a dim over an axis."""
+    if isinstance(placement, FusedShard):
+        return placement.parts, placement.interleaved
+    return int(getattr(placement, "split_factor", 1)), False
+
+
+def cut_of(placement: Any, ndim: int, axis: int) -> Cut:
+    """Return what a placement that splits a dim does, over the axis at that position.
+
+    Raises:
+        PlacementError: A dim that a tensor of ``ndim`` dims does not have.
+    """
+    parts, interleaved = shard_parts(placement)
+    strided = parts != 1 and hasattr(placement, "split_factor")
+    return Cut(shard_dim(placement, ndim), axis, parts, interleaved, strided)
+
+
+def format_placement(placement: Any) -> str:
+    """Return one placement as its user would write it."""
+    if isinstance(placement, FusedShard):
+        tail = ", interleaved=True" if placement.interleaved else ""
+        return f"FusedShard({placement.dim}, {placement.parts}{tail})"
+    if isinstance(placement, IndexShard):
+        told = ", ".join(map(str, placement.indices[:8]))
+        more = f", ... ({len(placement.indices)} rows)" if len(placement.indices) > 8 else ""
+        return f"IndexShard({placement.dim}, [{told}{more}])"
+    if hasattr(placement, "split_factor"):
+        return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
+    if shards(placement):
+        return f"Shard({placement.dim})"
+    return "Replicate()" if placement.is_replicate() else repr(placement)
+
+
+def format_placements(placements: Sequence[Any]) -> str:
+    """Return placements as a bracketed list."""
+    return "[" + ", ".join(map(format_placement, placements)) + "]"
+
+
+def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> tuple[Any, ...]:
+    ndim = len(tuple(mesh.shape))
+    names = mesh.mesh_dim_names
+    if isinstance(placements, Mapping):
+        if names is None:
+            raise PlacementError(
+                f"placements by axis name need a mesh with axis names, but mesh "
+                f"{format_mesh(mesh)} has none: give mesh_dim_names=, or one placement per axis"
+            )
+        unknown = sorted(set(placements) - set(names))
+        if unknown:
+            raise PlacementError(
+                f"no axis {', '.join(map(repr, unknown))} in mesh {format_mesh(mesh)}: "
+                f"its axes are {', '.join(map(repr, names))}"
+            )
+        ordered = tuple(placements.get(name, _REPLICATED) for name in names)
+    else:
+        ordered = tuple(placements)
+        if len(ordered) != ndim:
+            raise PlacementError(
+                f"mesh {format_mesh(mesh)} has {ndim} axes and needs as many placements, but got "
+                f"{len(ordered)}: {ordered}"
+            )
+    for placement in ordered:
+        if not is_placement(placement):
+            raise PlacementError(
+                f"{placement!r} is no placement: use Shard(dim), Replicate(), FusedShard or "
+                "IndexShard"
+            )
+        if not isinstance(placement, FusedShard | IndexShard) and placement.is_partial():
+            raise PlacementError(
+                f"{placement!r} cannot be checkpointed: reduce the tensor first (redistribute to "
+                "Replicate or Shard)"
+            )
+    return ordered
+
+
+@dataclass(frozen=True, slots=True)
+class _Replicated:
+    """Stands for the axes that a mapping leaves out; answers as torch's ``Replicate`` does."""
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def is_partial(self) -> bool:
+        return False
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+_REPLICATED = _Replicated()
+
+
+def _shape(name: str, shape: Sequence[int] | None) -> tuple[int, ...] | None:
+    if shape is None:
+        return None
+    checked = tuple(int(size) for size in shape)
+    if any(size < 0 for size in checked):
+        raise PlacementError(f"{name}={checked} has a negative size")
+    return checked

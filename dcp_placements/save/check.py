@@ -1,0 +1,90 @@
+"""The pre-flight: all that a save would check, and no byte written."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch.distributed as dist
+
+from dcp_placements._torch import (
+    CheckpointException,
+    SavePlan,
+    agreed,
+    global_rank,
+    state_dicts_of_statefuls,
+)
+from dcp_placements.errors import PlacementError
+from dcp_placements.report import SaveReport
+from dcp_placements.rules.patterns import Rules
+from dcp_placements.save.planner import PlacementSavePlanner
+
+
+@runtime_checkable
+class MakesPlanner(Protocol):
+    """A declaration that makes planners of itself, as ``Placements`` is."""
+
+    def save_planner(self, **options: Any) -> PlacementSavePlanner:
+        """Return a planner for a save by this declaration."""
+        ...
+
+
+def check(
+    state_dict: dict[str, Any],
+    rules: MakesPlanner | Rules | None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> SaveReport:
+    """Return what a save of ``state_dict`` would come to, or refuse as it would.
+
+    To be called on all ranks, at step 0 and whenever the rules are new. One gather of the plans
+    and one answer; no data moves but the digests.
+
+    Args:
+        state_dict: As for ``dcp.save``.
+        rules: ``Placements``, or rules as for ``PlacementSavePlanner``.
+        process_group: As for ``dcp.save``.
+        options: Further options of ``PlacementSavePlanner``; with ``Placements``, of its
+            ``save_planner``.
+
+    Returns:
+        The report on all ranks together, the same on each of them.
+
+    Raises:
+        PlacementError: All that a save would refuse, on all ranks.
+    """
+    if isinstance(rules, MakesPlanner):
+        planner = rules.save_planner(**options)
+    else:
+        planner = PlacementSavePlanner(rules, **options)
+    planner._exact = True
+    rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+    plain = state_dicts_of_statefuls(state_dict)
+
+    def on_rank() -> SavePlan:
+        planner.set_up_planner(plain, is_coordinator=rank == 0)
+        return planner.create_local_plan()
+
+    def on_coordinator(plans: list[SavePlan]) -> SaveReport:
+        planner.create_global_plan(plans)
+        return planner.report
+
+    try:
+        return agreed("check", process_group, on_rank, on_coordinator)
+    except CheckpointException as failed:
+        raise _one_error(failed) from None
+
+
+def _one_error(failed: CheckpointException) -> Exception:
+    """Return the refusal of this rank, or of the first that refused; other errors as they are."""
+    errors = [failed.failures[rank][0] for rank in sorted(failed.failures)]
+    own = failed.failures.get(global_rank())
+    refusals = [error for error in errors if isinstance(error, PlacementError)]
+    if not refusals:
+        error = errors[0]
+        return error if isinstance(error, Exception) else RuntimeError(str(failed))
+    if len(refusals) == 1:
+        return refusals[0]
+    mine = own[0] if own is not None and isinstance(own[0], PlacementError) else refusals[0]
+    more = len(refusals) - 1
+    told = "1 more rank refuses" if more == 1 else f"{more} more ranks refuse"
+    return PlacementError(f"{mine}\n... and {told}")

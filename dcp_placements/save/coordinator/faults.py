@@ -1,0 +1,455 @@
+"""What speaks against a save, in words: ranks that do not agree, holes, overlaps, conflicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from dcp_placements.errors import Fault, format_names, format_ranks
+from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.tiling import format_box, overlaps, uncovered
+from dcp_placements.names.optimizer_state import possible_parameters
+from dcp_placements.save.coordinator.cohorts import Cohorts
+from dcp_placements.save.coordinator.contents import Suspects, held_rows, own_digests, rows_of
+from dcp_placements.save.coordinator.pieces import Piece
+from dcp_placements.save.key_table import OBJECT, ROWS, Group
+from dcp_placements.save.local_plan import LocalPlan
+from dcp_placements.save.statement import Statement
+
+Plans = list[int]
+"""Positions of local plans."""
+
+
+@dataclass(slots=True)
+class Claims:
+    """What the ranks say of one key.
+
+    Attributes:
+        fqn: The key.
+        groups: What the plans say of it, group by group.
+        boxes: The plans that hold each box, with the digest of what they hold; 0 for none.
+    """
+
+    fqn: str
+    groups: dict[Group, Plans] = field(default_factory=dict)
+    boxes: dict[Box, list[tuple[int, int]]] = field(default_factory=dict)
+
+    @property
+    def plans(self) -> Plans:
+        """The plans that have the key."""
+        return sorted({plan for plans in self.groups.values() for plan in plans})
+
+    def by(self, attribute: str) -> dict[Any, Plans]:
+        """Return the plans by one attribute of what they say."""
+        found: dict[Any, Plans] = {}
+        for group, plans in self.groups.items():
+            found.setdefault(getattr(group, attribute), []).extend(plans)
+        return {value: sorted(plans) for value, plans in found.items()}
+
+
+class Faults:
+    """Puts what is wrong with a piece into words.
+
+    Args:
+        cohorts: All local plans.
+        statements: What each rank says beside its keys.
+        complete: Whether these ranks are all there are.
+    """
+
+    def __init__(self, cohorts: Cohorts, statements: Sequence[Statement], complete: bool) -> None:
+        self.cohorts = cohorts
+        self.plans: Sequence[LocalPlan] = cohorts.plans
+        self.statements = statements
+        self.complete = complete
+
+    def disagreement(self, piece: Piece) -> list[Fault]:
+        """Return that tables say different things of the keys of a piece, if they do."""
+        if len({(g.kind == OBJECT, g.shape, g.dtype) for g in piece.groups}) == 1:
+            return []
+        return [self._disagreement(self.claims(piece, at)) for at in range(len(piece.fqns))]
+
+    def tiling(self, piece: Piece) -> list[Fault]:
+        """Return why the boxes of a piece do not make the whole of its tensors."""
+        claims = self.claims(piece, 0)
+        shape = piece.group.shape
+        whole = Box((0,) * len(shape), shape)
+        boxes = [box for box in claims.boxes if box.numel]
+        crossing = overlaps(boxes)
+        beyond = [
+            box for box in boxes if any(o + s > n for o, s, n in zip(*box, shape, strict=True))
+        ]
+        found = []
+        for fqn in piece.fqns:
+            claims.fqn = fqn
+            if crossing:
+                found.append(self._overlap(claims, shape, crossing))
+            if beyond:
+                found.append(
+                    Fault(
+                        fqn,
+                        f"{format_box(beyond[0])} lies beyond the whole tensor of shape {shape}",
+                        (f"claimed by   {self._claimants(claims, beyond[0])}",),
+                    )
+                )
+            if self.complete and not crossing and not beyond:
+                found.append(self._hole(claims, whole, boxes, piece.group))
+        return found
+
+    def conflict(self, piece: Piece, position: int) -> Fault:
+        """Return that ranks hold one box of a key with different contents."""
+        claims = self.claims(piece, position)
+        differing = [
+            (box, found) for box, held in claims.boxes.items() if len(found := _by_digest(held)) > 1
+        ]
+        box, groups = differing[0]
+        shape, others = piece.group.shape, len(differing) - 1
+        count = len({plan for plans in groups.values() for plan in plans})
+        more = f" (and {others} more place{'s' if others > 1 else ''})" if others else ""
+        differs, agrees = self._along(groups)
+        details = [
+            f"content {letter}:   {self._ranks(plans)}{self._positions(plans, differs)}"
+            for letter, plans in zip("ABCDEFGH", groups.values(), strict=False)
+        ]
+        if len(groups) > 8:
+            details.append(f"... {len(groups)} different contents in all")
+        details += self._content_advice(claims.fqn, piece.group, differs, agrees)
+        headline = f"{len(groups)} different contents on {count} ranks that claim to be replicas"
+        return Fault(
+            claims.fqn,
+            headline,
+            (*details, *self._rule_lines(claims)),
+            (f"place:       {format_box(box, shape)} of {shape}{more}",),
+        )
+
+    def suspicion(self, suspects: Suspects) -> Fault:
+        """Return that one or more of some keys have different contents."""
+        return Fault(
+            suspects.fqns[0],
+            f"different contents on {self._ranks(suspects.plans)}, which claim to be replicas",
+            (
+                *_one_or_more(suspects.fqns),
+                "likely:      a rule with Shard on an axis is missing; or the replicas have "
+                "drifted apart",
+                "way out:     dcp_placements.check(state_dict, rules) compares key by key",
+                'by rule:     on_conflict="warn" saves one of the copies anyway',
+            ),
+        )
+
+    def same_coordinate(self, piece: Piece) -> Fault:
+        """Return that ranks hold equal boxes though the mesh has a part for each of them."""
+        claims = self.claims(piece, 0)
+        box, held = next((box, held) for box, held in claims.boxes.items() if len(held) > 1)
+        return Fault(
+            piece.fqns[0],
+            f"{self._ranks(plan for plan, _ in held)} hold the same part, "
+            f"{format_box(box, piece.group.shape)}, though its mesh has a part for every rank",
+            (
+                "likely:      these ranks give the mesh of one another: get_coordinate() is the "
+                "same on them",
+                "way out:     on every rank the mesh as that rank sees it",
+                *self._rule_lines(claims),
+            ),
+        )
+
+    def object_note(self, piece: Piece, position: int) -> Fault:
+        """Return that an object differs between ranks."""
+        claims = self.claims(piece, position)
+        groups = _by_digest([one for held in claims.boxes.values() for one in held])
+        told = "; ".join(self._ranks(plans) for plans in list(groups.values())[:4])
+        more = f" and {len(groups) - 4} more groups" if len(groups) > 4 else ""
+        return Fault(
+            claims.fqn,
+            f"this object differs between {told}{more}; one of them is kept",
+            ("way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",),
+        )
+
+    def object_suspicion(self, suspects: Suspects) -> Fault:
+        """Return that one or more of some objects differ between ranks."""
+        between = f"between {self._ranks(suspects.plans)}; one of"
+        alone = len(suspects.fqns) == 1
+        return Fault(
+            suspects.fqns[0],
+            f"this object differs {between} them is kept"
+            if alone
+            else f"this object, or others, differ {between} each is kept",
+            (
+                *_one_or_more(suspects.fqns),
+                "way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",
+            ),
+        )
+
+    def claims(self, piece: Piece, position: int) -> Claims:
+        """Return what the ranks say of one key."""
+        found = Claims(piece.fqns[position])
+        for source, group in zip(piece.sources, piece.groups, strict=True):
+            members = found.groups.setdefault(group, [])
+            members += self.cohorts.members[source.table].tolist()
+        if len({(len(group.shape), group.kind) for group in piece.groups}) > 1:
+            return self._add_boxes_apart(found, piece)
+        plans, rows = rows_of(self.cohorts, piece)
+        digests = own_digests(self.cohorts, piece, position).tolist()
+        for plan, row, digest in zip(plans.tolist(), rows.tolist(), digests, strict=True):
+            ndim = len(row) // 2
+            box = Box(tuple(row[:ndim]), tuple(row[ndim:]))
+            found.boxes.setdefault(box, []).append((plan, digest))
+        return found
+
+    def _add_boxes_apart(self, found: Claims, piece: Piece) -> Claims:
+        """Take in boxes of tables that do not agree on the number of dims."""
+        for source in piece.sources:
+            for rows in held_rows(self.cohorts, source):
+                for plan, row in zip(rows.plans.tolist(), rows.boxes.tolist(), strict=True):
+                    ndim = len(row) // 2
+                    box = Box(tuple(row[:ndim]), tuple(row[ndim:]))
+                    found.boxes.setdefault(box, []).append((plan, 0))
+        return found
+
+    def _disagreement(self, claims: Claims) -> Fault:
+        kinds: dict[bool, Plans] = {}
+        for kind, plans in claims.by("kind").items():
+            kinds.setdefault(kind == OBJECT, []).extend(plans)
+        if len(kinds) > 1:
+            return Fault(
+                claims.fqn,
+                f"is a tensor on {self._ranks(kinds[False])}, but another object on "
+                f"{self._ranks(kinds[True])}",
+                ("way out:     give the object a key of its own, or make it a tensor everywhere",),
+            )
+        shapes, dtypes = claims.by("shape"), claims.by("dtype")
+        if len(shapes) > 1:
+            told = "; ".join(f"{shape} on {self._ranks(plans)}" for shape, plans in shapes.items())
+            headline = f"the ranks do not agree on the shape of the whole tensor: {told}"
+            details = self._shape_details(claims, list(shapes))
+        else:
+            told = "; ".join(f"{dtype} on {self._ranks(plans)}" for dtype, plans in dtypes.items())
+            headline = f"the ranks do not agree on its dtype: {told}"
+            details = ["way out:     cast it to one dtype on all ranks before saving"]
+        return Fault(claims.fqn, headline, (*details, *self._rule_lines(claims)))
+
+    def _shape_details(self, claims: Claims, shapes: Sequence[tuple[int, ...]]) -> list[str]:
+        details = []
+        if len({len(shape) for shape in shapes}) == 1:
+            largest = tuple(map(max, zip(*shapes, strict=True)))
+            holes = uncovered(Box((0,) * len(largest), largest), list(claims.boxes))
+            if holes:
+                told = ", ".join(format_box(hole, largest) for hole in holes)
+                details.append(f"nobody holds {told} of {largest}")
+        if any(self._rules_of(claims)):
+            return [
+                *details,
+                "likely:      a rule without global_shape= over shards of unequal size: each rank "
+                "takes its own size times the axis for the whole",
+                "way out:     global_shape= in the rule; where torch.chunk would cut otherwise, "
+                "IndexShard(dim, rows), too",
+            ]
+        return [
+            *details,
+            "likely:      DTensor.from_local() of uneven shards without shape= and stride=, so "
+            "that each rank infers a whole of its own; or one name for different tensors on "
+            "different ranks (pipeline stages, local expert indices)",
+            "way out:     pass shape= and stride= to from_local(); give different tensors "
+            "different names (rename=)",
+        ]
+
+    def _overlap(
+        self, claims: Claims, shape: tuple[int, ...], crossing: Sequence[tuple[Box, Box]]
+    ) -> Fault:
+        told = [
+            f"{format_box(box, shape)} by {self._claimants(claims, box)}"
+            for box in dict.fromkeys(box for pair in crossing[:2] for box in pair)
+        ]
+        return Fault(
+            claims.fqn,
+            f"ranks claim parts of {shape} that overlap without being the same",
+            (
+                *(f"claimed:     {line}" for line in told),
+                "likely:      the same name is sharded on some ranks and whole, or cut otherwise, "
+                "on others",
+                "way out:     one placement for this name on all ranks, or a name of its own for "
+                "each tensor",
+                *self._rule_lines(claims),
+            ),
+        )
+
+    def _hole(self, claims: Claims, whole: Box, boxes: Sequence[Box], group: Group) -> Fault:
+        holes = uncovered(whole, boxes)
+        held = sum(box.numel for box in boxes)
+        having = claims.plans
+        details = [
+            "missing:     "
+            + ", ".join(format_box(hole, whole.sizes) for hole in holes[:4])
+            + f" ({prod(whole.sizes) - held} of {whole.numel} elements)",
+        ]
+        neighbours = self._neighbours(claims, holes[0])
+        if neighbours:
+            details.append(f"beside it:   {neighbours}")
+        lacking = sorted(set(range(len(self.plans))) - set(having))
+        if lacking:
+            details.append(f"the key is on {self._ranks(having)} and not on {self._ranks(lacking)}")
+        if held and whole.numel % held == 0:
+            factor = whole.numel // held
+            axes = [name for name, size in self._axis_sizes().items() if size == factor]
+            # Of several, those along which the ranks that lack the key stand elsewhere.
+            axes = [name for name in axes if self._apart(name, having, lacking)] or axes
+            told = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
+            details.append(f"likely:      {factor} times too little is held{told}")
+        listed = any(cut.parts == ROWS for known in claims.groups for cut in known.declared.cuts)
+        details += self._hole_advice(claims.fqn, listed)
+        return Fault(
+            claims.fqn,
+            f"nobody holds all of the {whole.sizes} tensor",
+            (*details, *self._rule_lines(claims)),
+        )
+
+    def _hole_advice(self, fqn: str, listed: bool) -> list[str]:
+        if not listed:
+            return [
+                "way out:     save with all ranks that hold a part and with the key on each of "
+                "them; where the tensor is not sharded over that axis, drop the axis from its rule"
+            ]
+        if not possible_parameters(fqn):
+            return [
+                "way out:     no rank's IndexShard or rename= names these rows: every row must "
+                "be on one of them"
+            ]
+        return [
+            "likely:      these rows were never stepped, and have no optimizer state; none "
+            "is made up for them",
+            "way out:     a rename= that stacks the parameters and leaves their state a "
+            "tensor per row, as in lambda key: key if '.state.' in key else stack(key)",
+            "             or, if they have state: no rank's IndexShard or rename= names these rows",
+        ]
+
+    def _neighbours(self, claims: Claims, hole: Box) -> str:
+        grown = Box(
+            tuple(offset - 1 for offset in hole.offsets), tuple(size + 2 for size in hole.sizes)
+        )
+        touching = [
+            (box, held)
+            for box, held in claims.boxes.items()
+            if box.numel
+            and all(a < b + n and b < a + m for a, m, b, n in zip(*grown, *box, strict=True))
+        ]
+        return "; ".join(
+            f"{format_box(box, None)} of {self._ranks(plan for plan, _ in held)}"
+            for box, held in touching[:2]
+        )
+
+    def _content_advice(
+        self, fqn: str, group: Group, differs: Sequence[str], agrees: Sequence[str]
+    ) -> Iterable[str]:
+        """Yield where copies differ, the likely cause and the way out."""
+        if differs:
+            tail = f", agrees along {_quoted(agrees)}" if agrees else ""
+            yield f"the copies:  differs along {_quoted(differs)}{tail}"
+        renamed = any(part.isdigit() for part in fqn.split("."))
+        if not group.shape:
+            yield "likely:      a number that each rank counts for itself, under one name"
+            yield "way out:     a name per rank (the rank in its key), or one number for all ranks"
+        elif differs and group.declared.equal_along.issuperset(differs):
+            along = _quoted(differs)
+            yield (
+                f"likely:      replicas that have drifted apart, declared equal along {along}; or "
+                f"it is sharded over {along}: it needs a rule with Shard on that axis"
+            )
+        elif differs:
+            yield (
+                f"likely:      it is sharded over {_quoted(differs)}: it needs a rule with Shard "
+                "on that axis; if these are meant to be replicas, they have drifted apart"
+            )
+        else:
+            renamed = True
+            yield (
+                "likely:      different tensors under one name: it needs a rule that says how it "
+                "is sharded, or a name per rank; if these are meant to be replicas, they have "
+                "drifted apart"
+            )
+        if group.shape:
+            yield (
+                "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: "
+                "Shard(dim)})})"
+            )
+            if renamed:
+                yield (
+                    "             rename= where the name counts from 0 on every rank (experts, "
+                    "layers)"
+                )
+        yield '             on_conflict="warn" saves one of the copies anyway'
+
+    def _along(self, groups: dict[int, Plans]) -> tuple[list[str], list[str]]:
+        """Return the axes that tell the contents apart, and those along which copies agree."""
+        content = {plan: digest for digest, plans in groups.items() for plan in plans}
+        names = set.intersection(*(set(self._coordinate(plan)) for plan in content))
+        differs, agrees = [], []
+        seen_whole: set[str] = set()
+        for name in sorted(names):
+            at: dict[int, set[int]] = {}
+            for plan, digest in content.items():
+                at.setdefault(self._coordinate(plan)[name], set()).add(digest)
+            if len(at) < 2:
+                continue
+            if all(len(digests) == 1 for digests in at.values()):
+                differs.append(name)
+                seen_whole |= {name} if len(at) == self._axis_sizes()[name] else set()
+            elif any(
+                len({self._coordinate(plan)[name] for plan in plans}) > 1
+                for plans in groups.values()
+            ):
+                agrees.append(name)
+        # An axis of which only some positions are seen may tell them apart by chance.
+        return [name for name in differs if name in seen_whole] or differs, agrees
+
+    def _positions(self, plans: Sequence[int], names: Sequence[str]) -> str:
+        """Return where ranks stand along axes on which they all stand at one position."""
+        told = [f"{name}={self._coordinate(plans[0])[name]}" for name in names]
+        return f" ({', '.join(told)})" if told else ""
+
+    def _coordinate(self, plan: int) -> dict[str, int]:
+        names = self.statements[plan].axis_sizes
+        return dict(zip(names, self.plans[plan].coordinate, strict=True))
+
+    def _axis_sizes(self) -> dict[str, int]:
+        return {name: size for told in self.statements for name, size in told.axis_sizes.items()}
+
+    def _apart(self, name: str, some: Sequence[int], others: Sequence[int]) -> bool:
+        """Whether two sets of plans stand at different positions of an axis."""
+        at = [{self._coordinate(plan).get(name) for plan in plans} for plans in (some, others)]
+        return bool(at[1]) and not at[0] & at[1]
+
+    def _claimants(self, claims: Claims, box: Box) -> str:
+        return self._ranks(plan for plan, _ in claims.boxes[box])
+
+    def _ranks(self, plans: Iterable[int]) -> str:
+        return format_ranks(self.plans[plan].rank for plan in plans)
+
+    def _rules_of(self, claims: Claims) -> set[str | None]:
+        found: set[str | None] = set()
+        for table in self.cohorts.tables:
+            if claims.fqn in table.fqns:
+                found.add(table.rule(table.fqns.index(claims.fqn)))
+        return found
+
+    def _rule_lines(self, claims: Claims) -> list[str]:
+        told = sorted(rule or "no rule" for rule in self._rules_of(claims))
+        return [f"by rule:     {', '.join(told)}"]
+
+
+def _one_or_more(fqns: Sequence[str]) -> Iterable[str]:
+    """Yield the keys among which some differ; nothing where there is no doubt which."""
+    if len(fqns) > 1:
+        yield f"it is one or more of {len(fqns)} keys: {format_names(fqns)}"
+
+
+def _by_digest(held: Sequence[tuple[int, int]]) -> dict[int, Plans]:
+    found: dict[int, Plans] = {}
+    if len(held) > 1:
+        for plan, digest in held:
+            if digest:
+                found.setdefault(digest, []).append(plan)
+    return found
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)

@@ -1,0 +1,96 @@
+"""Which rank writes a replica: the one rule.
+
+Ranks that hold the same boxes are a *replica group*. What a group holds in common is one row of
+equal decisions: its keys, in order, are divided into runs, one per writer. As few of the lowest
+ranks write as can do so without writing more than ``BALANCE`` times the mean of all ranks, since a
+load opens a file for each; what they write is levelled by bytes, whatever the size of one tensor.
+Objects go to the lowest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from dcp_placements.bind.placing import Placed
+from dcp_placements.rules.mesh import mesh_axes
+
+BALANCE = 1.05
+"""What a rank may write, as a multiple of the mean, before another takes a share."""
+
+SMALL_NBYTES = 64 << 10
+"""What a rank may write in any case: a file more to open costs a load more than that."""
+
+
+def divide(pieces: Sequence[tuple[int, int]], held: Sequence[int], limit: float) -> list[list[int]]:
+    """Return where each piece is divided among the ranks of a replica group.
+
+    Args:
+        pieces: Number of keys and bytes of one, for each piece that the ranks hold in common.
+        held: Bytes that each rank writes already, lowest rank first.
+        limit: Bytes that none ought to write more than. A key that is too large for that by itself
+            raises it, since some rank has to write it.
+
+    Returns:
+        For each piece the ascending positions between which each rank writes: the rank at ``i``
+        from the ``i``-th to the next, and none where there are no more.
+
+    >>> divide([(4, 10)], [0, 0], 20)
+    [[0, 2, 4]]
+    >>> divide([(4, 10)], [0, 0], 100)
+    [[0, 4]]
+    """
+    largest = max((nbytes for count, nbytes in pieces if count), default=0)
+    limit = max(limit, min(held) + largest)
+    shares = _shares(sum(count * nbytes for count, nbytes in pieces), held, limit)
+    ends = list(accumulate(shares))
+    found = []
+    start = 0.0
+    for count, nbytes in pieces:
+        cuts = [0]
+        for end in ends[:-1]:
+            # A key goes to the rank in whose share its middle lies.
+            middle = (end - start) / nbytes if nbytes else (count if end >= start else 0)
+            cuts.append(min(max(round(middle), cuts[-1]), count))
+        found.append([*cuts, count])
+        start += count * nbytes
+    return found
+
+
+def _shares(total: int, held: Sequence[int], limit: float) -> list[float]:
+    """Return the bytes that each rank is to take, level among as few of the first as suffice."""
+    room = 0.0
+    writers = len(held)
+    for at, nbytes in enumerate(held):
+        room += max(limit - nbytes, 0.0)
+        if room >= total:
+            writers = at + 1
+            break
+    among = sorted(held[:writers])
+    level, below = float(among[0]), 0.0
+    for count, nbytes in enumerate(among, 1):
+        below += nbytes
+        level = (total + below) / count
+        if count == writers or level <= among[count]:
+            break
+    return [max(level - nbytes, 0.0) if at < writers else 0.0 for at, nbytes in enumerate(held)]
+
+
+def left_to_others(placed: Iterable[Placed]) -> set[str]:
+    """Return the keys of this rank's tensors that another rank writes, by their axes alone.
+
+    A DTensor is on all ranks of its own mesh, so the first along the axes that do not cut it
+    writes. Of other axes, those of a rule or of the mesh that its own was sliced from, nothing is
+    known: along ``pp`` and ``ep`` other ranks may have other keys.
+    """
+    left = set()
+    for tensor in placed:
+        own = () if tensor.mesh is None else mesh_axes(tensor.mesh, with_ranks=True) or ()
+        cut = {cut.axis for cut in tensor.binding.sharding.cuts}
+        if any(
+            axis.position
+            for i, axis in enumerate(tensor.binding.axes)
+            if i not in cut and any(axis.is_same(other) for other in own)
+        ):
+            left.add(tensor.fqn)
+    return left

@@ -1,0 +1,107 @@
+"""Which copy of a stored chunk is read, where there are several.
+
+First what lies in this rank's own file, then what lies in a file that is opened anyway; of what is
+left, ranks that were not there when it was saved take the copies of one that was, each of another.
+The same on every run. A rank that finds no copy reads the canonical one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import Metadata, MetadataIndex, ReadItem, StorageInfo
+from dcp_placements.storage.metadata.provenance import stored
+from dcp_placements.storage.metadata.shadow_records import shadowed
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Where in a pack something is.
+
+    Attributes:
+        position: Among what the pack holds.
+        count: Of what it holds.
+    """
+
+    position: int
+    count: int
+
+
+Source = tuple[StorageInfo, Packed | None]
+"""A record, and where in it if it is a pack."""
+
+
+class Copies:
+    """The shadows of a checkpoint, as one rank sees them.
+
+    Args:
+        metadata: The checkpoint's.
+        rank: This rank's number in the group that loads.
+    """
+
+    def __init__(self, metadata: Metadata, rank: int) -> None:
+        told = stored(metadata)
+        self._places: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
+        self._reader = rank
+        self._stand_in = rank % max(int((told or {}).get("world_size", 1)), 1)
+        self._packs: dict[str, list[tuple[str, Packed]]] = {}
+        for key, fqns in shadowed(told).items():
+            for position, fqn in enumerate(fqns):
+                self._packs.setdefault(fqn, []).append((key, Packed(position, len(fqns))))
+        self._known: dict[tuple[str, int, Any], StorageInfo | None] = {}
+
+    def sources(self, items: Sequence[ReadItem]) -> list[Source]:
+        """Return where each of the items is read from."""
+        found: list[Source] = [(self._places[item.storage_index], None) for item in items]
+        if not self._packs:
+            return found
+        own = f"__{self._reader}_"
+        opened: set[str] = set()
+        left = []
+        for at, item in enumerate(items):
+            path = found[at][0].relative_path
+            if item.storage_index.fqn in self._packs and not path.startswith(own):
+                copy = self._of(item, (self._reader,))
+                if copy is None:
+                    left.append(at)
+                    continue
+                found[at] = copy
+            opened.add(found[at][0].relative_path)
+        for at in left:
+            if found[at][0].relative_path in opened:
+                continue
+            copy = self._of(items[at], self._writers(opened)) or self._of(
+                items[at], (self._stand_in,)
+            )
+            if copy is not None:
+                found[at] = copy
+            opened.add(found[at][0].relative_path)
+        return found
+
+    def _of(self, item: ReadItem, writers: Iterable[int]) -> Source | None:
+        """Return a copy of what an item reads that one of these ranks wrote."""
+        fqn, offset = item.storage_index.fqn, item.storage_index.offset
+        chunk = () if offset is None else tuple(offset)
+        for writer in writers:
+            for key, packed in self._packs[fqn]:
+                info = self._at(key, writer, chunk)
+                if info is not None:
+                    return info, packed
+        return None
+
+    def _at(self, key: str, writer: int, chunk: tuple[int, ...]) -> StorageInfo | None:
+        # Of many tensors in one pack the place is looked up once.
+        known = (key, writer, chunk)
+        if known not in self._known:
+            index = MetadataIndex(key, torch.Size((writer, *chunk)))
+            self._known[known] = self._places.get(index)
+        return self._known[known]
+
+    def _writers(self, opened: Iterable[str]) -> list[int]:
+        """Return the ranks that wrote files."""
+        names = (path.split("_")[2] for path in opened if path.startswith("__"))
+        return sorted({int(name) for name in names if name.isdigit()})

@@ -1,0 +1,395 @@
+"""The ``.metadata`` file: a plain pickle of torch's own classes, without making them.
+
+What torch's pickle says of one stored chunk is nearly always the same bytes with other numbers in
+them. So the part that grows with chunks and ranks is written as an array of such records, with
+everything in them shared that can be. ``pickle.load`` makes torch's objects of it. Behind the
+pickle's end, where nobody else looks, stands how to read the records back as an array instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import struct
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from dcp_placements._torch import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    TensorStorageMetadata,
+)
+from dcp_placements.layout.alike import BySequence
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.metadata.safe_pickle import load_restricted
+from dcp_placements.storage.metadata.table import ROW, Array, Rows, StorageTable
+
+MAGIC = b"dcp_placements/1"
+_TRAILER = struct.Struct("<QQ16s")
+_PART_ROWS = 1 << 20
+_INFLATED = 4
+"""The footer has this many times the bytes of the file at most."""
+
+_I32 = 1 << 31
+_END = b"sb."
+_END_NBYTES = len(_END)
+
+
+def write_metadata(metadata: Metadata, table: StorageTable, stream: IO[bytes]) -> None:
+    """Write a ``.metadata`` file.
+
+    Args:
+        metadata: All but ``storage_data``, which is left out of account.
+        table: What stands there instead.
+        stream: Where to.
+    """
+    with quiet_gc():
+        head, named = _head(metadata, table.rows)
+        stream.write(head)
+        position = len(head)
+        rows = table.unique()
+        parts = []
+        for part, chosen in _parts(table.rows, rows):
+            layout = part.layout(named)
+            parts.append((part, position, len(chosen)))
+            for start in range(0, len(chosen), _PART_ROWS):
+                stream.write(_records(part, named, chosen[start : start + _PART_ROWS]))
+            position += layout.itemsize * len(chosen)
+        # The dict goes into what follows "storage_data", and that into the Metadata.
+        stream.write(_END)
+        footer = _footer(table.rows, named, parts)
+        stream.write(footer)
+        stream.write(_TRAILER.pack(len(head), position + _END_NBYTES, MAGIC))
+
+
+def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
+    """Return what a ``.metadata`` file says, whoever wrote it; with the collector quiet.
+
+    Args:
+        stream: The file.
+        restricted: Whether it may be anybody's: nothing but DCP's own classes is made then, and
+            what ``pickle.load`` would do with the records is looked at, too.
+
+    Raises:
+        RefusedGlobal: It is restricted and names something else.
+        pickle.UnpicklingError: It is restricted, and its records are no records.
+    """
+    load: Callable[[IO[bytes]], Any] = load_restricted if restricted else pickle.load
+    with quiet_gc():
+        trailer = _trailer(stream)
+        if trailer is None:
+            stream.seek(0)
+            plain: Metadata = load(stream)
+            return plain
+        head_end, footer_start = trailer
+        stream.seek(0)
+        head = stream.read(head_end)
+        # The empty dict that the records would go into, put where it belongs.
+        metadata: Metadata = load(io.BytesIO(head + _END))
+        stream.seek(footer_start)
+        told = load(io.BytesIO(_inflated(stream.read()[: -_TRAILER.size], footer_start)))
+        arrays = []
+        reached = head_end
+        for part, position, count in told["parts"]:
+            layout = Part(*part).layout(None)
+            if count < 0 or position + layout.itemsize * count > footer_start:
+                raise pickle.UnpicklingError("its records are beyond its end")
+            stream.seek(position)
+            records = np.frombuffer(stream.read(layout.itemsize * count), layout, count)
+            if restricted and (position != reached or not Part(*part).is_form_of(records)):
+                raise pickle.UnpicklingError("its records are not those of chunks")
+            reached += records.nbytes
+            arrays.append(_rows_of_records(records, told))
+        if restricted:
+            stream.seek(reached)
+            if stream.read(_END_NBYTES) != _END or reached + _END_NBYTES != footer_start:
+                raise pickle.UnpicklingError("something stands behind its records")
+        rows = np.concatenate(arrays) if arrays else np.empty(0, ROW)
+        metadata.storage_data = StorageTable(
+            Rows(
+                told["fqns"],
+                told["offsets"],
+                told["paths"],
+                told["transforms"],
+                rows,
+                told.get("starts"),
+            )
+        )
+        return metadata
+
+
+def _inflated(data: bytes, before: int) -> bytes:
+    """Return the footer; it repeats what the pickle before it says, so it is no larger by far."""
+    limit = _INFLATED * (before + len(data)) + _PART_ROWS
+    inflating = zlib.decompressobj()
+    made = inflating.decompress(data, limit)
+    if inflating.unconsumed_tail:
+        raise pickle.UnpicklingError("its end inflates to far more than the file")
+    return made + inflating.flush()
+
+
+def _trailer(stream: IO[bytes]) -> tuple[int, int] | None:
+    if not stream.seekable():
+        return None
+    size = stream.seek(0, io.SEEK_END)
+    if size < _TRAILER.size:
+        return None
+    stream.seek(size - _TRAILER.size)
+    head_end, footer_start, magic = _TRAILER.unpack(stream.read(_TRAILER.size))
+    if magic != MAGIC:
+        return None
+    if not head_end <= footer_start <= size:
+        raise pickle.UnpicklingError("its records are beyond its end")
+    return head_end, footer_start
+
+
+@dataclass(slots=True)
+class _Named:
+    """What is shared, by its number in the pickle's memo.
+
+    Attributes:
+        words: Classes and attribute names.
+        columns: By column of the rows, the numbers of its names; 0 for what is left out.
+    """
+
+    words: dict[Any, int]
+    columns: dict[str, Array]
+
+
+# Everything that records point to with one byte; dumped first, so that one byte is enough.
+_WORDS = ("fqn", "offset", "relative_path", "length", "transform_descriptors")
+
+
+def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _Named]:
+    """Return the pickle up to the records, and the numbers of what they share."""
+    fqns, chunks, sizes = _shared(metadata.state_dict_metadata)
+    offsets = [
+        None if offset is None else sizes.setdefault(offset, torch.Size(offset))
+        for offset in rows.offsets
+    ]
+    names: dict[str, Sequence[Any]] = {
+        "fqn": [fqns.get(fqn, fqn) for fqn in rows.fqns],
+        "offset": offsets,
+        "path": rows.paths,
+        "transforms": [None if told is None else list(told) for told in rows.transforms],
+    }
+    buffer = io.BytesIO()
+    # Protocol 3 has no frames, which would say how long the records are, and numbers by order.
+    pickler = pickle.Pickler(buffer, 3)
+    words = [MetadataIndex, StorageInfo, *_WORDS]
+    pickler.dump((words, names))
+    # Of equal values the first holds: that of a word, if it is one.
+    numbers = {
+        _memo_key(value): number
+        for number, value in sorted(pickler.memo.copy().values(), key=itemgetter(0), reverse=True)
+        if isinstance(value, str | type | torch.Size) or _is_strings(value)
+    }
+    named = _Named(
+        words={word: numbers[_memo_key(word)] for word in words},
+        columns={
+            name: np.array([0 if n is None else numbers[_memo_key(n)] for n in known], np.uint32)
+            for name, known in names.items()
+        },
+    )
+    shared = copy.copy(metadata)
+    shared.state_dict_metadata = chunks
+    shared.storage_data = None
+    first = buffer.tell()
+    pickler.dump(shared)
+    dumped = buffer.getvalue()
+    # Drop the names again; then the Metadata, and in its attributes "storage_data" to come.
+    opening = b"}" + pickle.dumps("storage_data", 3)[2:-1].partition(b"q")[0] + b"}"
+    return dumped[: first - 1] + b"0" + dumped[first:-1] + opening, named
+
+
+def _memo_key(value: Any) -> Hashable:
+    """Return what a value of the memo is found by: its kind and its content."""
+    return type(value), tuple(value) if type(value) is list else value
+
+
+def _is_strings(value: Any) -> bool:
+    return type(value) is list and all(type(entry) is str for entry in value)
+
+
+def _shared(
+    stored: Mapping[str, Any],
+) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], torch.Size]]:
+    """Return keys, the metadata with equal parts made one object, and the sizes in it."""
+    sizes: dict[tuple[int, ...], torch.Size] = {}
+    chunks: dict[Any, ChunkStorageMetadata] = {}
+    lists: BySequence[list[ChunkStorageMetadata]] = BySequence(_place)
+    properties: dict[str, Any] = {}
+    made: dict[str, Any] = {}
+    for fqn, told in stored.items():
+        if type(told) is not TensorStorageMetadata:
+            made[fqn] = told
+            continue
+        known = lists.get(told.chunks)
+        if known is None:
+            found = []
+            for chunk in told.chunks:
+                key = _place(chunk)
+                if key not in chunks:
+                    offsets, extent = (sizes.setdefault(size, torch.Size(size)) for size in key)
+                    chunks[key] = ChunkStorageMetadata(offsets, extent)
+                found.append(chunks[key])
+            known = lists.put(told.chunks, found)
+        whole = tuple(told.size)
+        made[fqn] = TensorStorageMetadata(
+            properties.setdefault(repr(told.properties), told.properties),
+            sizes.setdefault(whole, torch.Size(whole)),
+            known,
+        )
+    return {fqn: fqn for fqn in stored}, made, sizes
+
+
+def _place(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What kind of records: which of their fields there are.
+
+    Attributes:
+        chunk: Whether they have an offset.
+        transformed: Whether they have transforms.
+        wide: Whether positions in files need 8 bytes.
+    """
+
+    chunk: bool
+    transformed: bool
+    wide: bool
+
+    def layout(self, named: _Named | None) -> np.dtype[Any]:
+        """Return the records' dtype."""
+        return np.dtype([(name, *kind) for name, kind, _ in self._fields(named)])
+
+    def fixed(self, named: _Named) -> dict[str, Array]:
+        """Return the bytes that all records have in common."""
+        fields = self._fields(named)
+        return {name: np.frombuffer(data, np.uint8) for name, _, data in fields if data}
+
+    def is_form_of(self, records: Array) -> bool:
+        """Whether records read from a file are such: they make an index and a place, no more.
+
+        The numbers of shared names may be any, but the same in all records.
+        """
+        for name, data in self._fixed_unnamed().items():
+            found = records[name]
+            if not len(found):
+                continue
+            wanted = np.frombuffer(data, np.uint8).copy()
+            # What follows "h" is the number of a name.
+            numbers = np.flatnonzero(wanted[:-1] == ord("h")) + 1
+            wanted[numbers] = found[0][numbers]
+            if not (found == wanted).all():
+                return False
+        return True
+
+    def _fixed_unnamed(self) -> dict[str, bytes]:
+        return {name: data for name, _, data in self._fields(None) if data}
+
+    def _fields(self, named: _Named | None) -> list[tuple[str, tuple[Any, ...], bytes]]:
+        made: list[tuple[str, tuple[Any, ...], bytes]] = []
+        pending = b""
+
+        def word(name: Any) -> bytes:
+            return b"h" + bytes([0 if named is None else named.words[name]])
+
+        def field(name: str, kind: Any) -> None:
+            nonlocal pending
+            made.append((f"bytes{len(made)}", (np.uint8, (len(pending),)), pending))
+            made.append((name, (kind,), b""))
+            pending = b""
+
+        def number(name: str) -> None:
+            nonlocal pending
+            pending += b"\x8a\x08" if self.wide else b"J"
+            field(name, "<i8" if self.wide else "<i4")
+
+        # NEWOBJ of the class, then BUILD with a dict of its attributes; "j" gets a shared name.
+        pending += word(MetadataIndex) + b")\x81}(" + word("fqn") + b"j"
+        field("fqn", "<u4")
+        if self.chunk:
+            pending += word("offset") + b"j"
+            field("offset", "<u4")
+        pending += b"ub" + word(StorageInfo) + b")\x81}(" + word("relative_path") + b"j"
+        field("path", "<u4")
+        pending += word("offset")
+        number("start")
+        pending += word("length")
+        number("length")
+        if self.transformed:
+            pending += word("transform_descriptors") + b"j"
+            field("transforms", "<u4")
+        # Into the dict.
+        pending += b"ubs"
+        made.append((f"bytes{len(made)}", (np.uint8, (len(pending),)), pending))
+        return made
+
+
+def _parts(held: Rows, rows: Array) -> Iterator[tuple[Part, Array]]:
+    """Yield the rows by kind of record."""
+    chunk = np.array([offset is not None for offset in held.offsets], bool)[rows["offset"]]
+    moved = np.array([told is not None for told in held.transforms], bool)[rows["transforms"]]
+    for has_offset in (False, True):
+        for transformed in (False, True):
+            chosen = rows[(chunk == has_offset) & (moved == transformed)]
+            if len(chosen):
+                largest = max(int(chosen["start"].max()), int(chosen["length"].max()))
+                yield Part(has_offset, transformed, largest >= _I32), chosen
+
+
+def _records(part: Part, named: _Named, rows: Array) -> bytes:
+    layout = part.layout(named)
+    records = np.empty(len(rows), layout)
+    for name, data in part.fixed(named).items():
+        records[name] = data
+    for name in ROW.names or ():
+        if name in (layout.names or ()):
+            numbers = named.columns.get(name)
+            records[name] = rows[name] if numbers is None else numbers[rows[name]]
+    return records.tobytes()
+
+
+def _footer(held: Rows, named: _Named, parts: Sequence[tuple[Part, int, int]]) -> bytes:
+    told = {
+        "fqns": held.fqns,
+        "offsets": held.offsets,
+        "paths": held.paths,
+        "transforms": held.transforms,
+        "starts": held.starts,
+        "numbers": {name: numbers.tobytes() for name, numbers in named.columns.items()},
+        "parts": [
+            ((part.chunk, part.transformed, part.wide), position, count)
+            for part, position, count in parts
+        ],
+    }
+    return zlib.compress(pickle.dumps(told, 4), 1)
+
+
+def _rows_of_records(records: Array, told: Mapping[str, Any]) -> Array:
+    rows = np.zeros(len(records), ROW)
+    for name in ROW.names or ():
+        numbers = told["numbers"].get(name)
+        known = None if numbers is None else np.frombuffer(numbers, np.uint32)
+        if name not in (records.dtype.names or ()):
+            # Left out of these records, which have None there.
+            names = told[f"{name}s" if not name.endswith("s") else name]
+            rows[name] = names.index(None)
+        elif known is None:
+            rows[name] = records[name]
+        else:
+            order = np.argsort(known)
+            rows[name] = order[np.searchsorted(known[order], records[name])]
+    return rows

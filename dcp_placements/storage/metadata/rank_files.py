@@ -1,0 +1,301 @@
+"""The metadata of a checkpoint that every rank described for itself.
+
+``dcp.save(..., use_collectives=False)`` leaves no ``.metadata`` but one ``__<rank>.metadata`` per
+rank, which tells of that rank's chunks only. Together they tell of all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dcp_placements._torch import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    TensorStorageMetadata,
+)
+from dcp_placements.errors import Fault, format_names, format_ranks, raise_faults
+from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.tiling import format_box, overlaps, tiles, uncovered
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY, stored, stored_digest
+from dcp_placements.storage.metadata.record import merged_record
+from dcp_placements.storage.metadata.save_ids import id_records
+from dcp_placements.storage.metadata.table import StorageTable, rows_of_entries
+
+_NAME = re.compile(r"__(\d+)\.metadata")
+
+
+def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
+    """Return ``(rank, file)`` of every rank's own metadata in a checkpoint, by rank.
+
+    Args:
+        fs: The checkpoint's file system, torch's or one of its kind.
+        path: The checkpoint.
+    """
+    if hasattr(fs, "ls"):
+        if not fs.exists(path):
+            return []
+        told = [rank_file_rank(os.path.basename(str(entry))) for entry in fs.ls(path)]
+        ranks = sorted(rank for rank in told if rank is not None)
+        return [(rank, fs.concat_path(path, f"__{rank}.metadata")) for rank in ranks]
+    probed: list[tuple[int, Any]] = []
+    while fs.exists(file := fs.concat_path(path, f"__{len(probed)}.metadata")):
+        probed.append((len(probed), file))
+    return probed
+
+
+def rank_file_rank(name: str) -> int | None:
+    """Return the rank whose own metadata a file is, by its name; None for other files.
+
+    >>> rank_file_rank("__3.metadata"), rank_file_rank("__3_0.distcp")
+    (3, None)
+    """
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = False) -> Metadata:
+    """Return the metadata of the checkpoint that ranks described each for itself.
+
+    Of a chunk that several ranks wrote the lowest rank's is kept.
+
+    Args:
+        parts: ``(rank, metadata)``, by rank.
+        whole: Whether the chunks of every tensor have to cover it.
+
+    Raises:
+        PlacementError: Ranks contradict each other, chunks overlap, or (``whole``) leave holes;
+            all of them in one error.
+    """
+    merger = _Merger()
+    for rank, metadata in parts:
+        merger.add(rank, metadata)
+    ranks = [rank for rank, _ in parts]
+    merger.settle(ranks, whole=whole)
+    first = parts[0][1]
+    data = _merged_data([metadata.planner_data for _, metadata in parts])
+    if isinstance(data, dict) and RESERVED_KEY in data:
+        data[RESERVED_KEY] |= merged_record([metadata for _, metadata in parts], merger.stored)
+    return Metadata(
+        merger.stored,
+        planner_data=data,
+        storage_data=StorageTable(rows_of_entries(merger.places.items())),
+        storage_meta=first.storage_meta,
+        version=first.version,
+    )
+
+
+class _Merger:
+    def __init__(self) -> None:
+        self.stored: dict[str, Any] = {}
+        self.places: dict[MetadataIndex, StorageInfo] = {}
+        self.faults: list[Fault] = []
+        self._first: dict[str, int] = {}
+        self._boxes: dict[str, dict[Box, int]] = {}
+        self._provenance: dict[int, Mapping[str, Any]] = {}
+        self._unlike: dict[str, list[tuple[Box, int, int]]] = {}
+
+    def add(self, rank: int, metadata: Metadata) -> None:
+        """Take in what one rank says."""
+        data: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
+        self._provenance[rank] = stored(metadata) or {}
+        for record in id_records(data).values():
+            self.places[record.index] = record.info
+        for fqn, told in metadata.state_dict_metadata.items():
+            if fqn not in self.stored:
+                self._first[fqn] = rank
+                self.stored[fqn] = _without_chunks(told)
+            elif not _agree(self.stored[fqn], told):
+                self._contradiction(fqn, rank, told)
+                continue
+            if isinstance(told, TensorStorageMetadata):
+                self._add_chunks(fqn, rank, told, data)
+            else:
+                index = MetadataIndex(fqn)
+                if index in data:
+                    self.places.setdefault(index, data[index])
+
+    def _add_chunks(
+        self,
+        fqn: str,
+        rank: int,
+        told: TensorStorageMetadata,
+        data: Mapping[MetadataIndex, StorageInfo],
+    ) -> None:
+        boxes = self._boxes.setdefault(fqn, {})
+        for chunk in told.chunks:
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            # An empty chunk can stand where another rank's real one begins. Of a tensor without
+            # elements one is kept.
+            empty = not box.numel and (told.size.numel() or boxes)
+            index = MetadataIndex(fqn, chunk.offsets)
+            if box.numel and box in boxes and index in data:
+                self._compare(fqn, index, box, boxes[box], rank)
+            if empty or box in boxes or index not in data:
+                continue
+            boxes[box] = rank
+            if index not in self.places:
+                self.places[index] = data[index]
+                self.stored[fqn].chunks.append(ChunkStorageMetadata(chunk.offsets, chunk.sizes))
+
+    def _compare(self, fqn: str, index: MetadataIndex, box: Box, first: int, other: int) -> None:
+        """Note two ranks that wrote one chunk with other contents, by their full digests."""
+        told = [self._provenance[rank] for rank in (first, other)]
+        if any(one.get("options", {}).get("on_conflict") == "warn" for one in told):
+            return
+        one, two = (stored_digest(known, index) for known in told)
+        if one is not None and two is not None and one != two:
+            self._unlike.setdefault(fqn, []).append((box, first, other))
+
+    def settle(self, ranks: Sequence[int], *, whole: bool) -> None:
+        """Prove what was taken in.
+
+        Raises:
+            PlacementError: What does not make a checkpoint.
+        """
+        for fqn, boxes in self._boxes.items():
+            extent = tuple(self.stored[fqn].size)
+            all_of_it = Box((0,) * len(extent), extent)
+            real = [box for box in boxes if box.numel]
+            if not all_of_it.numel or tiles(all_of_it, real):
+                continue
+            pairs = overlaps(real, limit=1)
+            if pairs:
+                self._overlap(fqn, extent, *pairs[0])
+            elif whole:
+                self._hole(fqn, extent, uncovered(all_of_it, real), ranks)
+        for fqn, unlike in self._unlike.items():
+            self._conflict(fqn, unlike)
+        self._check_steps()
+        raise_faults("the ranks' metadata do not make a checkpoint", self.faults)
+
+    def _conflict(self, fqn: str, unlike: Sequence[tuple[Box, int, int]]) -> None:
+        box, first, other = unlike[0]
+        extent = tuple(self.stored[fqn].size)
+        more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
+        self.faults.append(
+            Fault(
+                fqn,
+                f"ranks {first} and {other} stored different contents as {format_box(box, extent)} "
+                f"of {extent}{more}",
+                (
+                    "likely:      it needs a rule that says how it is sharded; or replicas that "
+                    "have drifted apart",
+                    'way out:     save with rules; on_conflict="warn" keeps the lowest rank\'s; '
+                    "of files that are there, move the __<rank>.metadata of ranks away whose "
+                    "copies are not wanted",
+                ),
+            )
+        )
+
+    def _check_steps(self) -> None:
+        steps: dict[Any, list[int]] = {}
+        for rank, told in self._provenance.items():
+            if told.get("step") is not None:
+                steps.setdefault(told["step"], []).append(rank)
+        if len(steps) > 1:
+            parts = "; ".join(f"step {step} by {format_ranks(r)}" for step, r in steps.items())
+            self.faults.append(
+                Fault(
+                    "this checkpoint",
+                    f"its parts are of several saves: {parts}",
+                    (
+                        "likely:      a later save into the same directory was cut off",
+                        "way out:     load an older checkpoint; this one is not sound",
+                    ),
+                )
+            )
+
+    def _contradiction(self, fqn: str, rank: int, told: Any) -> None:
+        self.faults.append(
+            Fault(
+                fqn,
+                f"rank {self._first[fqn]} stored {_told(self.stored[fqn])}, rank {rank} "
+                f"{_told(told)}",
+                ("way out:     save with rules, so that all ranks mean the same tensor by a key",),
+            )
+        )
+
+    def _overlap(self, fqn: str, shape: tuple[int, ...], one: Box, other: Box) -> None:
+        boxes = self._boxes[fqn]
+        self.faults.append(
+            Fault(
+                fqn,
+                f"rank {boxes[one]} stored {format_box(one, shape)} of {shape}, rank "
+                f"{boxes[other]} {format_box(other, shape)}, which overlaps it",
+                (
+                    "likely:      an older save of more ranks into the same directory left its "
+                    "__<rank>.metadata files behind",
+                    "way out:     move the files of ranks that the last save did not have away",
+                ),
+            )
+        )
+
+    def _hole(
+        self, fqn: str, shape: tuple[int, ...], holes: Sequence[Box], ranks: Sequence[int]
+    ) -> None:
+        told = format_names([format_box(hole, shape) for hole in holes], 4)
+        self.faults.append(
+            Fault(
+                fqn,
+                f"no rank stored {told} of {shape}",
+                (
+                    f"there are:   the metadata of {format_ranks(ranks)}",
+                    "likely:      a rank's __<rank>.metadata is missing, because it failed or "
+                    "wrote to another disk",
+                    "way out:     bring the files of all ranks into one directory",
+                ),
+            )
+        )
+
+
+def _without_chunks(told: Any) -> Any:
+    if isinstance(told, TensorStorageMetadata):
+        return TensorStorageMetadata(told.properties, told.size, [])
+    return told
+
+
+def _agree(one: Any, other: Any) -> bool:
+    if isinstance(one, TensorStorageMetadata) and isinstance(other, TensorStorageMetadata):
+        return one.size == other.size and one.properties.dtype == other.properties.dtype
+    return type(one) is type(other)
+
+
+def _told(stored: Any) -> str:
+    if isinstance(stored, BytesStorageMetadata):
+        return "an object"
+    return f"a {tuple(stored.size)} {stored.properties.dtype} tensor"
+
+
+def _merged_data(data: Sequence[Any]) -> Any:
+    """Return the planners' data of all ranks in one; where they differ, the lowest rank's."""
+    merged: dict[str, Any] = {}
+    for told in reversed(data):
+        if isinstance(told, Mapping):
+            merged.update({key: value for key, value in told.items() if key != RESERVED_KEY})
+    known = [told for told in data if isinstance(told, Mapping)]
+    own = [told[RESERVED_KEY] for told in known if RESERVED_KEY in told]
+    if own:
+        merged[RESERVED_KEY] = _merged_provenance(own)
+    return merged if known else data[0]
+
+
+def _merged_provenance(told: Sequence[Any]) -> dict[str, Any]:
+    merged = dict(told[0])
+    for name in ("rules", "row_maps", "digests"):
+        joined: dict[str, Any] = {}
+        for one in told:
+            for fqn, value in one.get(name, {}).items():
+                if isinstance(value, Mapping):
+                    joined[fqn] = {**value, **joined.get(fqn, {})}
+                else:
+                    joined.setdefault(fqn, value)
+        if joined or name in merged:
+            merged[name] = joined
+    merged["world_size"] = max(len(told), merged.get("world_size", 1))
+    return merged

@@ -1,0 +1,213 @@
+"""What a checkpoint keeps of how it was cut, so that a load can be compared with it.
+
+Few ways of cutting serve thousands of keys. So the record is these few, by the names of axes, and a
+column that says which of them each key has; both are plain values that any unpickler admits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from dcp_placements._torch import Metadata
+from dcp_placements.layout.sharding import Pick, Sharding
+from dcp_placements.storage.metadata.provenance import stored
+
+CUTS_KEY = "cuts"
+RENAMES_KEY = "renames"
+"""Under the reserved key in ``Metadata.planner_data``."""
+
+PLAIN, FUSED, STRIDED, ROWS = "plain", "fused", "strided", "rows"
+
+
+class SavedCut(NamedTuple):
+    """One axis cuts one dim, as it was declared; of an axis of size 1, too.
+
+    Attributes:
+        axis: Its name; None where it has none.
+        size: Ranks along it.
+        dim: Of the tensor, from 0.
+        kind: ``"plain"``; ``"fused"``, inside each of several tensors in one; ``"strided"``, inside
+            what later cuts make (torch's ``_StridedShard``); ``"rows"``, which each rank names.
+        parts: The number of parts of the dim, or their sizes.
+        interleaved: Whether the parts alternate row by row.
+    """
+
+    axis: str | None
+    size: int
+    dim: int
+    kind: str
+    parts: int | tuple[int, ...] = 1
+    interleaved: bool = False
+
+    @property
+    def placement(self) -> str:
+        """Its placement, as its user would declare it."""
+        if self.kind == STRIDED:
+            return f"_StridedShard({self.dim}, split_factor={self.parts})"
+        if self.kind == FUSED:
+            tail = ", interleaved=True" if self.interleaved else ""
+            return f"FusedShard({self.dim}, {self.parts}{tail})"
+        return f"Shard({self.dim})"
+
+    def __str__(self) -> str:
+        if self.kind == ROWS:
+            return f"rows of dim {self.dim}, each rank its own"
+        axis = "an axis" if self.axis is None else repr(self.axis)
+        return f"{self.placement} over {axis} of size {self.size}"
+
+
+Cuts = tuple[SavedCut, ...]
+"""In the order in which they apply."""
+
+
+class SavedRename(NamedTuple):
+    """One step of a rename that was in force.
+
+    Attributes:
+        kind: The name of its class; ``"function"`` for any other callable.
+        pattern: Of the checkpoint's keys, ``{}`` for the number; what a function is called where
+            it changed no number.
+        total: How many numbers there are; None where that was not declared.
+    """
+
+    kind: str
+    pattern: str
+    total: int | None
+
+    def __str__(self) -> str:
+        of = "" if self.total is None else f", total={self.total}"
+        return f"{self.kind}({self.pattern!r}{of})"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRecord:
+    """How a checkpoint was saved, as far as it says.
+
+    Attributes:
+        save_id: Of the save.
+        groups: The ways of cutting; the first is that of keys of which nothing is recorded.
+        group_of: By key, position in ``groups``.
+        renames: What renames were in force on any rank.
+    """
+
+    save_id: str
+    groups: tuple[Cuts, ...]
+    group_of: Mapping[str, int]
+    renames: tuple[SavedRename, ...]
+
+    def cuts(self, fqn: str) -> Cuts:
+        """Return how a key was cut; nothing where it was not, or where it is not known."""
+        return self.groups[self.group_of.get(fqn, 0)]
+
+
+def cuts_of(sharding: Sharding, axis_names: Sequence[str | None]) -> Cuts:
+    """Return the cuts of a layout by the names of its axes."""
+    found = []
+    for cut in sharding.cuts:
+        # A pick of no axis is a stack, whose rows are told apart by name.
+        name, size = (None, 1) if cut.axis < 0 else (axis_names[cut.axis], 0)
+        size = size or sharding.axis_sizes[cut.axis]
+        if isinstance(cut, Pick):
+            found.append(SavedCut(name, size, cut.dim, ROWS))
+            continue
+        kind = PLAIN if cut.parts == 1 else STRIDED if cut.strided else FUSED
+        found.append(SavedCut(name, size, cut.dim, kind, cut.parts, cut.interleaved))
+    return tuple(found)
+
+
+def packed_record(
+    groups: Sequence[Cuts],
+    group_of: Mapping[str, int],
+    keys: Collection[str],
+    renames: Iterable[tuple[str, str, int | None]],
+) -> dict[str, Any]:
+    """Return a record as plain values; ``record_of`` reads them."""
+    ordered = sorted(keys)
+    by_key = dict.fromkeys(ordered, 0)
+    by_key.update(group_of)  # objects and keys of other ranks come behind
+    column = np.fromiter(by_key.values(), np.int64, len(ordered))
+    kind = np.min_scalar_type(len(groups))
+    return {
+        CUTS_KEY: {
+            "groups": tuple([tuple([tuple(cut) for cut in cuts]) for cuts in groups]),
+            "keys": (len(ordered), _digest(ordered)),
+            "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
+        },
+        RENAMES_KEY: tuple([tuple(step) for step in renames]),
+    }
+
+
+def merged_record(parts: Sequence[Metadata], keys: Collection[str]) -> dict[str, Any]:
+    """Return the record of a checkpoint that each rank described for itself."""
+    numbers: dict[Cuts, int] = {(): 0}
+    group_of: dict[str, int] = {}
+    renames: dict[SavedRename, None] = {}
+    records = [record for record in map(record_of, parts) if record is not None]
+    for record in records:
+        renames.update(dict.fromkeys(record.renames))
+        for fqn, group in record.group_of.items():
+            number = numbers.setdefault(record.groups[group], len(numbers))
+            if group_of.setdefault(fqn, number) != number:
+                group_of[fqn] = 0
+    return packed_record(list(numbers), group_of, keys, renames) if records else {}
+
+
+def record_of(metadata: Metadata) -> SaveRecord | None:
+    """Return how a checkpoint was saved; None where it does not say, or not of just these keys."""
+    told = stored(metadata)
+    if told is None or not isinstance(told.get(CUTS_KEY), Mapping):
+        return None
+    ordered = sorted(metadata.state_dict_metadata)
+    try:
+        groups, column = _unpacked_cuts(told[CUTS_KEY], ordered)
+        renames = tuple([_rename_of(*step) for step in told[RENAMES_KEY]])
+    except Exception:  # another version's, or damaged: a checkpoint without a record
+        return None
+    return SaveRecord(
+        str(told["save_id"]), groups, dict(zip(ordered, column, strict=True)), renames
+    )
+
+
+def _unpacked_cuts(
+    told: Mapping[str, Any], ordered: Sequence[str]
+) -> tuple[tuple[Cuts, ...], list[int]]:
+    groups = tuple([tuple([_cut_of(*cut) for cut in cuts]) for cuts in told["groups"]])
+    if tuple(told["keys"]) != (len(ordered), _digest(ordered)):
+        raise ValueError("other keys")
+    kind, packed = told["group_of"]
+    if kind not in ("B", "H", "I", "L"):
+        raise ValueError(kind)
+    nbytes = len(ordered) * np.dtype(kind).itemsize
+    data = zlib.decompressobj().decompress(packed, nbytes + 1)
+    column: list[int] = np.frombuffer(data, kind).tolist()
+    if len(column) != len(ordered) or max(column, default=0) >= len(groups):
+        raise ValueError("no column of these keys")
+    return groups, column
+
+
+def _cut_of(
+    axis: str | None,
+    size: int,
+    dim: int,
+    kind: str,
+    parts: int | tuple[int, ...],
+    interleaved: bool,
+) -> SavedCut:
+    if not isinstance(parts, int):
+        parts = tuple([int(part) for part in parts])
+    name = None if axis is None else str(axis)
+    return SavedCut(name, int(size), int(dim), str(kind), parts, bool(interleaved))
+
+
+def _rename_of(kind: str, pattern: str, total: int | None) -> SavedRename:
+    return SavedRename(str(kind), str(pattern), None if total is None else int(total))
+
+
+def _digest(ordered: Sequence[str]) -> int:
+    return xxhash.xxh3_64_intdigest("\n".join(ordered).encode("utf-8", "surrogatepass"))

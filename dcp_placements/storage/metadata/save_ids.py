@@ -1,0 +1,196 @@
+"""Which save wrote a file.
+
+A save that is cut off while it writes over an older checkpoint leaves files of two saves under the
+older ``.metadata``. So every file says which save wrote it: the names that
+``PlacementFileSystemWriter`` gives carry the save's id; to the files of any other writer the
+planner adds a record of it, which stands in ``storage_data`` alone, where stock readers do not
+look. The ids are compared without a look at the contents.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import (
+    LoadItemType,
+    MetadataIndex,
+    ReadItem,
+    StorageInfo,
+    WriteItem,
+    WriteItemType,
+)
+from dcp_placements.errors import Fault
+
+ID_PREFIX = "dcp_placements.save."
+"""Keys in ``storage_data`` that begin so are records of an id, which follows."""
+
+_RECORD = re.compile(rb"dcp_placements save ([0-9a-f]{32})\n")
+_RECORD_NBYTES = 256
+_NAME = re.compile(r"__(\d+)(?:_([0-9a-f]{8}))?_\d+\.distcp\Z")
+_NAMED_PREFIX = re.compile(r"__\d+_([0-9a-f]{8})_")
+
+MIXED = "the checkpoint is a mixture of two saves"
+
+LIKELY_CUT_OFF = (
+    "likely:      a later save into the same directory was cut off before it wrote .metadata"
+)
+WAY_OUT = "way out:     load another checkpoint; this one is not sound"
+
+
+def writer_of(file: str) -> int | None:
+    """Return the rank that wrote a file, by its name; None where the name does not say.
+
+    >>> [writer_of(name) for name in ("__3_0.distcp", "__3_5e0f1a2b_0.distcp", "a.safetensors")]
+    [3, 3, None]
+    """
+    found = _NAME.search(file)
+    return int(found[1]) if found else None
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a name is that of a data file in a checkpoint's own directory.
+
+    >>> [is_data_file(name) for name in ("__3_0.distcp", "../__3_0.distcp", "train.py")]
+    [True, False, False]
+    """
+    return _NAME.match(name) is not None
+
+
+def id_in_name(file: str) -> str | None:
+    """Return the beginning of a save's id, where a file's name carries it.
+
+    >>> id_in_name("__3_5e0f1a2b_0.distcp"), id_in_name("__3_0.distcp")
+    ('5e0f1a2b', None)
+    """
+    found = _NAME.search(file)
+    return found[2] if found else None
+
+
+def named(prefix: str, save_id: bytes) -> str:
+    """Return the beginning of file names with the id of a save.
+
+    >>> named("__3_", bytes.fromhex("5e0f1a2b" * 4))
+    '__3_5e0f1a2b_'
+    """
+    return f"{prefix}{save_id.hex()[:8]}_"
+
+
+def is_named(storage_data: Any) -> bool:
+    """Whether the files that a writer is going to write carry the id in their names."""
+    prefix = getattr(storage_data, "prefix", None)
+    return isinstance(prefix, str) and _NAMED_PREFIX.fullmatch(prefix) is not None
+
+
+def id_item(save_id: bytes, rank: int) -> WriteItem:
+    """Return the write item of a rank's record."""
+    index = MetadataIndex(ID_PREFIX + save_id.hex(), torch.Size((rank,)))
+    return WriteItem(index, WriteItemType.BYTE_IO)
+
+
+def id_data(index: MetadataIndex) -> io.BytesIO | None:
+    """Return what a record holds; None where an index is that of something else."""
+    if not index.fqn.startswith(ID_PREFIX):
+        return None
+    return io.BytesIO(f"dcp_placements save {index.fqn[len(ID_PREFIX) :]}\n".encode())
+
+
+@dataclass(frozen=True, slots=True)
+class IdRecord:
+    """Where a file says which save wrote it.
+
+    Attributes:
+        index: Of the record in ``storage_data``.
+        info: Where it is.
+    """
+
+    index: MetadataIndex
+    info: StorageInfo
+
+    @property
+    def file(self) -> str:
+        """The file that it is in."""
+        return str(self.info.relative_path)
+
+    @property
+    def save_id(self) -> str:
+        """The id that ``.metadata`` names."""
+        return self.index.fqn[len(ID_PREFIX) :]
+
+    @property
+    def nbytes(self) -> int:
+        """How much of it is read; more than a record needs only where it is damaged."""
+        return min(int(self.info.length), _RECORD_NBYTES)
+
+    def read_item(self) -> ReadItem:
+        """Return what reads it."""
+        size = torch.Size((0,))
+        return ReadItem(LoadItemType.BYTE_IO, self.index, size, self.index, size, size)
+
+    def fault(self, data: bytes) -> Fault | None:
+        """Return that another save wrote the file, by what was read of the record."""
+        found = _RECORD.fullmatch(data)
+        other = found[1].decode() if found else None
+        if other == self.save_id:
+            return None
+        if other is None:
+            headline = f"has no save id where .metadata says that save {self.save_id} put its own"
+        else:
+            headline = f"was written by save {other}, and .metadata is that of save {self.save_id}"
+        return Fault(self.file, headline, (LIKELY_CUT_OFF, WAY_OUT))
+
+
+def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, IdRecord]:
+    """Return the records of ids by file.
+
+    Args:
+        data: A checkpoint's ``storage_data``.
+    """
+    by_key = getattr(data, "beginning", None)  # a StorageTable need not look at every row
+    entries: Iterable[tuple[MetadataIndex, StorageInfo]] = (
+        [(index, info) for index, info in data.items() if index.fqn.startswith(ID_PREFIX)]
+        if by_key is None
+        else by_key(ID_PREFIX)
+    )
+    return {info.relative_path: IdRecord(index, info) for index, info in entries}
+
+
+def speaking_for(files: Iterable[str], records: Mapping[str, IdRecord]) -> list[IdRecord]:
+    """Return the records that speak for files.
+
+    A file without a record, which is one of several that a rank wrote, is spoken for by the rank's
+    others.
+    """
+    if not records:
+        return []
+    found: dict[str, IdRecord] = {}
+    by_writer: dict[int, list[IdRecord]] = {}
+    for record in records.values():
+        writer = writer_of(record.file)
+        if writer is not None:
+            by_writer.setdefault(writer, []).append(record)
+    for file in files:
+        own = records.get(file)
+        writer = writer_of(file)
+        speaking = [own] if own is not None else by_writer.get(-1 if writer is None else writer, [])
+        found.update({record.file: record for record in speaking})
+    return [found[file] for file in sorted(found)]
+
+
+def missing(file: str) -> Fault:
+    """Return that a file is not there."""
+    likely = LIKELY_CUT_OFF
+    if id_in_name(file) is not None:
+        # Another save has other names, so nothing has taken its place.
+        likely = (
+            "likely:      the checkpoint was copied in part; or a later save into the same "
+            "directory has taken its place since its .metadata was read"
+        )
+    return Fault(
+        file, "the file is not there", (likely, "way out:     load it again, or another checkpoint")
+    )

@@ -1,0 +1,312 @@
+"""Where in the files everything is: one row per chunk, in columns.
+
+Torch keeps it in a dict of two objects per chunk. Columns are what is sent to the coordinator
+after writing, what stands behind ``Metadata.storage_data``, and what ``.metadata`` is written
+from; torch's objects are made for those rows only that somebody looks at.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, overload
+
+import numpy as np
+
+from dcp_placements._torch import MetadataIndex, StorageInfo, WriteResult
+from dcp_placements.layout.alike import BySequence
+
+Offset = tuple[int, ...] | None
+Transforms = tuple[str, ...] | None
+Array = np.ndarray[Any, Any]
+
+Kind = tuple[str, tuple[int, ...], int]
+"""What records have in common: dtype, sizes of the chunk, length of the record."""
+
+Starts = Mapping[Kind, int | None]
+"""Where in a record of a kind the elements begin; None where that differs, or other strides are."""
+
+ROW = np.dtype(
+    [
+        *((name, np.uint32) for name in ("fqn", "offset", "path", "transforms")),
+        *((name, np.int64) for name in ("start", "length")),
+    ]
+)
+"""A row: four positions in lists of names, then where in the file."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows, and the names that they point to; each name stands there once.
+
+    Attributes:
+        fqns: Keys.
+        offsets: Of chunks; None of objects.
+        paths: Files, relative to the checkpoint.
+        transforms: What the bytes went through on their way to the file; None for nothing.
+        rows: Of dtype ``ROW``.
+        starts: Of small tensors; None where the writer did not tell.
+    """
+
+    fqns: tuple[str, ...]
+    offsets: tuple[Offset, ...]
+    paths: tuple[str, ...]
+    transforms: tuple[Transforms, ...]
+    rows: Array
+    starts: Starts | None = None
+
+    def index(self, row: Any) -> MetadataIndex:
+        """Return what a row is about."""
+        return MetadataIndex(self.fqns[row["fqn"]], self.offsets[row["offset"]])
+
+    def info(self, row: Any) -> StorageInfo:
+        """Return where a row's bytes are, in torch's form."""
+        transforms = self.transforms[row["transforms"]]
+        return StorageInfo(
+            self.paths[row["path"]],
+            int(row["start"]),
+            int(row["length"]),
+            None if transforms is None else list(transforms),
+        )
+
+    def packed(self) -> tuple[bytes, bytes]:
+        """Return the keys, which many ranks have in common, and the rest; compressed."""
+        columns = [self.rows[name].tobytes() for name in ROW.names or ()]
+        rest = (self.offsets, self.paths, self.transforms, b"".join(columns), self.starts)
+        return _compressed(self.fqns), _compressed(rest)
+
+    @staticmethod
+    def unpacked(fqns: bytes, rest: bytes) -> Rows:
+        """Return the rows again."""
+        offsets, paths, transforms, columns, starts = pickle.loads(zlib.decompress(rest))
+        count = len(columns) // ROW.itemsize
+        rows = np.empty(count, ROW)
+        start = 0
+        for name in ROW.names or ():
+            nbytes = count * ROW[name].itemsize
+            rows[name] = np.frombuffer(columns[start : start + nbytes], ROW[name])
+            start += nbytes
+        return Rows(_names(fqns), offsets, paths, transforms, rows, starts)
+
+
+class RowsBuilder:
+    """Takes rows one by one."""
+
+    def __init__(self) -> None:
+        self._names: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
+        self._rows: list[tuple[int, ...]] = []
+        self._starts: dict[Kind, int | None] | None = None
+
+    def add(
+        self,
+        index: MetadataIndex,
+        *,
+        path: str,
+        start: int,
+        length: int,
+        transforms: Sequence[str] | None = None,
+    ) -> None:
+        """Add a row."""
+        offset = None if index.offset is None else tuple(index.offset)
+        told = None if transforms is None else tuple(transforms)
+        names = (index.fqn, offset, path, told)
+        found = [
+            known.setdefault(name, len(known))
+            for known, name in zip(self._names, names, strict=True)
+        ]
+        self._rows.append((*found, start, length))
+
+    def add_start(self, kind: Kind | None, start: int | None) -> None:
+        """Note where the elements of a record begin; every record has to be told of, or none.
+
+        Args:
+            kind: Of the record; None where nobody asks for such.
+            start: None where they do not lie in C order, or it is not known.
+        """
+        if self._starts is None:
+            self._starts = {}
+        if kind is not None and self._starts.setdefault(kind, start) != start:
+            self._starts[kind] = None
+
+    def rows(self) -> Rows:
+        """Return all rows, in the order in which they were added."""
+        fqns, offsets, paths, transforms = map(tuple, self._names)
+        rows = np.array(self._rows, ROW)
+        return Rows(fqns, offsets, paths, transforms, rows, self._starts)
+
+
+def join(parts: Iterable[Rows]) -> Rows:
+    """Return the rows of all parts, one after another."""
+    lists: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
+    # Ranks that write the same keys share one tuple of them, and the columns for it.
+    maps: BySequence[Array] = BySequence()
+    arrays = []
+    starts: dict[Kind, int | None] | None = {}
+    for part in parts:
+        if starts is not None and len(part.rows):
+            starts = None if part.starts is None else _agreed(starts, part.starts)
+        rows = part.rows.copy()
+        named = (part.fqns, part.offsets, part.paths, part.transforms)
+        for column, known, names in zip(ROW.names or (), lists, named, strict=False):
+            places = maps.get(names) if column == "fqn" else None
+            if places is None:
+                found = [known.setdefault(name, len(known)) for name in names]
+                places = np.array(found, np.uint32)
+                if column == "fqn":
+                    maps.put(names, places)
+            rows[column] = places[rows[column]] if len(rows) else rows[column]
+        arrays.append(rows)
+    fqns, offsets, paths, transforms = map(tuple, lists)
+    joined = np.concatenate(arrays) if arrays else np.empty(0, ROW)
+    return Rows(fqns, offsets, paths, transforms, joined, starts)
+
+
+def _agreed(known: dict[Kind, int | None], told: Starts) -> dict[Kind, int | None]:
+    for kind, start in told.items():
+        if known.setdefault(kind, start) != start:
+            known[kind] = None
+    return known
+
+
+class _Lazy:
+    """Holds rows, or packed ones until they are looked at."""
+
+    def __init__(self, rows: Rows | tuple[bytes, bytes]) -> None:
+        self._held = rows
+
+    @property
+    def rows(self) -> Rows:
+        """The rows."""
+        if not isinstance(self._held, Rows):
+            self._held = Rows.unpacked(*self._held)
+        return self._held
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        held = self._held
+        return type(self), (held.packed() if isinstance(held, Rows) else held,)
+
+
+class WriteResults(_Lazy, Sequence[WriteResult]):
+    """What one rank wrote: a sequence of torch's ``WriteResult``, in columns.
+
+    Args:
+        rows: One per item.
+    """
+
+    def __len__(self) -> int:
+        return len(self.rows.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> WriteResult: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[WriteResult]: ...
+    def __getitem__(self, index: int | slice) -> WriteResult | list[WriteResult]:
+        if isinstance(index, slice):
+            return [self._result(row) for row in self.rows.rows[index]]
+        return self._result(self.rows.rows[index])
+
+    def _result(self, row: Any) -> WriteResult:
+        return WriteResult(self.rows.index(row), int(row["length"]), self.rows.info(row))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class StorageTable(_Lazy, Mapping[MetadataIndex, StorageInfo]):
+    """What stands in ``Metadata.storage_data``: as torch's dict to look at, in columns.
+
+    Args:
+        rows: One per chunk or object; of two about the same the later one holds.
+    """
+
+    _keys: Array | None = None
+    _order: Array
+    _fqns: dict[str, int]
+    _offsets: dict[Offset, int]
+
+    def __getitem__(self, index: MetadataIndex) -> StorageInfo:
+        keys = self._sorted()
+        offset = None if index.offset is None else tuple(index.offset)
+        fqn, place = self._fqns.get(index.fqn), self._offsets.get(offset)
+        if fqn is None or place is None:
+            raise KeyError(index)
+        key = fqn * len(self._offsets) + place
+        at = int(keys.searchsorted(key))
+        if at == len(keys) or keys[at] != key:
+            raise KeyError(index)
+        return self.rows.info(self.rows.rows[self._order[at]])
+
+    def __len__(self) -> int:
+        return len(self._sorted())
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        self._sorted()
+        return (self.rows.index(row) for row in self.rows.rows[np.sort(self._order)])
+
+    def __repr__(self) -> str:
+        return f"StorageTable({len(self)} entries)"
+
+    def beginning(self, prefix: str) -> list[tuple[MetadataIndex, StorageInfo]]:
+        """Return what stands under keys that begin so, without a look at the other rows."""
+        held = self.rows
+        keys = [number for number, fqn in enumerate(held.fqns) if fqn.startswith(prefix)]
+        if not keys:
+            return []
+        rows = held.rows[np.isin(held.rows["fqn"], keys)]
+        return [(held.index(row), held.info(row)) for row in rows]
+
+    def unique(self) -> Array:
+        """Return the rows that hold."""
+        self._sorted()
+        order = np.sort(self._order)
+        return self.rows.rows if len(order) == len(self.rows.rows) else self.rows.rows[order]
+
+    def _sorted(self) -> Array:
+        if self._keys is None:
+            held = self.rows
+            self._fqns = {fqn: position for position, fqn in enumerate(held.fqns)}
+            self._offsets = {offset: position for position, offset in enumerate(held.offsets)}
+            keys = held.rows["fqn"].astype(np.int64) * len(held.offsets) + held.rows["offset"]
+            order = np.argsort(keys, kind="stable")
+            keys = keys[order]
+            last = np.append(keys[1:] != keys[:-1], True)[: len(keys)]
+            self._keys, self._order = keys[last], order[last]
+        return self._keys
+
+
+def rows_of(results: Sequence[WriteResult]) -> Rows:
+    """Return the rows of write results, whatever storage writer they are from."""
+    if isinstance(results, WriteResults):
+        return results.rows
+    return rows_of_entries((result.index, result.storage_data) for result in results)
+
+
+def rows_of_entries(entries: Iterable[tuple[MetadataIndex, StorageInfo]]) -> Rows:
+    """Return the rows of what a ``storage_data`` dict holds."""
+    builder = RowsBuilder()
+    for index, info in entries:
+        builder.add(
+            index,
+            path=info.relative_path,
+            start=info.offset,
+            length=info.length,
+            # Checkpoints of older torch versions have no such field.
+            transforms=getattr(info, "transform_descriptors", None),
+        )
+    return builder.rows()
+
+
+def _compressed(value: Any) -> bytes:
+    return zlib.compress(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), 1)
+
+
+@lru_cache(maxsize=64)
+def _names(packed: bytes) -> tuple[str, ...]:
+    """Return unpacked keys; ranks that have the same share them."""
+    found: tuple[str, ...] = pickle.loads(zlib.decompress(packed))
+    return found

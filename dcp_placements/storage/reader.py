@@ -1,0 +1,270 @@
+"""A ``FileSystemReader`` that reads what is asked for, in file order, straight to where it belongs.
+
+Torch's reader loads every stored chunk whole, whatever slice of it is wanted, and seeks through
+its zip directory first. This one finds the elements by the few hundred bytes before them. What it
+does not know (other formats, strides, extensions) it leaves to ``torch.load``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch.futures import Future
+
+from dcp_placements._torch import (
+    FileSystem,
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+    StorageMeta,
+    global_rank,
+)
+from dcp_placements.errors import PlacementError, format_faults, format_name, raise_faults
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.report import Traffic
+from dcp_placements.storage.chunk_reads import ChunkReader, Record
+from dcp_placements.storage.copies import Copies
+from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
+from dcp_placements.storage.metadata.file import read_metadata
+from dcp_placements.storage.metadata.rank_files import merge_rank_metadata, rank_files
+from dcp_placements.storage.metadata.save_ids import (
+    ID_PREFIX,
+    MIXED,
+    IdRecord,
+    id_records,
+    missing,
+    speaking_for,
+)
+from dcp_placements.storage.metadata.table import StorageTable
+from dcp_placements.storage.protocols import AfterReads, WantsReader
+
+
+class PlacementFileSystemReader(FileSystemReader):
+    """Reads whatever ``FileSystemReader`` reads; takes the same arguments.
+
+    ``dcp.load(state_dict, storage_reader=PlacementFileSystemReader(path), planner=...)``, with any
+    planner. A directory without ``.metadata`` in which every rank wrote its own
+    (``dcp.save(..., use_collectives=False)``) is read as one checkpoint, in any topology.
+
+    Of what several ranks wrote (``PlacementSavePlanner(shadows=...)``) the copy in this rank's own
+    file comes first, then those in files that it opens anyway.
+
+    Args:
+        restricted: Whether the checkpoint may be anybody's. ``.metadata`` is then read by a reader
+            that makes DCP's own records and calls nothing; objects (what is no tensor) are loaded
+            if ``torch.load(weights_only=True)`` accepts them, and refused otherwise, where DCP
+            would run whatever their pickles name; links that lead out of the checkpoint's directory
+            are refused, as all that is no plain file. Tensors run nothing either way.
+
+    Attributes:
+        bytes_read: Of data files, so far.
+        opens: Data files opened so far.
+        reads: Calls that read from them so far.
+    """
+
+    def __init__(self, *args: Any, restricted: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.restricted = restricted
+        self.bytes_read = 0
+        self.opens = 0
+        self.reads = 0
+        self._stored: Mapping[str, Any] = {}
+        self._ids: Mapping[str, IdRecord] = {}
+        self._unmerged: PlacementError | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checkpoint's metadata. Called on every rank.
+
+        Raises:
+            PlacementError: Ranks' own metadata that contradict each other.
+        """
+        rank = kwargs.get("rank")
+        if rank is not None and self._unmerged is not None:
+            # torch asks for this rank's own where there is no metadata of all; where these do not
+            # fit together they are no checkpoint, and a part of them is none either.
+            raise self._unmerged
+        path = self._get_metadata_path(rank)
+        if rank is None and not self.fs.exists(path):
+            files = rank_files(self.fs, self.path)
+            if files:
+                return self._identified(self._merged(files))
+        with self._open_metadata(path) as stream:
+            return self._identified(self._read_metadata(stream))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the checkpoint's metadata. Called on every rank."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._stored = metadata.state_dict_metadata
+        self._ids = id_records(metadata.storage_data)
+        rank = kwargs.get("rank")
+        self._copies = Copies(metadata, global_rank() if rank is None else rank)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Say that the planner's exchange is called after the reads. Called on every rank."""
+        plan = super().prepare_local_plan(plan)
+        if isinstance(plan.planner_data, WantsReader):
+            return replace(plan, planner_data=plan.planner_data.with_reader())
+        return plan
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items. Called on every rank.
+
+        Raises:
+            PlacementError: Files that do not hold what the metadata says.
+        """
+        opens, nbytes = self.opens, self.bytes_read
+        failed: BaseException | None = None
+        try:
+            self._read(plan, planner)
+        except BaseException as error:
+            # Told to the ranks that wait for what was to be read here.
+            failed = error
+        if isinstance(planner, AfterReads):
+            planner.report.traffic = Traffic(self.opens - opens, self.bytes_read - nbytes)
+            planner.finish_reads(failed)
+        elif failed is not None:
+            raise failed
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        wanted: dict[str, dict[tuple[int, int], Record]] = {}
+        # The ids are compared here, as the planner does not know of the copies that are read.
+        items = [i for i in plan.items if not i.storage_index.fqn.startswith(ID_PREFIX)]
+        with quiet_gc():
+            sources = self._copies.sources(items)
+            for item, (info, packed) in zip(items, sources, strict=True):
+                records = wanted.setdefault(info.relative_path, {})
+                place = (info.offset, info.length)
+                if place not in records:
+                    records[place] = Record(info)
+                records[place].add(item, packed)
+        ids = {record.file: record for record in speaking_for(wanted, self._ids)}
+        for path in ids:
+            wanted.setdefault(path, {})
+        told = self.storage_data
+        starts = told.rows.starts if isinstance(told, StorageTable) else None
+        if self.restricted:
+            planner = cast(LoadPlanner, _Restricted(planner))
+        work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
+        for path, records in sorted(wanted.items()):
+            with self._opened(path) as stream:
+                file = CountedFile(stream)
+                self.opens += 1
+                try:
+                    if path in ids:
+                        self._check_id(file, ids[path])
+                    work.read(file, path, [records[place] for place in sorted(records)])
+                finally:
+                    self.bytes_read += file.nbytes
+                    self.reads += file.reads
+
+    def _open(self, name: str) -> Any:
+        if not self.restricted:
+            return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
+        if type(self.fs) is FileSystem:
+            return open_inside(self.path, name)
+        if name.startswith("/") or "://" in name or ".." in name.split("/"):
+            raise PlacementError(f"{format_name(name)}: a file outside of the checkpoint")
+        return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
+
+    def _open_metadata(self, path: Any) -> Any:
+        if self.restricted and type(self.fs) is FileSystem:
+            return open_inside(self.path, os.path.basename(path))
+        return self.fs.create_stream(path, "rb")
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[Any]:
+        with ExitStack() as stack:
+            try:
+                stream = stack.enter_context(self._open(path))
+            except FileNotFoundError as error:
+                text = format_faults("the checkpoint is not whole", [missing(path)])
+                raise PlacementError(text) from error
+            yield stream
+
+    def _check_id(self, file: CountedFile, record: IdRecord) -> None:
+        """Compare the id of the save that wrote a file with that in the metadata.
+
+        Raises:
+            PlacementError: They differ.
+        """
+        info = record.info
+        part = FilePart(file, info.offset, record.nbytes)
+        if info.transform_descriptors:
+            item = record.read_item()
+            stream: Any = part.stream()
+            stream = self.transforms.transform_load_stream(item, info.transform_descriptors, stream)
+            data = bytes(stream.read(-1))
+        else:
+            held = bytearray(max(min(record.nbytes, file.size - info.offset), 0))
+            part.read_into(memoryview(held), 0)
+            data = bytes(held)
+        raise_faults(MIXED, filter(None, [record.fault(data)]))
+
+    def _merged(self, files: Sequence[tuple[int, Any]]) -> Metadata:
+        self._unmerged = None
+        parts = []
+        for rank, path in files:
+            with self._open_metadata(path) as stream:
+                parts.append((rank, self._read_metadata(stream)))
+        try:
+            return merge_rank_metadata(parts)
+        except PlacementError as error:
+            self._unmerged = error
+            raise
+
+    def _read_metadata(self, stream: Any) -> Metadata:
+        # Megatron's metadata are of a class of its own, which adds nothing: read as DCP's, they
+        # need no Megatron here. The class comes first in the file.
+        is_megatron = b"megatron" in stream.read(_CLASS_NBYTES)
+        stream.seek(0)
+        return read_metadata(stream, restricted=self.restricted or is_megatron)
+
+    def _identified(self, metadata: Metadata) -> Metadata:
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Restricted:
+    """A planner that is given no object whose pickle names more than plain values."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Pass on what ``torch.load`` accepts with ``weights_only``; planners load it without."""
+        try:
+            torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as error:
+            # Whatever a broken or hostile pickle makes of itself.
+            told = format_name((str(error).strip() or type(error).__name__).splitlines()[0])
+            raise PlacementError(
+                f"{format_name(read_item.storage_index.fqn)}: this object is not loaded with "
+                "restricted=True, since torch.load(weights_only=True) does not\n"
+                f"    torch says:  {told}\n"
+                "    way out:     torch.serialization.add_safe_globals for what you trust, or "
+                "leave the key out of the state dict"
+            ) from error
+        value.seek(0)
+        self._planner.load_bytes(read_item, value)
+
+
+_CLASS_NBYTES = 256

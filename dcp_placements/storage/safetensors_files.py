@@ -1,0 +1,147 @@
+"""What safetensors files hold: their headers, read without trusting them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import IO, Any
+
+import torch
+
+from dcp_placements.errors import CannotLook, format_name
+from dcp_placements.layout.sharding import Box
+
+HEADER_LIMIT_NBYTES = 100 << 20
+"""What the safetensors library allows."""
+
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
+    **{"F8_E8M0": torch.float8_e8m0fnu, "BOOL": torch.bool},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+}
+"""The format's dtypes by their names in files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of one file.
+
+    Attributes:
+        dtype: Its dtype.
+        box: Where it lies in the whole tensor: at the origin, unless torch's
+            ``HuggingFaceStorageWriter`` cut it and says so.
+        start: Where its bytes begin in the file.
+        nbytes: How many they are.
+    """
+
+    dtype: torch.dtype
+    box: Box
+    start: int
+    nbytes: int
+
+
+def read_header(stream: IO[bytes], name: str, size: int) -> dict[str, Entry]:
+    """Return what a safetensors file holds, by name of tensor.
+
+    Args:
+        stream: The file.
+        name: Its name, for messages.
+        size: Its bytes.
+
+    Raises:
+        CannotLook: It has no header that is sound.
+    """
+    try:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if not 2 <= length <= min(HEADER_LIMIT_NBYTES, max(size - 8, 0)):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        told = json.loads(stream.read(length))
+        offsets = _saved_offsets(told.pop("__metadata__", None))
+        return {fqn: _entry(known, offsets.get(fqn), 8 + length) for fqn, known in told.items()}
+    except (
+        *(struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError),
+    ) as error:
+        raise CannotLook(
+            f"{name}: this is no sound safetensors file\n    found:       {format_name(error)}"
+        ) from error
+
+
+def _entry(told: Any, offsets: Any, base: int) -> Entry:
+    shape = counts(told["shape"])
+    start, stop = counts(told["data_offsets"])
+    if told["dtype"] not in DTYPES:
+        raise ValueError("a dtype that the format has not")
+    dtype = DTYPES[told["dtype"]]
+    if stop - start != prod(shape) * dtype.itemsize:
+        raise ValueError(f"{stop - start} bytes of a {shape} tensor of {told['dtype']}")
+    at = (0,) * len(shape) if offsets is None else counts(offsets)
+    if len(at) != len(shape):
+        raise ValueError(f"{len(at)} offsets of a tensor of {len(shape)} dims")
+    if any(offset + size >= LARGEST for offset, size in zip(at, shape, strict=True)):
+        raise ValueError("a part of a tensor that is larger than any")
+    return Entry(dtype, Box(at, shape), base + start, stop - start)
+
+
+def _saved_offsets(metadata: Any) -> dict[str, Any]:
+    told = (metadata or {}).get("DCP_SHARDING_INFO")
+    if told is None:
+        return {}
+    return {fqn: known["saved_offsets"] for fqn, known in json.loads(told).items()}
+
+
+LARGEST = 1 << 63
+"""No tensor has as many bytes."""
+
+MAX_DIMS = 256
+
+
+def counts(values: Any) -> tuple[int, ...]:
+    """Return counts of elements or bytes that came from a file.
+
+    Raises:
+        TypeError: They are something else.
+        ValueError: They are negative, too large, or too many.
+    """
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"a {type(values).__name__} where counts should be")
+    if len(values) > MAX_DIMS:
+        raise ValueError(f"{len(values)} counts, as of a tensor of so many dims")
+    for value in values:
+        if type(value) is not int:
+            raise TypeError(f"a {type(value).__name__} where a count should be")
+        if not 0 <= value < LARGEST:
+            raise ValueError("a count that is negative, or larger than any tensor")
+    return tuple(values)
+
+
+def write_header(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], told: Mapping[str, str]
+) -> bytes:
+    """Return what a safetensors file begins with; the elements follow in the order given.
+
+    Args:
+        tensors: Name, dtype and shape of each. Those with the largest elements come first, so that
+            all of them lie at multiples of their size.
+        told: What the file is to say of itself.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(told)}
+    at = 0
+    for name, dtype, shape in tensors:
+        nbytes = prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [at, at + nbytes],
+        }
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}

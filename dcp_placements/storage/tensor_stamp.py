@@ -1,0 +1,168 @@
+"""Tensors like one that was saved before, as ``torch.save`` writes them, without ``torch.save``.
+
+It costs 100 us and more, however small the tensor; a checkpoint of many small ones is made of
+little else. Two files of tensors that are alike differ in the elements and a few checksums only.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from typing import Any
+
+import torch
+
+from dcp_placements.storage.tensor_record import DESCRIPTOR, LOCAL_NBYTES
+
+_U64 = (1 << 64) - 1
+
+
+class Stamp:
+    """Writes tensors that are alike as ``torch.save`` would, byte for byte.
+
+    Only the elements, three checksums and an id made of them differ between two such files. The
+    constructor makes one of its own and compares, so that another torch's files are never faked.
+
+    Args:
+        saved: What ``torch.save`` made of one such tensor.
+        data: The bytes of that tensor's storage; not empty.
+
+    Attributes:
+        start: Where the elements begin.
+
+    Raises:
+        ValueError: ``torch.save`` writes something else than is known here.
+    """
+
+    start: int
+
+    def __init__(self, saved: bytes, data: bytes) -> None:
+        try:
+            self._cut(saved, len(data))
+        except (KeyError, struct.error, zipfile.BadZipFile) as error:
+            raise ValueError("torch.save writes no zip file that is known here") from error
+        if b"".join(self.parts(data)) != saved:
+            raise ValueError("torch.save writes other bytes than are made here")
+
+    def parts(self, data: bytes) -> list[bytes]:
+        """Return the file of a tensor with these bytes, in parts."""
+        crc = zlib.crc32(data)
+        told = struct.pack("<I", crc)
+        combined = _combine(self._before, crc)
+        for other in self._after:
+            combined = _combine(combined, other)
+        name = b"%020d" % combined
+        name_told = struct.pack("<I", zlib.crc32(name, self._name_crc))
+        head, after_data, after_crc, after_name, after_name_crc, after_dir, rest = self._fixed
+        return [
+            *(head, data, after_data, told, after_crc, name, after_name, name_told),
+            *(after_name_crc, told, after_dir, name_told, rest),
+        ]
+
+    def _cut(self, saved: bytes, nbytes: int) -> None:
+        """Find what differs from file to file."""
+        with zipfile.ZipFile(io.BytesIO(saved)) as file:
+            entries = file.infolist()
+            directory = file.start_dir
+        starts: dict[str, int] = {}
+        told: dict[str, int] = {}
+        for entry in entries:
+            name_length, extra_length = struct.unpack_from("<HH", saved, entry.header_offset + 26)
+            last = entry.filename.partition("/")[2]
+            starts[last] = entry.header_offset + LOCAL_NBYTES + name_length + extra_length
+            told[last] = directory + 16
+            directory += 46 + sum(struct.unpack_from("<HHH", saved, directory + 28))
+        order = [entry.filename.partition("/")[2] for entry in entries]
+        if "data/0" not in order[:-1] or order[-1] != ".data/serialization_id":
+            raise ValueError("torch.save writes other entries than are known here")
+        at = order.index("data/0")
+        data, name = starts["data/0"], starts[order[-1]]
+        # The id is 20 digits of the entries' names, then 20 of their contents.
+        middle, end = name + 20, name + 40
+        self.start = data
+        crc = data + nbytes + len(DESCRIPTOR)
+        spots = [
+            (data, data + nbytes),
+            (crc, crc + 4),
+            (middle, end),
+            (end + 4, end + 8),
+            (told["data/0"], told["data/0"] + 4),
+            (told[order[-1]], told[order[-1]] + 4),
+        ]
+        fixed = []
+        position = 0
+        for start, stop in spots:
+            fixed.append(saved[position:start])
+            position = stop
+        self._fixed = (*fixed, saved[position:])
+        crcs = [entry.CRC for entry in entries]
+        self._before = 0
+        for known in crcs[:at]:
+            self._before = _combine(self._before, known)
+        self._after = crcs[at + 1 : -1]
+        self._name_crc = zlib.crc32(saved[name:middle])
+
+
+def _combine(seed: int, value: int) -> int:
+    """Return torch's running hash of checksums (``c10::hash_combine``)."""
+    return seed ^ ((value + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & _U64)
+
+
+class TensorSaver:
+    """Makes the file of one tensor after another; small ones that are alike by ``Stamp``.
+
+    Args:
+        small_nbytes: What counts as small; checksums of larger ones cost more than is won.
+    """
+
+    def __init__(self, small_nbytes: int = 32 * 1024) -> None:
+        self.small_nbytes = small_nbytes
+        self._stamps: dict[Any, Stamp | None] = {}
+
+    def save(self, tensor: torch.Tensor, stream: Any) -> int | None:
+        """Write what ``torch.save(tensor, stream)`` writes.
+
+        Returns:
+            Where in that the elements begin, in C order; None where it was not looked at.
+        """
+        if not self._is_small_and_plain(tensor):
+            torch.save(tensor, stream)
+            return None
+        key = (tensor.dtype, tensor.shape, tensor.stride())
+        data = _storage_bytes(tensor)
+        if key not in self._stamps:
+            buffer = io.BytesIO()
+            torch.save(tensor, buffer)
+            saved = buffer.getvalue()
+            try:
+                self._stamps[key] = Stamp(saved, data)
+            except ValueError:
+                self._stamps[key] = None
+            stream.write(saved)
+        elif (stamp := self._stamps[key]) is None:
+            torch.save(tensor, stream)
+        else:
+            stream.write(b"".join(stamp.parts(data)))
+        stamp = self._stamps[key]
+        return None if stamp is None or not tensor.is_contiguous() else stamp.start
+
+    def _is_small_and_plain(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.layout == torch.strided
+            and tensor.is_cpu
+            and not tensor.requires_grad
+            and not (tensor.is_nested or tensor.is_quantized)
+            and not (tensor.is_conj() or tensor.is_neg())
+            and 0 < tensor.nbytes <= self.small_nbytes
+            and tensor.storage_offset() == 0
+            and tensor.untyped_storage().nbytes() == tensor.nbytes
+            and not tensor.__dict__
+        )
+
+
+def _storage_bytes(tensor: torch.Tensor) -> bytes:
+    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return flat.numpy().tobytes()

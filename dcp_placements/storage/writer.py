@@ -1,0 +1,303 @@
+"""A ``FileSystemWriter`` for many small tensors and many ranks; what it writes, torch reads.
+
+The files are those of torch's writer. Other are: what counts when items are spread over the files
+of several threads (the chunk, not the whole tensor), how small tensors become bytes (without
+``torch.save``), and that what was written where travels, and stands in ``.metadata``, in columns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import stat
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from heapq import heapify, heapreplace
+from io import BytesIO, UnsupportedOperation
+from typing import Any
+
+from torch.futures import Future
+
+from dcp_placements._torch import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    FileSystem,
+    FileSystemWriter,
+    Metadata,
+    MetadataIndex,
+    SavePlan,
+    SavePlanner,
+    SerializationFormat,
+    StorageInfo,
+    StoragePrefix,
+    WriteItem,
+    WriteItemType,
+    WriteResult,
+    cpu_tensors,
+)
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.metadata.file import read_metadata, write_metadata
+from dcp_placements.storage.metadata.save_ids import is_data_file, named
+from dcp_placements.storage.metadata.table import (
+    RowsBuilder,
+    StorageTable,
+    WriteResults,
+    join,
+    rows_of,
+)
+from dcp_placements.storage.protocols import NamesSave
+from dcp_placements.storage.tensor_stamp import TensorSaver
+
+logger = logging.getLogger(__name__)
+
+
+class PlacementFileSystemWriter(FileSystemWriter):
+    """Writes a checkpoint that any reader of torch's reads; takes what ``FileSystemWriter`` takes.
+
+    ``dcp.save(state_dict, storage_writer=PlacementFileSystemWriter(path), planner=...)``, with
+    any planner. ``Metadata.storage_data`` of what ``dcp.save`` returns is a read-only mapping
+    instead of a dict; ``dict()`` makes one of it.
+
+    The names of data files carry the id of the save, as in ``__3_5e0f1a2b_0.distcp``. A save over
+    an older checkpoint leaves its files as they are, and removes them when its own ``.metadata``
+    stands: until then the older checkpoint is whole. It takes the room of both.
+    """
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the files of every rank. Called on the coordinator."""
+        # The planner's id, if it is one of this package; the same on all ranks.
+        own = uuid.uuid4().bytes
+        prepared = []
+        for number, plan in enumerate(plans):
+            given = plan.storage_data
+            prefix = f"__{number}_" if given is None else given.prefix
+            sent = plan.planner_data
+            save_id = sent.save_id if isinstance(sent, NamesSave) else own
+            prepared.append(replace(plan, storage_data=StoragePrefix(named(prefix, save_id))))
+        return prepared
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items. Called on every rank.
+
+        Returns:
+            A future of a sequence of ``WriteResult`` that is small to send.
+
+        Raises:
+            Exception: Whatever the planner or the file system raised, in any thread.
+        """
+        if self.transforms.extensions or (
+            self.serialization_format != SerializationFormat.TORCH_SAVE
+        ):
+            return super().write_data(plan, planner)
+        items = list(plan.items)
+        if self.single_file_per_rank:
+            buckets = split_by_chunk(self.thread_count, items)
+        else:
+            buckets = [[item] for item in items]
+        files: queue.Queue[tuple[str, list[WriteItem]]] = queue.Queue()
+        names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
+        for name, bucket in zip(names, buckets, strict=True):
+            files.put((name, bucket))
+        builders = [RowsBuilder() for _ in range(max(self.thread_count, 1))]
+        failures: list[BaseException] = []
+
+        def work(builder: RowsBuilder) -> None:
+            try:
+                self._write_files(files, planner, builder)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(builder,)) for builder in builders[1:]]
+        for thread in threads:
+            thread.start()
+        work(builders[0])
+        for thread in threads:
+            thread.join()
+        if failures:
+            self._remove(names)
+            raise failures[0]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(WriteResults(join(builder.rows() for builder in builders)))  # type: ignore[arg-type]
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write ``.metadata``, which makes a checkpoint of the files. Called on the coordinator.
+
+        Then remove the data files of the checkpoint that was there before. Without collectives
+        every rank does so with a metadata file of its own.
+        """
+        older = self._older_files()
+        self._write_metadata(metadata, results)
+        if older:
+            assert metadata.storage_data is not None
+            self._remove(older - paths_of(metadata.storage_data))
+
+    def _older_files(self) -> set[str]:
+        """Return the data files that the metadata in this place name; none where it is unreadable.
+
+        They are unpickled with care: whatever has been put there, only files with names of
+        checkpoints' data files, and in this directory, are told.
+        """
+        path = self._get_metadata_path(None if self.use_collectives else self.rank)
+        if not self.fs.exists(path):
+            return set()
+        try:
+            with quiet_gc(), self.fs.create_stream(path, "rb") as stream:
+                names = paths_of(read_metadata(stream, restricted=True).storage_data)  # type: ignore[arg-type]
+        except Exception as error:
+            logger.warning("%s cannot be read, so the files that it names stay: %s", path, error)
+            return set()
+        return {name for name in names if isinstance(name, str) and is_data_file(name)}
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Remove data files of this directory, as far as that is possible; never through a link."""
+        for name in sorted(names):
+            path = self.fs.concat_path(self.path, name)
+            try:
+                if not self.fs.exists(path):
+                    continue
+                if type(self.fs) is FileSystem and not stat.S_ISREG(os.lstat(path).st_mode):
+                    continue
+                self.fs.rm_file(path)
+            except OSError as error:
+                logger.warning("%s is left over from an older save: %s", path, error)
+
+    def _write_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if not all(map(_is_known, results)):
+            super().finish(metadata, results)
+            return
+        with quiet_gc():
+            table = StorageTable(join(map(rows_of, results)))
+            metadata.version = CURRENT_DCP_VERSION
+            metadata.storage_data = table
+            metadata.storage_meta = self.storage_meta()
+            path = self._get_metadata_path(None if self.use_collectives else self.rank)
+            written = self.fs.concat_path(self.path, f"{os.path.basename(path)}.tmp")
+            with _errors_of(written), self.fs.create_stream(written, "wb") as stream:
+                write_metadata(metadata, table, stream)  # type: ignore[arg-type]
+                self._sync(stream)
+        if type(self.fs) is FileSystem:
+            # In one step: a job that is killed here leaves the older checkpoint or the new one.
+            os.replace(written, path)
+            return
+        if self.fs.exists(path):
+            self.fs.rm_file(path)
+        self.fs.rename(written, path)
+
+    def _write_files(
+        self,
+        files: queue.Queue[tuple[str, list[WriteItem]]],
+        planner: SavePlanner,
+        builder: RowsBuilder,
+    ) -> None:
+        """Write files until none is left. Runs in every thread."""
+        saver = TensorSaver()
+        while True:
+            try:
+                name, items = files.get_nowait()
+            except queue.Empty:
+                return
+            tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+            loaded = cpu_tensors(
+                tensors,
+                [chunk_nbytes(item) for item in tensors],
+                planner.resolve_data,
+                threads=self.thread_count,
+                ahead_nbytes=self.per_thread_copy_ahead,
+            )
+            path = self.fs.concat_path(self.path, name)
+            with _errors_of(path), self.fs.create_stream(path, "wb") as stream:
+                start = stream.tell()
+                for item in items:
+                    if item.type == WriteItemType.BYTE_IO:
+                        data = planner.resolve_data(item)
+                        assert isinstance(data, BytesIO)
+                        stream.write(data.getbuffer())
+                        builder.add_start(None, None)
+                        start = _note(builder, item, name, start, stream.tell())
+                for tensor, item in loaded:
+                    begins = saver.save(tensor, stream)
+                    end = stream.tell()
+                    small = tensor.nbytes <= saver.small_nbytes
+                    kind = (str(tensor.dtype), tuple(tensor.shape), end - start) if small else None
+                    builder.add_start(kind, begins)
+                    start = _note(builder, item, name, start, end)
+                self._sync(stream)
+
+    def _sync(self, stream: Any) -> None:
+        if not self.sync_files:
+            return
+        stream.flush()
+        try:
+            os.fsync(stream.fileno())
+        except (AttributeError, UnsupportedOperation):
+            os.sync()
+
+
+def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:
+    """Return the files that ``storage_data`` names."""
+    if isinstance(data, StorageTable):
+        return set(data.rows.paths)
+    return {info.relative_path for info in data.values()}
+
+
+@contextmanager
+def _errors_of(path: Any) -> Iterator[None]:
+    """Raise what the system said of a file while it was written, and of which.
+
+    ``torch.save`` closes its zip file when a write fails, which fails as well, over positions that
+    do not fit; the reason is what that error came after.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__cause__ or reason.__context__
+        if reason is None or reason.errno is None or reason.filename is not None:
+            raise
+        raise OSError(reason.errno, os.strerror(reason.errno), os.fspath(path)) from error
+
+
+def _note(builder: RowsBuilder, item: WriteItem, path: str, start: int, end: int) -> int:
+    builder.add(item.index, path=path, start=start, length=end - start)
+    return end
+
+
+def _is_known(results: Sequence[WriteResult]) -> bool:
+    """Whether results are of torch's writer or this one, not of a subclass with its own."""
+    return isinstance(results, WriteResults) or all(
+        type(result.storage_data) is StorageInfo for result in results
+    )
+
+
+def chunk_nbytes(item: WriteItem) -> int:
+    """Return what a tensor's item puts into a file."""
+    assert item.tensor_data is not None
+    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
+
+
+def split_by_chunk(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Return the items in bins of about equal bytes, the largest placed first.
+
+    Torch's own function takes every chunk to be as large as its whole tensor.
+    """
+    if bins == 1:
+        return [list(items)]
+    buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
+    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    for number, item in enumerate(objects):
+        buckets[number % bins].append(item)
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    sized = sorted(((chunk_nbytes(item), item) for item in tensors), key=lambda s: -s[0])
+    filled = [(0, number) for number in range(bins)]
+    heapify(filled)
+    for nbytes, item in sized:
+        held, number = filled[0]
+        buckets[number].append(item)
+        heapreplace(filled, (held + nbytes, number))
+    return buckets
