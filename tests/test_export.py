@@ -32,7 +32,8 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
-from dcp_placements.offline import CannotLook, export, export_safetensors, export_torch
+from dcp_placements.formats.huggingface import export
+from dcp_placements.offline import CannotLook, export_safetensors, export_torch
 from dcp_placements.presets import hub
 from dcp_placements.storage.safetensors_files import DTYPES
 from fakes import FakeDTensor, World, cut

@@ -27,7 +27,6 @@ from dcp_placements.save.key_table import (
     KeyTable,
     declaration_of,
     path_counts,
-    sharding_of,
     unpacked_table,
 )
 from dcp_placements.save.local_plan import packed_ints, unpacked_ints
@@ -194,7 +193,6 @@ def test_a_declaration_is_what_ranks_have_in_common() -> None:
     told = declaration_of(sharding, ("ep", "fsdp", "dp"))
     assert told.parts == 8
     assert told.equal_along == {"dp"}
-    assert sharding_of((8, 6), told) == sharding
     made = [
         declaration_of(Sharding((8, 6), (2, 4), (Pick(0, rows), Cut(0, 1))), ("ep", "fsdp"))
         for rows in [(0, 1), (5, 2, 2)]

@@ -24,8 +24,9 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementRules,
 )
+from dcp_placements.formats.megatron import files as megatron_files
 from dcp_placements.formats.megatron.torch_files import load_torch_file, same_bits
-from dcp_placements.offline import CannotLook, import_megatron, megatron_files, verify
+from dcp_placements.offline import CannotLook, import_megatron, verify
 from fakes import World, cut
 from fakes.megatron import (
     STATES,

@@ -19,12 +19,12 @@ from dcp_placements import (
     PlacementRules,
     Stack,
 )
+from dcp_placements.formats.huggingface import importing as safetensors_import
 from dcp_placements.offline import (
     CannotLook,
     diff,
     export_safetensors,
     import_safetensors,
-    safetensors_import,
     verify,
 )
 from dcp_placements.presets import hub

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_placements import exchange
+from dcp_placements.load import exchange
 from dcp_placements.load.exchange import batches
 from dcp_placements.load.shares import SHARE_NBYTES, Claim, Claims, Wanted, shares, verdicts
 

@@ -96,7 +96,7 @@ class Declaration(NamedTuple):
 
 
 def declaration_of(
-    sharding: Sharding, axis_names: tuple[str | None, ...], *, is_exact: bool
+    sharding: Sharding, axis_names: tuple[str | None, ...], *, is_exact: bool = True
 ) -> Declaration:
     """Return what a sharding declares, without what depends on the rank."""
     cuts = tuple(
