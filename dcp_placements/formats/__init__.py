@@ -1,1 +1,4 @@
-"""formats"""
+"""Other people's files as DCP checkpoints, and DCP checkpoints as other people's files.
+
+Imports ``offline`` and what is below it.
+"""

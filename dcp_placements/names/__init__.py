@@ -1,1 +1,4 @@
-"""names"""
+"""This rank's keys and the checkpoint's keys, and which parameter a piece of state belongs to.
+
+Imports ``rules`` and what is below it.
+"""

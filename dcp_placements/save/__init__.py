@@ -1,1 +1,4 @@
-"""The save side: from a rank's state dict to the items that it writes."""
+"""The save side: from a rank's state dict to the items that it writes.
+
+Imports ``bind``, ``storage`` and what is below them, never ``load``.
+"""

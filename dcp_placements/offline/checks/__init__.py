@@ -1,1 +1,4 @@
-"""checks"""
+"""``verify``: whether a checkpoint is whole, by its metadata and by its data files.
+
+Imports what ``offline`` may.
+"""

@@ -1,1 +1,4 @@
-"""differences"""
+"""``diff``: what differs between two checkpoints, by content.
+
+Imports what ``offline`` may.
+"""

@@ -1,1 +1,4 @@
-"""repairs"""
+"""``doctor``, rescue and ``merge-metadata``: what can be repaired in a checkpoint.
+
+Imports what ``offline`` may.
+"""

@@ -1,1 +1,4 @@
-"""views"""
+"""``inspect``, ``explain`` and ``draw``: what a checkpoint holds, as data and as pictures.
+
+Imports what ``offline`` may.
+"""
