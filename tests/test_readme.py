@@ -11,6 +11,7 @@ purpose; what the two ranks print is to be written by hand.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -51,6 +52,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DECISIONS = ROOT / "dcp_placements" / "README.md"
 DOCUMENTS = ROOT / "dcp_placements" / "cli" / "README.md"
+PAGES = [README, *sorted(DECISIONS.parent.rglob("README.md"))]
 LINES = README.read_text().splitlines()
 
 
@@ -229,7 +231,7 @@ def test_hazard_table_has_every_hazard_of_a_save_and_a_load() -> None:
     assert all(len(row) == 4 and all(row) for row in rows)
 
 
-@pytest.mark.parametrize("page", [README, DECISIONS, DOCUMENTS], ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.parent.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
@@ -247,6 +249,25 @@ def test_file_table_names_every_file() -> None:
     named = set(re.findall(r"\]\(([\w/]+\.py)\)", DECISIONS.read_text()))
     files = {file.relative_to(DECISIONS.parent) for file in DECISIONS.parent.rglob("*.py")}
     assert named == {file.as_posix() for file in files if file.name != "__init__.py"}
+
+
+def test_stops_of_the_walks_are_there() -> None:
+    text = DECISIONS.read_text()
+    walks = text[text.index("## A walk for the reader") : text.index("## Words")]
+    stops = re.findall(r"^(\d)\. \[(\S+)\]\((\S+)\) `([\w.]+)`:", walks, re.MULTILINE)
+    assert len(stops) == len(re.findall(r"^\d+\. ", walks, re.MULTILINE))
+    assert max(int(number) for number, *_ in stops) <= 8
+    for _, label, link, name in stops:
+        assert label == link
+        body = ast.parse((DECISIONS.parent / link).read_text()).body
+        for part in name.split("."):
+            found = [
+                node
+                for node in body
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part
+            ]
+            assert found, f"{link} has no {name}"
+            body = found[0].body
 
 
 def test_command_table_names_every_command() -> None:
