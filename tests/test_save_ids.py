@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,10 +256,28 @@ def test_a_rank_s_files_speak_for_each_other(
     assert verify(tmp_path).sound == (writer == "ours")
 
 
+@by_reader
+def test_the_file_of_each_of_a_few_threads_has_a_record_of_its_own(
+    tmp_path: Path, reader: str
+) -> None:
+    """A rank that was cut off after one of its files: the first file still is the older save's."""
+    for name, held in (("old", OLD), ("new", NEW)):
+        save(
+            tmp_path / name,
+            held,
+            lambda rank, to=tmp_path / name: dcp.FileSystemWriter(to, thread_count=3),
+        )
+        assert verify(tmp_path / name).notes == ()
+    for file in ("__0_1.distcp", "__0_2.distcp"):
+        shutil.copy(tmp_path / "new" / file, tmp_path / "old" / file)
+    assert loaded(tmp_path / "old", World(1), READERS[reader]) is not None
+    assert not verify(tmp_path / "old").sound
+
+
 def test_verify_says_which_files_carry_no_id(tmp_path: Path) -> None:
-    save(tmp_path, OLD, lambda rank: dcp.FileSystemWriter(tmp_path, thread_count=3))
+    save(tmp_path, OLD, lambda rank: dcp.FileSystemWriter(tmp_path, thread_count=6))
     (note,) = verify(tmp_path).notes
-    assert "no id of a save in __0_1.distcp: " in note
+    assert "no id of a save in __0_4.distcp: " in note
     save(tmp_path / "one", OLD, lambda rank: dcp.FileSystemWriter(tmp_path / "one"))
     assert verify(tmp_path / "one").notes == ()
 

@@ -55,7 +55,7 @@ from dcp_placements.save.rank_save import RankSave
 from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
 from dcp_placements.save.statement import Statement
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
-from dcp_placements.storage.metadata.save_ids import id_data, id_item, is_named
+from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             if new_plan.items and not (
                 files_by_name(new_plan.storage_data) or is_named(new_plan.storage_data)
             ):
-                items = [id_item(assignment.save_id, global_rank()), *new_plan.items]
+                items = [*id_items(assignment.save_id, global_rank()), *new_plan.items]
                 new_plan = dataclasses.replace(new_plan, items=items)
         self._save.plan = new_plan
         return new_plan

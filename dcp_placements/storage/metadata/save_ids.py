@@ -30,6 +30,10 @@ from dcp_placements.errors import Fault
 ID_PREFIX = "dcp_placements.save."
 """Keys in ``storage_data`` that begin so are records of an id, which follows."""
 
+RECORDS = 4
+"""Records of a rank. Torch's writer deals objects out over the files of its threads one after the
+other, so up to so many files of a rank have one."""
+
 _RECORD = re.compile(rb"dcp_placements save ([0-9a-f]{32})\n")
 _RECORD_NBYTES = 256
 _NAME = re.compile(r"__(\d+)(?:_([0-9a-f]{8}))?_\d+\.distcp\Z")
@@ -87,10 +91,13 @@ def is_named(storage_data: Any) -> bool:
     return isinstance(prefix, str) and _NAMED_PREFIX.fullmatch(prefix) is not None
 
 
-def id_item(save_id: bytes, rank: int) -> WriteItem:
-    """Return the write item of a rank's record."""
-    index = MetadataIndex(ID_PREFIX + save_id.hex(), torch.Size((rank,)))
-    return WriteItem(index, WriteItemType.BYTE_IO)
+def id_items(save_id: bytes, rank: int) -> list[WriteItem]:
+    """Return the write items of a rank's records, to stand before all others."""
+    key = ID_PREFIX + save_id.hex()
+    return [
+        WriteItem(MetadataIndex(key, torch.Size((rank, number))), WriteItemType.BYTE_IO)
+        for number in range(RECORDS)
+    ]
 
 
 def id_data(index: MetadataIndex) -> io.BytesIO | None:
@@ -157,7 +164,10 @@ def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, IdRecord]
         if by_key is None
         else by_key(ID_PREFIX)
     )
-    return {info.relative_path: IdRecord(index, info) for index, info in entries}
+    found: dict[str, IdRecord] = {}
+    for index, info in entries:
+        found.setdefault(info.relative_path, IdRecord(index, info))
+    return found
 
 
 def speaking_for(files: Iterable[str], records: Mapping[str, IdRecord]) -> list[IdRecord]:
