@@ -251,23 +251,41 @@ def test_file_table_names_every_file() -> None:
     assert named == {file.as_posix() for file in files if file.name != "__init__.py"}
 
 
-def test_stops_of_the_walks_are_there() -> None:
+def test_every_folder_has_a_guide() -> None:
+    folders = {file.parent for file in DECISIONS.parent.glob("*/__init__.py")}
+    assert folders <= {page.parent for page in PAGES}
+
+
+def named_in_files() -> list[tuple[Path, str]]:
+    """Return every name that stands behind a link to a file, with the file."""
+    return [
+        (page.parent / link, name)
+        for page in PAGES[1:]
+        for link, names in re.findall(r"\]\((\S+\.py)\)((?:,? `[\w.]+`)+)", page.read_text())
+        for name in re.findall(r"[\w.]+", names)
+    ]
+
+
+@pytest.mark.parametrize(("file", "name"), named_in_files(), ids=lambda value: Path(value).name)
+def test_names_behind_a_link_are_in_the_file(file: Path, name: str) -> None:
+    nodes: list[ast.AST] = [ast.parse(file.read_text())]
+    for part in name.split("."):
+        nodes = [
+            inner
+            for node in nodes
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.FunctionDef | ast.ClassDef) and inner.name == part
+        ]
+    assert nodes
+
+
+def test_walks_are_at_most_eight_stops() -> None:
     text = DECISIONS.read_text()
     walks = text[text.index("## A walk for the reader") : text.index("## Words")]
     stops = re.findall(r"^(\d)\. \[(\S+)\]\((\S+)\) `([\w.]+)`:", walks, re.MULTILINE)
     assert len(stops) == len(re.findall(r"^\d+\. ", walks, re.MULTILINE))
     assert max(int(number) for number, *_ in stops) <= 8
-    for _, label, link, name in stops:
-        assert label == link
-        body = ast.parse((DECISIONS.parent / link).read_text()).body
-        for part in name.split("."):
-            found = [
-                node
-                for node in body
-                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part
-            ]
-            assert found, f"{link} has no {name}"
-            body = found[0].body
+    assert all(label == link for _, label, link, _ in stops)
 
 
 def test_command_table_names_every_command() -> None:
