@@ -24,6 +24,7 @@ from dcp_placements import (
     PlacementSavePlanner,
     offline,
 )
+from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.shadow_records import PREFIX
 from fakes import FakeDTensor, FakeMesh, World
 from tests.storage_scenes import data_file
@@ -431,3 +432,43 @@ def test_any_tensors_come_back_by_whichever_copy(
     dcp.load(found, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
     assert all(torch.equal(found[fqn], whole) for fqn, whole in told.items())
     assert offline.verify(path, digests=True).sound
+
+
+def test_packs_are_known_though_other_ranks_hold_the_same_keys_at_one_place(
+    tmp_path: Path,
+) -> None:
+    """Keys cut along different axes are one pack where their boxes are the same, elsewhere two."""
+    world = World(8)
+    whole = arange((8, 4))
+
+    def state(rank: int, fill: bool = True) -> dict[str, Any]:
+        mesh = world.mesh(rank, a=2, b=2, c=2)
+        told = whole if fill else torch.zeros_like(whole)
+        made = {}
+        for axis, name in enumerate("abc"):
+            cuts: list[Any] = [Replicate()] * 3
+            cuts[axis] = Shard(0)
+            made[f"m.{name}"] = FakeDTensor.distribute(told.clone(), mesh, cuts)
+        return made
+
+    world.save(
+        tmp_path,
+        state,
+        lambda rank: PlacementSavePlanner(shadows=1 << 20),
+        lambda rank: PlacementFileSystemWriter(tmp_path),
+    )
+    readers = [PlacementFileSystemReader(tmp_path) for _ in range(world.size)]
+    loaded = world.load(
+        tmp_path,
+        lambda rank: state(rank, False),
+        lambda rank: PlacementLoadPlanner(),
+        readers.__getitem__,
+    )
+    for rank in range(world.size):
+        for fqn, wanted in state(rank).items():
+            assert torch.equal(loaded[rank][fqn].to_local(), wanted.to_local())
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    written = {index.fqn for index in metadata.storage_data if index.fqn.startswith(PREFIX)}
+    assert written
+    assert written == set(stored(metadata)["shadows"])
+    assert max(reader.opens for reader in readers) == 1

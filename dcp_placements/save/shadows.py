@@ -175,8 +175,16 @@ def all_packs(cohorts: Cohorts, assignments: Sequence[Assignment]) -> dict[str, 
         for at in cohort.plans.tolist():
             plan, assignment = cohorts.plans[at], assignments[at]
             boxes = sent_boxes(plan, tables)
-            # Packs are a function of these values: where its boxes begin does not matter.
-            sizes = tuple([box.sizes for groups in boxes for held in groups for box in held])
+            # Packs are a function of these values: where its boxes begin does not matter, but for
+            # which of them are the same.
+            same: dict[Box, int] = {}
+            sizes = tuple(
+                [
+                    tuple([(same.setdefault(box, len(same)), box.sizes) for box in held])
+                    for groups in boxes
+                    for held in groups
+                ]
+            )
             key = (cohort.tables, sizes, assignment.runs, assignment.pieces)
             if key not in seen:
                 seen.add(key)
