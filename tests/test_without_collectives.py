@@ -218,3 +218,24 @@ def test_a_later_save_that_was_cut_off_is_told_by_its_step(tmp_path: Path) -> No
         (tmp_path / "first" / file.name).write_bytes(file.read_bytes())
     with pytest.raises(PlacementError, match=r"several saves: step 10 by .*; step 20 by rank 2"):
         merge_metadata(tmp_path / "first")
+
+
+@pytest.mark.parametrize("first", ["scalar", "sharded"])
+def test_ranks_without_a_part_of_one_tensor_write_their_scalars(tmp_path: Path, first: str) -> None:
+    """No boxes of a tensor and the one box of a scalar are both no numbers at all."""
+    rows = {"sharded.w": WHOLE[:3].clone()}
+    scalars = {"scalar.step": torch.tensor(5.0)}
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, fsdp=8)
+        sharded = {"sharded.w": FakeDTensor.distribute(rows["sharded.w"], mesh, [Shard(0)])}
+        return sharded | scalars if first == "sharded" else scalars | sharded
+
+    save(tmp_path, state_dict)
+    for rank in range(8):
+        stored = pickle.loads((tmp_path / f"__{rank}.metadata").read_bytes()).state_dict_metadata
+        assert [tuple(chunk.sizes) for chunk in stored["scalar.step"].chunks] == [()]
+        chunks = stored["sharded.w"].chunks
+        assert [tuple(chunk.sizes) for chunk in chunks] == ([(1, 6)] if rank < 3 else [])
+    merge_metadata(tmp_path)
+    assert_holds(tmp_path, rows | scalars)

@@ -189,7 +189,7 @@ class Coordinator:
         """Make the metadata and the report of all keys."""
         made = self.made
         known: dict[tuple[Any, ...], ChunkStorageMetadata] = {}
-        lists: dict[bytes, list[ChunkStorageMetadata]] = {}
+        lists: dict[tuple[tuple[int, ...], bytes], list[ChunkStorageMetadata]] = {}
         for piece, cover in zip(self.pieces.all, self.covers, strict=True):
             if piece.fqns[0] in left:
                 continue
@@ -203,7 +203,8 @@ class Coordinator:
                 made.metadata.update({fqn: BytesStorageMetadata() for fqn in piece.fqns})
                 made.objects += piece.fqns
                 continue
-            key = cover.boxes.tobytes()
+            # Without their shape, no boxes are the same bytes as that of a scalar.
+            key = cover.boxes.shape, cover.boxes.tobytes()
             chunks = lists.get(key)
             if chunks is None:
                 chunks = lists[key] = _chunks(cover, known)
