@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
+    MeshCoordinate,
     PlacementError,
     PlacementRules,
     PlacementSavePlanner,
@@ -471,3 +472,79 @@ class TestStages:
             lambda: WORLD.save(tmp_path / "other", lambda rank: state_dict(rank, 1), planners())
         )
         assert "model.embed.weight: 2 different contents on 4 ranks" in told
+
+
+class TestRanksWithOtherKeysBeside:
+    """Ranks with more keys fold their digests into fewer buckets, or fold where others do not."""
+
+    WORLD = World(4)
+
+    def state_dict(self, rank: int, *, more: int, drift: float = 0) -> dict[str, Any]:
+        made = {f"shared.{i}.w": torch.full((4,), i + 1.0) for i in range(60)}
+        if rank >= 2:
+            made["shared.7.w"] += drift
+            for j in range(more):
+                made |= {f"own{j}.{i}.w": torch.full((3 + j,), i + 1.0) for i in range(60)}
+        return made
+
+    @pytest.mark.parametrize("room", [32, 40, 100])
+    def test_what_they_share_is_compared(self, tmp_path: Path, room: int) -> None:
+        make: Callable[[int], PlacementSavePlanner] = lambda rank: PlacementSavePlanner()  # noqa: E731
+        with digest_budget(room * 8):
+            for more in (0, 1, 5):
+                told = refusal(
+                    lambda more=more: self.WORLD.save(  # type: ignore[misc]
+                        tmp_path / "other",
+                        lambda rank: self.state_dict(rank, more=more, drift=100),
+                        make,
+                    )
+                )
+                assert "different contents on" in told
+                assert "shared.7.w" in told or "more" in told
+                assert "own" not in told.split("check(state_dict")[0]
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    self.WORLD.save(
+                        tmp_path / f"{more}",
+                        lambda rank: self.state_dict(rank, more=more),  # noqa: B023
+                        make,
+                    )
+
+    def test_keys_in_another_order_are_not_told_of_where_no_box_is_held_twice(
+        self, tmp_path: Path
+    ) -> None:
+        """Replicas are compared among the ranks of one order; between the two there are none."""
+
+        def state_dict(rank: int) -> dict[str, Any]:
+            mesh = self.WORLD.mesh(rank, tp=2, dp=2)
+            keys = [f"layers.{i}.w" for i in range(90)]
+            parts = {
+                key: FakeDTensor.distribute(arange(8, 3), mesh, [Shard(0), Replicate()])
+                for key in keys
+            }
+            return parts if rank < 2 else dict(reversed(parts.items()))
+
+        with digest_budget(40 * 8), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.WORLD.save(tmp_path, state_dict, lambda rank: PlacementSavePlanner())
+
+    @pytest.mark.parametrize("more", [False, True])
+    def test_a_rank_with_the_coordinate_of_another_is_refused(
+        self, tmp_path: Path, more: bool
+    ) -> None:
+        """The last rank has no row, and says that it has the first."""
+        whole = arange(3, 2)
+
+        def state_dict(rank: int) -> dict[str, Any]:
+            made = {"m.w": whole[rank : rank + 1].clone() if rank < 3 else torch.ones(1, 2)}
+            return made | ({"m.other": torch.ones(2)} if more and rank == 3 else {})
+
+        def planner(rank: int) -> PlacementSavePlanner:
+            mesh = MeshCoordinate(("ep",), (4,), (rank % 3,))
+            rules = {"m.w": CheckpointPlacement(mesh, {"ep": Shard(0)}, global_shape=(3, 2))}
+            if more:
+                rules["m.other"] = CheckpointPlacement(mesh, {"ep": Replicate()})
+            return PlacementSavePlanner(PlacementRules(rules))
+
+        told = refusal(lambda: self.WORLD.save(tmp_path, state_dict, planner))
+        assert "m.w: ranks 0, 3 hold the same part, [0:1, :]" in told

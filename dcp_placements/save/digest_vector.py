@@ -26,7 +26,7 @@ WORLD_BUDGET_NBYTES = 16 << 20
 """What the digests of all ranks may take together before any is folded."""
 
 BUCKETS = (16, 4, 1)
-"""Buckets in a row, the most that fit."""
+"""Buckets in a row, the most that fit; each divides the one before."""
 
 ROWS_OF_BUCKETS = 2
 
@@ -79,6 +79,29 @@ class Slots:
         for row in range(ROWS_OF_BUCKETS):
             np.bitwise_xor.at(rows, self._bucket(row), values)
         return np.concatenate([own, rows])
+
+    def first_row(self, told: Digests, like: Slots) -> Digests:
+        """Return the first row of buckets that other slots of these keys would have.
+
+        Args:
+            told: What travelled by these slots, of shape (rows, ``count``).
+            like: The others, of as many buckets or fewer; they are folded.
+
+        Returns:
+            Of shape (rows, ``like.buckets``).
+        """
+        if not self.folded:
+            start = len(like.own)
+            return like.vector(told.T)[start : start + like.buckets].T
+        start = len(self.own)
+        mine = told[:, start : start + self.buckets].reshape(len(told), -1, like.buckets)
+        row: Digests = np.bitwise_xor.reduce(mine, axis=1)
+        return row
+
+    def suspects_of_first_row(self, differing: Sequence[int]) -> list[int]:
+        """Return positions of the keys that may differ, where these buckets of the row do."""
+        hit = np.isin(self._bucket(0), list(differing))
+        return [key for key, is_hit in zip(self.folded, hit.tolist(), strict=True) if is_hit]
 
     def suspects(self, differing: Sequence[int]) -> list[int]:
         """Return positions of the keys that may differ, where these slots do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from dcp_placements.save.coordinator.cohorts import Cohorts, Rows
 from dcp_placements.save.coordinator.cover import Cover
 from dcp_placements.save.coordinator.pieces import Piece, Source
-from dcp_placements.save.digest_vector import Digests
+from dcp_placements.save.digest_vector import Digests, Slots, may_have_replicas
 from dcp_placements.save.local_plan import Ints
 
 _MOST = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -81,29 +81,63 @@ def differing_buckets(
     if cover is None or not cover.has_replicas:
         return
     held = cohorts.groups[table][group].rows
-    for buckets in {rows.cohort.buckets for rows in held if rows.digests is not None}:
+    keys = cohorts.tables[table].keys(group)
+    kinds = sorted({rows.cohort.buckets for rows in held if rows.digests is not None})
+    found = False
+    for buckets in kinds:
         slots = cohorts.slots(table, group, buckets)
         if not slots.folded:
             continue
-        columns = np.zeros((len(cover.ranks), slots.count), np.uint64)
-        start = 0
-        for rows in held:
-            stop = start + len(rows.plans)
-            if rows.digests is not None and rows.cohort.buckets == buckets:
-                columns[start:stop] = _by_row(rows, slots.count)
-            start = stop
-        differing = _differing(columns, cover)
+
+        def told(rows: Rows, slots: Slots = slots, buckets: int = buckets) -> Digests | None:
+            return _by_row(rows, slots.count) if rows.cohort.buckets == buckets else None
+
+        differing = _differing(_columns(held, slots.count, told), cover)
         differing[:, : len(slots.own)] = False
         boxes = np.flatnonzero(differing.any(axis=1))
         if len(boxes):
-            found = slots.suspects(np.flatnonzero(differing.any(axis=0)).tolist())
-            keys = cohorts.tables[table].keys(group)
-            yield Suspects([keys[at] for at in found], cover.holders(int(boxes[0])).tolist())
+            found = True
+            at = slots.suspects(np.flatnonzero(differing.any(axis=0)).tolist())
+            yield Suspects([keys[i] for i in at], cover.holders(int(boxes[0])).tolist())
+    # Ranks with other keys beside these have another number of buckets; they are compared, too.
+    folded = [slots for n in kinds if (slots := cohorts.slots(table, group, n)).folded]
+    if found or not folded or len(kinds) < 2:
+        return
+    fewest = folded[0]
+
+    def first_row(rows: Rows) -> Digests:
+        slots = cohorts.slots(table, group, rows.cohort.buckets)
+        return slots.first_row(_by_row(rows, slots.count), fewest)
+
+    differing = _differing(_columns(held, fewest.buckets, first_row), cover)
+    boxes = np.flatnonzero(differing.any(axis=1))
+    if len(boxes):
+        at = fewest.suspects_of_first_row(np.flatnonzero(differing.any(axis=0)).tolist())
+        yield Suspects([keys[i] for i in at], cover.holders(int(boxes[0])).tolist())
 
 
-def uncompared(cohorts: Cohorts, piece: Piece) -> int:
-    """Return how many keys of a piece of several tables have digests that are folded in some."""
-    if len(piece.sources) < 2:
+def _columns(held: Sequence[Rows], width: int, told: Callable[[Rows], Digests | None]) -> Digests:
+    """Return what cohorts tell of a group by row; 0 where they tell nothing."""
+    columns = np.zeros((sum(len(rows.plans) for rows in held), width), np.uint64)
+    start = 0
+    for rows in held:
+        stop = start + len(rows.plans)
+        if rows.digests is not None and (found := told(rows)) is not None:
+            columns[start:stop] = found
+        start = stop
+    return columns
+
+
+def uncompared(cohorts: Cohorts, piece: Piece, cover: Cover) -> int:
+    """Return how many keys of a piece of several tables have digests that are folded in some.
+
+    Where no box is on ranks of two tables, there is nothing to compare between them.
+    """
+    if len(piece.sources) < 2 or not cover.has_replicas:
+        return 0
+    source_of = _by_source(cohorts, piece, range(len(piece.sources)))[cover.order]
+    starts = cover.starts[:-1]
+    if (np.maximum.reduceat(source_of, starts) == np.minimum.reduceat(source_of, starts)).all():
         return 0
     hidden: set[int] = set()
     for source in piece.sources:
@@ -112,6 +146,23 @@ def uncompared(cohorts: Cohorts, piece: Piece) -> int:
                 own = set(cohorts.slots(source.table, source.group, rows.cohort.buckets).own)
                 hidden.update(i for i, at in enumerate(source.positions) if at not in own)
     return len(hidden)
+
+
+def held_beside_its_own(cohorts: Cohorts, piece: Piece, cover: Cover) -> int | None:
+    """Return a box that several ranks hold, one of them by a mesh with a part for every rank."""
+    alone = [not may_have_replicas(group, cohorts.world) for group in piece.groups]
+    if not any(alone) or not cover.has_replicas:
+        return None
+    is_alone = _by_source(cohorts, piece, alone)[cover.order]
+    found = np.maximum.reduceat(is_alone, cover.starts[:-1]) > 0
+    boxes = np.flatnonzero(found & (np.diff(cover.starts) > 1))
+    return int(boxes[0]) if len(boxes) else None
+
+
+def _by_source(cohorts: Cohorts, piece: Piece, values: Sequence[int]) -> Ints:
+    """Return by row the value of the source that it is of."""
+    counts = [sum(len(rows.plans) for rows in held_rows(cohorts, s)) for s in piece.sources]
+    return np.repeat(np.array(values, np.int64), counts)
 
 
 def _own_columns(cohorts: Cohorts, piece: Piece, positions: Sequence[int]) -> Digests:

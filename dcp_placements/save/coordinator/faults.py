@@ -13,6 +13,7 @@ from dcp_placements.layout.tiling import format_box, overlaps, uncovered
 from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.contents import Suspects, held_rows, own_digests, rows_of
+from dcp_placements.save.coordinator.cover import Cover
 from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.key_table import OBJECT, ROWS, Group
 from dcp_placements.save.local_plan import LocalPlan
@@ -137,14 +138,14 @@ class Faults:
             ),
         )
 
-    def same_coordinate(self, piece: Piece) -> Fault:
+    def same_coordinate(self, piece: Piece, cover: Cover, box: int) -> Fault:
         """Return that ranks hold equal boxes though the mesh has a part for each of them."""
         claims = self.claims(piece, 0)
-        box, held = next((box, held) for box, held in claims.boxes.items() if len(held) > 1)
         return Fault(
             piece.fqns[0],
-            f"{self._ranks(plan for plan, _ in held)} hold the same part, "
-            f"{format_box(box, piece.group.shape)}, though its mesh has a part for every rank",
+            f"{self._ranks(cover.holders(box).tolist())} hold the same part, "
+            f"{format_box(cover.as_boxes()[box], piece.group.shape)}, though its mesh has a part "
+            "for every rank",
             (
                 "likely:      these ranks give the mesh of one another: get_coordinate() is the "
                 "same on them",

@@ -26,6 +26,7 @@ from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.contents import (
     differing_buckets,
     differing_keys,
+    held_beside_its_own,
     rows_of,
     uncompared,
 )
@@ -33,7 +34,6 @@ from dcp_placements.save.coordinator.cover import Cover, cover_of, makes_whole
 from dcp_placements.save.coordinator.faults import Faults
 from dcp_placements.save.coordinator.owners import BALANCE, SMALL_NBYTES, divide
 from dcp_placements.save.coordinator.pieces import Piece, Pieces, pieces_of
-from dcp_placements.save.digest_vector import may_have_replicas
 from dcp_placements.save.items import Assignment, chunk_metadata, tensor_properties
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import Ints, LocalPlan, packed_ints
@@ -159,11 +159,11 @@ class Coordinator:
 
     def _compare(self, piece: Piece, cover: Cover, faults: Faults) -> None:
         made, group = self.made, piece.group
-        unique = not may_have_replicas(group, self.cohorts.world)
-        if unique and cover.has_replicas and len(piece.sources) == 1 and 0 not in group.shape:
-            made.faults.append(faults.same_coordinate(piece))
+        box = held_beside_its_own(self.cohorts, piece, cover)
+        if box is not None and 0 not in group.shape:
+            made.faults.append(faults.same_coordinate(piece, cover, box))
             return
-        made.uncompared += uncompared(self.cohorts, piece)
+        made.uncompared += uncompared(self.cohorts, piece, cover)
         for position in differing_keys(self.cohorts, piece, cover):
             if group.kind == OBJECT:
                 made.notes.append(faults.object_note(piece, position))
