@@ -133,7 +133,7 @@ def test_a_planner_without_it_keeps_all_from_it(outcomes: Ranks) -> None:
     found = seen(outcomes, "not_all_planners")
     assert_right(found)
     assert [rank["exchanged"] for rank in found] == [0] * 4
-    assert "the planner of rank 2 has not" in found[0]["warnings"][0]
+    assert "the planner of rank 2 was not given exchange=True" in found[0]["warnings"][0]
 
 
 def test_a_load_on_another_process_group(outcomes: Ranks) -> None:

@@ -135,12 +135,12 @@ def test_each_key_is_written_once_whatever_tables_share(lowest_rank: bool) -> No
         having = {fqn for one in plans for t in made.cohorts.tables_of(one) for fqn in t.fqns}
         found = written(made, lowest_rank)
         assert Counter(fqn for keys in found for fqn in keys) == Counter(having)
-        assert set(made.made.metadata) == having
+        assert set(made.world_plan.metadata) == having
         for fqn in having:
             ranks = [
                 one.rank for one in plans if any(fqn in t.fqns for t in made.cohorts.tables_of(one))
             ]
-            told = made.made.partial.get(fqn, tuple(range(len(plans))))
+            told = made.world_plan.partial.get(fqn, tuple(range(len(plans))))
             assert told == tuple(ranks)
             (writer,) = [rank for rank, keys in enumerate(found) if fqn in keys]
             assert writer in ranks
@@ -151,7 +151,7 @@ def test_each_key_is_written_once_whatever_tables_share(lowest_rank: bool) -> No
 def test_a_key_of_another_shape_in_another_table_is_refused_alone() -> None:
     made = coordinator(plan(0, table({WIDE: "a b c"})), plan(1, table({WIDE: "a", SHORT: "b"})))
     made.check()
-    (fault,) = made.made.faults
+    (fault,) = made.world_plan.faults
     assert fault.fqn == "b"
     assert "the ranks do not agree on the shape of the whole tensor" in str(fault)
 
@@ -159,7 +159,7 @@ def test_a_key_of_another_shape_in_another_table_is_refused_alone() -> None:
 def test_a_tensor_here_and_an_object_there_is_refused() -> None:
     made = coordinator(plan(0, table({WIDE: "a"})), plan(1, table({THING: "a"})))
     made.check()
-    (fault,) = made.made.faults
+    (fault,) = made.world_plan.faults
     assert "is a tensor on rank 0, but another object on rank 1" in str(fault)
 
 

@@ -125,7 +125,7 @@ def test_sets_are_numbered_alike_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("rank", "other", "why"),
     [
-        (2, None, "the planner of rank 2 has not"),
+        (2, None, "the planner of rank 2 was not given exchange=True"),
         (1, {"hooked": False}, "the storage reader does not call"),
         (1, {"group": 2}, "another process group"),
         (1, {"position": 3}, "another process group"),

@@ -34,8 +34,8 @@ class LoadChecks:
         notes: What is likely declared wrongly.
         asked: The numbers that this rank asks for, for the coordinator.
         rows: The rows that it lists itself, for the coordinator.
-        renames: The renames that are in force here, in words.
-        compared: What came of it, in words.
+        renames: The renames in force here, as text.
+        compared: The result of the comparison, as text.
     """
 
     record: SaveRecord | None = None
@@ -64,7 +64,7 @@ def check_load(
         placing: Its tensors' places.
         metadata: The checkpoint's.
         rename: The user's renaming.
-        policy: What may be let pass.
+        policy: What is accepted.
         waived: Patterns of keys that are known to be right.
         rank: This process's rank, for messages.
     """
@@ -81,7 +81,7 @@ def check_load(
 
 
 class Excuses:
-    """Keys that are let pass: waived, or named as ones that may be missing."""
+    """Keys that are excused: waived, or named as ones that may be missing."""
 
     def __init__(self, waived: Collection[str], policy: Policy) -> None:
         self._waived = [compile_pattern(pattern) for pattern in waived]
@@ -136,22 +136,22 @@ class _Pairs:
     def __init__(self, record: SaveRecord) -> None:
         self._record = record
         # By the save's group the last bindings that were met with it, each with its differences.
-        self._known: dict[int, list[tuple[Binding, tuple[Difference, ...]]]] = {}
+        self._compared: dict[int, list[tuple[Binding, tuple[Difference, ...]]]] = {}
 
     def differences(self, group: int, binding: Binding) -> tuple[Difference, ...]:
         """Return what differs between a group of the save and a binding of the load."""
-        known = self._known.setdefault(group, [])
-        for other, found in known:
+        compared = self._compared.setdefault(group, [])
+        for other, found in compared:
             if other is binding:
                 return found
         loaded = cuts_of(binding.sharding, [axis.name for axis in binding.axes])
         found = tuple(differences(self._record.groups[group], loaded, binding.global_shape))
-        known.insert(0, (binding, found))
-        del known[_MAX_KNOWN:]
+        compared.insert(0, (binding, found))
+        del compared[_MAX_COMPARED:]
         return found
 
 
-_MAX_KNOWN = 32
+_MAX_COMPARED = 32
 
 
 def cut_fault(fqn: str, found: Difference, rule: str | None, who: str) -> Fault:
@@ -185,7 +185,7 @@ def compare_renames(
         fqns: The checkpoint's keys that it asks for.
         metadata: The checkpoint's.
         rename: The rank's renaming.
-        excuses: What is let pass.
+        excuses: Keys that are excused.
         who: What to call the rank.
     """
     checks.renames = tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
@@ -201,7 +201,7 @@ def compare_renames(
     checks.asked = packed_numbers(
         {family: numbers for family, numbers in asked.items() if family not in excused}
     )
-    declared = [(known.pattern, known.total) for known in numbering(rename)]
+    declared = [(numbered.pattern, numbered.total) for numbered in numbering(rename)]
     for fault in total_faults(declared, record, fqns, who):
         finder = number_finder(fault.fqn)
         named = (fqn for fqn in fqns if finder.search(f".{fqn}"))

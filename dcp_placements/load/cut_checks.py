@@ -124,13 +124,13 @@ def _same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: 
         return True
     try:
         sizes = [
-            part_sizes(known, size if isinstance(against, int) else sum(against))
-            for known, against in ((one, other), (other, one))
-            if isinstance(known, int)
+            part_sizes(parts, size if isinstance(against, int) else sum(against))
+            for parts, against in ((one, other), (other, one))
+            if isinstance(parts, int)
         ]
     except LayoutError:
         return False
-    sizes += [list(known) for known in (one, other) if not isinstance(known, int)]
+    sizes += [list(parts) for parts in (one, other) if not isinstance(parts, int)]
     first, second = sizes
     if len(first) != len(second):
         return False

@@ -61,11 +61,11 @@ class Line(NamedTuple):
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     position: int
-    told: str
+    name: str
 
     def hash(self, label: str) -> int:
-        """Return what ranks know the line by; other ranks or another group make another."""
-        return xxhash.xxh3_64_intdigest(repr((label, self.told, self.ranks)).encode())
+        """Return a hash that identifies the line: its ranks and its group."""
+        return xxhash.xxh3_64_intdigest(repr((label, self.name, self.ranks)).encode())
 
 
 class Target(NamedTuple):
@@ -232,7 +232,7 @@ class Exchange:
         Args:
             error: What went wrong on this rank before.
             view: Where a destination lies in this rank's memory.
-            report: This rank's; told what was exchanged.
+            report: This rank's; what was exchanged is added to it.
 
         Raises:
             PlacementError: On all ranks alike, where one could not read or is gone.
@@ -240,7 +240,7 @@ class Exchange:
         mine = 0 if error is not None else self._received_nbytes()
         opens, nbytes = report.traffic.opens, report.traffic.storage_nbytes
         try:
-            failed, *told = self._summed(error is not None, opens, nbytes, mine)
+            failed, *totals = self._summed(error is not None, opens, nbytes, mine)
             failures = self._failures(error) if failed else []
         except Exception as cause:
             raise self._broken(cause, error) from cause
@@ -257,15 +257,15 @@ class Exchange:
             raise self._broken(cause, None) from cause
         self._rooms.clear()
         report.traffic = Traffic(opens, nbytes, mine)
-        report.all_traffic = Traffic(*told)
+        report.all_traffic = Traffic(*totals)
 
     def _lines_of(self, placed: Placed) -> tuple[str, tuple[Line, ...]]:
         """Return the axes along which the ranks hold the same, and this rank's line along each."""
         binding = placed.binding
         key = binding, type(placed) is Placed
-        known = self._lines.get(key)
-        if known is not None:
-            return known
+        memo = self._lines.get(key)
+        if memo is not None:
+            return memo
         names: list[str] = []
         lines: list[Line] = []
         if type(placed) is Placed and binding.is_uniform and binding.homes:
@@ -287,12 +287,12 @@ class Exchange:
         return [int(number) for number in tensor.tolist()]
 
     def _failures(self, error: BaseException | None) -> list[Fault]:
-        told = None
+        text = None
         if error is not None:
             kind = "" if isinstance(error, PlacementError) else f"{type(error).__name__}: "
-            told = f"{kind}{error}".splitlines()
+            text = f"{kind}{error}".splitlines()
         everybodys: list[list[str] | None] = [None] * len(self._world.ranks)
-        dist.all_gather_object(everybodys, told, group=self._group)
+        dist.all_gather_object(everybodys, text, group=self._group)
         return [
             Fault(
                 f"rank {rank}",
@@ -478,7 +478,7 @@ def _wanted(target: Target, found: ReplicaSet, writers: _Writers) -> Wanted:
 
 
 class _Writers:
-    """Who wrote what is wanted: told by the name of the file."""
+    """Who wrote what is wanted, by the name of the file."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata

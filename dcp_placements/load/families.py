@@ -69,7 +69,7 @@ class Families:
 
     def step_of(self, family: str) -> SavedRename | None:
         """Return the rename that gave a family its numbers."""
-        steps = (step for known, _, step in self.of(family.replace("{}", "0")) if known == family)
+        steps = (step for name, _, step in self.of(family.replace("{}", "0")) if name == family)
         return next(steps, None)
 
 

@@ -1,4 +1,4 @@
-"""What travels with a load plan to the coordinator, and what it makes of all ranks' together."""
+"""What travels with a load plan to the coordinator, and the checks of all ranks' messages."""
 
 from __future__ import annotations
 
@@ -95,4 +95,4 @@ def asking_faults(
 def tensor_keys(metadata: Metadata) -> set[str]:
     """Return the checkpoint's keys that are tensors."""
     stored = metadata.state_dict_metadata.items()
-    return {fqn for fqn, known in stored if isinstance(known, TensorStorageMetadata)}
+    return {fqn for fqn, value in stored if isinstance(value, TensorStorageMetadata)}

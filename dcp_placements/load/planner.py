@@ -104,7 +104,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         report: After planning, this rank's ``LoadReport``; complete when the load has ended.
 
     Raises:
-        PlacementError: An option that there is not.
+        PlacementError: An option with an unknown value.
     """
 
     report: LoadReport
@@ -238,7 +238,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         notes = all_notes(messages)
         if notes:
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=2)
-        # Of ranks that load by themselves nobody knows what they ask for.
+        # Ranks that load by themselves send nothing to compare.
         if messages and len(plans) >= world_size():
             self._judge(messages)
         claims = [m.claims if isinstance(m, LoadMessage) else None for m in sent]
@@ -261,7 +261,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 "no key on any rank matches",
                 ("way out:     correct the pattern, or drop it",),
             )
-            # Told with the faults, too: a slip in a pattern may be the cause of them.
+            # Listed with the faults, too: a mistake in a pattern may be their cause.
             if faults:
                 faults.append(note)
             else:
@@ -447,7 +447,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         return checks.faults
 
     def _message(self, rank: int) -> LoadMessage | None:
-        """Return what the coordinator is to know; None where it has no use for anything."""
+        """Return what is sent to the coordinator; None where there is nothing to send."""
         message = LoadMessage(
             rank=rank,
             claims=self._claims(),
@@ -511,15 +511,15 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             PlacementError: It is another than that of the other keys.
         """
         name = self._shared.get(fqn, fqn)
-        first, known = self._agreed.setdefault(name, (fqn, value))
-        if known == value:
+        first, first_value = self._agreed.setdefault(name, (fqn, value))
+        if first_value == value:
             return
-        told = f"{known!r} and {value!r}"
+        values = f"{first_value!r} and {value!r}"
         if first != fqn:
-            told = f"{known!r} for {first} and {value!r} for {fqn}"
+            values = f"{first_value!r} for {first} and {value!r} for {fqn}"
         fault = Fault(
             name,
-            f"rank {global_rank()} has one value for all rows, but the checkpoint has {told}",
+            f"rank {global_rank()} has one value for all rows, but the checkpoint has {values}",
             (
                 "likely:      each row had an optimizer state of its own, and they were not "
                 "stepped alike",
@@ -549,8 +549,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._provenance = None
         if self.verify == "off":
             return []
-        told = stored(metadata)
-        if told is None or not told.get("digests"):
+        provenance = stored(metadata)
+        if provenance is None or not provenance.get("digests"):
             return [
                 Fault(
                     "this checkpoint",
@@ -561,7 +561,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                     ),
                 )
             ]
-        self._provenance = told
+        self._provenance = provenance
         return []
 
     def _stored_chunk(self, index: MetadataIndex) -> ChunkStorageMetadata:
@@ -613,17 +613,17 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             )
 
     def _corrupt(self, index: MetadataIndex, what: str) -> None:
-        told = self._provenance or {}
+        provenance = self._provenance or {}
         kept = self.metadata.storage_data if self.metadata is not None else None
         info = kept.get(index) if isinstance(kept, Mapping) else None
         file = getattr(info, "relative_path", "unknown")
-        step = "" if told.get("step") is None else f", step {told['step']}"
+        step = "" if provenance.get("step") is None else f", step {provenance['step']}"
         fault = Fault(
             index.fqn,
             f"rank {global_rank()} read {what}, and it is not what was saved",
             (
                 f"in file:     {file}",
-                f"saved as:    save {told.get('save_id')}{step}",
+                f"saved as:    save {provenance.get('save_id')}{step}",
                 "likely:      the file was damaged, or a later save into the same directory was "
                 "cut off and left files of two saves",
                 "way out:     load an older checkpoint; this one is not sound",

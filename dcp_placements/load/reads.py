@@ -94,13 +94,13 @@ class Finders:
     """What finds the chunks of tensors: one for all that are stored alike."""
 
     def __init__(self) -> None:
-        self._known: BySequence[StoredChunks] = BySequence(_ends)
+        self._by_chunks: BySequence[StoredChunks] = BySequence(_ends)
 
     def of(self, stored: TensorStorageMetadata) -> StoredChunks:
         """Return what finds the chunks of a tensor."""
         dims = len(stored.size)
-        known = self._known.get(stored.chunks, dims)
-        return known or self._known.put(stored.chunks, StoredChunks(stored), dims)
+        chunks = self._by_chunks.get(stored.chunks, dims)
+        return chunks or self._by_chunks.put(stored.chunks, StoredChunks(stored), dims)
 
 
 class Reads:
@@ -130,10 +130,12 @@ class Reads:
             like: What tensors with these destinations have in common.
         """
         key = (like, stored.size, len(stored.chunks))
-        known = None if like is None else self._alike.get(key)
+        earlier = None if like is None else self._alike.get(key)
         # That these chunks fill the destinations is proved, whatever the others are.
-        if known is not None and all(_is_at(stored.chunks, read.at, read.stored) for read in known):
-            return known, []
+        if earlier is not None and all(
+            _is_at(stored.chunks, read.at, read.stored) for read in earlier
+        ):
+            return earlier, []
         found: list[Read] = []
         holes: list[Box] = []
         for position, box in enumerate(destinations):

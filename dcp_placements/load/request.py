@@ -1,4 +1,4 @@
-"""What a rank asks of a checkpoint: its read items, and all that speaks against them."""
+"""What a rank reads of a checkpoint: its read items, and the faults that refuse them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dcp_placements.report import LoadReport
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a load may let pass.
+    """What a load accepts.
 
     Attributes:
         partial: Any key may be missing, as long as one is there; but no part of the optimizer
@@ -74,20 +74,20 @@ class _Filling:
 
 
 class Request:
-    """One rank's read plan in the making.
+    """One rank's read plan, while it is worked out.
 
     Args:
         state_dict: Flat, with the checkpoint's keys.
         placing: Its tensors' places.
         metadata: The checkpoint's.
-        policy: What may be let pass.
+        policy: What is accepted.
         rank: This process's rank, for messages.
         names: This rank's own keys, where others are asked for.
 
     Attributes:
         report: What the load comes to.
         faults: What cannot be filled, or would be filled wrongly.
-        notes: What is let pass but ought to be known.
+        notes: What is accepted with a warning.
         stateless: The optimizer state keys that the checkpoint lacks, for parameters of which it
             has no state at all.
         collapsed: Scalars that the checkpoint has one per row of, and how many rows.
@@ -133,31 +133,31 @@ class Request:
                     missing.append(fqn)
                 continue
             placed = self.placing.placed.get(fqn)
-            key = known = chunks = None
+            key = filling = chunks = None
             if placed is not None and type(stored) is TensorStorageMetadata:
                 lies, chunks = self._lies(placed), stored.chunks
                 key = (lies, stored.size, placed.tensor.dtype, stored.properties.dtype)
                 last = self._alike.get(key)
                 # A list of its own is looked into.
-                known = last[1] if last is not None and last[0] is chunks else None
-            if known is None:
+                filling = last[1] if last is not None and last[0] is chunks else None
+            if filling is None:
                 if fqn in self.placing.absent:
                     continue
                 faults = len(self.faults)
-                known = self._filling(fqn, value, placed, stored)
-                if known is None:
+                filling = self._filling(fqn, value, placed, stored)
+                if filling is None:
                     continue
-                told = len(self.faults) > faults or fqn in self.collapsed
-                if chunks is not None and not told:
-                    self._alike[key] = chunks, known
-            reads.append((fqn, known.reads))
-            report.items += 1 if known.reads is None else len(known.reads)
-            report.wanted_nbytes += known.wanted_nbytes
-            report.read_nbytes += known.read_nbytes
-            if known.cast is not None:
-                self._casts[fqn] = known.cast
-            if known.padded:
-                padded[fqn] = known.padded
+                refused = len(self.faults) > faults or fqn in self.collapsed
+                if chunks is not None and not refused:
+                    self._alike[key] = chunks, filling
+            reads.append((fqn, filling.reads))
+            report.items += 1 if filling.reads is None else len(filling.reads)
+            report.wanted_nbytes += filling.wanted_nbytes
+            report.read_nbytes += filling.read_nbytes
+            if filling.cast is not None:
+                self._casts[fqn] = filling.cast
+            if filling.padded:
+                padded[fqn] = filling.padded
         report.casts = self._casts
         report.padded = padded
         if missing:
@@ -243,11 +243,11 @@ class Request:
         self._fault(fqn, headline, *details)
 
     def _hole_fault(self, fqn: str, shape: tuple[int, ...], holes: list[Box], stored: int) -> None:
-        told = ", ".join(format_box(hole, shape) for hole in holes[:4])
+        text = ", ".join(format_box(hole, shape) for hole in holes[:4])
         more = f" and {len(holes) - 4} more" if len(holes) > 4 else ""
         self._fault(
             fqn,
-            f"nobody stored {told}{more} of {shape}, which rank {self.rank} needs",
+            f"nobody stored {text}{more} of {shape}, which rank {self.rank} needs",
             "likely:      the checkpoint was saved by some of the ranks only, or without "
             "collectives so that each rank's metadata tells of its own part",
             f"way out:     load a complete checkpoint; this one holds {stored} chunks of the key",
@@ -258,24 +258,24 @@ class Request:
         kind = cast_kind(stored, wanted)
         if kind == "same":
             return None
-        told = f"{stored} -> {wanted}".replace("torch.", "")
+        change = f"{stored} -> {wanted}".replace("torch.", "")
         if kind == "wrong" or (kind == "narrowing" and self.policy.cast == "error"):
             what = "changes what the numbers mean" if kind == "wrong" else "loses precision"
             self._fault(
                 fqn,
-                f"loading {told} {what}",
+                f"loading {change} {what}",
                 f"way out:     give rank {self.rank} a {str(stored).removeprefix('torch.')} tensor"
                 + ("" if kind == "wrong" else ', or say cast="allow"'),
             )
-        return told
+        return change
 
     def _settle_casts(self) -> None:
         if self.policy.cast != "warn":
             return
         narrowing = [
             fqn
-            for fqn, told in self.report.casts.items()
-            if cast_kind(*(getattr(torch, name) for name in told.split(" -> "))) == "narrowing"
+            for fqn, change in self.report.casts.items()
+            if cast_kind(*(getattr(torch, name) for name in change.split(" -> "))) == "narrowing"
         ]
         if narrowing:
             self.notes.append(

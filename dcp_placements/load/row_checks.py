@@ -79,7 +79,7 @@ def packed_rows(
     """
     there = set(stored)
     states: OptimizerStates | None = None
-    known: dict[Binding, Rows | None] = {}
+    by_binding: dict[Binding, Rows | None] = {}
     groups: dict[Listed, list[str]] = {}
     others: set[str] = set()
     for fqn in state_dict:
@@ -88,10 +88,10 @@ def packed_rows(
         placed = placing.placed.get(fqn)
         rows = None
         if placed is not None:
-            if placed.binding not in known:
+            if placed.binding not in by_binding:
                 binding = placed.binding
-                known[binding] = rows_of(binding.sharding, binding.layout, placed.chunks)
-            rows = known[placed.binding]
+                by_binding[binding] = rows_of(binding.sharding, binding.layout, placed.chunks)
+            rows = by_binding[placed.binding]
         if placed is None or rows is None:
             others.add(without_numbers(fqn))
             continue
@@ -105,16 +105,16 @@ def packed_rows(
 
 def pack(groups: Mapping[Listed, Sequence[str]], others: Iterable[str]) -> bytes:
     """Return what a rank lists, and names of what it asks for otherwise, as they travel."""
-    told = [
+    listed = [
         (one.dims, one.sizes, one.bits, one.within, one.rule, list(keys))
         for one, keys in groups.items()
     ]
     names = sorted(others)
-    return zlib.compress(pickle.dumps((told, names)), 1) if told or names else b""
+    return zlib.compress(pickle.dumps((listed, names)), 1) if listed or names else b""
 
 
 def without_numbers(fqn: str) -> str:
-    """Return a key's name as ``packed_rows`` tells it of keys whose rows are not listed."""
+    """Return a key's name as ``packed_rows`` sends it for keys whose rows are not listed."""
     return _DIGITS.sub("{}", fqn)
 
 
@@ -130,7 +130,7 @@ def rows_of(sharding: Sharding, layout: Layout, chunks: Sequence[Chunk]) -> Rows
         counts = [chunk.sizes[dim] for dim in dims]
         bits[tuple([slice(a, a + n) for a, n in zip(first, counts, strict=True)])] = True
     intervals = enumerate(layout.intervals)
-    within = tuple([known for dim, known in intervals if dim not in dims])
+    within = tuple([interval for dim, interval in intervals if dim not in dims])
     return dims, sizes, np.packbits(bits).tobytes(), within
 
 
@@ -167,8 +167,8 @@ def row_faults(
         together.setdefault(tuple(numbers), []).append(fqn)
     members = list(groups.values())
     faults = []
-    for known, fqns in together.items():
-        gap = _gap([one for number in known for one in members[number]])
+    for group, fqns in together.items():
+        gap = _gap([one for number in group for one in members[number]])
         if gap is not None:
             faults += [
                 _fault(fqn, gap, record, renames)
@@ -303,6 +303,6 @@ def _format_rows(rows: Bits, sizes: Sequence[int]) -> str:
     if len(sizes) == 1:
         return format_numbers(numbers.tolist())
     cells = [*zip(*np.unravel_index(numbers[:_MAX_ROWS], tuple(sizes)), strict=True)]
-    told = [str(tuple(map(int, cell))) for cell in cells]
-    untold = len(numbers) - len(told)
-    return ", ".join(told) + (f" and {untold} more" if untold else "")
+    shown = [str(tuple(map(int, cell))) for cell in cells]
+    hidden = len(numbers) - len(shown)
+    return ", ".join(shown) + (f" and {hidden} more" if hidden else "")

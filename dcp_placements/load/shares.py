@@ -1,4 +1,4 @@
-"""Which rank of a replica set reads what: integers only, alike on every rank that works it out.
+"""Which rank of a replica set reads what: integers only, with the same result on every rank.
 
 Ranks that want the same boxes of the same tensors are a replica set: a grid, with one *line* of
 ranks along each axis that cuts none of these tensors. Each rank claims its sets; the coordinator
@@ -77,25 +77,25 @@ class Verdict:
     way_out: str = ""
 
 
-def verdicts(told: Sequence[Any]) -> list[Verdict]:
-    """Return the coordinator's answer to each rank, all ranks' claims known.
+def verdicts(sent: Sequence[Any]) -> list[Verdict]:
+    """Return the coordinator's answer to each rank, from the claims of all.
 
     A set is granted when its members are a whole grid, every line of it complete, and all of them
     claim the same content: then no member can wait for one that does not come.
 
     Args:
-        told: Each rank's ``Claims``, in the order of the process group; anything else for a rank
+        sent: Each rank's ``Claims``, in the order of the process group; anything else for a rank
             whose planner exchanges nothing.
     """
-    objection = _objection(told)
+    objection = _objection(sent)
     if objection is not None:
-        return [objection] * len(told)
-    nodes = [(rank, at) for rank, claims in enumerate(told) for at in range(len(claims.claims))]
+        return [objection] * len(sent)
+    nodes = [(rank, at) for rank, claims in enumerate(sent) for at in range(len(claims.claims))]
     lines: dict[int, list[tuple[int, int]]] = {}
     for rank, at in nodes:
-        for line in told[rank].claims[at].lines:
+        for line in sent[rank].claims[at].lines:
             lines.setdefault(line, []).append((rank, at))
-    numbers = [[-1] * len(claims.claims) for claims in told]
+    numbers = [[-1] * len(claims.claims) for claims in sent]
     seen: set[tuple[int, int]] = set()
     count = 0
     for node in nodes:
@@ -104,34 +104,34 @@ def verdicts(told: Sequence[Any]) -> list[Verdict]:
         seen.add(node)
         members = [node]
         for rank, at in members:  # grows as it goes
-            for line in told[rank].claims[at].lines:
+            for line in sent[rank].claims[at].lines:
                 for other in lines[line]:
                     if other not in seen:
                         seen.add(other)
                         members.append(other)
-        if _is_grid([told[rank].claims[at] for rank, at in members], lines):
+        if _is_grid([sent[rank].claims[at] for rank, at in members], lines):
             for rank, at in members:
                 numbers[rank][at] = count
             count += 1
     return [Verdict(count > 0, tuple(found)) for found in numbers]
 
 
-def _objection(told: Sequence[Any]) -> Verdict | None:
+def _objection(sent: Sequence[Any]) -> Verdict | None:
     """Return why these ranks cannot exchange at all; None where they can."""
-    if len(told) == 1:
-        return Verdict(False)  # One process alone: nothing to be said.
-    without = [rank for rank, claims in enumerate(told) if not isinstance(claims, Claims)]
+    if len(sent) == 1:
+        return Verdict(False)  # One process alone has nothing to exchange.
+    without = [rank for rank, claims in enumerate(sent) if not isinstance(claims, Claims)]
     if without:
-        why = f"the planner of {format_ranks(without)} has not"
+        why = f"the planner of {format_ranks(without)} was not given exchange=True"
         return Verdict(False, why=why, way_out="exchange=True on all ranks")
-    if not all(claims.hooked for claims in told):
+    if not all(claims.hooked for claims in sent):
         why = "the storage reader does not call the exchange after the reads"
         way_out = "storage_reader=PlacementFileSystemReader(path)"
         return Verdict(False, why=why, way_out=way_out)
-    alike = {(claims.group, claims.size) for claims in told}
-    places = [claims.position for claims in told]
-    if len(alike) > 1 or told[0].size != len(told) or places != list(range(len(told))):
-        why = f"the load runs on another process group, of {len(told)} ranks"
+    alike = {(claims.group, claims.size) for claims in sent}
+    places = [claims.position for claims in sent]
+    if len(alike) > 1 or sent[0].size != len(sent) or places != list(range(len(sent))):
+        why = f"the load runs on another process group, of {len(sent)} ranks"
         return Verdict(False, why=why, way_out="exchange=group, the one that the load runs on")
     return None
 

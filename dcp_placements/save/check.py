@@ -86,5 +86,5 @@ def _one_error(failed: CheckpointException) -> Exception:
         return refusals[0]
     mine = own[0] if own is not None and isinstance(own[0], PlacementError) else refusals[0]
     more = len(refusals) - 1
-    told = "1 more rank refuses" if more == 1 else f"{more} more ranks refuse"
-    return PlacementError(f"{mine}\n... and {told}")
+    others = "1 more rank refuses" if more == 1 else f"{more} more ranks refuse"
+    return PlacementError(f"{mine}\n... and {others}")

@@ -1,4 +1,4 @@
-"""The digest vector: what a rank says of the contents that may have replicas.
+"""The digest vector: what a rank sends of contents that may have replicas.
 
 One digest per key and box while they fit into the budget of a rank. Beyond it the keys of a group
 that have a number in their name are folded into a few buckets per box; keys without one

@@ -40,7 +40,7 @@ def packed_keys(keys: Sequence[str]) -> Any:
 
     It is the pieces of text between numbers, each once; which of them come one after the other;
     and by how much the number after each is larger than the last one after the same piece. What
-    cannot be told so (a number with a leading zero, a line break, other scripts) comes as it is.
+    cannot be written so (a number with a leading zero, a line break, other scripts) comes as it is.
     """
     joined = "\n".join(keys)
     if not joined.isascii() or joined.count("\n") != len(keys) - 1:
@@ -74,9 +74,9 @@ def unpacked_keys(packed: Any) -> list[str]:
     pieces = packed[0].split("0")
     order, steps = map(unpacked_column, packed[1:])
     last = [0] * len(pieces)
-    made = []
+    parts = []
     for piece, step in zip(order, steps, strict=False):
         last[piece] += step
-        made += [pieces[piece], str(last[piece])]
-    made.append(pieces[order[-1]])
-    return "".join(made).split("\n")
+        parts += [pieces[piece], str(last[piece])]
+    parts.append(pieces[order[-1]])
+    return "".join(parts).split("\n")

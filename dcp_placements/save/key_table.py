@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 OBJECT = "object"
 """A value that is no tensor."""
 PLAIN = "plain"
-"""A tensor that neither a rule nor a DTensor speaks of."""
+"""A plain tensor that no rule matches."""
 SHARD = "shard"
 """A tensor that is declared, by a rule, its DTensor or its own chunks."""
 
@@ -46,7 +46,7 @@ class DeclaredCut(NamedTuple):
 
     Attributes:
         dim: Tensor dim, from 0.
-        axis: Position in ``Declaration.axis_names``; -1 where rows are told apart by name alone.
+        axis: Position in ``Declaration.axis_names``; -1 where names alone identify the rows.
         parts: As in ``layout.Cut``; ``ROWS`` where each rank lists its rows.
         interleaved: As in ``layout.Cut``.
         strided: As in ``layout.Cut``.
@@ -67,8 +67,8 @@ class Declaration(NamedTuple):
         axis_sizes: Ranks along each.
         cuts: In the order in which they apply.
         padded_shape: The shape that is cut, where it is larger than the whole tensor.
-        is_exact: Whether the cuts, and the rows that ranks list, tell what each rank holds: not
-            of the parts of a fused tensor that other cuts go through.
+        is_exact: Whether the cuts, and the rows that ranks list, determine what each rank holds.
+            Not for parts of a fused tensor that other cuts go through.
     """
 
     axis_names: tuple[str | None, ...] = ()

@@ -164,7 +164,7 @@ def holding_of(
 
 
 def sent_holding(plan: LocalPlan, tables: Sequence[KeyTable]) -> Holding:
-    """Return what a plan tells of what its rank holds: no values, keys in table order.
+    """Return what a plan shows of its rank's holding: no values, keys in table order.
 
     Args:
         plan: The plan.
@@ -172,15 +172,15 @@ def sent_holding(plan: LocalPlan, tables: Sequence[KeyTable]) -> Holding:
     """
     keys = [
         Held(fqn, None, None, table, group, position)
-        for table, known in enumerate(tables)
-        for group in range(len(known.groups))
-        for position, fqn in enumerate(known.keys(group))
+        for table, key_table in enumerate(tables)
+        for group in range(len(key_table.groups))
+        for position, fqn in enumerate(key_table.keys(group))
     ]
     return Holding(list(tables), sent_boxes(plan, tables), keys)
 
 
 def sent_boxes(plan: LocalPlan, tables: Sequence[KeyTable]) -> list[list[tuple[Box, ...]]]:
-    """Return the boxes that a plan tells of, per table and group."""
+    """Return the boxes in a plan, per table and group."""
     flat: list[int] = unpacked_ints(plan.boxes).tolist()
     at = sum(len(table.groups) for table in tables)
     counts = iter(flat[:at])

@@ -110,7 +110,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             rank holds on the others.
 
     Raises:
-        PlacementError: An option that there is not.
+        PlacementError: An option with an unknown value.
     """
 
     state_dict = _OfSave()
@@ -197,7 +197,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         rank, save = global_rank(), self._save
         with quiet_gc():
             save.place(self.rules, self.rename, rank, flat=self.flatten_state_dict)
-            told = save.local_plan(
+            local_plan = save.local_plan(
                 rank=rank,
                 world=known_world_size() or 1,
                 rules=self.rules,
@@ -209,7 +209,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 lookup=self.lookup_object,
             )
         items = LazyItems(partial(all_items, save.holding))
-        save.plan = SavePlan(items, planner_data=told)  # type: ignore[arg-type]
+        save.plan = SavePlan(items, planner_data=local_plan)  # type: ignore[arg-type]
         return save.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -232,14 +232,14 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 if alone and not self.is_coordinator
                 else ()
             )
-            made = coordinator.plan(
+            world_plan = coordinator.plan(
                 left=left, lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
             )
             if not alone:
                 ranks = [plan.rank for plan in coordinator.plans]
                 tables = coordinator.cohorts.tables
-                made.faults += numbering_faults(ranks, coordinator.statements, tables)
-            save.report = self._judge(made, coordinator.statements)
+                world_plan.faults += numbering_faults(ranks, coordinator.statements, tables)
+            save.report = self._judge(world_plan, coordinator.statements)
             assignments = self._with_shadows(coordinator, alone)
             # What a writer put into a local plan stays in it: without collectives, its file names.
             save.global_plan = [
@@ -247,7 +247,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 for plan, assignment in zip(all_plans, assignments, strict=True)
             ]
             save.metadata = Metadata(
-                dict(made.metadata), planner_data=self._planner_data(coordinator, assignments)
+                dict(world_plan.metadata), planner_data=self._planner_data(coordinator, assignments)
             )
         return save.global_plan, save.metadata
 
@@ -280,9 +280,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             if (record := id_data(write_item.index)) is not None:
                 return record
-            made = self._save.objects.get(write_item.index.fqn)
-            if made is not None:
-                return io.BytesIO(made.getbuffer())
+            pickled = self._save.objects.get(write_item.index.fqn)
+            if pickled is not None:
+                return io.BytesIO(pickled.getbuffer())
         return super().resolve_data(write_item)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -299,27 +299,27 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     def _with_shadows(self, coordinator: Coordinator, alone: bool) -> Sequence[Assignment]:
         """Return the assignments with what they say of shadows."""
-        assignments = coordinator.made.assignments
+        assignments = coordinator.world_plan.assignments
         if self.shadows is None or alone:
             return assignments
         unlike = unlike_objects(coordinator.cohorts, coordinator.pieces.all, self.digests)
         shadowing = Shadowing(self.shadows, unlike)
         return [dataclasses.replace(one, shadows=shadowing) for one in assignments]
 
-    def _judge(self, made: WorldPlan, statements: Sequence[Statement]) -> SaveReport:
-        """Return the report; refuse what cannot be saved, and warn of what ought to be known."""
-        faults = list(made.faults)
-        notes = [*made.notes, *_merged_notes(statements)]
-        if made.uncompared:
-            notes.append(_uncompared(made.uncompared))
-        (faults if self.on_conflict == "error" else notes).extend(made.conflicts)
+    def _judge(self, world_plan: WorldPlan, statements: Sequence[Statement]) -> SaveReport:
+        """Return the report; refuse what cannot be saved, and warn of notes."""
+        faults = list(world_plan.faults)
+        notes = [*world_plan.notes, *_merged_notes(statements)]
+        if world_plan.uncompared:
+            notes.append(_uncompared(world_plan.uncompared))
+        (faults if self.on_conflict == "error" else notes).extend(world_plan.conflicts)
         ranks = len(statements)
-        report = summarise(made, statements, self.waive)
-        # A rank that plans alone does not know what the patterns match on others.
+        report = summarise(world_plan, statements, self.waive)
+        # A rank that plans alone cannot see what the patterns match on others.
         alone = ranks == 1 and world_size() > 1
         if report.unmatched and not alone:
-            # Told with the faults, too: a pattern with a slip in it is the likely cause of them.
-            (faults or notes).append(_unmatched(report.unmatched, made))
+            # Listed with the faults, too: a mistake in a pattern is their likely cause.
+            (faults or notes).append(_unmatched(report.unmatched, world_plan))
         raise_faults("the ranks' plans do not make a checkpoint", faults)
         if 1 < ranks < world_size():
             notes.append(_too_few(ranks, world_size()))
@@ -327,7 +327,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if notes:
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
         if alone:
-            # Asked for (use_collectives=False, no_dist=True), so it is told of and not warned of.
+            # Asked for (use_collectives=False, no_dist=True): logged, no warning.
             logger.info("%s", _alone(world_size()))
             report.warnings += (str(_alone(world_size())),)
         return report
@@ -340,8 +340,10 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if self.flatten_state_dict:
             for table in cohorts.tables:
                 data.update(table.paths_of_keys())
-        told = identity(assignments[0].save_id, world_size=len(assignments), step=self.step)
-        told |= cuts_and_renames(cohorts, coordinator.statements, coordinator.made.metadata)
+        provenance = identity(assignments[0].save_id, world_size=len(assignments), step=self.step)
+        provenance |= cuts_and_renames(
+            cohorts, coordinator.statements, coordinator.world_plan.metadata
+        )
         if self.digests == "full" or self.shadows is not None:
             options = {
                 "digests": self.digests,
@@ -350,12 +352,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 "flatten_state_dict": self.flatten_state_dict,
                 "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
             }
-            told |= making(cohorts, coordinator.statements, options)
+            provenance |= making(cohorts, coordinator.statements, options)
             if self.digests == "full":
-                told["digests"] = written_digests(cohorts, assignments)
+                provenance["digests"] = written_digests(cohorts, assignments)
             if self.shadows is not None:
-                told["shadows"] = all_packs(cohorts, assignments)
-        data[RESERVED_KEY] = told
+                provenance["shadows"] = all_packs(cohorts, assignments)
+        data[RESERVED_KEY] = provenance
         return data
 
 
@@ -428,13 +430,13 @@ def _merged_notes(statements: Iterable[Statement]) -> list[Fault]:
     return list(dict.fromkeys(note for statement in statements for note in statement.notes))
 
 
-def _unmatched(patterns: Sequence[str], made: WorldPlan) -> Fault:
-    keys = [*made.keys, *made.objects]
-    told = (f"the keys are {format_names(keys, 4)}",) if keys else ()
+def _unmatched(patterns: Sequence[str], world_plan: WorldPlan) -> Fault:
+    keys = [*world_plan.keys, *world_plan.objects]
+    details = (f"the keys are {format_names(keys, 4)}",) if keys else ()
     return Fault(
         ", ".join(map(repr, patterns)),
         "no key on any rank matches",
-        (*told, "way out:     correct the pattern, or drop it"),
+        (*details, "way out:     correct the pattern, or drop it"),
     )
 
 

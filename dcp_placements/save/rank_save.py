@@ -37,19 +37,19 @@ Lookup = Callable[[MetadataIndex], Any]
 
 @dataclass
 class RankSave:
-    """What a rank knows of one save.
+    """The state of one save on one rank.
 
     Attributes:
         state_dict: Flat, with the checkpoint's keys.
         mappings: Where each key stands in the nested dict.
-        plan: The rank's plan, as far as it is made.
+        plan: The rank's local plan; after ``finish_plan`` the final one.
         global_plan: Coordinator only: the plans of all ranks.
         metadata: Coordinator only: the checkpoint's.
         placing: Its tensors' places.
         holding: What it holds, by group.
         objects: Objects as files will hold them, where they were needed before.
         packs: The keys of its shadows, by pack.
-        report: What the save comes to; None where that is not known yet.
+        report: The report on the save; None before it is made.
         renames: What the checkpoint is to keep of the rename.
         is_planned: Whether the local plan has been made.
     """
@@ -81,7 +81,7 @@ class RankSave:
             rules: The user's rules.
             rename: The user's renaming.
             rank: The global rank, for messages.
-            flat: Whether the state dict was nested, so that ``mappings`` tells of paths.
+            flat: Whether the state dict was flattened, so that ``mappings`` holds paths.
 
         Raises:
             PlacementError: Tensors and rules that do not fit, all of them in one error.

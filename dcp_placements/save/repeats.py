@@ -32,10 +32,10 @@ def repeat_faults(placed: Iterable[Placed], *, rank: int, digests: str) -> list[
         for copies in _repeated(tensor.chunks)
     ]
     pieces = [tensor.view(copy) for tensor, copies in repeats for copy in copies]
-    made = iter(map(full_digest, pieces) if digests == "full" else sampled_digests(pieces))
+    computed = iter(map(full_digest, pieces) if digests == "full" else sampled_digests(pieces))
     faults = []
     for tensor, copies in repeats:
-        contents = {digest for _, digest in zip(copies, made, strict=False)} - {None}
+        contents = {digest for _, digest in zip(copies, computed, strict=False)} - {None}
         if len(contents) > 1:
             faults.append(_fault(tensor, copies, rank))
     return faults

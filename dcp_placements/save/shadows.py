@@ -39,7 +39,7 @@ class Shadowing:
 
     Attributes:
         wanted: The bytes that a rank may write more, or patterns.
-        unlike: Keys of objects that are not the same on all ranks; None where nothing is known.
+        unlike: Keys of objects that are not the same on all ranks; None where digests are off.
     """
 
     wanted: Wanted
@@ -156,7 +156,7 @@ def pack_items(packs: Sequence[Pack], place: int) -> list[WriteItem]:
 def unlike_objects(
     cohorts: Cohorts, pieces: Sequence[Piece], digest_kind: str
 ) -> frozenset[str] | None:
-    """Return the keys of objects that differ by rank, or may; None where nothing is known."""
+    """Return the keys of objects that differ by rank, or may; None where digests are off."""
     if digest_kind == "off":
         return None
     found: set[str] = set()

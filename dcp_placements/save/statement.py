@@ -1,4 +1,4 @@
-"""What a rank says beside its keys: rules that spoke, lint, what its rename says of numbers."""
+"""What a rank sends beside its keys: rules that matched, lint, the numbering of its rename."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from dcp_placements.rules.patterns import PlacementRules, Rules, expected_patter
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What a rank says beside its keys; the same on most ranks of a pipeline stage.
+    """What a rank sends beside its keys; the same on most ranks of a pipeline stage.
 
     Attributes:
-        matched: Rules that spoke here, with the number of keys.
+        matched: Rules that matched here, with the number of keys.
         patterns: All rules there are, where they are known.
         stateless: Parameters without optimizer state where others have it.
-        notes: What is let pass here but ought to be known.
-        numbered: What its rename says of numbers of experts and layers.
+        notes: Warnings of this rank.
+        numbered: The numbers of experts and layers that its rename gives.
         renames: What the checkpoint is to keep of its rename.
         axis_sizes: Sizes of the named mesh axes that it knows of.
     """
@@ -71,7 +71,7 @@ def statement_of(
         rename: The user's renaming.
         renames: What the checkpoint is to keep of it.
         waived: Patterns of keys whose lint warnings are silenced.
-        notes: What this rank lets pass though it ought to be known.
+        notes: Other warnings of this rank.
     """
     axes = _axes(placing, rules)
     findings = unwaived(placing.placed.values(), waived, renamed=rename is not None)

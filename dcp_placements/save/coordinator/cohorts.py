@@ -161,21 +161,21 @@ class Cohorts:
         for cohort in self.cohorts:
             column = first = at_digest = at_item = 0
             for table, counts in zip(cohort.tables, cohort.counts, strict=True):
-                known = self.tables[table]
+                key_table = self.tables[table]
                 for group, count in enumerate(counts):
-                    width = 2 * len(known.groups[group].shape)
+                    width = 2 * len(key_table.groups[group].shape)
                     stop = column + count * width
                     boxes = cohort.boxes[:, column:stop].reshape(len(cohort.plans) * count, width)
                     rows = Rows(cohort, np.repeat(cohort.plans, count), boxes, first, count)
                     if (
                         count
                         and cohort.digests is not None
-                        and may_have_replicas(known.groups[group], self.world)
+                        and may_have_replicas(key_table.groups[group], self.world)
                     ):
                         nbr = self.slots(table, group, cohort.buckets).count * count
                         rows.digests = slice(at_digest, at_digest + nbr)
                         at_digest += nbr
-                    rows.items = slice(at_item, at_item + known.sizes[group] * count)
+                    rows.items = slice(at_item, at_item + key_table.sizes[group] * count)
                     found[table][group].rows.append(rows)
                     column, first, at_item = stop, first + count, rows.items.stop
         return found
@@ -183,11 +183,11 @@ class Cohorts:
     def slots(self, table: int, group: int, buckets: int) -> Slots:
         """Return which keys of a group have digests of their own."""
         key = table, group, buckets
-        known = self._slots.get(key)
-        if known is None:
+        slots = self._slots.get(key)
+        if slots is None:
             numbered = self.tables[table].numbered_of(group)
-            known = self._slots[key] = Slots(numbered, buckets)
-        return known
+            slots = self._slots[key] = Slots(numbered, buckets)
+        return slots
 
     @cached_property
     def _slots(self) -> dict[tuple[int, int, int], Slots]:

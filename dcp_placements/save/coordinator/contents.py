@@ -56,7 +56,7 @@ def differing_keys(cohorts: Cohorts, piece: Piece, cover: Cover) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Suspects:
-    """Keys of which one or more differ; which, their folded digests do not tell.
+    """Keys of which one or more differ; folded digests do not show which.
 
     Attributes:
         fqns: The keys.
@@ -174,9 +174,11 @@ def _own_columns(cohorts: Cohorts, piece: Piece, positions: Sequence[int]) -> Di
             if rows.digests is not None:
                 slots = cohorts.slots(source.table, source.group, rows.cohort.buckets)
                 slot_of = {at: slot for slot, at in enumerate(slots.own)}
-                known = [slot_of.get(source.positions[position], -1) for position in positions]
-                here = [column for column, slot in enumerate(known) if slot >= 0]
-                columns[:, here] = _by_row(rows, slots.count)[:, [known[c] for c in here]]
+                slot_numbers = [
+                    slot_of.get(source.positions[position], -1) for position in positions
+                ]
+                here = [column for column, slot in enumerate(slot_numbers) if slot >= 0]
+                columns[:, here] = _by_row(rows, slots.count)[:, [slot_numbers[c] for c in here]]
             found.append(columns)
     return np.concatenate(found)
 
@@ -215,7 +217,7 @@ def differing_objects(cohorts: Cohorts, piece: Piece) -> list[str]:
         unlike = (table != table[0]).any(axis=(0, 2))
         return [fqn for fqn, other in zip(piece.fqns, unlike.tolist(), strict=True) if other]
     own = _own_columns(cohorts, piece, range(len(piece.fqns)))
-    # Of an object that cannot be pickled nothing is known; of a folded one, what its buckets tell.
+    # An object that cannot be pickled has no digest; a folded one has that of its buckets.
     unlike = (own != own[0]).any(axis=0) | (
         (own == 0).any(axis=0) & ~_buckets_equal(cohorts, piece)
     )

@@ -1,4 +1,4 @@
-"""What speaks against a save, in words: ranks that do not agree, holes, overlaps, conflicts."""
+"""The text of what refuses a save: ranks that do not agree, holes, overlaps, conflicts."""
 
 from __future__ import annotations
 
@@ -158,11 +158,11 @@ class Faults:
         """Return that an object differs between ranks."""
         claims = self.claims(piece, position)
         groups = _by_digest([one for held in claims.boxes.values() for one in held])
-        told = "; ".join(self._ranks(plans) for plans in list(groups.values())[:4])
+        holders = "; ".join(self._ranks(plans) for plans in list(groups.values())[:4])
         more = f" and {len(groups) - 4} more groups" if len(groups) > 4 else ""
         return Fault(
             claims.fqn,
-            f"this object differs between {told}{more}; one of them is kept",
+            f"this object differs between {holders}{more}; one of them is kept",
             ("way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",),
         )
 
@@ -220,12 +220,12 @@ class Faults:
             )
         shapes, dtypes = claims.by("shape"), claims.by("dtype")
         if len(shapes) > 1:
-            told = "; ".join(f"{shape} on {self._ranks(plans)}" for shape, plans in shapes.items())
-            headline = f"the ranks do not agree on the shape of the whole tensor: {told}"
+            text = "; ".join(f"{shape} on {self._ranks(plans)}" for shape, plans in shapes.items())
+            headline = f"the ranks do not agree on the shape of the whole tensor: {text}"
             details = self._shape_details(claims, list(shapes))
         else:
-            told = "; ".join(f"{dtype} on {self._ranks(plans)}" for dtype, plans in dtypes.items())
-            headline = f"the ranks do not agree on its dtype: {told}"
+            text = "; ".join(f"{dtype} on {self._ranks(plans)}" for dtype, plans in dtypes.items())
+            headline = f"the ranks do not agree on its dtype: {text}"
             details = ["way out:     cast it to one dtype on all ranks before saving"]
         return Fault(claims.fqn, headline, (*details, *self._rule_lines(claims)))
 
@@ -235,8 +235,8 @@ class Faults:
             largest = tuple(map(max, zip(*shapes, strict=True)))
             holes = uncovered(Box((0,) * len(largest), largest), list(claims.boxes))
             if holes:
-                told = ", ".join(format_box(hole, largest) for hole in holes)
-                details.append(f"nobody holds {told} of {largest}")
+                text = ", ".join(format_box(hole, largest) for hole in holes)
+                details.append(f"nobody holds {text} of {largest}")
         if any(self._rules_of(claims)):
             return [
                 *details,
@@ -257,7 +257,7 @@ class Faults:
     def _overlap(
         self, claims: Claims, shape: tuple[int, ...], crossing: Sequence[tuple[Box, Box]]
     ) -> Fault:
-        told = [
+        claimed = [
             f"{format_box(box, shape)} by {self._claimants(claims, box)}"
             for box in dict.fromkeys(box for pair in crossing[:2] for box in pair)
         ]
@@ -265,7 +265,7 @@ class Faults:
             claims.fqn,
             f"ranks claim parts of {shape} that overlap without being the same",
             (
-                *(f"claimed:     {line}" for line in told),
+                *(f"claimed:     {line}" for line in claimed),
                 "likely:      the same name is sharded on some ranks and whole, or cut otherwise, "
                 "on others",
                 "way out:     one placement for this name on all ranks, or a name of its own for "
@@ -294,9 +294,9 @@ class Faults:
             axes = [name for name, size in self._axis_sizes().items() if size == factor]
             # Of several, those along which the ranks that lack the key stand elsewhere.
             axes = [name for name in axes if self._apart(name, having, lacking)] or axes
-            told = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
-            details.append(f"likely:      {factor} times too little is held{told}")
-        listed = any(cut.parts == ROWS for known in claims.groups for cut in known.declared.cuts)
+            text = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
+            details.append(f"likely:      {factor} times too little is held{text}")
+        listed = any(cut.parts == ROWS for group in claims.groups for cut in group.declared.cuts)
         details += self._hole_advice(claims.fqn, listed)
         return Fault(
             claims.fqn,
@@ -404,15 +404,19 @@ class Faults:
 
     def _positions(self, plans: Sequence[int], names: Sequence[str]) -> str:
         """Return where ranks stand along axes on which they all stand at one position."""
-        told = [f"{name}={self._coordinate(plans[0])[name]}" for name in names]
-        return f" ({', '.join(told)})" if told else ""
+        positions = [f"{name}={self._coordinate(plans[0])[name]}" for name in names]
+        return f" ({', '.join(positions)})" if positions else ""
 
     def _coordinate(self, plan: int) -> dict[str, int]:
         names = self.statements[plan].axis_sizes
         return dict(zip(names, self.plans[plan].coordinate, strict=True))
 
     def _axis_sizes(self) -> dict[str, int]:
-        return {name: size for told in self.statements for name, size in told.axis_sizes.items()}
+        return {
+            name: size
+            for statement in self.statements
+            for name, size in statement.axis_sizes.items()
+        }
 
     def _apart(self, name: str, some: Sequence[int], others: Sequence[int]) -> bool:
         """Whether two sets of plans stand at different positions of an axis."""
@@ -433,8 +437,8 @@ class Faults:
         return found
 
     def _rule_lines(self, claims: Claims) -> list[str]:
-        told = sorted(rule or "no rule" for rule in self._rules_of(claims))
-        return [f"by rule:     {', '.join(told)}"]
+        rules = sorted(rule or "no rule" for rule in self._rules_of(claims))
+        return [f"by rule:     {', '.join(rules)}"]
 
 
 def _one_or_more(fqns: Sequence[str]) -> Iterable[str]:

@@ -1,8 +1,8 @@
 """The coordinator's work: proof, comparison, assignment and metadata, piece by piece.
 
 The boxes of all ranks that have a piece stand side by side in one integer array: equal boxes are
-replicas, the different ones must tile the whole. What a rank is told is, per piece and box, the run
-of keys that it writes.
+replicas, the different ones must tile the whole. The answer to a rank is, per piece and box,
+the run of keys that it writes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WorldPlan:
             the ranks that hold them have other keys beside them.
         faults: What cannot be saved.
         conflicts: Replicas that differ.
-        notes: What is saved but ought to be known.
+        notes: What is saved with a warning.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
@@ -77,23 +77,23 @@ class Coordinator:
         complete: Whether the plans are all there are.
 
     Attributes:
-        made: What they come to.
+        world_plan: The plan that they make.
         statements: What each rank says beside its keys.
     """
 
     def __init__(self, plans: Sequence[LocalPlan], *, world: int, complete: bool) -> None:
         self.plans = plans
         self.complete = complete
-        self.made = WorldPlan()
-        known: dict[bytes, Statement] = {}
+        self.world_plan = WorldPlan()
+        unpacked: dict[bytes, Statement] = {}
         for plan in plans:
-            if plan.statement not in known:
-                known[plan.statement] = Statement.unpacked(plan.statement)
-        self.statements = [known[plan.statement] for plan in plans]
+            if plan.statement not in unpacked:
+                unpacked[plan.statement] = Statement.unpacked(plan.statement)
+        self.statements = [unpacked[plan.statement] for plan in plans]
         self.cohorts = Cohorts(plans, world)
         self.pieces = Pieces()
         self.covers: list[Cover] = []
-        self._known_covers: dict[tuple[bytes, bytes, tuple[int, ...]], tuple[Cover, bool]] = {}
+        self._cover_memo: dict[tuple[bytes, bytes, tuple[int, ...]], tuple[Cover, bool]] = {}
 
     def plan(
         self, *, left: Collection[str] = (), lowest_rank: bool = False, save_id: bytes = b""
@@ -106,29 +106,29 @@ class Coordinator:
             save_id: Names the save.
         """
         self.check(left)
-        if not self.made.faults:
+        if not self.world_plan.faults:
             self.describe(left)
             self.assign(lowest_rank=lowest_rank, left=left, save_id=save_id)
-        return self.made
+        return self.world_plan
 
     def check(self, left: Collection[str] = ()) -> None:
         """Prove that the plans make a checkpoint, and compare replicas."""
         unlike = self._unlike_digests()
         if unlike is not None:
-            self.made.faults.append(unlike)
+            self.world_plan.faults.append(unlike)
             return
         self.pieces = pieces_of(self.cohorts, left)
         faults = Faults(self.cohorts, self.statements, self.complete)
         for piece in self.pieces.all:
             disagreement = faults.disagreement(piece)
             if disagreement:
-                self.made.faults += disagreement
+                self.world_plan.faults += disagreement
                 self.covers.append(_NOTHING)
                 continue
             cover, whole = self._cover(piece)
             self.covers.append(cover)
             if not whole:
-                self.made.faults += faults.tiling(piece)
+                self.world_plan.faults += faults.tiling(piece)
             self._compare(piece, cover, faults)
         self._compare_buckets(faults)
 
@@ -138,10 +138,10 @@ class Coordinator:
             kinds.setdefault(plan.digest_kind, []).append(plan.rank)
         if len(kinds) < 2:
             return None
-        told = "; ".join(f"{kind!r} on {format_ranks(ranks)}" for kind, ranks in kinds.items())
+        text = "; ".join(f"{kind!r} on {format_ranks(ranks)}" for kind, ranks in kinds.items())
         return Fault(
             "this save",
-            f"the ranks do not agree on digests=: {told}",
+            f"the ranks do not agree on digests=: {text}",
             ("way out:     give every rank's PlacementSavePlanner the same options",),
         )
 
@@ -150,25 +150,25 @@ class Coordinator:
         shape = piece.group.shape
         # A function of these values; most pieces lie like another one.
         key = (plans.tobytes(), boxes.tobytes(), shape)
-        known = self._known_covers.get(key)
-        if known is None:
+        result = self._cover_memo.get(key)
+        if result is None:
             cover = cover_of(plans, boxes, shape)
             whole = makes_whole(cover, shape, complete=self.complete)
-            known = self._known_covers[key] = cover, whole
-        return known
+            result = self._cover_memo[key] = cover, whole
+        return result
 
     def _compare(self, piece: Piece, cover: Cover, faults: Faults) -> None:
-        made, group = self.made, piece.group
+        world_plan, group = self.world_plan, piece.group
         box = held_beside_its_own(self.cohorts, piece, cover)
         if box is not None and 0 not in group.shape:
-            made.faults.append(faults.same_coordinate(piece, cover, box))
+            world_plan.faults.append(faults.same_coordinate(piece, cover, box))
             return
-        made.uncompared += uncompared(self.cohorts, piece, cover)
+        world_plan.uncompared += uncompared(self.cohorts, piece, cover)
         for position in differing_keys(self.cohorts, piece, cover):
             if group.kind == OBJECT:
-                made.notes.append(faults.object_note(piece, position))
+                world_plan.notes.append(faults.object_note(piece, position))
             else:
-                made.conflicts.append(faults.conflict(piece, position))
+                world_plan.conflicts.append(faults.conflict(piece, position))
 
     def _compare_buckets(self, faults: Faults) -> None:
         for table, groups in enumerate(self.cohorts.groups):
@@ -181,14 +181,14 @@ class Coordinator:
                 cover = cover_of(plans, boxes, group.shape)
                 for suspects in differing_buckets(self.cohorts, table, number, cover):
                     if group.kind == OBJECT:
-                        self.made.notes.append(faults.object_suspicion(suspects))
+                        self.world_plan.notes.append(faults.object_suspicion(suspects))
                     else:
-                        self.made.conflicts.append(faults.suspicion(suspects))
+                        self.world_plan.conflicts.append(faults.suspicion(suspects))
 
     def describe(self, left: Collection[str] = ()) -> None:
         """Make the metadata and the report of all keys."""
-        made = self.made
-        known: dict[tuple[Any, ...], ChunkStorageMetadata] = {}
+        world_plan = self.world_plan
+        memo: dict[tuple[Any, ...], ChunkStorageMetadata] = {}
         lists: dict[tuple[tuple[int, ...], bytes], list[ChunkStorageMetadata]] = {}
         for piece, cover in zip(self.pieces.all, self.covers, strict=True):
             if piece.fqns[0] in left:
@@ -197,17 +197,17 @@ class Coordinator:
             having = np.unique(np.concatenate(list(ranks.values())))
             if len(having) < len(self.plans):
                 partial = tuple([self.plans[at].rank for at in having.tolist()])
-                made.partial.update(dict.fromkeys(piece.fqns, partial))
+                world_plan.partial.update(dict.fromkeys(piece.fqns, partial))
             group = piece.group
             if group.kind == OBJECT:
-                made.metadata.update({fqn: BytesStorageMetadata() for fqn in piece.fqns})
-                made.objects += piece.fqns
+                world_plan.metadata.update({fqn: BytesStorageMetadata() for fqn in piece.fqns})
+                world_plan.objects += piece.fqns
                 continue
             # Without their shape, no boxes are the same bytes as that of a scalar.
             key = cover.boxes.shape, cover.boxes.tobytes()
             chunks = lists.get(key)
             if chunks is None:
-                chunks = lists[key] = _chunks(cover, known)
+                chunks = lists[key] = _chunks(cover, memo)
             stored = TensorStorageMetadata(
                 tensor_properties(group), torch.Size(group.shape), chunks
             )
@@ -215,11 +215,11 @@ class Coordinator:
             unique = prod(group.shape) if self.complete else int(numel.sum())
             held = int(numel[cover.box_of].sum())
             report = key_report(group.shape, group.dtype, len(chunks), unique, held)
-            made.metadata.update(dict.fromkeys(piece.fqns, stored))
-            made.keys.update(dict.fromkeys(piece.fqns, report))
+            world_plan.metadata.update(dict.fromkeys(piece.fqns, stored))
+            world_plan.keys.update(dict.fromkeys(piece.fqns, report))
 
     def assign(self, *, lowest_rank: bool, left: Collection[str], save_id: bytes) -> None:
-        """Tell every rank what it writes."""
+        """Assign to every rank what it writes."""
         runs = self._runs(lowest_rank, left)
         writes = np.zeros(len(self.plans), bool)
         for piece_runs, cover in zip(runs, self.covers, strict=True):
@@ -240,11 +240,11 @@ class Coordinator:
                     pieces=pieces,
                     writers=int(writes.sum()),
                     in_chunks=in_chunks,
-                    objects=tuple(self.made.objects[:_MOST_TOLD]),
+                    objects=tuple(self.world_plan.objects[:_MOST_NAMED]),
                     save_id=save_id,
                     place=plan,
                 )
-        self.made.assignments = [one for one in assignments if one is not None]
+        self.world_plan.assignments = [one for one in assignments if one is not None]
 
     def _runs(self, lowest_rank: bool, left: Collection[str]) -> list[Ints]:
         """Return for each piece, by row, the run of keys that the rank writes of the box."""
@@ -341,24 +341,24 @@ class Coordinator:
                     if inside > 1:
                         found.append((piece.fqns[position], self.plans[most].rank, inside))
                         break
-            if len(found) == _MOST_TOLD:
+            if len(found) == _MOST_NAMED:
                 break
         return tuple(found)
 
 
-_MOST_TOLD = 8
+_MOST_NAMED = 8
 _NO_INTS = np.zeros(0, np.int64)
 _NOTHING = Cover(np.zeros((0, 0), np.int64), _NO_INTS, _NO_INTS, _NO_INTS, np.zeros(1, np.int64))
 
 
 def _chunks(
-    cover: Cover, known: dict[tuple[Any, ...], ChunkStorageMetadata]
+    cover: Cover, memo: dict[tuple[Any, ...], ChunkStorageMetadata]
 ) -> list[ChunkStorageMetadata]:
     """Return torch's form of the boxes; equal ones of all pieces are one object."""
-    made = []
+    chunks = []
     for box in cover.as_boxes():
-        chunk = known.get(box)
+        chunk = memo.get(box)
         if chunk is None:
-            chunk = known[box] = chunk_metadata(box)
-        made.append(chunk)
-    return made
+            chunk = memo[box] = chunk_metadata(box)
+        chunks.append(chunk)
+    return chunks

@@ -1,4 +1,4 @@
-"""What a checkpoint is told of its making: rules, rows that ranks listed, digests."""
+"""What a checkpoint keeps of its save: cuts and renames, rules, rows that ranks list, digests."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def cuts_and_renames(
 
 
 def _saved_cuts(declared: Declaration) -> Cuts:
-    """Return declared cuts by the names of their axes; none where they do not tell all."""
+    """Return declared cuts by the names of their axes; none where they are not exact."""
     if not declared.is_exact:
         return ()
     found = []
     for cut in declared.cuts:
-        # Rows of no axis are a stack's, told apart by name.
+        # Rows of no axis are those of a stack, which names identify.
         name = None if cut.axis < 0 else declared.axis_names[cut.axis]
         size = 1 if cut.axis < 0 else declared.axis_sizes[cut.axis]
         if cut.parts == ROWS:
@@ -92,7 +92,9 @@ def making(
                         for fqn in table.keys(group):
                             row_maps.setdefault(fqn, {})[cohorts.plans[at].rank] = rows
     return {
-        "axes": {name: size for told in statements for name, size in told.axis_sizes.items()},
+        "axes": {
+            name: size for statement in statements for name, size in statement.axis_sizes.items()
+        },
         "rules": rules,
         "options": dict(options),
         "row_maps": row_maps,

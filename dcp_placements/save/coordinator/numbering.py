@@ -29,22 +29,22 @@ def numbering_faults(
         statements: What each of them says.
         tables: All key tables of the save.
     """
-    told: dict[str, dict[int, list[int]]] = {}
+    totals_of: dict[str, dict[int, list[int]]] = {}
     ranges: dict[tuple[str, str], dict[tuple[int, int], list[int]]] = {}
     for rank, statement in zip(ranks, statements, strict=True):
-        for known in statement.numbered:
-            told.setdefault(known.pattern, {}).setdefault(known.total, []).append(rank)
-            for selector, start, stop in known.ranges:
-                held = ranges.setdefault((known.pattern, selector), {})
+        for numbered in statement.numbered:
+            totals_of.setdefault(numbered.pattern, {}).setdefault(numbered.total, []).append(rank)
+            for selector, start, stop in numbered.ranges:
+                held = ranges.setdefault((numbered.pattern, selector), {})
                 held.setdefault((start, stop), []).append(rank)
-    if not told:
+    if not totals_of:
         return []
     faults = []
-    families = _Families(list(told))
+    families = _Families(list(totals_of))
     states = OptimizerStates({fqn: UNSEEN for table in tables for fqn in table.fqns})
     for table in tables:
         families.note(table.fqns, states)
-    for pattern, totals in told.items():
+    for pattern, totals in totals_of.items():
         if len(totals) > 1:
             faults.append(_totals_fault(pattern, totals))
             continue
@@ -81,8 +81,8 @@ class _Families:
                 # Up to the end of the component: layers differ in what they have inside.
                 tail = fqn[stop - 1 :].partition(".")[0]
                 family = f"{fqn[: start - 1]}{{}}{tail}"
-                known = self.found[pattern].setdefault(family, set())
-                known.add(int(match[NUMBER]))
+                numbers = self.found[pattern].setdefault(family, set())
+                numbers.add(int(match[NUMBER]))
 
 
 def _kind(family: str) -> str:
@@ -108,10 +108,10 @@ def _missing_fault(family: str, total: int, numbers: set[int], missing: Sequence
 
 
 def _totals_fault(pattern: str, totals: dict[int, list[int]]) -> Fault:
-    told = "; ".join(f"{total} on {format_ranks(ranks)}" for total, ranks in totals.items())
+    text = "; ".join(f"{total} on {format_ranks(ranks)}" for total, ranks in totals.items())
     return Fault(
         pattern,
-        f"the ranks do not agree on total=: {told}",
+        f"the ranks do not agree on total=: {text}",
         ("way out:     the number in the whole model, on every rank",),
     )
 

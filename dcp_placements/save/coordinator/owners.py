@@ -38,7 +38,7 @@ def divide(pieces: Sequence[tuple[int, int]], held: Sequence[int], limit: float)
     >>> divide([(4, 10)], [0, 0], 20)
     [[0, 2, 4]]
     >>> divide([(4, 10)], [0, 0], 100)
-    [[0, 4]]
+    [[0, 4, 4]]
     """
     largest = max((nbytes for count, nbytes in pieces if count), default=0)
     limit = max(limit, min(held) + largest)

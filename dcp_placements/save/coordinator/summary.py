@@ -13,12 +13,12 @@ from dcp_placements.save.statement import Statement
 
 
 def summarise(
-    made: WorldPlan, statements: Sequence[Statement], waived: Mapping[str, str]
+    world_plan: WorldPlan, statements: Sequence[Statement], waived: Mapping[str, str]
 ) -> SaveReport:
     """Return what all ranks together are about to save.
 
     Args:
-        made: The plan of all ranks.
+        world_plan: The plan of all ranks.
         statements: What each of them says.
         waived: Patterns whose lint warnings were silenced, with the reason.
     """
@@ -29,11 +29,11 @@ def summarise(
     patterns = dict.fromkeys(pattern for one in statements for pattern in one.patterns)
     return SaveReport(
         ranks=len(statements),
-        keys=made.keys,
-        objects=tuple(made.objects),
+        keys=world_plan.keys,
+        objects=tuple(world_plan.objects),
         rules=rules,
         unmatched=tuple(pattern for pattern in patterns if repr(pattern) not in rules),
-        partial_keys=made.partial,
+        partial_keys=world_plan.partial,
         stateless=tuple(dict.fromkeys(name for one in statements for name in one.stateless)),
         waived=dict(waived),
     )
