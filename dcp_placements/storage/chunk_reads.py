@@ -27,6 +27,7 @@ from dcp_placements.storage.copies import Packed
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart
 from dcp_placements.storage.metadata.shadow_records import packed_object
 from dcp_placements.storage.metadata.table import Starts
+from dcp_placements.storage.saved_tensors import load_saved_tensor
 from dcp_placements.storage.tensor_record import (
     CHECK_NBYTES,
     HEADS_NBYTES,
@@ -413,17 +414,14 @@ def _load(stream: Any, item: ReadItem, path: str) -> torch.Tensor:
     """Return the tensor of a record by way of ``torch.load``."""
     seekable = stream if stream.seekable() else io.BytesIO(stream.read(-1))
     try:
-        loaded = torch.load(seekable, map_location="cpu", weights_only=True)
+        return load_saved_tensor(seekable)
     except Exception as error:
         # Only the first sentence: torch goes on with advice that is not for this case.
-        said = f"torch.load:  {type(error).__name__}: {_first_sentence(error)}"
+        said = f"found:       {type(error).__name__}: {_first_sentence(error)}"
         fault = Fault(
             item.storage_index.fqn, f"what {path} holds of it is no tensor", (said, *_DAMAGED)
         )
         raise PlacementError(format_faults("the checkpoint is damaged", [fault])) from error
-    if not isinstance(loaded, torch.Tensor):
-        raise _misfit(item, (), path)
-    return loaded
 
 
 def _object(record: memoryview, packed: Packed, item: ReadItem, path: str) -> io.BytesIO:

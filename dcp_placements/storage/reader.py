@@ -45,6 +45,7 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.metadata.table import StorageTable
 from dcp_placements.storage.protocols import AfterReads, WantsReader
+from dcp_placements.storage.saved_tensors import check_stored
 
 
 class PlacementFileSystemReader(FileSystemReader):
@@ -252,6 +253,7 @@ class _Restricted:
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Pass on what ``torch.load`` accepts with ``weights_only``; planners load it without."""
         try:
+            check_stored(value)
             torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
             # Whatever a broken or hostile pickle makes of itself.

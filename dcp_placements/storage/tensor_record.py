@@ -115,7 +115,7 @@ def _parsed(head: bytes, nbytes: int) -> TensorRecord | None:
             if last != "data.pkl" or end is None:
                 return None
             told = head[start:end]
-            if not {op.name for op, _, _ in pickletools.genops(told)} <= _OPCODES:
+            if not {op.name for op, _, _ in pickletools.genops(told)} <= RECORD_OPCODES:
                 return None
             saved = _Unpickler(io.BytesIO(told)).load()
             if not isinstance(saved, _Saved):
@@ -238,7 +238,7 @@ _REBUILD = {"_rebuild_tensor_v2": _rebuild_v2, "_rebuild_tensor_v3": _rebuild_v3
 
 
 # What torch.save says of a plain tensor. Others can take memory without end, in a damaged file.
-_OPCODES = {
+RECORD_OPCODES = {
     *("PROTO", "GLOBAL", "BINPUT", "MARK", "BINUNICODE", "BINPERSID", "REDUCE", "STOP"),
     *("BININT", "BININT1", "BININT2", "LONG1", "NEWFALSE", "NEWTRUE"),
     *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),

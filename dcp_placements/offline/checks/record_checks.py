@@ -22,6 +22,7 @@ from dcp_placements.offline.checks.structure import Record
 from dcp_placements.storage.digests import full_digest
 from dcp_placements.storage.file_reads import CountedFile, FilePart
 from dcp_placements.storage.metadata.shadow_records import packed_object
+from dcp_placements.storage.saved_tensors import load_saved_tensor
 from dcp_placements.storage.tensor_record import (
     HEADS_NBYTES,
     LOCAL,
@@ -252,10 +253,7 @@ def _saved(part: FilePart, record: Record) -> torch.Tensor:
     """Return a record as it is: what a load makes of it has the dtype that the metadata say."""
     data = bytearray(record.chunk.nbytes)
     part.read_into(memoryview(data), 0)
-    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(found, torch.Tensor):
-        raise ValueError(f"it holds a {type(found).__name__}, and no tensor")
-    return found
+    return load_saved_tensor(io.BytesIO(data))
 
 
 def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.checks.verification import MEMORY_NBYTES, Progress
 from dcp_placements.offline.declared import Rename, check_picked, matcher
 from dcp_placements.offline.differences.comparing import Tally
+from dcp_placements.storage.saved_tensors import check_stored
 
 PIECE_NBYTES = 32 << 20
 
@@ -319,7 +320,9 @@ def _objects(
     values = []
     for held in data:
         try:
-            values.append(torch.load(io.BytesIO(held), map_location="cpu", weights_only=True))
+            stream = io.BytesIO(held)
+            check_stored(stream)
+            values.append(torch.load(stream, map_location="cpu", weights_only=True))
         except Exception:
             # Of any type, by what is in the pickle.
             message = "other bytes; not looked into, because torch.load takes it for unsafe"

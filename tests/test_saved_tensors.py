@@ -1,0 +1,156 @@
+"""Records that ask ``torch.load`` for more memory than they have bytes are refused before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_placements import PlacementFileSystemReader
+from dcp_placements.offline import verify
+from dcp_placements.storage.saved_tensors import check_stored, load_saved_tensor
+
+
+def saved(value: Any) -> bytes:
+    """Return what ``torch.save`` writes."""
+    held = io.BytesIO()
+    torch.save(value, held)
+    return held.getvalue()
+
+
+def rewritten(
+    data: bytes, *, pickled: bytes | None = None, method: int = zipfile.ZIP_STORED
+) -> bytes:
+    """Return a record with another pickle, or compressed."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(out, "w", method) as target:
+        for entry in source.infolist():
+            replaced = pickled is not None and entry.filename.endswith("/data.pkl")
+            target.writestr(entry.filename, pickled if replaced else source.read(entry))
+    return out.getvalue()
+
+
+class _Call:
+    def __init__(self, called: Any, *arguments: Any) -> None:
+        self.called = called, arguments
+
+    def __reduce__(self) -> Any:
+        return self.called
+
+
+def compressed() -> bytes:
+    """16 MiB of zeros in some KiB."""
+    return rewritten(saved(torch.zeros(4 << 20)), method=zipfile.ZIP_DEFLATED)
+
+
+def stride_0() -> bytes:
+    """A terabyte in 4 bytes."""
+    return saved(torch.ones(1).expand(1 << 19, 1 << 19))
+
+
+def calls(*called: Any) -> Callable[[], bytes]:
+    """A pickle that makes something of a size."""
+    return lambda: rewritten(saved(torch.ones(2)), pickled=pickle.dumps(_Call(*called), protocol=2))
+
+
+def storage_longer_than_its_entry() -> bytes:
+    """16 elements are named, and 2 are there."""
+    data = saved(torch.arange(2.0))
+    with zipfile.ZipFile(io.BytesIO(data)) as source:
+        (name,) = (name for name in source.namelist() if name.endswith("/data.pkl"))
+        pickled = source.read(name)
+    # BININT1 2: first the storage's count, then the shape.
+    assert pickled.count(b"K\x02") == 2
+    pickled = pickled.replace(b"K\x02", b"K\x10").replace(b"K\x01\x85", b"K\x02\x85")
+    return rewritten(data, pickled=pickled)
+
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "a compressed entry": compressed,
+    "stride 0": stride_0,
+    "a bytearray of a size": calls(bytearray, 1 << 24),
+    "a tensor of a size": calls(torch.Tensor, 1 << 22),
+    "a storage of a size": calls(torch.UntypedStorage, 1 << 24),
+    "a storage longer than its entry": storage_longer_than_its_entry,
+    "a dict of tensors": lambda: saved({"a": torch.ones(2)}),
+    "a deep tuple": lambda: rewritten(
+        saved(torch.ones(2)), pickled=b"\x80\x02)" + b"\x85" * 100_000 + b"."
+    ),
+    "the legacy format": lambda: pickle.dumps(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_not_one_tensor_of_its_size_never_reaches_torch_load(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = HOSTILE[name]()
+    if name != "stride 0":
+        # A view takes no memory before it is copied; it is refused after it was made.
+        monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load was called"))
+    with pytest.raises((ValueError, pickle.UnpicklingError)):
+        load_saved_tensor(io.BytesIO(data))
+
+
+PLAIN: dict[str, torch.Tensor] = {
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "conjugate": torch.arange(6).reshape(2, 3).to(torch.complex64).conj(),
+    "negative": torch.arange(4).to(torch.complex64).conj().imag.clone(),
+    "parameter": torch.nn.Parameter(torch.arange(4.0)),
+    "float8": torch.arange(6.0).reshape(2, 3).to(torch.float8_e4m3fn).t(),
+    "complex128": torch.arange(6).reshape(2, 3).to(torch.complex128).t(),
+    "empty": torch.empty(0, 3).t(),
+    "repeated within its storage": torch.arange(6.0)[:3].expand(2, 3),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_torch_saves_of_one_tensor_is_loaded(name: str) -> None:
+    tensor = PLAIN[name]
+    found = load_saved_tensor(io.BytesIO(saved(tensor)))
+    assert found.dtype == tensor.dtype
+    assert found.shape == tensor.shape
+    assert found.tolist() == tensor.tolist()
+
+
+def test_objects_are_refused_where_an_entry_is_compressed_and_else_left_alone() -> None:
+    assert check_stored(io.BytesIO(saved({"lr": 0.1}))) > 0
+    assert check_stored(io.BytesIO(pickle.dumps({"lr": 0.1}))) == 0
+    with pytest.raises(ValueError, match="compressed"):
+        check_stored(io.BytesIO(compressed()))
+
+
+@pytest.mark.parametrize("name", ["a compressed entry", "stride 0"])
+def test_a_load_and_verify_refuse_such_a_record(tmp_path: Path, name: str) -> None:
+    shape = (4 << 20,) if name == "a compressed entry" else (1 << 19, 1 << 19)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    data = HOSTILE[name]()
+    with open(tmp_path / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    ((index, info),) = metadata.storage_data.items()
+    (tmp_path / info.relative_path).write_bytes(data)
+    info.offset, info.length = 0, len(data)
+    held = metadata.state_dict_metadata["w"]
+    held.size = held.chunks[0].sizes = torch.Size(shape)
+    held.chunks[0].offsets = torch.Size([0] * len(shape))
+    metadata.storage_data = {dataclasses.replace(index, offset=held.chunks[0].offsets): info}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    report = verify(tmp_path)
+    assert [fault.kind for fault in report.faults] == ["wrong_record"]
+    if name == "a compressed entry":
+        with pytest.raises(CheckpointException, match="compressed entry"):
+            dcp.load(
+                {"w": torch.zeros(shape)},
+                storage_reader=PlacementFileSystemReader(tmp_path),
+                no_dist=True,
+            )
