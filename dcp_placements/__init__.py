@@ -11,15 +11,9 @@ if TYPE_CHECKING:
     from dcp_placements.errors import PlacementError
     from dcp_placements.load.planner import PlacementLoadPlanner
     from dcp_placements.names.keys import Parts, Row, Rows
-    from dcp_placements.names.renames import (
-        Renames,
-        Renumber,
-        Replace,
-        Split,
-        Stack,
-        Unstack,
-        contiguous,
-    )
+    from dcp_placements.names.renames import Renames
+    from dcp_placements.names.renumber import Renumber, Replace, contiguous
+    from dcp_placements.names.stacks import Split, Stack, Unstack
     from dcp_placements.placements import Placements
     from dcp_placements.report import LoadReport, SaveReport
     from dcp_placements.rules.mesh import MeshCoordinate
@@ -73,16 +67,16 @@ _HOMES = {
     "PlacementSavePlanner": "save.planner",
     "Placements": "placements",
     "Renames": "names.renames",
-    "Renumber": "names.renames",
-    "Replace": "names.renames",
+    "Renumber": "names.renumber",
+    "Replace": "names.renumber",
     "Row": "names.keys",
     "Rows": "names.keys",
     "SaveReport": "report",
-    "Split": "names.renames",
-    "Stack": "names.renames",
-    "Unstack": "names.renames",
+    "Split": "names.stacks",
+    "Stack": "names.stacks",
+    "Unstack": "names.stacks",
     "check": "save.check",
-    "contiguous": "names.renames",
+    "contiguous": "names.renumber",
 }
 
 

@@ -23,7 +23,7 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
-from dcp_placements.names.renames import renames_in_force
+from dcp_placements.names.rename_record import renames_in_force
 from dcp_placements.offline import inspect
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY
 from dcp_placements.storage.metadata.record import SaveRecord, record_of

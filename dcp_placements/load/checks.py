@@ -17,7 +17,9 @@ from dcp_placements.load.message import tensor_keys
 from dcp_placements.load.request import Policy
 from dcp_placements.load.row_checks import packed_rows
 from dcp_placements.names.keys import Rename
-from dcp_placements.names.renames import number_finder, numbering, renames_in_force
+from dcp_placements.names.numbers import number_finder
+from dcp_placements.names.rename_record import renames_in_force
+from dcp_placements.names.renames import numbering
 from dcp_placements.rules.patterns import compile_pattern
 from dcp_placements.storage.metadata.record import SavedRename, SaveRecord, cuts_of, record_of
 

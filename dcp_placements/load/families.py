@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.names.numbers import NUMBER, number_finder
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.names.renames import NUMBER, number_finder
 from dcp_placements.storage.metadata.record import SavedRename, SaveRecord
 
 NUMBERING = ("Renumber", "Unstack", "function")

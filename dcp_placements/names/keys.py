@@ -220,8 +220,8 @@ def _add_row(
     """Take in one row, if its key is one of rows."""
     beyond = [one for one in row.rows if not 0 <= one.index < one.total]
     if beyond:
-        told = ", ".join([f"row {one.index} of {one.total}" for one in beyond])
-        faults.append(Fault(held[0], f"rename() gave {told} for it"))
+        rows = ", ".join([f"row {one.index} of {one.total}" for one in beyond])
+        faults.append(Fault(held[0], f"rename() gave {rows} for it"))
         return True
     axes = tuple([(one.total, one.dim) for one in row.rows])
     known = renamed.get(row.fqn)

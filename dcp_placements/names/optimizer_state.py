@@ -56,7 +56,7 @@ UNSEEN = Unseen()
 
 
 class OptimizerStates:
-    """Which keys are optimizer state, told by what else there is.
+    """Which keys are optimizer state, judged by the other keys.
 
     ``<head>.state.<parameter>.<name>`` is state if a tensor's key is ``<parameter>`` or ends in
     it, and what the group holds can be state of that tensor: a tensor of as many dims (of the same

@@ -28,7 +28,7 @@ from dcp_placements.layout.sharding import Box, Intervals, Layout, LayoutError, 
 from dcp_placements.layout.tiling import format_box, tiles, uncovered
 from dcp_placements.load.reads import StoredChunks
 from dcp_placements.load.request import shape_mismatch
-from dcp_placements.names.renames import holder
+from dcp_placements.names.rename_record import holder
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.declared import MeshAxes, rules_at
 from dcp_placements.offline.rehearsed_record import RehearsedRecord

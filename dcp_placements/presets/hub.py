@@ -11,7 +11,9 @@ module's names all the same.
 
 from __future__ import annotations
 
-from dcp_placements.names.renames import Renames, Replace, Split, Unstack
+from dcp_placements.names.renames import Renames
+from dcp_placements.names.renumber import Replace
+from dcp_placements.names.stacks import Split, Unstack
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> Renames:

@@ -15,7 +15,7 @@ from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import PlacementError, raise_faults
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.keys import Path, Rename, checkpoint_path, rename_keys
-from dcp_placements.names.renames import Step, renames_in_force
+from dcp_placements.names.rename_record import Step, renames_in_force
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.content_digests import Objects, add_digests

@@ -14,7 +14,9 @@ from dcp_placements.bind.placing import Placing
 from dcp_placements.errors import Fault
 from dcp_placements.names.keys import Rename
 from dcp_placements.names.optimizer_state import stateless_parameters
-from dcp_placements.names.renames import Numbered, Step, numbering
+from dcp_placements.names.rename_record import Step
+from dcp_placements.names.renames import numbering
+from dcp_placements.names.renumber import Numbered
 from dcp_placements.rules.mesh import MeshNumbers
 from dcp_placements.rules.patterns import PlacementRules, Rules, expected_patterns
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.names.numbers import NUMBER, number_finder
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.names.renames import NUMBER, number_finder
 from dcp_placements.save.key_table import KeyTable
 from dcp_placements.save.statement import Statement
 

@@ -1,0 +1,35 @@
+"""Patterns with a number in them: where the number of an expert or a layer stands in a key."""
+
+from __future__ import annotations
+
+import re
+
+from dcp_placements.errors import PlacementError
+from dcp_placements.rules.patterns import compile_pattern
+
+NUMBER = "number"
+"""The group of a compiled pattern that the number is in."""
+
+
+def check_one_number(pattern: str) -> None:
+    if re.findall(r"\{(\w*)\}", pattern) != [""]:
+        raise PlacementError(
+            f"pattern {pattern!r} must have one {{}} where the number stands, as in 'experts.{{}}'"
+        )
+
+
+def number_finder(pattern: str) -> re.Pattern[str]:
+    """Return what finds the number of ``pattern`` in ``"." + key``, as its group ``NUMBER``."""
+    named = re.findall(r"\{(\w+)\}", pattern)
+    return compile_with_number(pattern, named[0] if named else None)
+
+
+def compile_with_number(pattern: str, selector: str | None) -> re.Pattern[str]:
+    # The placeholders pass through compile_pattern as characters that it leaves alone.
+    plain = pattern.replace("{}", "\0")
+    if selector is not None:
+        plain = plain.replace(f"{{{selector}}}", "\1")
+    regex = compile_pattern(plain).pattern
+    # Beside a * of the same component the number is all of the digits.
+    regex = regex.replace("\0", rf"(?<!\d)(?P<{NUMBER}>\d+)(?!\d)")
+    return re.compile(regex.replace("\1", "(?P<by>[^.]+)"))

@@ -1,0 +1,189 @@
+"""Renames that change the tensors: a stack of many, the rows of one, the parts of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dcp_placements.errors import PlacementError
+from dcp_placements.names.keys import Parts, Renamed, RenameError, Row, Rows
+from dcp_placements.names.numbers import NUMBER, check_one_number, compile_with_number
+from dcp_placements.names.renumber import ReadyRename, replace_run
+from dcp_placements.rules.patterns import compile_pattern
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Stack(ReadyRename):
+    """Stores tensors that differ by a number in their names as one, with a dim more.
+
+    >>> Stack("experts.{}.w*", total=8)("layers.0.experts.5.w1.weight")
+    Row(fqn='layers.0.experts.w1.weight', index=5, total=8, dim=0, within=())
+
+    The numbers are those of the whole: ``Renumber`` comes first. Scalars (``step``) become a tensor
+    ``[total]``; objects (``lr``) must be equal and are stored once.
+
+    A ``Stack`` behind another stacks what that one makes: that of the experts, then that of the
+    layers gives a tensor ``[layers, experts, ...]``. A rank may have other experts of each layer.
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number.
+        total: How many rows there are.
+        dim: The dim of the stacked tensor that they lie along.
+
+    Raises:
+        PlacementError: A pattern without ``{}``.
+    """
+
+    pattern: str
+    total: int
+    dim: int = field(default=0, kw_only=True)
+    _regex: re.Pattern[str] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_one_number(self.pattern)
+        object.__setattr__(self, "_regex", compile_with_number(self.pattern, None))
+
+    def __call__(self, key: str) -> Renamed:
+        dotted = "." + key
+        found = self._regex.search(dotted)
+        if found is None:
+            return key
+        start, stop = found.span(NUMBER)
+        number = int(found[NUMBER])
+        if number >= self.total:
+            raise RenameError(
+                f"number {number} of {self.pattern} is beyond the {self.total} rows of the stack",
+                "way out:     total= of the whole model",
+            )
+        if dotted[start - 1] == "." and dotted[stop : stop + 1] in ("", "."):
+            start -= 1  # a component of its own goes with its dot
+        name = dotted[:start] + dotted[stop:]
+        return Row(name.removeprefix("."), number, self.total, self.dim)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} -> one tensor of {self.total} rows on dim {self.dim}"
+
+    def __repr__(self) -> str:
+        return f"Stack({self.pattern!r}, {self.total}, dim={self.dim})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Unstack(ReadyRename):
+    """Stores the rows of a tensor as tensors of their own, with a number in their names.
+
+    >>> Unstack("experts.{}.w*")("layers.0.experts.w1.weight")
+    Rows(fqn='layers.0.experts.{}.w1.weight', stacked='layers.0.experts.w1.weight', dim=0)
+
+    The rules speak of the stacked tensor, by the name that it has here. A scalar or an object of
+    its optimizer state goes to every row.
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``, with ``{}`` where the number is to
+            stand; without it, it is found in this rank's keys.
+        dim: The dim of the stacked tensor that the rows lie along.
+
+    Raises:
+        PlacementError: A pattern without ``{}``.
+    """
+
+    pattern: str
+    dim: int = field(default=0, kw_only=True)
+    _regex: re.Pattern[str] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_one_number(self.pattern)
+        # A component of its own comes with its dot; both are where the empty group stands.
+        regex = compile_pattern(self.pattern.replace("{}", "\0")).pattern
+        regex = regex.replace("\\.\0" if self._is_component else "\0", f"(?P<{NUMBER}>)")
+        object.__setattr__(self, "_regex", re.compile(regex))
+
+    @property
+    def _is_component(self) -> bool:
+        """Whether the number is a component by itself, not a part of one."""
+        return "{}" in self.pattern.split(".")
+
+    def __call__(self, key: str) -> Renamed:
+        dotted = "." + key
+        found = self._regex.search(dotted)
+        if found is None:
+            return key
+        at = found.start(NUMBER)
+        name = f"{dotted[:at]}{'.' if self._is_component else ''}{{}}{dotted[at:]}"
+        return Rows(name.removeprefix("."), key, self.dim)
+
+    def __str__(self) -> str:
+        return f"rows of dim {self.dim} -> {self.pattern}"
+
+    def __repr__(self) -> str:
+        return f"Unstack({self.pattern!r}, dim={self.dim})"
+
+
+class Split(ReadyRename):
+    """Stores the parts of a fused tensor as tensors of their own.
+
+    >>> Split("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))("layers.0.mlp.gate_up_proj")
+    Parts(fqns=('layers.0.mlp.gate_proj', 'layers.0.mlp.up_proj'), \
+whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
+
+    Behind an ``Unstack`` it splits every row. The rules speak of the fused tensor. A scalar or an
+    object of its optimizer state goes to every part.
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``; the first run that matches is replaced.
+        names: The components to put there, one per part.
+        dim: The dim that the parts lie along; behind an ``Unstack`` that of a row.
+        sizes: Of the parts, in proportion to each other: heads of q, k and v, say. By default they
+            are equal.
+        groups: How often the parts follow each other along the dim: query groups that each have
+            their own q, k and v.
+
+    Raises:
+        PlacementError: No names, or not as many sizes, or sizes or groups that count nothing.
+    """
+
+    __slots__ = ("_regex", "dim", "groups", "names", "pattern", "sizes")
+
+    def __init__(
+        self,
+        pattern: str,
+        names: Sequence[str],
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        groups: int = 1,
+    ) -> None:
+        self.pattern = pattern
+        self.names = tuple(names)
+        self.dim = dim
+        self.sizes = (1,) * len(self.names) if sizes is None else tuple(sizes)
+        self.groups = groups
+        if not self.names or len(self.sizes) != len(self.names) or min(*self.sizes, groups) < 1:
+            raise PlacementError(
+                f"parts of {pattern!r} need a name and a size from 1 on each: {self.names}, "
+                f"sizes {self.sizes}, {groups} groups"
+            )
+        self._regex = compile_pattern(pattern)
+
+    def __call__(self, key: str) -> Renamed:
+        found = self._regex.search("." + key)
+        if found is None:
+            return key
+        fqns = [replace_run(key, found, name) for name in self.names]
+        return Parts(tuple(fqns), key, self.dim, self.sizes, self.groups)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} -> {' + '.join(self.names)} of dim {self.dim}"
+
+    def __repr__(self) -> str:
+        options = f"dim={self.dim}, sizes={self.sizes}, groups={self.groups}"
+        return f"Split({self.pattern!r}, {self.names}, {options})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _make_split, (self.pattern, self.names, self.dim, self.sizes, self.groups)
+
+
+def _make_split(
+    pattern: str, names: tuple[str, ...], dim: int, sizes: tuple[int, ...], groups: int
+) -> Split:
+    return Split(pattern, names, dim=dim, sizes=sizes, groups=groups)
