@@ -9,8 +9,8 @@ the same boxes.
 Each rank's plan is made through the planner's own hooks, pickled, unpickled on the coordinator,
 planned there, and what is scattered is pickled again, as torch's collectives do; a network there is
 none. For thousands of ranks the planner makes plans of one tensor of each kind, and what they say
-is put into the plan of all tensors of another rank (compared with the real one for some ranks in
-each run; --whole-plans does without). The coordinator runs in a process of its own that has planned
+is put into the plan of all tensors of another rank (compared with the real one for a rank in each
+run; --whole-plans does without). The coordinator runs in a process of its own that has planned
 for rank 0 and nothing else. All times are CPU seconds.
 
 Stock plans are made in closed form (and compared with the real thing for some ranks) and for a part
@@ -24,13 +24,12 @@ With --json a file of
                   "scaled", "extrapolated"), tensors, planned_tensors, cpu_s (the sum of unpickle_s,
                   plan_s and pickle_s), gathered_bytes, scattered_bytes, rss_bytes (peak above the
                   start), metadata_bytes (state_dict_metadata, pickled), warnings; of ours also
-                  again_s (create_global_plan of a second save of the same) and explicit_s (what
-                  comes on top of cpu_s where a storage writer puts all items into the plans;
-                  of some ranks, multiplied up)
+                  digest_bytes (part of gathered_bytes) and explicit_s (what comes on top of cpu_s
+                  where a storage writer puts all items into the plans; of some ranks, multiplied
+                  up)
     rank          one entry per workload and ranks, per side medians over some ranks in ms:
                   local_ms, flatten_ms, local_off_ms (digests="off"), finish_ms, load_ms
-                  and reshard_ms (with the items made), local_bytes, load_bytes; of ours also
-                  again_ms and again_bytes (the local save plan of a second save of the same)
+                  and reshard_ms (with the items made), local_bytes, load_bytes
     exponents     by workload and side, of cpu_s in the ranks
     faults        what the two pairs planned differently
 """
@@ -273,9 +272,9 @@ def show_all(bench: Bench) -> None:
                     cell("cpu_s", 1, ours),
                     cell("cpu_s", 1, stock, mark),
                     _ratio(ours.get("cpu_s"), stock.get("cpu_s")),
-                    three(ours["again_s"] * 1e3) if ours else "-",
                     _ratio(_explicit_s(ours), stock.get("cpu_s")),
                     cell("gathered_bytes", ranks, ours),
+                    cell("digest_bytes", ranks, ours),
                     cell("gathered_bytes", ranks, stock, mark),
                     cell("scattered_bytes", ranks, ours),
                     cell("scattered_bytes", ranks, stock, mark),
@@ -287,8 +286,8 @@ def show_all(bench: Bench) -> None:
             )
     show(
         "Coordinator: unpickle, plan, pickle (CPU). Sent: mean bytes per rank. "
-        "Stock scaled from a part of the tensors; ~ extrapolated. Again: a second, unchanged save, "
-        "plan alone. Items: the ratio where a storage writer puts all items into the plans.",
+        "Stock scaled from a part of the tensors; ~ extrapolated. Items: the ratio where a storage "
+        "writer puts all items into the plans.",
         (
             "workload",
             "ranks",
@@ -296,9 +295,9 @@ def show_all(bench: Bench) -> None:
             "ours s",
             "stock s",
             "ratio",
-            "again ms",
             "items",
             "up B ours",
+            "digests",
             "stock",
             "down B ours",
             "stock",
@@ -322,7 +321,6 @@ def show_all(bench: Bench) -> None:
                 f"{entry['ranks']:,}",
                 *pair("local_ms"),
                 three(ours["local_off_ms"]),
-                three(ours["again_ms"]),
                 three(ours["finish_ms"]),
                 *pair("load_ms"),
                 *pair("reshard_ms"),
@@ -331,9 +329,8 @@ def show_all(bench: Bench) -> None:
             )
         )
     show(
-        "A rank: medians in CPU ms (flattening left out, as both do it alike). Again: a second, "
-        "unchanged save. "
-        "Stock load plans scaled.",
+        "A rank: medians in CPU ms (flattening left out, as both do it alike). Stock load plans "
+        "scaled.",
         (
             "workload",
             "ranks",
@@ -341,7 +338,6 @@ def show_all(bench: Bench) -> None:
             "stock",
             "ratio",
             "digests off",
-            "again",
             "finish",
             "load plan ours",
             "stock",

@@ -40,6 +40,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.save import content_digests
+from dcp_placements.save.key_table import unpacked_table
+from dcp_placements.save.local_plan import LocalPlan, unpacked_ints
 
 
 @dataclass(frozen=True)
@@ -88,15 +91,13 @@ def fake_digests() -> None:
     As many and as large as real ones; equal on all ranks. What real ones cost is in the times of
     single ranks.
     """
-    from dcp_placements import offer
 
     def made(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
         return [
             struct.pack("<Q", index * 0x9E3779B97F4A7C15 % 2**64) for index in range(len(tensors))
         ]
 
-    if hasattr(offer, "sampled_digests"):
-        offer.sampled_digests = made
+    content_digests.sampled_digests = made  # type: ignore[assignment]
 
 
 def profiled(wanted: bool, title: str, work: Callable[[], Any]) -> Any:
@@ -142,15 +143,7 @@ def _ours(
         if options.whole_plans or len(small.parameters) * 4 > len(workload.parameters):
             yield from ((rank, partial(whole.plan, rank)) for rank in members)
             continue
-        few = _Moving(small, column, memory, world, options)
-        # The first rank of a mesh may speak for all of it, and it has the lowest number.
-        if column in members:
-            yield column, partial(whole.plan, column)
-        others = [rank for rank in members if rank != column]
-        if others:
-            template = whole.plan(others[0])
-            _check_derived(few, template, whole.plan(others[-1]), others[-1])
-            yield from ((rank, partial(_derived_at, few, template, rank)) for rank in others)
+        yield from _derived(_Moving(small, column, memory, world, options), whole, members)
 
 
 class _Moving:
@@ -171,37 +164,46 @@ class _Moving:
         return self._planner.create_local_plan()
 
 
-def derived(few: Any, template: Any) -> Any:
-    """Return a rank's plan, from its plan of one tensor of each kind and another's whole plan.
+def _derived(
+    few: _Moving, whole: _Moving, ranks: Sequence[int]
+) -> Iterable[tuple[int, Callable[[], Any]]]:
+    templates: dict[bytes, Any] = {}
+    for rank in ranks:
 
-    What a rank says of itself (where it stands) it says of a few tensors as of thousands; what it
-    says of the tensors, another rank says alike. Tens of times faster than planning.
-    """
-    said, other = few.planner_data, template.planner_data
-    tables = [
-        dataclasses.replace(whole, coordinates=part.coordinates)
-        for whole, part in zip(other.tables, said.tables, strict=True)
-    ]
-    offer = dataclasses.replace(other, rank=said.rank, positions=said.positions, tables=tables)
-    return dataclasses.replace(template, planner_data=offer)
+        def make(rank: int = rank) -> Any:
+            said = few.plan(rank)
+            counts = _box_counts(said.planner_data)
+            if counts not in templates:
+                templates[counts] = whole.plan(rank)
+            return derived(said, templates[counts])
 
-
-def _derived_at(few: _Moving, template: Any, rank: int) -> Any:
-    return derived(few.plan(rank), template)
-
-
-def _check_derived(few: _Moving, template: Any, real: Any, rank: int) -> None:
-    made = derived(few.plan(rank), template)
-    if _but_digests(made.planner_data) != _but_digests(real.planner_data):
+        yield rank, make
+    last = ranks[-1]
+    said = few.plan(last)
+    made, real = derived(said, templates[_box_counts(said.planner_data)]), whole.plan(last)
+    if made.planner_data != real.planner_data:
         raise SystemExit(
             "bench: plans are not what derived() takes them for; run with --whole-plans"
         )
 
 
-def _but_digests(offer: Any) -> Any:
-    """Return what a rank says, but for digests: none where it holds nothing of a tensor."""
-    tables = [dataclasses.replace(table, digests={}) for table in offer.tables]
-    return dataclasses.replace(offer, tables=tables)
+def derived(few: Any, template: Any) -> Any:
+    """Return a rank's plan, from its plan of one tensor of each kind and another's whole plan.
+
+    Ranks with the same keys send the same key tables. Which boxes a rank holds it says of a few
+    tensors as of thousands. Tens of times faster than planning.
+    """
+    said = few.planner_data
+    made = dataclasses.replace(
+        template.planner_data, rank=said.rank, boxes=said.boxes, coordinate=said.coordinate
+    )
+    return dataclasses.replace(template, planner_data=made)
+
+
+def _box_counts(plan: LocalPlan) -> bytes:
+    """Return how many boxes a rank holds of each group: as many digests it sends of each key."""
+    groups = sum(len(unpacked_table(table).groups) for table in plan.tables)
+    return unpacked_ints(plan.boxes)[:groups].tobytes()
 
 
 def _stock(workload: Workload, ranks: Sequence[int]) -> Iterable[tuple[int, Callable[[], Any]]]:
@@ -236,7 +238,7 @@ def coordinate(
     """
     world = _World()
     world.enter(workload.ranks)
-    planner: Any = options.save_planner(enable_plan_caching=True) if ours else DefaultSavePlanner()
+    planner: Any = options.save_planner() if ours else DefaultSavePlanner()
     planner.set_up_planner(real_state_dict(workload, 0, Memory()), None, True)
     if ours:
         fake_digests()
@@ -260,13 +262,9 @@ def coordinate(
     clock.append(time.process_time())
     unpickle_s, plan_s, _, pickle_s = (b - a for a, b in pairwise(clock))
     growth = memory.growth_bytes()
-    again_s = explicit_s = None
+    explicit_s = None
     if ours:
         explicit_s = explicit_items(central, workload.ranks)
-        again = [pickle.loads(data) for data in gathered]
-        start = time.process_time()
-        planner.create_global_plan(again)
-        again_s = time.process_time() - start
         with open(results / "metadata", "wb") as file:
             pickle.dump(metadata, file)
         for rank in sample_ranks(workload.ranks, options.samples):
@@ -282,9 +280,9 @@ def coordinate(
         "unpickle_s": unpickle_s,
         "plan_s": plan_s,
         "pickle_s": pickle_s,
-        "again_s": again_s,
         "explicit_s": explicit_s,
         "gathered_bytes": sum(map(len, gathered)),
+        "digest_bytes": sum(len(plan.planner_data.digests) for plan in plans) if ours else 0,
         "largest_gathered_bytes": max(map(len, gathered)),
         "scattered_bytes": sum(map(len, scattered)),
         "rss_bytes": growth,
@@ -372,18 +370,6 @@ def as_ranks(
             note(side, "finish_ms", cpu_ms(lambda: planner.finish_plan(plan))[0])
         return plan
 
-    def save_again(rank: int, state_dict: dict[str, Any]) -> None:
-        planner = options.save_planner(enable_plan_caching=True)
-        planner.set_up_planner(state_dict, None, rank == 0)
-        planner.create_local_plan()
-        final = planner.finish_plan(pickle.loads((results / f"plan{rank}").read_bytes()))
-        for item in final.items:
-            planner.resolve_data(item)
-        planner.set_up_planner(state_dict, None, rank == 0)
-        again, plan = cpu_ms(planner.create_local_plan)
-        note("ours", "again_ms", again)
-        note("ours", "again_bytes", len(pickle.dumps(plan)))
-
     chosen = sample_ranks(workload.ranks, options.samples)
     closed = StockPlans(workload)
     for turn, rank in enumerate(chosen):
@@ -396,7 +382,6 @@ def as_ranks(
             if side == "stock" and plan != closed.plan(rank):
                 faults.append(f"{workload.name}: the stock plan of rank {rank} is not as assumed")
         save("ours", rank, state_dict, digests="off")
-        save_again(rank, state_dict)
     if options.profile:
         planner = options.save_planner()
         planner.set_up_planner(state_dict, None, False)

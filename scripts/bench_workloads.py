@@ -164,10 +164,10 @@ class Workload:
         return len(self.held(rank)) * ((3 if self.moments else 1) + self.steps)
 
     def of_each_lay(self) -> Workload:
-        """Return the first parameter of each kind, alone; with its ``step`` where there is one."""
+        """Return the first parameter of each kind alone, with its optimizer state."""
         first = {(p.lay, p.column): p for p in reversed(self.parameters)}
         kept = [p for p in self.parameters if first[p.lay, p.column] is p]
-        return dataclasses.replace(self, parameters=tuple(kept), moments=False)
+        return dataclasses.replace(self, parameters=tuple(kept))
 
     def fqns(self) -> set[str]:
         """Return the keys of the checkpoint."""
