@@ -9,9 +9,9 @@ all that the coordinator needs to compare.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,30 +31,34 @@ from dcp_placements.save.key_table import (
     path_counts,
 )
 
+T = TypeVar("T")
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 OBJECT_BOX = Box((), ())
 """An object is held as one box without dims, as a scalar is."""
 
-_SHORT_NBYTES = 512
-_MAX_U4 = (1 << 32) - 1
+_SHORT_NBYTES = 128
+_WIDTHS = {b"B": 1 << 8, b"H": 1 << 16, b"I": 1 << 32, b"q": 1 << 63}
+_COMPRESSED = b"z"
 
 
 def packed_ints(values: Sequence[int] | Ints) -> bytes:
     """Return non-negative integers as they travel; long rows of them mostly repeat themselves."""
     array = np.asarray(values, dtype=np.int64)
-    wide = bool(array.size) and int(array.max()) > _MAX_U4
-    data = array.astype("<i8" if wide else "<u4").tobytes()
+    largest = int(array.max()) if array.size else 0
+    kind = next(kind for kind, end in _WIDTHS.items() if largest < end)
+    data = array.astype("<" + kind.decode()).tobytes()
     if len(data) <= _SHORT_NBYTES:
-        return (b"R" if wide else b"r") + data
-    return (b"Z" if wide else b"z") + zlib.compress(data, 1)
+        return kind + data
+    return _COMPRESSED + kind + zlib.compress(data, 1)
 
 
 def unpacked_ints(packed: bytes) -> Ints:
     """Return the integers that were packed."""
-    kind = packed[:1]
-    data = packed[1:] if kind in b"rR" else zlib.decompress(packed[1:])
-    return np.frombuffer(data, "<i8" if kind in b"RZ" else "<u4").astype(np.int64)
+    kind, data = packed[:1], packed[1:]
+    if kind == _COMPRESSED:
+        kind, data = data[:1], zlib.decompress(data[1:])
+    return np.frombuffer(data, "<" + kind.decode()).astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -202,89 +206,110 @@ Alike = tuple[Group, tuple[Box, ...]]
 """What makes a group on one rank: what its keys have in common, and the boxes held."""
 
 
-class _Table:
-    """A key table in the making."""
+class _Group:
+    """A group in the making: its place, and its keys with their rules and path counts."""
 
-    def __init__(self) -> None:
-        self.numbers: dict[Alike, int] = {}
-        self.groups: list[list[tuple[str, int, int]]] = []
-        self.rules: dict[str, int] = {}
-        self.paths: dict[tuple[int, ...], int] = {}
+    __slots__ = ("keys", "number", "table")
 
-    def add(self, alike: Alike, fqn: str, rule: str | None, path: Path) -> tuple[int, int]:
-        """Take in a key; return its group and its position there."""
-        number = self.numbers.setdefault(alike, len(self.groups))
-        if number == len(self.groups):
-            self.groups.append([])
-        at_rule = -1 if rule is None else self.rules.setdefault(rule, len(self.rules))
-        at_path = self.paths.setdefault(path_counts(path), len(self.paths))
-        self.groups[number].append((fqn, at_rule, at_path))
-        return number, len(self.groups[number]) - 1
-
-    def finished(self) -> KeyTable:
-        keys = [key for group in self.groups for key in group]
-        return KeyTable(
-            groups=[group for group, _ in self.numbers],
-            fqns=[fqn for fqn, _, _ in keys],
-            sizes=[len(group) for group in self.groups],
-            rules=list(self.rules),
-            rule_of=[rule for _, rule, _ in keys],
-            paths=list(self.paths),
-            path_of=[path for _, _, path in keys],
-        )
+    def __init__(self, table: int, number: int) -> None:
+        self.table = table
+        self.number = number
+        self.keys: list[tuple[str, str | None, tuple[int, ...]]] = []
 
 
 class _Builder:
     def __init__(self) -> None:
-        self.tables: dict[Any, _Table] = {}
+        # Most tensors lie like another one: by all that a group is worked out from, its number.
+        self.known: dict[Any, int] = {}
+        self.numbers: dict[Alike, int] = {}
+        self.alike: list[Alike] = []
+        self.groups: dict[tuple[Any, int, bool], _Group] = {}
+        self.tables: dict[Any, list[tuple[Alike, _Group]]] = {}
         self.order: dict[Any, int] = {}
         self.keys: list[Held] = []
-        # Most tensors lie like another one: by all that a group is worked out from.
-        self.alike: dict[Any, Alike] = {}
 
     def add(self, fqn: str, value: Any, placed: Placed | None, path: Path) -> None:
-        alike = self._alike(fqn, value, placed)
-        # Keys that other ranks need not have stand apart, so that the other tables are equal on
-        # more ranks: by the mesh axes of their tensors, and by the head of the nested dict.
+        number = self._number(fqn, value, placed)
         own = placed is not None and placed.has_own_key
         head = path[0] if len(path) > 1 else fqn.partition(".")[0]
-        apart = (head, alike[0].kind, alike[0].declared.axis_names, own)
-        table = self.tables.get(apart)
-        if table is None:
-            table = self.tables[apart] = _Table()
-            self.order[apart] = len(self.order)
+        group = self.groups.get((head, number, own))
+        if group is None:
+            group = self.groups[head, number, own] = self._group(head, number, own)
         rule = None if placed is None else placed.rule
-        group, position = table.add(alike, fqn, rule, path)
-        self.keys.append(Held(fqn, value, placed, self.order[apart], group, position))
+        self.keys.append(Held(fqn, value, placed, group.table, group.number, len(group.keys)))
+        group.keys.append((fqn, rule, path_counts(path)))
+
+    def _group(self, head: Any, number: int, own: bool) -> _Group:
+        """Begin a group.
+
+        Keys that other ranks need not have stand in tables apart, so that the other tables are
+        equal on more ranks: by the mesh axes of their tensors, and by the head of the nested dict.
+        """
+        alike = self.alike[number]
+        apart = (head, alike[0].kind, alike[0].declared.axis_names, own)
+        table = self.tables.setdefault(apart, [])
+        at = self.order.setdefault(apart, len(self.order))
+        group = _Group(at, len(table))
+        table.append((alike, group))
+        return group
 
     def finished(self) -> Holding:
         tables = list(self.tables.values())
-        boxes = [[boxes for _, boxes in table.numbers] for table in tables]
-        return Holding([table.finished() for table in tables], boxes, self.keys)
+        boxes = [[alike[1] for alike, _ in table] for table in tables]
+        return Holding([_key_table(table) for table in tables], boxes, self.keys)
 
-    def _alike(self, fqn: str, value: Any, placed: Placed | None) -> Alike:
+    def _number(self, fqn: str, value: Any, placed: Placed | None) -> int:
+        """Return which of ``alike`` a value is."""
+        key: Any
         if placed is not None:
             tensor = placed.tensor
-            key = (placed.binding, len(placed.chunks), *_look(tensor))
-            found = self.alike.get(key)
-            if found is None:
-                found = self.alike[key] = _of_placed(placed)
-            return found
-        if has_hooks(value):
-            return _of_own_chunks(fqn, value)
-        if not isinstance(value, torch.Tensor):
-            return Group(OBJECT), (OBJECT_BOX,)
-        look = (value.shape, *_look(value))
-        found = self.alike.get(look)
-        if found is None:
-            shape = tuple(value.shape)
-            whole = Box((0,) * len(shape), shape)
-            found = self.alike[look] = Group(PLAIN, shape, *_look_of(value)), (whole,)
-        return found
+            look = tensor.dtype, tensor.layout, tensor.requires_grad
+            key = (placed.binding, len(placed.chunks), look)
+        elif has_hooks(value):
+            key = fqn
+        elif isinstance(value, torch.Tensor):
+            key = (value.shape, value.dtype, value.layout, value.requires_grad)
+        else:
+            key = None
+        number = self.known.get(key)
+        if number is None:
+            alike = _alike(fqn, value, placed)
+            number = self.numbers.setdefault(alike, len(self.alike))
+            if number == len(self.alike):
+                self.alike.append(alike)
+            self.known[key] = number
+        return number
 
 
-def _look(tensor: torch.Tensor) -> tuple[torch.dtype, torch.layout, bool]:
-    return tensor.dtype, tensor.layout, tensor.requires_grad
+def _key_table(groups: Sequence[tuple[Alike, _Group]]) -> KeyTable:
+    keys = [key for _, group in groups for key in group.keys]
+    rules = _numbered([rule for _, rule, _ in keys if rule is not None])
+    paths = _numbered([counts for _, _, counts in keys])
+    return KeyTable(
+        groups=[alike[0] for alike, _ in groups],
+        fqns=[fqn for fqn, _, _ in keys],
+        sizes=[len(group.keys) for _, group in groups],
+        rules=list(rules),
+        rule_of=[-1 if rule is None else rules[rule] for _, rule, _ in keys],
+        paths=list(paths),
+        path_of=[paths[counts] for _, _, counts in keys],
+    )
+
+
+def _numbered(values: Iterable[T]) -> dict[T, int]:
+    """Return the different values, numbered as they come."""
+    return {value: number for number, value in enumerate(dict.fromkeys(values))}
+
+
+def _alike(fqn: str, value: Any, placed: Placed | None) -> Alike:
+    if placed is not None:
+        return _of_placed(placed)
+    if has_hooks(value):
+        return _of_own_chunks(fqn, value)
+    if not isinstance(value, torch.Tensor):
+        return Group(OBJECT), (OBJECT_BOX,)
+    shape = tuple(value.shape)
+    return Group(PLAIN, shape, *_look_of(value)), (Box((0,) * len(shape), shape),)
 
 
 def _look_of(tensor: torch.Tensor) -> tuple[torch.dtype, str, bool]:
