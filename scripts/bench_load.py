@@ -58,6 +58,9 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
+from dcp_placements.save.key_table import OBJECT, KeyTable, unpacked_table
+from dcp_placements.save.local_plan import sent_holding
+from dcp_placements.save.shadows import packs_of
 
 SHADOWS = 4 << 20
 CASES = ("fsdp", "hsdp", "norms")
@@ -248,40 +251,33 @@ def simulated_ours(workload: Workload, path: Path, *, shadows: bool) -> dict[str
     planner.set_up_planner(real_state_dict(workload, 0, Memory()), None, True)
     planner.create_local_plan()
     plans = [pickle.loads(data) for data in read_plans([path])]
-    offers = [plan.planner_data for plan in plans]
-    tables = Tables()
-    tables.learn(offers)
+    sent = [plan.planner_data for plan in plans]
     central, _ = planner.create_global_plan(plans)
+    tables: dict[bytes, KeyTable] = {}
     owner: dict[tuple[str, Any], int] = {}
     written = [0] * workload.ranks
     wants: list[list[tuple[str, Any]]] = []
     own: list[set[tuple[str, Any]]] = []
-    for rank, (offer, plan) in enumerate(zip(offers, central, strict=True)):
-        answer = plan.planner_data
-        named = [(told.table_id, tables[told.table_id]) for told in offer.tables]
-        copied = {(pack.table, fqn) for pack in packs_of(named, answer) for fqn in pack.fqns}
+    for rank, (local, plan) in enumerate(zip(sent, central, strict=True)):
+        assignment = plan.planner_data
+        for packed in local.tables:
+            if packed not in tables:
+                tables[packed] = unpacked_table(packed)
+        holding = sent_holding(local, [tables[packed] for packed in local.tables])
+        copied = {fqn for pack in packs_of(holding, assignment) for fqn in pack.fqns}
         wants.append([])
         own.append(set())
-        for at, (told, share) in enumerate(zip(offer.tables, answer.by_table(), strict=True)):
-            table, coordinates = tables[told.table_id], unpacked_ints(told.coordinates).tolist()
-            held, start = [], 0
-            for known in table.classes:
-                stop = start + len(known.sharding.axis_sizes)
-                held.append(boxes(known, coordinates[start:stop]))
-                start = stop
-            owned = set(owned_entries(table, *share))
-            for entry, (fqn, index) in enumerate(zip(table.fqns, table.class_of, strict=True)):
-                if index == OBJECT or in_bitmap(share[1], entry):
+        for held, boxes in assignment.by_key(holding):
+            group = holding.tables[held.table].groups[held.group]
+            for box, is_owned in boxes:
+                if group.kind == OBJECT or not box.numel:
                     continue
-                numel = sum(box.numel for box in held[index])
-                if not numel:
-                    continue
-                part = fqn, held[index][0].offsets
-                if entry in owned:
+                part = held.fqn, box.offsets
+                if is_owned:
                     owner[part] = rank
-                if entry in owned or (at, fqn) in copied:
+                if is_owned or held.fqn in copied:
                     own[rank].add(part)
-                    written[rank] += numel * table.looks[table.look_of[entry]].dtype.itemsize
+                    written[rank] += box.numel * group.itemsize
                 else:
                     wants[rank].append(part)
     opened = [
