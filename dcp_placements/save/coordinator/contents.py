@@ -197,6 +197,10 @@ def _differing(columns: Digests, cover: Cover) -> np.ndarray[tuple[int, int], np
         return np.zeros((0, columns.shape[1]), bool)
     ordered = columns[cover.order]
     starts = cover.starts[:-1]
+    firsts = np.repeat(ordered[starts], np.diff(cover.starts), axis=0)
+    if np.array_equal(ordered, firsts):
+        # Nearly always, and several times faster than what follows.
+        return np.zeros((len(starts), columns.shape[1]), bool)
     highest = np.maximum.reduceat(ordered, starts)
     lowest = np.minimum.reduceat(np.where(ordered == 0, _MOST, ordered), starts)
     differing: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = lowest < highest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -14,7 +15,7 @@ from dcp_placements.layout.tiling import overlaps, tiles
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Cover:
     """The boxes of all ranks side by side.
 
@@ -39,7 +40,7 @@ class Cover:
         """Whether any box is held more than once."""
         return len(self.boxes) < len(self.ranks)
 
-    @property
+    @cached_property
     def numel(self) -> Ints:
         """Elements of each box."""
         ndim = self.boxes.shape[1] // 2

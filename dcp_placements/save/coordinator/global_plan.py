@@ -250,20 +250,22 @@ class Coordinator:
         """Return for each piece, by row, the run of keys that the rank writes of the box."""
         runs = [np.zeros((len(cover.ranks), 2), np.int64) for cover in self.covers]
         load = np.zeros(len(self.plans), np.int64)
-        shared: dict[bytes, list[tuple[int, int]]] = {}
+        shared: dict[bytes, list[tuple[int, int, int]]] = {}
         total = 0
         for at, (piece, cover) in enumerate(zip(self.pieces.all, self.covers, strict=True)):
             if piece.fqns[0] in left:
                 continue
             count = len(piece.fqns)
-            nbytes = cover.numel * (piece.group.itemsize * count)
+            of_key = cover.numel * piece.group.itemsize
+            nbytes = of_key * count
             total += int(nbytes.sum())
             first = cover.order[cover.starts[:-1]]
             alone = (np.diff(cover.starts) == 1) | (lowest_rank or piece.group.kind == OBJECT)
             runs[at][first[alone], 1] = count
             np.add.at(load, cover.ranks[first[alone]], nbytes[alone])
             for box in np.flatnonzero(~alone).tolist():
-                shared.setdefault(cover.holders(box).tobytes(), []).append((at, box))
+                held = (int(of_key[box]), at, box)
+                shared.setdefault(cover.holders(box).tobytes(), []).append(held)
         mean = total / max(len(self.plans), 1)
         limit = max(BALANCE * mean, float(load.max(initial=0)), SMALL_NBYTES)
         # The smaller a group of replicas, the fewer ranks can make up for what it writes.
@@ -274,21 +276,25 @@ class Coordinator:
     def _divide(
         self,
         holders: Ints,
-        boxes: list[tuple[int, int]],
+        boxes: list[tuple[int, int, int]],
         runs: list[Ints],
         load: Ints,
         limit: float,
     ) -> None:
-        """Divide what a replica group holds among its ranks."""
+        """Divide what a replica group holds among its ranks.
 
-        def nbytes_of(at: int, box: int) -> int:
-            return int(self.covers[at].numel[box]) * self.pieces.all[at].group.itemsize
-
+        Args:
+            holders: Positions of their plans.
+            boxes: Bytes of one key, position of the piece, and the box there.
+            runs: What ``_runs`` returns.
+            load: Bytes that each rank writes already.
+            limit: Bytes that none ought to write more than.
+        """
         # The smallest stay together, with the lowest rank.
-        boxes = sorted(boxes, key=lambda one: nbytes_of(*one))
-        pieces = [(len(self.pieces.all[at].fqns), nbytes_of(at, box)) for at, box in boxes]
+        boxes = sorted(boxes)
+        pieces = [(len(self.pieces.all[at].fqns), nbytes) for nbytes, at, _ in boxes]
         divided = divide(pieces, load[holders].tolist(), limit)
-        for (at, box), (_, nbytes), cuts in zip(boxes, pieces, divided, strict=True):
+        for (nbytes, at, box), cuts in zip(boxes, divided, strict=True):
             cover = self.covers[at]
             rows = cover.order[cover.starts[box] :][: len(cuts) - 1]
             runs[at][rows, 0] = cuts[:-1]
