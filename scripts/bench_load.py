@@ -43,10 +43,6 @@ import torch.distributed.checkpoint as dcp
 from bench_common import begin, finish, in_child, launch, show, three, write_measured
 from bench_planning import Options, make_plans, read_plans
 from bench_workloads import WORKLOADS, Memory, StockPlans, Workload, real_state_dict
-from dcp_placements.evidence import Tables, unpacked_ints
-from dcp_placements.ownership import in_bitmap, owned_entries
-from dcp_placements.shadows import packs_of
-from dcp_placements.table import OBJECT, boxes
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
