@@ -29,6 +29,7 @@ from dcp_placements.lazy_items import LazyItems
 from dcp_placements.load.casting import cast_kind
 from dcp_placements.load.reads import Read, Reads, read_items
 from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
+from dcp_placements.names.prefixes import other_names
 from dcp_placements.report import LoadReport
 
 
@@ -294,6 +295,7 @@ class Request:
                 groups.setdefault(state.group, []).append(fqn)
         absent = _wholly_absent(groups, missing)
         kept, stateless = [], {}
+        lacking: list[str] = []
         for fqn in missing:
             state = self._states.of(fqn)
             keys = [] if state is None else groups[state.group]
@@ -307,7 +309,9 @@ class Request:
             elif partly:
                 self._partly_absent_fault(fqn, keys)
             elif fqn not in stateless:
-                self._missing_fault(fqn)
+                lacking.append(fqn)
+        if lacking:
+            self._missing_faults(lacking)
         self.stateless = list(stateless)
         self.report.missing = tuple(kept)
         self.report.stateless = tuple(dict.fromkeys(stateless.values()))
@@ -372,10 +376,32 @@ class Request:
             "one may be missing",
         )
 
-    def _missing_fault(self, fqn: str) -> None:
+    def _missing_faults(self, missing: Sequence[str]) -> None:
+        """Add a fault for each key that the checkpoint lacks, with what it goes by there."""
+        if not self.stored:
+            self._fault(
+                "checkpoint",
+                f"has no tensor and no object, but rank {self.rank} asks for "
+                f"{format_names(missing, 1)}",
+                "likely:      another path, or the storage reader of another format "
+                "(HuggingFaceStorageReader reads *.safetensors alone)",
+                "way out:     the directory that dcp.save wrote, with the reader that fits; "
+                "dcp-placements inspect shows what is in it",
+            )
+            return
         unread = [key for key in self.stored if key not in self.state_dict]
-        alike = get_close_matches(fqn, unread, 2, 0.6) if len(unread) < 5000 else []
-        details = [f"it has:      {', '.join(alike)}"] if alike else []
+        known = other_names(missing, unread)
+        for at, fqn in enumerate(missing):
+            if fqn in known:
+                details = list(known[fqn])
+            else:
+                # Each comparison is slow, and a few examples show what is wrong.
+                compared = at < 10 and len(unread) < 5000
+                alike = get_close_matches(fqn, unread, 2, 0.6) if compared else []
+                details = [f"it has:      {', '.join(alike)}"] if alike else []
+            self._missing_fault(fqn, details)
+
+    def _missing_fault(self, fqn: str, details: list[str]) -> None:
         if self._states.of(fqn) is not None:
             details.append(
                 "note:        it has no state of any parameter that this rank asks for; the state "
@@ -386,13 +412,16 @@ class Request:
                 "note:        it is not taken for optimizer state, of which some may be missing: "
                 "neither its parameter nor param_groups that name it are there"
             )
+        way_out = (
+            "way out:     rename= where it goes by another name; optional=[pattern] where it may "
+            "be missing",
+        )
         self._fault(
             fqn,
             f"the checkpoint lacks this key, which rank {self.rank} has "
             "(torch: Missing key in checkpoint)",
             *details,
-            "way out:     rename= where it goes by another name; optional=[pattern] where it may "
-            "be missing",
+            *(way_out if not any(line.startswith("way out:") for line in details) else ()),
         )
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:

@@ -1,0 +1,91 @@
+"""Keys that a checkpoint lacks as a whole: another prefix, another optimizer form, another path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.load import request
+from dcp_placements.names.prefixes import other_names
+
+
+def refusal(path: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    dcp.save(dict(saved), checkpoint_id=path, planner=PlacementSavePlanner())
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load(dict(asked), checkpoint_id=path, planner=PlacementLoadPlanner())
+    return str(refused.value.failures[0][0])
+
+
+def weights(*names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.arange(3.0) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("", "the same name with the prefix 'model'"),
+        ("modell.", "the same name with 'model' in place of 'modell'"),
+        ("module.model.", "the same name without the prefix 'module'"),
+    ],
+)
+def test_another_prefix_is_told_once_for_all_keys(tmp_path: Path, asked: str, told: str) -> None:
+    names = "layers.0.norm", "layers.0.w", "layers.1.norm"
+    saved = weights(*(f"model.{name}" for name in names))
+    text = refusal(tmp_path, saved, weights(*(f"{asked}{name}" for name in names)))
+    assert told in text
+    assert text.count("the checkpoint lacks this key") == 1
+
+
+@pytest.mark.parametrize("flat_at_save", [True, False])
+def test_an_optimizer_that_is_flattened_on_one_side_is_named(
+    tmp_path: Path, flat_at_save: bool
+) -> None:
+    flat = {"optim": {"param_groups.a.lr": 0.1, "param_groups.b.lr": 0.1}}
+    counted = {"optim": {"param_groups": [{"lr": 0.1, "params": ["a", "b"]}]}}
+    saved, asked = (flat, counted) if flat_at_save else (counted, flat)
+    text = refusal(tmp_path, saved, asked)
+    assert "flatten_optimizer_state_dict=True" in text
+    assert text.count("the checkpoint lacks this key") == 1
+    assert "rename=" not in text
+
+
+def test_parameters_with_numbers_for_names_are_no_positions() -> None:
+    missing = ["optim.param_groups.1.lr"]
+    assert other_names(missing, ["optim.param_groups.0.lr", "optim.param_groups.0.eps"]) == {}
+
+
+def test_one_key_that_stands_elsewhere_is_no_prefix() -> None:
+    assert other_names(["net.norm.weight"], ["model.norm.weight", "model.w"]) == {}
+
+
+def test_a_source_without_any_key_is_told_of_once(tmp_path: Path) -> None:
+    dcp.save(weights("a", "b"), checkpoint_id=tmp_path, planner=PlacementSavePlanner())
+    reader = dcp.HuggingFaceStorageReader(str(tmp_path))
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load(weights("a", "b"), storage_reader=reader, planner=PlacementLoadPlanner())
+    text = str(refused.value.failures[0][0])
+    assert "has no tensor and no object, but rank 0 asks for a and 1 more" in text
+    assert "(1 fault)" in text
+
+
+def test_thousands_of_missing_keys_are_refused_without_comparing_all_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+    original = request.get_close_matches
+
+    def counting(*args: Any) -> list[str]:
+        compared.append(args[0])
+        return original(*args)
+
+    monkeypatch.setattr(request, "get_close_matches", counting)
+    saved = weights(*(f"model.layers.{i}.w" for i in range(100)))
+    refusal(tmp_path, saved, weights(*(f"block{i}.v" for i in range(100))))
+    assert len(compared) <= 10
