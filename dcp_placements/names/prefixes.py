@@ -26,7 +26,7 @@ def other_names(missing: Sequence[str], unread: Sequence[str]) -> dict[str, tupl
         Of keys that share a prefix which differs, and of optimizer state in another form; equal for
         equal causes. Keys that nothing is known of are left out.
     """
-    details = dict.fromkeys(_of_other_form(missing, unread), _FORM)
+    details: dict[str, tuple[str, ...]] = dict.fromkeys(_of_other_form(missing, unread), _FORM)
     tails: dict[str, str] = {}
     for key in unread:
         for prefix, tail in _splits(key):
@@ -46,7 +46,7 @@ def other_names(missing: Sequence[str], unread: Sequence[str]) -> dict[str, tupl
     return details
 
 
-_FORM = (
+_FORM: tuple[str, ...] = (
     "likely:      one side has an optimizer state dict that is flattened (by the parameters' "
     "names), the other has not (by position)",
     "way out:     StateDictOptions(flatten_optimizer_state_dict=True) in get_state_dict and "
