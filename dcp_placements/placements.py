@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
@@ -95,6 +95,18 @@ class Placements:
         _refuse_declared("load_planner", options)
         options["waive"] = {**self.waive, **(options.get("waive") or {})}
         return PlacementLoadPlanner(self.rules, rename=self.rename, **options)
+
+    def set_up_planner(self, *args: Any, storage_meta: Any = None, **kwargs: Any) -> NoReturn:
+        """Refuse to be a planner, which DCP calls this method of.
+
+        Raises:
+            PlacementError: Always.
+        """
+        raise PlacementError(
+            "planner= is a Placements, not a planner\n"
+            "    way out:     planner=placements.save_planner() in dcp.save, "
+            "placements.load_planner() in dcp.load"
+        )
 
     def __repr__(self) -> str:
         parts = [repr(self.rules)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hazard_scenes import arange, assert_holds, without_warning
 from torch.distributed.tensor import Shard
 
@@ -218,3 +219,13 @@ def test_check_takes_it_in_place_of_rules() -> None:
     with pytest.raises(PlacementError, match="rules must be"):
         check({"w": arange(4)}, {"w": None})  # type: ignore[arg-type]
     assert check({"w": arange(4)}, Placements(None), digests="full").warnings == ()
+
+
+def test_it_is_refused_by_name_where_a_planner_is_wanted(tmp_path: Path) -> None:
+    state_dict, placements = {"w": arange(4)}, Placements(None)
+    with without_warning():
+        with pytest.raises(dcp.CheckpointException, match="planner=placements"):
+            dcp.save(state_dict, checkpoint_id=tmp_path, planner=placements)
+        dcp.save(state_dict, checkpoint_id=tmp_path, planner=placements.save_planner())
+        with pytest.raises(dcp.CheckpointException, match="is a Placements, not a planner"):
+            dcp.load(state_dict, checkpoint_id=tmp_path, planner=placements)

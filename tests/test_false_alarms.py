@@ -769,3 +769,32 @@ def test_what_really_differs_is_still_told(tmp_path: Path) -> None:
     with warned() as told:
         save(WORLD, tmp_path, lambda rank: {"rng": ("seed", rank)})
     assert len(told) == 1
+
+
+def test_a_rank_without_experts_whose_fsdp_leaves_no_columns_either(tmp_path: Path) -> None:
+    """FSDP2 with ``Shard(1)`` makes ``(0, 0, 6)`` of a parameter of shape ``(0, 8, 6)``."""
+    whole = arange(5, 8, 6)
+
+    def state(rank: int, content: torch.Tensor) -> dict[str, Any]:
+        local = content[2 * rank : 2 * rank + 2]
+        mesh = WORLD.mesh(rank, fsdp=1, ep=4)["fsdp"]
+        if len(local):
+            return {"experts.w": FakeDTensor.distribute(local, mesh, [Shard(1)])}
+        return {"experts.w": FakeDTensor(torch.zeros(0, 0, 6), mesh, [Shard(1)], (0, 8, 6))}
+
+    def placements(rank: int) -> Placements:
+        mesh = WORLD.mesh(rank, fsdp=1, ep=4)
+        rule = CheckpointPlacement(mesh, {"ep": Shard(0)}, global_shape=(5, 8, 6))
+        return Placements({"experts": rule})
+
+    loaded = [state(rank, torch.zeros_like(whole)) for rank in range(4)]
+    with without_warning():
+        WORLD.save(
+            tmp_path, lambda rank: state(rank, whole), lambda rank: placements(rank).save_planner()
+        )
+        WORLD.load(tmp_path, loaded.__getitem__, lambda rank: placements(rank).load_planner())
+    for rank in range(3):
+        assert torch.equal(loaded[rank]["experts.w"].to_local(), whole[2 * rank : 2 * rank + 2])
+    read = {"experts.w": torch.zeros_like(whole)}
+    dcp.load(read, checkpoint_id=tmp_path)
+    assert torch.equal(read["experts.w"], whole)

@@ -343,6 +343,30 @@ def test_shapes_that_differ_between_ranks_name_the_ranks(tmp_path: Path) -> None
     assert_told(told, "w: ", "(4, 3) on ranks 0-1", "(5, 3) on rank 2", "way out:", "no rule")
 
 
+def test_a_rule_that_one_rank_lacks_is_told_as_that(tmp_path: Path) -> None:
+    world = World(2)
+
+    def rules(rank: int) -> PlacementRules:
+        by_ep = CheckpointPlacement(world.mesh(rank, ep=2), {"ep": Shard(0)})
+        return PlacementRules({"w": by_ep} if rank == 0 else {})
+
+    told = refused_saves(tmp_path, world, lambda rank: {"w": torch.arange(6.0)}, rules)[0]
+    assert_told(told, "(12,) on rank 0", "(6,) on rank 1", "the ranks have different rules")
+    assert "global_shape=" not in told
+
+
+def test_a_random_state_of_each_rank_under_one_key_is_told_to_take_the_rank_into_it(
+    tmp_path: Path,
+) -> None:
+    told = refused_saves(
+        tmp_path,
+        World(2),
+        lambda rank: {"rng": torch.arange(9, dtype=torch.uint8) + rank},
+        no_rules,
+    )[0]
+    assert_told(told, "rng: 2 different contents", "a name per rank (f'rng.{rank}')")
+
+
 def test_dtypes_that_differ_between_ranks_name_the_ranks(tmp_path: Path) -> None:
     world = World(2)
     dtypes = (torch.float32, torch.bfloat16)

@@ -7,6 +7,7 @@ the model-parallel part: that holds whatever position its axis has in the checkp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -163,7 +164,9 @@ def bind(
         layout = sharding.at([axis.position for axis in axes])
     except LayoutError as error:
         raise BindError(str(error), *_sources(own, placement, axes)) from None
-    if layout.local_shape != local_shape:
+    # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
+    empty = not math.prod(layout.local_shape) and not math.prod(local_shape)
+    if layout.local_shape != local_shape and not (empty and len(local_shape) == ndim):
         raise BindError(
             f"holds a {local_shape} tensor where {layout.local_shape} was declared",
             *_sources(own, placement, axes),

@@ -237,6 +237,12 @@ class Faults:
             if holes:
                 text = ", ".join(format_box(hole, largest) for hole in holes)
                 details.append(f"nobody holds {text} of {largest}")
+        if len(self._rules_of(claims)) > 1:
+            return [
+                *details,
+                "likely:      the ranks have different rules for it",
+                "way out:     the same rules on every rank",
+            ]
         if any(self._rules_of(claims)):
             return [
                 *details,
@@ -377,6 +383,8 @@ class Faults:
                     "             rename= where the name counts from 0 on every rank (experts, "
                     "layers)"
                 )
+            if group.dtype is not None and not group.dtype.is_floating_point:
+                yield "             a name per rank (f'rng.{rank}') where each has its own state"
         yield '             on_conflict="warn" saves one of the copies anyway'
 
     def _along(self, groups: dict[int, Plans]) -> tuple[list[str], list[str]]:
