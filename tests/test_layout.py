@@ -250,7 +250,17 @@ def test_sixteen_thousand_coordinates_are_laid_out() -> None:
     assert set(chunks.values()) == {(16, 2, 7168)}
 
 
-@pytest.mark.parametrize("module", ["layout", "mesh", "placement", "errors", "rules", "tiling"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "layout.sharding",
+        "layout.tiling",
+        "rules.mesh",
+        "rules.placement",
+        "rules.patterns",
+        "errors",
+    ],
+)
 def test_declaring_needs_no_torch(module: str) -> None:
     """Names of the pure layers can be had where torch.distributed, or torch, cannot be."""
     script = (

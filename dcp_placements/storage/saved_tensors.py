@@ -21,7 +21,7 @@ from dcp_placements.storage.tensor_record import RECORD_OPCODES
 PICKLE_NBYTES = 64 << 10
 """No more than this is said of one tensor. It bounds how deep tuples nest."""
 
-_OPCODES = RECORD_OPCODES | {"EMPTY_DICT", "SETITEM", "BINGET", "NONE"}
+_OPCODES = RECORD_OPCODES | {"EMPTY_DICT", "SETITEM", "SETITEMS", "BINGET", "NONE"}
 
 
 def load_saved_tensor(stream: Any) -> torch.Tensor:
