@@ -41,6 +41,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY
+from dcp_placements.storage.metadata.save_ids import ID_PREFIX
 from fakes import FakeDTensor, World, real_dtensor
 
 SavePlanners = [DefaultSavePlanner, PlacementSavePlanner]
@@ -145,8 +146,9 @@ def test_without_rules_the_metadata_is_that_of_torch_s_planner_but_for_the_ident
     told = ours.planner_data.pop(RESERVED_KEY)
     assert set(told) == {"save_id", "versions", "world_size", "cuts", "renames"}
     assert ours.planner_data == (theirs.planner_data or {})
-    (record,) = [index for index in ours.storage_data if index not in theirs.storage_data]
-    nbytes = ours.storage_data.pop(record).length
+    records = [index for index in ours.storage_data if index not in theirs.storage_data]
+    assert all(index.fqn.startswith(ID_PREFIX) for index in records)
+    nbytes = sum(ours.storage_data.pop(index).length for index in records)
     for index, info in ours.storage_data.items():
         assert info == dataclasses.replace(
             theirs.storage_data[index], offset=theirs.storage_data[index].offset + nbytes
