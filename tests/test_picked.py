@@ -260,7 +260,7 @@ def test_rows_are_saved_whatever_is_folded(scene: Scene) -> None:
             alike = len(set(scene.maps)) == 1 and scene.lacking is None
             assert not (alike and scene.faulty("sampled"))
         else:
-            assert scene.faulty("sampled")
+            assert scene.faulty("sampled") or "are not compared" in told
 
 
 def plans_of(scene: Scene, **options: Any) -> tuple[list[PlacementSavePlanner], list[Any]]:

@@ -42,7 +42,7 @@ def test_replicated_small_tensors_are_read_without_what_is_between(tmp_path: Pat
     world.save(
         tmp_path,
         lambda rank: {k: v.clone() if k.startswith("norm") else v for k, v in saved.items()},
-        lambda rank: PlacementSavePlanner(),
+        lambda rank: PlacementSavePlanner(dedup_save_to_lowest_rank=True),
         lambda rank: PlacementFileSystemWriter(tmp_path),
     )
     readers = [PlacementFileSystemReader(tmp_path) for _ in range(4)]

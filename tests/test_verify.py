@@ -270,7 +270,7 @@ def test_the_readme_lists_every_kind() -> None:
     sources = Path(dcp_placements.offline.__file__).parent
     code = "".join(
         (sources / name).read_text()
-        for name in ("structure.py", "record_checks.py", "verification.py")
+        for name in ("checks/structure.py", "checks/record_checks.py", "checks/verification.py")
     )
     made = set(re.findall(r'(?:CheckpointFault\(|Finding\(|yield )\s*"(\w+)"', code)) - {"digest"}
     readme = (Path(__file__).parent.parent / "dcp_placements" / "cli" / "README.md").read_text()

@@ -305,7 +305,10 @@ def test_any_world_loads_what_any_other_saved(data: st.DataObject) -> None:
         loading.world.load(
             path,
             template,
-            lambda rank: PlacementLoadPlanner(loading.rules(rank, shapes_of(whole))),
+            # One axis name may stand for two ways of cutting here.
+            lambda rank: PlacementLoadPlanner(
+                loading.rules(rank, shapes_of(whole)), waive=dict.fromkeys(whole, "other axes")
+            ),
         )
     assert len(locals_of) == loading.world.size
     for rank, held in locals_of.items():
