@@ -71,7 +71,10 @@ def assert_right(ranks: Ranks) -> None:
 def test_every_tensor_is_the_whole_cut_by_slicing(outcomes: Ranks, name: str) -> None:
     found = seen(outcomes, name)
     assert_right(found)
-    assert all(rank["warnings"] == [] for rank in found)
+    # Of what is split no digest speaks, which verify="digests" says.
+    unverified = [text for rank in found for text in rank["warnings"]]
+    assert all("cannot compare" in text for text in unverified)
+    assert not unverified or name == "with_shadows"
     # What another rank reads this one does not.
     assert all(
         0 < rank["exchanged"] < rank["wanted"] or name == "all_ranks_alike" for rank in found
@@ -91,7 +94,8 @@ def test_each_byte_is_read_once_and_evenly(outcomes: Ranks, name: str) -> None:
 
 def test_the_ranks_that_saved_open_their_own_file_and_the_shared_one(outcomes: Ranks) -> None:
     assert all(rank["opens"] <= 2 for rank in seen(outcomes, "hsdp"))
-    assert all(rank["opens"] <= 2 for rank in seen(outcomes, "experts"))
+    # Two replicas of each expert and of what all share: its own file and those of two writers.
+    assert all(rank["opens"] <= 3 for rank in seen(outcomes, "experts"))
     assert all(rank["opens"] <= 2 for rank in seen(outcomes, "with_shadows"))
     # The large one is split, so that no digest speaks for it; the norms are whole.
     assert sum(rank["verified"][0] for rank in seen(outcomes, "with_shadows")) >= 100
