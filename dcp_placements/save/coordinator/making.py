@@ -12,15 +12,7 @@ from dcp_placements.save.local_plan import sent_boxes, sent_holding
 from dcp_placements.save.statement import Statement
 from dcp_placements.storage.digests import FULL_NBYTES
 from dcp_placements.storage.metadata.provenance import StoredDigests
-from dcp_placements.storage.metadata.record import (
-    FUSED,
-    PLAIN,
-    STRIDED,
-    Cuts,
-    SavedCut,
-    packed_record,
-)
-from dcp_placements.storage.metadata.record import ROWS as SAVED_ROWS
+from dcp_placements.storage.metadata.record import Cuts, packed_record, saved_cut
 
 
 def cuts_and_renames(
@@ -51,17 +43,10 @@ def _saved_cuts(declared: Declaration) -> Cuts:
     """Return declared cuts by the names of their axes; none where they are not exact."""
     if not declared.is_exact:
         return ()
-    found = []
-    for cut in declared.cuts:
-        # Rows of no axis are those of a stack, which names identify.
-        name = None if cut.axis < 0 else declared.axis_names[cut.axis]
-        size = 1 if cut.axis < 0 else declared.axis_sizes[cut.axis]
-        if cut.parts == ROWS:
-            found.append(SavedCut(name, size, cut.dim, SAVED_ROWS))
-            continue
-        kind = PLAIN if cut.parts == 1 else STRIDED if cut.strided else FUSED
-        found.append(SavedCut(name, size, cut.dim, kind, cut.parts, cut.interleaved))
-    return tuple(found)
+    names, sizes = declared.axis_names, declared.axis_sizes
+    return tuple(
+        [saved_cut(cut, names, sizes, lists_rows=cut.parts == ROWS) for cut in declared.cuts]
+    )
 
 
 def making(

@@ -108,17 +108,36 @@ class SaveRecord:
 
 def cuts_of(sharding: Sharding, axis_names: Sequence[str | None]) -> Cuts:
     """Return the cuts of a layout by the names of its axes."""
-    found = []
-    for cut in sharding.cuts:
-        # A pick of no axis is a stack, whose rows are told apart by name.
-        name, size = (None, 1) if cut.axis < 0 else (axis_names[cut.axis], 0)
-        size = size or sharding.axis_sizes[cut.axis]
-        if isinstance(cut, Pick):
-            found.append(SavedCut(name, size, cut.dim, ROWS))
-            continue
-        kind = PLAIN if cut.parts == 1 else STRIDED if cut.strided else FUSED
-        found.append(SavedCut(name, size, cut.dim, kind, cut.parts, cut.interleaved))
-    return tuple(found)
+    return tuple(
+        [
+            saved_cut(cut, axis_names, sharding.axis_sizes, lists_rows=isinstance(cut, Pick))
+            for cut in sharding.cuts
+        ]
+    )
+
+
+def saved_cut(
+    cut: Any,
+    axis_names: Sequence[str | None],
+    axis_sizes: Sequence[int],
+    *,
+    lists_rows: bool,
+) -> SavedCut:
+    """Return one cut by the name of its axis.
+
+    Args:
+        cut: A cut with the attributes of ``layout.Cut``; of rows, ``dim`` and ``axis`` alone.
+        axis_names: By axis.
+        axis_sizes: Ranks along each.
+        lists_rows: Whether every rank lists the rows that it holds.
+    """
+    # Rows of no axis are those of a stack, which names identify.
+    name = None if cut.axis < 0 else axis_names[cut.axis]
+    size = 1 if cut.axis < 0 else axis_sizes[cut.axis]
+    if lists_rows:
+        return SavedCut(name, size, cut.dim, ROWS)
+    kind = PLAIN if cut.parts == 1 else STRIDED if cut.strided else FUSED
+    return SavedCut(name, size, cut.dim, kind, cut.parts, cut.interleaved)
 
 
 def packed_record(
