@@ -125,7 +125,7 @@ class Coordinator:
                 self.world_plan.faults += disagreement
                 self.covers.append(_NOTHING)
                 continue
-            cover, whole = self._cover(piece)
+            cover, whole = self._cover(*rows_of(self.cohorts, piece), piece.group.shape)
             self.covers.append(cover)
             if not whole:
                 self.world_plan.faults += faults.tiling(piece)
@@ -145,9 +145,14 @@ class Coordinator:
             ("way out:     give every rank's PlacementSavePlanner the same options",),
         )
 
-    def _cover(self, piece: Piece) -> tuple[Cover, bool]:
-        plans, boxes = rows_of(self.cohorts, piece)
-        shape = piece.group.shape
+    def _cover(self, plans: Ints, boxes: Ints, shape: tuple[int, ...]) -> tuple[Cover, bool]:
+        """Return who holds what, and whether the boxes make the whole.
+
+        Args:
+            plans: By row, the position of the plan that holds a box.
+            boxes: By row, offsets and sizes.
+            shape: Of the whole tensor.
+        """
         # A function of these values; most pieces lie like another one.
         key = (plans.tobytes(), boxes.tobytes(), shape)
         result = self._cover_memo.get(key)
@@ -178,7 +183,7 @@ class Coordinator:
                 group = self.cohorts.tables[table].groups[number]
                 plans = np.concatenate([rows.plans for rows in held.rows])
                 boxes = np.concatenate([rows.boxes for rows in held.rows])
-                cover = cover_of(plans, boxes, group.shape)
+                cover, _ = self._cover(plans, boxes, group.shape)
                 for suspects in differing_buckets(self.cohorts, table, number, cover):
                     if group.kind == OBJECT:
                         self.world_plan.notes.append(faults.object_suspicion(suspects))
@@ -226,6 +231,8 @@ class Coordinator:
             writes[cover.ranks[piece_runs[:, 0] < piece_runs[:, 1]]] = True
         packed = self._packed_runs(runs)
         in_chunks = self._in_chunks(runs)
+        writers = int(writes.sum())
+        objects = tuple(self.world_plan.objects[:_MOST_NAMED])
         split = [packed_ints(split) if split else b"" for split in self.pieces.split]
         by_tables: dict[tuple[int, ...], tuple[bytes, ...]] = {}
         assignments: list[Assignment | None] = [None] * len(self.plans)
@@ -238,9 +245,9 @@ class Coordinator:
                 assignments[plan] = Assignment(
                     runs=packed[plan],
                     pieces=pieces,
-                    writers=int(writes.sum()),
+                    writers=writers,
                     in_chunks=in_chunks,
-                    objects=tuple(self.world_plan.objects[:_MOST_NAMED]),
+                    objects=objects,
                     save_id=save_id,
                     place=plan,
                 )
