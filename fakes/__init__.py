@@ -5,9 +5,9 @@
 ``cut`` is plain slicing of the whole tensor, the truth that a shard is compared with.
 """
 
-from fakes.mesh import FakeMesh
-from fakes.reference import cut
-from fakes.tensor import FakeDTensor, real_dtensor
-from fakes.world import World
+from .mesh import FakeMesh
+from .reference import cut
+from .tensor import FakeDTensor, real_dtensor
+from .world import World
 
 __all__ = ["FakeDTensor", "FakeMesh", "World", "cut", "real_dtensor"]

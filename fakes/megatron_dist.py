@@ -14,10 +14,10 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Shard
 
-from fakes.megatron import MegatronModel, Wholes, modules_of
-from fakes.reference import cut
-from fakes.tensor import real_dtensor
-from fakes.world import World
+from .megatron import MegatronModel, Wholes, modules_of
+from .reference import cut
+from .tensor import real_dtensor
+from .world import World
 
 
 def write_torch_dist(

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fakes.mesh import FakeMesh
-from fakes.reference import cut
+from .mesh import FakeMesh
+from .reference import cut
 
 
 class FakeDTensor:

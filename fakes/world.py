@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
-from fakes.mesh import FakeMesh
+from .mesh import FakeMesh
 
 T = TypeVar("T")
 

@@ -34,7 +34,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.errors import format_nbytes
-from fakes import FakeDTensor, World
+from dcp_placements.testing import FakeDTensor, World
 
 LAYERS, EXPERTS, HIDDEN = 4, 8, 1024
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import PlacementFileSystemWriter, PlacementSavePlanner
 from dcp_placements.errors import format_nbytes
-from fakes import FakeDTensor, World
+from dcp_placements.testing import FakeDTensor, World
 
 TENSORS = 8
 

@@ -42,7 +42,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fakes import FakeDTensor, FakeMesh
+from dcp_placements.testing import FakeDTensor, FakeMesh
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EP = 64

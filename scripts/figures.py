@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from dcp_placements import CheckpointPlacement, PlacementRules
 from dcp_placements.bind.placing import place
 from dcp_placements.layout.sharding import Box
-from fakes import FakeDTensor, World, cut
+from dcp_placements.testing import FakeDTensor, World, cut
 
 FIGURES = Path(__file__).parent / "figures"
 

@@ -1,8 +1,8 @@
 """What a checkpoint of a random model has to hold: which elements, under which names.
 
 Every tensor that anybody has, a rank or the checkpoint, is a selection of the elements of a whole
-one. Which elements is worked out on their numbers by ``fakes.reference``, from what the placements
-are defined to be, and by none of the library's layouts.
+one. ``dcp_placements.testing.reference`` works out which elements, on their numbers, from the
+definition of the placements, and from none of the library's layouts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fakes.reference import numbered, part
+from dcp_placements.testing.reference import numbered, part
 from tests.random_worlds import Family, Pair
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

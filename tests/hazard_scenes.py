@@ -23,7 +23,7 @@ from dcp_placements import (
     SaveReport,
 )
 from dcp_placements.save import digest_vector
-from fakes import FakeDTensor, World
+from dcp_placements.testing import FakeDTensor, World
 
 FILL = 77
 """What templates hold before a load: no test saves it."""

@@ -26,7 +26,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.cli import main
-from fakes import FakeDTensor, World, cut
+from dcp_placements.testing import FakeDTensor, World, cut
 from tests.strategies import arange
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_placements import Placements, PlacementSavePlanner
-from fakes import World
+from dcp_placements.testing import World
 
 StateDict = Callable[[int], dict[str, Any]]
 

@@ -24,7 +24,7 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
-from fakes import FakeDTensor, FakeMesh, cut, real_dtensor
+from dcp_placements.testing import FakeDTensor, FakeMesh, cut, real_dtensor
 from tests.differential import (
     RATE,
     STEP,

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import Shard
 
 from dcp_placements.storage.writer import PlacementFileSystemWriter
-from fakes import World, cut, real_dtensor
+from dcp_placements.testing import World, cut, real_dtensor
 from tests.strategies import arange
 
 DTYPES = (

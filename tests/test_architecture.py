@@ -5,16 +5,17 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import dcp_placements
-import fakes
+from dcp_placements import testing
 
 PACKAGE = Path(dcp_placements.__file__).parent
-FAKES = Path(fakes.__file__).parent
+FAKES = Path(testing.__file__).parent
 
 FLOORS = (
     {"errors", "report", "_torch", "quiet_gc", "lazy_items"},
@@ -45,7 +46,7 @@ def imports(path: Path) -> Iterator[tuple[str, str]]:
             for alias in node.names:
                 yield alias.name, ""
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} imports relatively, in line {node.lineno}"
+            assert not node.level or path.parent == FAKES, f"{path.name}:{node.lineno} is relative"
             for alias in node.names:
                 yield node.module or "", alias.name
 
@@ -125,12 +126,20 @@ def test_the_fakes_never_import_the_tests_nor_the_package_them() -> None:
     for path in FAKES.glob("*.py"):
         assert not any(name.split(".")[0] == "tests" for name, _ in imports(path)), path
     for path in PACKAGE.rglob("*.py"):
-        assert not {name.split(".")[0] for name, _ in imports(path)} & {"fakes", "tests"}, path
+        assert not rooms_of(path) & {"testing"}, path
+        assert not any(name.split(".")[0] == "tests" for name, _ in imports(path)), path
 
 
 def test_the_oracle_shares_no_code_with_the_library() -> None:
     names = {name.split(".")[0] for name, _ in imports(FAKES / "reference.py")}
-    assert not names & {"dcp_placements", "fakes"}
+    assert "dcp_placements" not in names
+
+
+def test_every_folder_is_in_the_wheel() -> None:
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    folders = {path.parent.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("__init__.py")}
+    expected = {".".join(folder.parts) for folder in folders} | {"dcp_placements.testing"}
+    assert set(settings["tool"]["setuptools"]["packages"]) == expected
 
 
 def test_the_layout_algebra_is_integers_only() -> None:

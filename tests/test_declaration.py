@@ -25,7 +25,7 @@ from dcp_placements import (
     check,
     contiguous,
 )
-from fakes import World
+from dcp_placements.testing import World
 
 WORLD = World(2)
 MESH = MeshCoordinate(("ep",), (2,), (1,))

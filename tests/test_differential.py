@@ -23,7 +23,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from fakes import World
+from dcp_placements.testing import World
 from tests.differential import BLANK, Wholes, checkpoint, elements, opposite, same_bits, wholes
 from tests.drawn_worlds import draw_pair
 from tests.random_ranks import Rank, get

@@ -44,7 +44,7 @@ from dcp_placements import (
     contiguous,
 )
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY
-from fakes import FakeDTensor, FakeMesh, World
+from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
 WORLD = World(4)
 

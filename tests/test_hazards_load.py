@@ -38,7 +38,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementRules,
 )
-from fakes import FakeDTensor, World
+from dcp_placements.testing import FakeDTensor, World
 
 WORLD = World(4)
 ONE = World(1)

@@ -35,7 +35,7 @@ from dcp_placements import (
 )
 from dcp_placements.bind.placing import place
 from dcp_placements.rules.mesh import MeshNumbers
-from fakes import FakeMesh, World
+from dcp_placements.testing import FakeMesh, World
 
 WORLD = World(4)
 

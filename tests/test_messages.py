@@ -24,7 +24,7 @@ from dcp_placements import (
     SaveReport,
 )
 from dcp_placements.errors import Fault, format_faults, raise_faults
-from fakes import FakeDTensor, FakeMesh, World
+from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
 Ranked = Callable[[int], Any]
 

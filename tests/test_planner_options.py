@@ -42,7 +42,7 @@ from dcp_placements import (
 )
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX
-from fakes import FakeDTensor, World, real_dtensor
+from dcp_placements.testing import FakeDTensor, World, real_dtensor
 
 SavePlanners = [DefaultSavePlanner, PlacementSavePlanner]
 LoadPlanners = [DefaultLoadPlanner, PlacementLoadPlanner]

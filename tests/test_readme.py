@@ -46,7 +46,7 @@ from dcp_placements import (
 from dcp_placements.bind.placing import place
 from dcp_placements.cli import main
 from dcp_placements.cli.app import app
-from fakes import cut
+from dcp_placements.testing import cut
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -15,7 +15,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from fakes import FakeDTensor, World
+from dcp_placements.testing import FakeDTensor, World
 
 
 def read_whole(path: Path, **templates: torch.Tensor) -> dict[str, torch.Tensor]:

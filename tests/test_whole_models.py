@@ -37,7 +37,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from fakes import FakeDTensor, FakeMesh, World, cut, real_dtensor
+from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, real_dtensor
 
 # Fused tensors
 

@@ -33,7 +33,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from fakes import FakeDTensor, FakeMesh, World, cut, real_dtensor
+from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, real_dtensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float16)
 

@@ -1,8 +1,8 @@
 """A small model with all that is hard to place, and the topologies that cut it.
 
 The model is a dict of whole tensors and how they are cut, in the words of a trainer; what a rank
-holds of them is plain slicing (``fakes.cut``). ``Ranks`` are the ranks of one topology: their state
-dicts under their own, local names, their rules, and their renames.
+holds of them is plain slicing (``dcp_placements.testing.cut``). ``Ranks`` are the ranks of one
+topology: their state dicts under their own, local names, their rules, and their renames.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dcp_placements import (
     Renumber,
 )
 from dcp_placements.offline import merge_metadata
-from fakes import FakeDTensor, FakeMesh, World, cut, real_dtensor
+from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, real_dtensor
 
 MAX_RANKS = 32
 LAYERS, VOCAB, HIDDEN = 4, 19, 6

@@ -24,7 +24,7 @@ def torchrun(
     """Return what a program on some ranks came to, ``stdout`` and ``stderr`` apart.
 
     Args:
-        program: It finds the package, ``fakes`` and ``tests`` on its path.
+        program: It finds the package and ``tests`` on its path.
         arguments: Its own.
         ranks: Processes.
         timeout: In seconds.

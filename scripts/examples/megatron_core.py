@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dcp_placements import Placements, presets
-from fakes import World
+from dcp_placements.testing import World
 
 EXPERTS, HIDDEN, WIDTH, VOCAB = 4, 3, 4, 10
 EMBEDDING = torch.arange(float(VOCAB * HIDDEN)).reshape(VOCAB, HIDDEN)

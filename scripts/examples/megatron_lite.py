@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements import Placements, presets
-from fakes import World
+from dcp_placements.testing import World
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 4, 4, 3, 4
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}

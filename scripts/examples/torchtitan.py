@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import PlacementSavePlanner
-from fakes import World, cut, real_dtensor
+from dcp_placements.testing import World, cut, real_dtensor
 
 NAME = "layers.1.moe.routed_experts.inner_experts.w1_EFD"
 WHOLE = torch.arange(96.0).reshape(8, 4, 3)

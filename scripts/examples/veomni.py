@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard
 
 from dcp_placements import Placements, presets
-from fakes import FakeMesh, World, real_dtensor
+from dcp_placements.testing import FakeMesh, World, real_dtensor
 
 NAME = "model.layers.0.mlp.experts.gate_proj"
 WHOLE = torch.arange(8.0).repeat_interleave(2).reshape(8, 2)  # row i is expert i

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dcp_placements import Placements
 from dcp_placements.offline import import_megatron
 from dcp_placements.presets import megatron_core, megatron_meshes
-from fakes import World
+from dcp_placements.testing import World
 
 VOCAB, HIDDEN, EXPERTS = 64, 16, 4
 WORLDS: dict[str, dict[str, Any]] = {

@@ -43,7 +43,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from dcp_placements import Placements, presets
 from dcp_placements.offline import export_safetensors
 from dcp_placements.presets import hub
-from fakes import World
+from dcp_placements.testing import World
 
 SIZES: dict[str, Any] = {
     "vocab_size": 66,

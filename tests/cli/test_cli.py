@@ -1,0 +1,213 @@
+"""The command line: exit codes, where things are printed, what it needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from dcp_placements.cli.app import app
+from dcp_placements.offline import Checkpoint
+from dcp_placements.testing import damage
+from tests.offline_scenes import (
+    Run,
+    save_hugging_face,
+    save_sharded,
+    save_torch_dist,
+    wholes,
+)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sound")
+    save_sharded(path)
+    return path
+
+
+COMMANDS = {
+    "inspect": (),
+    "explain": ("scale",),
+    "verify": (),
+    "rehearse": ("--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=4"),
+    "doctor": ("--experts-per-layer", 8),
+    "draw": ("layers.0.experts.w1", "-o", "drawn.png"),
+    "merge-metadata": (),
+}
+"""Commands on one checkpoint, with what they are to be told besides it."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_cannot_be_looked_at_is_one_message_and_exit_2(
+    command: str, tmp_path: Path, run: Run
+) -> None:
+    more = COMMANDS[command]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    for path, told in (
+        (tmp_path / "nothing", "there is no such path"),
+        (empty, "no checkpoint in it" if command != "merge-metadata" else "nothing to merge"),
+        (file, "this is a file"),
+    ):
+        ran = run(command, path, *more)
+        assert (ran.code, ran.out) == (2, "")
+        assert told in ran.err
+        assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "merge-metadata"])
+def test_a_foreign_pickle_is_refused_by_every_command(
+    command: str, tmp_path: Path, run: Run
+) -> None:
+    path, marker = tmp_path / "step-1", tmp_path / "executed"
+    save_sharded(path)
+    damage.foreign_pickle(path, marker)
+    ran = run(command, path, *COMMANDS[command])
+    assert (ran.code, ran.out) == (2, "")
+    assert "refused" in ran.err
+    assert not marker.exists()
+
+
+FORMATS: dict[str, Callable[[Path], object]] = {
+    "stock": lambda path: save_sharded(path, lean=False, digests="off"),
+    "ranks": lambda path: save_sharded(path, collectives=False),
+    "torch_dist": save_torch_dist,
+    "safetensors": lambda path: save_hugging_face(path, wholes()),
+}
+DAMAGES = {
+    "truncated": damage.truncate,
+    "removed": damage.remove_file,
+    "dropped": damage.drop_chunk,
+    "overlap": damage.overlap_chunk,
+}
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, *DAMAGES])
+def test_every_command_finds_something_to_say_of_any_checkpoint(
+    kind: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "step-1"
+    FORMATS.get(kind, FORMATS["stock"])(path)
+    fqn = sorted(Checkpoint(path).tensors)[0]
+    if kind in DAMAGES:
+        fqn = "layers.0.experts.w1"
+        DAMAGES[kind](path, fqn)
+    given = {**COMMANDS, "explain": (fqn,), "draw": (fqn, "-o", "drawn.svg")}
+    del given["merge-metadata"]
+    for command, more in given.items():
+        ran = run(command, path, *more)
+        assert ran.code in (0, 1), (command, ran.err)
+        assert (ran.out, ran.err) != ("", "")
+        assert isinstance(run(command, path, *more, "--json").json, dict)
+        if kind in DAMAGES and command == "verify":
+            assert ran.code == 1
+        if kind in DAMAGES and command == "rehearse":
+            # It plans what is read, and does not look into files.
+            assert ran.code == (kind in ("removed", "dropped"))
+    assert ("hole" in Path("drawn.svg").read_text()) is (kind in ("dropped",))
+    assert ("more than once" in Path("drawn.svg").read_text()) is (kind == "overlap")
+
+
+@pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
+def test_help_fits_80_columns(command: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    told = run(command, "--help").out
+    assert "--help" in told
+    assert "…" not in told + run("--help").out
+    assert "..." not in run("--help").out.partition("Commands:")[2]
+    assert max(map(len, told.splitlines())) <= 80
+    # Bytes are told in units.
+    assert re.search(r"\d{7}", told) is None
+
+
+def test_usage_errors_are_exit_2(run: Run, sound: Path) -> None:
+    for arguments in ((), ("nonsense",), ("inspect",), ("inspect", sound, "--nonsense")):
+        ran = run(*arguments)
+        assert ran.code == 2
+        assert ran.out == "" or not arguments
+
+
+def test_a_parent_of_checkpoints_names_them(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "step-10")
+    ran = run("inspect", tmp_path)
+    assert ran.code == 2
+    assert "step-10" in ran.err
+
+
+def test_without_the_extra_one_line_says_how_to_install_it(sound: Path) -> None:
+    program = (
+        "import sys; sys.modules['typer'] = None\n"
+        "from dcp_placements.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "inspect", str(sound)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'dcp-placements[cli]'" in done.stderr
+
+
+def test_piped_output_is_not_cut_to_a_width(tmp_path: Path, run: Run) -> None:
+    long = "layers.0." + "very_long_name." * 12 + "weight"
+    dcp.save({long: wholes()["layers.0.norm"]}, checkpoint_id=tmp_path)
+    (line,) = [line for line in run("inspect", tmp_path).out.splitlines() if long in line]
+    assert "bfloat16" in line
+
+
+def test_merge_metadata(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path, collectives=False)
+    assert not (tmp_path / ".metadata").exists()
+    ran = run("merge-metadata", tmp_path, "--json")
+    assert ran.code == 0
+    assert ran.json["keys"] == len(wholes()) + 1
+    assert (tmp_path / ".metadata").exists()
+    assert run("inspect", tmp_path).code == 0
+
+
+def test_what_looks_like_a_checkpoint_and_is_none_is_said(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "cut_off")
+    (tmp_path / "cut_off" / ".metadata").unlink()
+    ran = run("verify", tmp_path / "cut_off")
+    assert (ran.code, ran.out) == (2, "")
+    assert "cut off before it wrote .metadata" in ran.err
+    (tmp_path / "legacy" / "mp_rank_00").mkdir(parents=True)
+    ran = run("inspect", tmp_path / "legacy")
+    assert ran.code == 2
+    assert "dcp-placements megatron" in ran.err
+
+
+@pytest.mark.parametrize("size", ["lots", "-1", "1XB"])
+def test_a_size_of_memory_that_is_none(sound: Path, run: Run, size: str) -> None:
+    ran = run("diff", sound, sound, "--memory", size)
+    assert (ran.code, ran.out) == (2, "")
+
+
+def test_urls_of_fsspec_are_looked_at(sound: Path, run: Run) -> None:
+    files = fsspec.filesystem("memory")
+    for file in sound.iterdir():
+        files.pipe(f"/far/{file.name}", file.read_bytes())
+    ran = run("verify", "memory://far", "--digests", "--json")
+    assert ran.code == 0, ran.out + ran.err
+    assert run("diff", sound, "memory://far").code == 0
+    assert run("inspect", "memory://nothing").code == 2
+
+
+def test_a_reader_of_the_first_lines_only_is_no_error(sound: Path) -> None:
+    command = [sys.executable, "-m", "dcp_placements", "inspect", str(sound), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

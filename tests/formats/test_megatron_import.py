@@ -1,0 +1,492 @@
+"""Megatron's files become whole tensors; the truth is what they were cut from."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    PlacementError,
+    PlacementLoadPlanner,
+    PlacementRules,
+)
+from dcp_placements.formats.megatron import files as megatron_files
+from dcp_placements.formats.megatron.torch_files import load_torch_file, same_bits
+from dcp_placements.offline import CannotLook, import_megatron, verify
+from dcp_placements.testing import World, cut
+from dcp_placements.testing.megatron import (
+    STATES,
+    STEPS,
+    MegatronModel,
+    MegatronRun,
+    Wholes,
+    is_vocabulary,
+    padded,
+    write_legacy,
+)
+from tests.offline_scenes import Run
+
+MOE = MegatronModel()
+DENSE = replace(MOE, experts=0, layers=4, bias=True, gated=False)
+
+RUNS = {
+    "one rank": MegatronRun(),
+    "tp2 pp2": MegatronRun(tp=2, pp=2),
+    "tp2 ep2 etp2": MegatronRun(tp=2, ep=2, etp=2),
+    "tp2 ep2 etp1": MegatronRun(tp=2, ep=2, etp=1),
+    "tp2 ep4 etp1": MegatronRun(tp=2, ep=4, etp=1),
+    "tp4 ep2 etp1": MegatronRun(tp=4, ep=2, etp=1),
+    "tp2 etp1": MegatronRun(tp=2, etp=1),
+    "cp2 tp2": MegatronRun(tp=2, cp=2),
+    "pp2 vpp2": MegatronRun(tp=2, pp=2, vpp=2),
+    "tp2 pp2 ep2 etp1": MegatronRun(tp=2, pp=2, ep=2, etp=1),
+}
+MODELS = {
+    "moe": MOE,
+    "sequential experts, tied, padded, biases": padded(
+        replace(MOE, vocab=21, tied=True, grouped=False, bias=True), 8
+    ),
+}
+
+
+def read(path: Path, like: Wholes) -> Wholes:
+    """Return what torch's own planner reads, in one process."""
+    held = {key: torch.full_like(whole, 77) for key, whole in like.items()}
+    dcp.load(held, checkpoint_id=path, planner=DefaultLoadPlanner(), no_dist=True)
+    return held
+
+
+def keys_of(path: Path) -> set[str]:
+    return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def states(model: MegatronModel) -> Wholes:
+    """Return the optimizer state of the whole model."""
+    wholes = {"fp32_param": model.wholes(0)}
+    wholes |= {name: model.wholes(1 + at) for at, name in enumerate(STATES)}
+    found = {
+        f"optimizer.state.{key}.{name}": whole[: model.vocab] if is_vocabulary(key) else whole
+        for name, each in wholes.items()
+        for key, whole in each.items()
+    }
+    steps = {f"optimizer.state.{key}.step": torch.tensor(float(STEPS)) for key in model.truth()}
+    return found | steps
+
+
+def same(found: Wholes, truth: Wholes) -> list[str]:
+    """Return the keys that differ."""
+    return [key for key, whole in truth.items() if not same_bits(found[key], whole)]
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change what a file holds."""
+    held = torch.load(file, weights_only=False)
+    change(held)
+    torch.save(held, file)
+
+
+def plain(tmp_path: Path, run: MegatronRun, model: MegatronModel = MOE, **options: Any) -> Path:
+    """Write files whose arguments hold no enumeration, so that the test can load them, too."""
+    folder = write_legacy(tmp_path / "megatron", model, run, **options)
+    for file in folder.glob("*/model_optim_rng.pt"):
+        held = load_torch_file(file)
+        if "args" in held:
+            held["args"].attention_backend = "auto"
+        for key, chunk in held.items():
+            if key.startswith("model"):
+                held[key] = {k: io.BytesIO() if "_extra" in k else v for k, v in chunk.items()}
+        torch.save(held, f"{file}.new")
+        os.replace(f"{file}.new", file)
+    return folder
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("megatron", RUNS.values(), ids=RUNS)
+def test_every_layout_becomes_the_whole_model(
+    megatron: MegatronRun, model: MegatronModel, tmp_path: Path
+) -> None:
+    optimizer = None if model.grouped else "float16"
+    write_legacy(tmp_path / "megatron", model, megatron, optimizer=optimizer)
+    report = import_megatron(tmp_path / "megatron", tmp_path / "out")
+    truth = model.truth() | (states(model) if optimizer else {})
+    assert keys_of(tmp_path / "out") == set(truth) == set(report.keys)
+    assert same(read(tmp_path / "out", truth), truth) == []
+    assert verify(tmp_path / "out").sound
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "out"]
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_sizes_become_the_whole_model(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tp, etp, ep = (data.draw(st.sampled_from([1, 2, 4])) for _ in range(3))
+    pp, vpp = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([None, 2]))
+    cp = data.draw(st.sampled_from([1, 2]))
+    assume(tp % etp == 0 and (vpp is None or pp > 1))
+    run = MegatronRun(tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, vpp=vpp)
+    model = data.draw(st.sampled_from([*MODELS.values(), DENSE] if ep == 1 else [*MODELS.values()]))
+    model = replace(model, dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    tmp_path = tmp_path_factory.mktemp("sizes")
+    write_legacy(tmp_path / "megatron", model, run)
+    report = import_megatron(tmp_path / "megatron", tmp_path / "out")
+    truth = model.truth()
+    assert keys_of(tmp_path / "out") == set(truth)
+    assert same(read(tmp_path / "out", truth), truth) == []
+    assert report.nbytes == sum(whole.nbytes for whole in truth.values())
+
+
+@pytest.mark.parametrize("name", ["tp2 ep4 etp1", "pp2 vpp2"])
+def test_every_byte_is_written_or_accounted_for(name: str, tmp_path: Path) -> None:
+    model = MODELS["sequential experts, tied, padded, biases"]
+    folder = plain(tmp_path, RUNS[name], model, optimizer="float16")
+    found: list[torch.Tensor] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        for inner in value.values() if isinstance(value, dict) else ():
+            walk(inner)
+        for inner in value if isinstance(value, list) else ():
+            walk(inner)
+
+    for file in folder.glob("*/*.pt"):
+        walk(torch.load(file, weights_only=False))
+    report = import_megatron(folder, tmp_path / "out")
+    assert report.source_nbytes == sum(tensor.nbytes for tensor in found)
+    truth = model.truth() | states(model)
+    steps = sum(4 for key in truth if key.endswith(".step"))
+    assert report.nbytes == sum(whole.nbytes for whole in truth.values()) - steps
+    pad = (model.padded_vocab or 0) - model.vocab
+    # In two files, of the weight, two moments and the copy in float32.
+    assert report.padding == 2 * pad * model.hidden * (2 + 3 * 4)
+    assert bool(report.tied) == (name == "pp2 vpp2")
+    told = {part.what: part.nbytes for part in report.left_out}
+    assert told["rng_state"] == 8 * 4 * len(list(folder.iterdir()))
+
+
+def test_it_loads_into_another_layout(tmp_path: Path) -> None:
+    write_legacy(tmp_path / "megatron", DENSE, MegatronRun(tp=4, pp=2))
+    import_megatron(tmp_path / "megatron", tmp_path / "out")
+    gated = replace(MOE, experts=0)
+    write_legacy(tmp_path / "gated", gated, MegatronRun(tp=4))
+    import_megatron(tmp_path / "gated", tmp_path / "gated-out")
+    key = "decoder.layers.3.mlp.linear_fc1.weight"
+    for out, model, placement in (
+        ("out", DENSE, FusedShard(0, 1)),
+        ("gated-out", gated, FusedShard(0, 2)),
+    ):
+        world = World(3)
+        whole = model.truth()[key]
+        parts = [cut(whole, [placement], (3,), (rank,)) for rank in range(3)]
+
+        def planner(rank: int, world: World = world, by: Any = placement) -> PlacementLoadPlanner:
+            rules = {"linear_fc1.weight": CheckpointPlacement(world.mesh(rank, tp=3), [by])}
+            return PlacementLoadPlanner(
+                PlacementRules(rules), waive={"linear_fc1": "what is not gated is one tensor"}
+            )
+
+        def blank(rank: int, parts: list[torch.Tensor] = parts) -> dict[str, Any]:
+            return {key: torch.zeros_like(parts[rank])}
+
+        held = world.load(tmp_path / out, blank, planner)
+        for rank in range(3):
+            assert same_bits(held[rank][key], parts[rank])
+
+
+def test_an_incomplete_set_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=4, ep=2, etp=1, early_writers=True))
+    (tmp_path / "empty").mkdir()
+    for out in ("out", "empty"):
+        with pytest.raises(PlacementError, match="no mp_rank_02_000, mp_rank_03_001"):
+            import_megatron(tmp_path / "m", tmp_path / out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "m"]
+
+
+@pytest.mark.parametrize(
+    ("run", "file", "key", "told"),
+    [
+        (
+            RUNS["tp2 pp2"],
+            "mp_rank_01_001",
+            "decoder.final_layernorm.weight",
+            "decoder.final_layernorm.weight: mp_rank_01_001 and mp_rank_00_001 hold it",
+        ),
+        (
+            RUNS["tp4 ep2 etp1"],
+            "mp_rank_02_000",
+            "decoder.layers.1.mlp.experts.linear_fc1.weight1",
+            "decoder.layers.1.mlp.experts.linear_fc1.weight1: mp_rank_02_000 and mp_rank_00_000",
+        ),
+        (
+            RUNS["tp2 ep4 etp1"],
+            "mp_rank_00_002",
+            "decoder.layers.0.self_attention.linear_qkv.weight",
+            "decoder.layers.0.self_attention.linear_qkv.weight: mp_rank_00_002 and mp_rank_00_000",
+        ),
+        (
+            MegatronRun(tp=1, pp=2),
+            "mp_rank_00_001",
+            "output_layer.weight",
+            "embedding.word_embeddings.weight: mp_rank_00_001 and mp_rank_00_000 hold it",
+        ),
+    ],
+    ids=["replicated", "expert twice", "dense twice", "tied"],
+)
+def test_copies_that_differ_are_refused(
+    run: MegatronRun, file: str, key: str, told: str, tmp_path: Path
+) -> None:
+    folder = plain(tmp_path, run, replace(MOE, tied=True) if "output" in key else MOE)
+
+    def change(held: dict[str, Any]) -> None:
+        held["model"][key].view(-1)[-1] += 1
+
+    edit(folder / file / "model_optim_rng.pt", change)
+    with pytest.raises(PlacementError, match=r"differ in 1 of \d+ elements") as caught:
+        import_megatron(folder, tmp_path / "out")
+    assert told in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_equal_nans_are_equal(tmp_path: Path) -> None:
+    folder = plain(tmp_path, RUNS["tp2 ep4 etp1"])
+    key = "decoder.final_layernorm.weight"
+    for file in folder.glob("*/*.pt"):
+        edit(file, lambda held: held["model"][key].fill_(float("nan")))
+    import_megatron(folder, tmp_path / "out")
+    assert read(tmp_path / "out", {key: MOE.truth()[key]})[key].isnan().all()
+
+
+def test_what_no_rule_names_is_refused_under_tensor_parallelism(tmp_path: Path) -> None:
+    folder = plain(tmp_path, MegatronRun(tp=2))
+    for file in folder.glob("*/*.pt"):
+        edit(file, lambda held: held["model"].update({"decoder.new.weight": torch.ones(3, 2)}))
+    with pytest.raises(PlacementError, match=r"decoder\.new\.weight: no rule of the preset"):
+        import_megatron(folder, tmp_path / "out")
+
+
+def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path) -> None:
+    folder = plain(tmp_path, MegatronRun())
+    file = folder / "mp_rank_00" / "model_optim_rng.pt"
+    edit(file, lambda held: held["model"].update({"output_layer.weight": [torch.ones(2)]}))
+    with pytest.raises(PlacementError, match=r"output_layer\.weight: mp_rank_00 has a list there"):
+        import_megatron(folder, tmp_path / "out")
+
+
+def test_arguments_that_the_weights_contradict_are_refused(tmp_path: Path) -> None:
+    folder = plain(tmp_path, MegatronRun(tp=2, pp=2))
+
+    def change(held: dict[str, Any]) -> None:
+        held["args"].num_layers = 6
+        held["args"].num_experts = 16
+        held["args"].padded_vocab_size = 32
+
+    for file in folder.glob("*/*.pt"):
+        edit(file, change)
+    with pytest.raises(PlacementError) as caught:
+        import_megatron(folder, tmp_path / "out")
+    for told in (
+        "decoder.layers: 4 in all stages together, where args say 6",
+        "experts: 4 in a file, 4 over EP 1, where args say 16",
+        "embedding: 24 rows over all ranks, where args say 32",
+    ):
+        assert told in str(caught.value)
+
+
+def test_the_true_vocabulary_is_given_or_kept_with_its_padding(tmp_path: Path) -> None:
+    folder = plain(tmp_path, MegatronRun(tp=2), padded(replace(MOE, vocab=21), 8))
+    for file in folder.glob("*/*.pt"):
+        edit(file, lambda held: setattr(held["args"], "vocab_size", None))
+    report = import_megatron(folder, tmp_path / "kept")
+    assert "all 24 rows of the vocabulary are kept" in report.notes[0]
+    key = "output_layer.weight"
+    whole = replace(MOE, vocab=24).truth()[key]
+    assert same_bits(read(tmp_path / "kept", {key: whole})[key], whole)
+    import_megatron(folder, tmp_path / "given", vocab_size=20)
+    assert same_bits(read(tmp_path / "given", {key: whole[:20]})[key], whole[:20])
+    with pytest.raises(PlacementError, match="vocab_size 25, but it has 24 rows"):
+        import_megatron(folder, tmp_path / "more", vocab_size=25)
+    for file in folder.glob("*/*.pt"):
+        edit(file, lambda held: vars(held["args"]).update(NULL_TOKENIZER))
+    import_megatron(folder, tmp_path / "null")
+    assert same_bits(read(tmp_path / "null", {key: whole[:21]})[key], whole[:21])
+
+
+NULL_TOKENIZER = {"vocab_size": 20, "tokenizer_type": "NullTokenizer"}
+"""It puts an end-of-document token behind all words, which the argument does not count."""
+
+
+def test_a_mapped_file_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, ep=4, etp=1))
+    monkeypatch.setattr(megatron_files, "_STAY_NBYTES", 1000)
+    loaded: list[Path] = []
+
+    def load(path: Path) -> Any:
+        loaded.append(path)
+        return load_torch_file(path)
+
+    monkeypatch.setattr(megatron_files, "load_torch_file", load)
+    report = import_megatron(tmp_path / "m", tmp_path / "out")
+    assert len(loaded) > report.nbytes // 1000 > 4
+    truth = MOE.truth()
+    assert same(read(tmp_path / "out", truth), truth) == []
+
+
+def test_other_files_of_a_rank_are_listed(tmp_path: Path) -> None:
+    folder = write_legacy(tmp_path / "m", MOE, MegatronRun())
+    (folder / "mp_rank_00" / "layer_wise_optimizer_0.pt").write_bytes(b"12345")
+    report = import_megatron(folder, tmp_path / "out")
+    assert {p.what: p.nbytes for p in report.left_out}["layer_wise_optimizer_0.pt"] == 5
+
+
+def test_without_arguments_the_experts_cut_is_to_be_given(tmp_path: Path) -> None:
+    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, etp=1), args=False)
+    with pytest.raises(PlacementError, match="may be cut or replicated over TP"):
+        import_megatron(tmp_path / "m", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    import_megatron(tmp_path / "m", tmp_path / "out", expert_tensor_parallel_size=1)
+    truth = MOE.truth()
+    assert same(read(tmp_path / "out", truth), truth) == []
+
+
+def test_a_distributed_optimizer_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2), optimizer="distributed")
+    report = import_megatron(tmp_path / "m", tmp_path / "out")
+    reasons = {part.what: part.why for part in report.left_out}
+    assert "order of gradient buckets, which is in no file" in reasons["distrib_optim.pt"]
+    assert "order of gradient buckets, which is in no file" in reasons["optimizer"]
+    assert not any(key.startswith("optimizer") for key in report.keys)
+    with pytest.raises(PlacementError, match="gradient buckets"):
+        import_megatron(tmp_path / "m", tmp_path / "all", optimizer=True)
+    assert not (tmp_path / "all").exists()
+
+
+def test_an_optimizer_in_another_order_is_left_out(tmp_path: Path) -> None:
+    folder = plain(tmp_path, MegatronRun(), optimizer="float16")
+
+    def swap(held: dict[str, Any]) -> None:
+        masters = held["optimizer"]["fp32_from_fp16_params"][1]
+        masters[0], masters[2] = masters[2], masters[0]
+
+    edit(folder / "mp_rank_00" / "model_optim_rng.pt", swap)
+    report = import_megatron(folder, tmp_path / "out")
+    (why,) = [part.why for part in report.left_out if part.what == "optimizer"]
+    assert "does not round to" in why
+    without = import_megatron(folder, tmp_path / "without", optimizer=False)
+    assert ("optimizer", "not asked for") in {(p.what, p.why) for p in without.left_out}
+
+
+def test_an_optimizer_of_float32_weights_has_no_copies_to_prove_its_order(tmp_path: Path) -> None:
+    model = replace(MOE, dtype=torch.float32)
+    write_legacy(tmp_path / "m", model, MegatronRun(tp=2, ep=2), optimizer="float32")
+    report = import_megatron(tmp_path / "m", tmp_path / "out")
+    assert "counts and shapes alone" in report.notes[0]
+    truth = {k: v for k, v in states(model).items() if not k.endswith(".fp32_param")}
+    assert same(read(tmp_path / "out", truth), truth) == []
+    assert set(report.keys) == set(truth) | set(model.truth())
+
+
+def test_an_optimizer_of_no_experts_may_be_empty(tmp_path: Path) -> None:
+    model = replace(MOE, experts=0)
+    folder = plain(tmp_path, MegatronRun(tp=2), model, optimizer="float16")
+
+    def chain(held: dict[str, Any]) -> None:
+        held["optimizer"] = [held["optimizer"], {"optimizer": None}]
+
+    for file in folder.glob("*/*.pt"):
+        edit(file, chain)
+    import_megatron(folder, tmp_path / "out", optimizer=True)
+    truth = model.truth() | states(model)
+    assert same(read(tmp_path / "out", truth), truth) == []
+
+
+def test_what_is_there_is_left_as_it_is(tmp_path: Path, run: Run) -> None:
+    write_legacy(tmp_path / "m", MOE, MegatronRun())
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("x")
+    ran = run("import", tmp_path / "m", out, "--from", "megatron")
+    assert ran.code == 2
+    assert "is there already" in ran.err
+    assert [path.name for path in out.iterdir()] == ["precious"]
+    ran = run("import", tmp_path / "m", "s3://bucket/out", "--from", "megatron")
+    assert (ran.code, "a URL cannot do" in ran.err) == (2, True)
+
+
+def test_an_interrupted_import_leaves_no_checkpoint_and_starts_anew(tmp_path: Path) -> None:
+    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, pp=2))
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_megatron(tmp_path / "m", tmp_path / "out", progress=stop)
+    assert not (tmp_path / "out").exists()
+    assert len(list(tmp_path.iterdir())) == 1
+    import_megatron(tmp_path / "m", tmp_path / "out")
+    truth = MOE.truth()
+    assert same(read(tmp_path / "out", truth), truth) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
+
+
+def test_progress_ends_at_all_bytes(tmp_path: Path) -> None:
+    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2))
+    seen: list[tuple[int, int]] = []
+    report = import_megatron(
+        tmp_path / "m", tmp_path / "out", progress=lambda done, total: seen.append((done, total))
+    )
+    assert seen[-1] == (report.nbytes, report.nbytes)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+class Hostile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_hostile_file_is_refused_and_nothing_runs(tmp_path: Path, run: Run) -> None:
+    folder = write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, pp=2))
+    torch.save(
+        {"model": {"w": torch.ones(2)}, "args": Hostile(tmp_path / "ran")},
+        folder / "mp_rank_01_001" / "model_optim_rng.pt",
+    )
+    with pytest.raises(CannotLook, match=r"asks for: +posix\.system"):
+        import_megatron(folder, tmp_path / "out")
+    ran = run("import", folder, tmp_path / "out", "--from", "megatron")
+    assert ran.code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_the_command_reports(tmp_path: Path, run: Run) -> None:
+    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, ep=2, etp=1))
+    arguments = ("import", tmp_path / "m", tmp_path / "out", "--from", "megatron")
+    ran = run(*arguments, "--preset", "megatron_core", "--json")
+    told = json.loads(ran.out)
+    assert ran.code == 0
+    assert told["keys"] == len(MOE.truth())
+    assert told["source_bytes"] == told["bytes"] + told["copies"] + told["left_out"][-1]["bytes"]
+    assert run("import", tmp_path / "m", tmp_path / "two", "--from", "nothing").code == 2
+    ran = run("import", tmp_path / "m", tmp_path / "two", "--from", "megatron", "--preset", "x")
+    assert (ran.code, "no preset 'x'" in ran.err) == (1, True)

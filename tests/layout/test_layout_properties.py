@@ -1,0 +1,347 @@
+"""Laws of layouts: at every coordinate of any mesh they say what plain slicing gives."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    NAMES,
+    Case,
+    arange,
+    cases,
+    coordinates,
+    examples,
+    mesh_sizes,
+    placements_over,
+    shapes,
+)
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, MeshCoordinate
+from dcp_placements.bind.binding import Binding, Own, bind
+from dcp_placements.layout.sharding import Box, Chunk, Cut, Layout, Pick, Sharding
+from dcp_placements.layout.tiling import is_grid, overlaps, tiles, uncovered
+from dcp_placements.save.coordinator.cover import cover_of, makes_whole
+from dcp_placements.testing import FakeMesh, cut
+
+
+def cuts_of(placements: tuple[Any, ...]) -> tuple[Cut, ...]:
+    """Return the cuts of placements, one per axis, as a reader of their docstrings would."""
+    cuts = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, FusedShard):
+            cuts.append(Cut(placement.dim, axis, placement.parts, placement.interleaved))
+        elif isinstance(placement, Shard):
+            cuts.append(Cut(placement.dim, axis))
+        elif not isinstance(placement, Replicate):
+            cuts.append(Cut(placement.dim, axis, placement.split_factor))
+    return tuple(cuts)
+
+
+def sharding_of(case: Case) -> Sharding:
+    return Sharding(case.shape, case.sizes, cuts_of(case.placements))
+
+
+def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+
+
+def assembled(whole: torch.Tensor, layout: Layout, chunks: tuple[Chunk, ...]) -> torch.Tensor:
+    """Return a local tensor filled chunk by chunk; -1 where no chunk reaches."""
+    local = torch.full(layout.local_shape, -1, dtype=whole.dtype)
+    for local_offsets, offsets, sizes in chunks:
+        local[slices(local_offsets, sizes)] = whole[slices(offsets, sizes)]
+    return local
+
+
+def counts(shape: tuple[int, ...], boxes: set[Box]) -> torch.Tensor:
+    """Return how many of ``boxes`` hold each element."""
+    count = torch.zeros(shape, dtype=torch.long)
+    for box in boxes:
+        count[slices(box.offsets, box.sizes)] += 1
+    return count
+
+
+@given(cases())
+@examples(100)
+def test_chunks_put_every_element_where_slicing_finds_it(case: Case) -> None:
+    whole = arange(case.shape)
+    sharding = sharding_of(case)
+    for coordinate in coordinates(case.sizes):
+        layout = sharding.at(coordinate)
+        expected = cut(whole, case.placements, case.sizes, coordinate)
+        local = assembled(whole, layout, layout.chunks())
+        assert local.shape == expected.shape
+        assert torch.equal(local, expected)
+
+
+@given(cases())
+@examples(100)
+def test_chunks_are_non_empty_disjoint_and_inside(case: Case) -> None:
+    sharding = sharding_of(case)
+    for coordinate in coordinates(case.sizes):
+        layout = sharding.at(coordinate)
+        chunks = layout.chunks()
+        local = torch.zeros(layout.local_shape, dtype=torch.long)
+        for chunk in chunks:
+            assert 0 not in chunk.sizes
+            assert all(
+                o >= 0 and o + s <= n
+                for o, s, n in zip(chunk.offsets, chunk.sizes, case.shape, strict=True)
+            )
+            local[slices(chunk.local_offsets, chunk.sizes)] += 1
+        assert bool((local == 1).all())
+        assert bool((counts(case.shape, {chunk.box for chunk in chunks}) <= 1).all())
+        assert len({chunk.box for chunk in chunks}) == len(chunks)
+
+
+@given(cases())
+@examples(100)
+def test_distinct_chunks_of_all_coordinates_tile_the_whole(case: Case) -> None:
+    sharding = sharding_of(case)
+    boxes = {
+        chunk.box
+        for coordinate in coordinates(case.sizes)
+        for chunk in sharding.at(coordinate).chunks()
+    }
+    whole = Box((0,) * len(case.shape), case.shape)
+    assert bool((counts(case.shape, boxes) == 1).all())
+    assert tiles(whole, boxes)
+    assert uncovered(whole, list(boxes)) == []
+    assert overlaps(boxes) == []
+    # Every dim is cut on its own, so what placements make is a grid.
+    assert is_grid(whole, boxes) or whole.numel == 0
+    if boxes:
+        missing = boxes - {min(boxes)}
+        assert not tiles(whole, missing)
+        assert uncovered(whole, list(missing)) == [min(boxes)]
+
+
+@given(cases(max_axes=3, max_ranks=16), st.data())
+@examples(60)
+def test_axes_of_size_one_change_nothing(case: Case, data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, len(case.sizes)))
+    dim = data.draw(st.integers(0, len(case.shape) - 1))
+    sizes = (*case.sizes[:position], 1, *case.sizes[position:])
+    placements = (*case.placements[:position], Shard(dim), *case.placements[position:])
+    with_axis = Sharding(case.shape, sizes, cuts_of(placements))
+    for coordinate in coordinates(case.sizes):
+        longer = (*coordinate[:position], 0, *coordinate[position:])
+        assert with_axis.at(longer) == sharding_of(case).at(coordinate)
+
+
+@given(cases(max_axes=3, max_ranks=16), st.data())
+@examples(60)
+def test_replicas_have_equal_layouts(case: Case, data: st.DataObject) -> None:
+    copies = data.draw(st.integers(2, 4))
+    position = data.draw(st.integers(0, len(case.sizes)))
+    sizes = (*case.sizes[:position], copies, *case.sizes[position:])
+    placements = (*case.placements[:position], Replicate(), *case.placements[position:])
+    replicated = Sharding(case.shape, sizes, cuts_of(placements))
+    for coordinate in coordinates(case.sizes):
+        at = [(*coordinate[:position], copy, *coordinate[position:]) for copy in range(copies)]
+        assert len({replicated.at(each) for each in at}) == 1
+
+
+@given(shapes(), st.data())
+@examples(60)
+def test_picked_rows_are_those_that_index_select_gives(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    """``IndexShard`` says something else on every rank; then the rank's own FSDP cuts those."""
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    rows = st.lists(st.integers(0, shape[dim] - 1), max_size=8) if shape[dim] else st.just([])
+    fsdp, fsdp_dim = data.draw(st.integers(1, 3)), data.draw(st.integers(0, len(shape) - 1))
+    whole = arange(shape)
+    for picked in (data.draw(rows) for _ in range(data.draw(st.integers(1, 4)))):
+        placements = (IndexShard(dim, tuple(picked)), Shard(fsdp_dim))
+        sharding = Sharding(shape, (4, fsdp), (Pick(dim, tuple(picked)), Cut(fsdp_dim, 1)))
+        for position in range(fsdp):
+            layout = sharding.at((0, position))
+            expected = cut(whole, placements, (4, fsdp), (0, position))
+            local = assembled(whole, layout, layout.chunks())
+            assert local.shape == expected.shape
+            assert torch.equal(local, expected)
+
+
+@given(cases(max_axes=3, max_ranks=32), st.data())
+@examples(80)
+def test_padding_is_in_no_chunk(case: Case, data: st.DataObject) -> None:
+    """The padded shape is what is cut; the rows beyond the real one stay out of the chunks."""
+    logical = tuple(data.draw(st.integers(0, size)) for size in case.shape)
+    padded = torch.full(case.shape, -1.0)
+    inside = tuple(slice(0, size) for size in logical)
+    padded[inside] = arange(logical)
+    whole = padded[inside]
+    sharding = Sharding(logical, case.sizes, cuts_of(case.placements), case.shape)
+    boxes = set()
+    for coordinate in coordinates(case.sizes):
+        layout = sharding.at(coordinate)
+        expected = cut(padded, case.placements, case.sizes, coordinate)
+        assert torch.equal(assembled(whole, layout, layout.chunks()), expected)
+        boxes |= {chunk.box for chunk in layout.chunks()}
+    assert bool((counts(logical, boxes) == 1).all())
+
+
+def bound(
+    part: torch.Tensor,
+    mesh: FakeMesh,
+    own_names: tuple[str, ...],
+    own_placements: tuple[Any, ...],
+    local: torch.Tensor,
+    placement: CheckpointPlacement | None,
+) -> Binding:
+    own = (
+        Own(tuple(part.shape), mesh[own_names], own_placements)
+        if own_names
+        else Own(tuple(part.shape))
+    )
+    binding = bind(own, tuple(local.shape), placement)
+    assert binding is not None
+    return binding
+
+
+@given(st.data())
+@examples(100)
+def test_rule_cuts_first_then_the_tensor_s_own_placements(data: st.DataObject) -> None:
+    """Whatever position the tensor's own axes have in the checkpoint's mesh."""
+    sizes = data.draw(mesh_sizes(max_ranks=32))
+    names = NAMES[: len(sizes)]
+    own_names = tuple(name for name in names if data.draw(st.booleans()))
+    own_sizes = tuple(sizes[names.index(name)] for name in own_names)
+    shape = data.draw(shapes())
+    rule_names = tuple(name for name in names if name not in own_names)
+    rule_sizes = tuple(sizes[names.index(name)] for name in rule_names)
+    even = data.draw(st.booleans())
+    rule = data.draw(placements_over(shape, rule_sizes, even=even))
+    own = data.draw(placements_over((0,) * len(shape), own_sizes, fused=False))
+    # An axis that the tensor itself shards may stand in the rule, too, and counts once.
+    twice = {
+        name: Shard(placement.dim)
+        for name, placement in zip(own_names, own, strict=True)
+        if isinstance(placement, Shard) and data.draw(st.booleans())
+    }
+    given_shape = None if even and data.draw(st.booleans()) else shape
+    whole = arange(shape)
+    world = FakeMesh(sizes, names, rank=0).size()
+    for rank in range(world):
+        mesh = FakeMesh(sizes, names, rank=rank)
+        coordinate = dict(zip(names, mesh.get_coordinate() or (), strict=True))
+        part = cut(whole, rule, rule_sizes, [coordinate[name] for name in rule_names])
+        local = cut(part, own, own_sizes, [coordinate[name] for name in own_names])
+        placement = CheckpointPlacement(
+            mesh, {**dict(zip(rule_names, rule, strict=True)), **twice}, global_shape=given_shape
+        )
+        binding = bound(part, mesh, own_names, own, local, placement)
+        assert binding.global_shape == shape
+        assert binding.layout.local_shape == tuple(local.shape)
+        assert torch.equal(assembled(whole, binding.layout, binding.layout.chunks()), local)
+
+
+@given(cases(max_axes=3, max_ranks=32, fused=False))
+@examples(60)
+def test_without_a_rule_the_tensor_s_own_placements_speak(case: Case) -> None:
+    names = NAMES[: len(case.sizes)]
+    whole = arange(case.shape)
+    for rank in range(FakeMesh(case.sizes, names, rank=0).size()):
+        mesh = FakeMesh(case.sizes, names, rank=rank)
+        local = cut(whole, case.placements, case.sizes, mesh.get_coordinate() or ())
+        binding = bound(whole, mesh, names, case.placements, local, None)
+        assert binding.global_shape == case.shape
+        assert torch.equal(assembled(whole, binding.layout, binding.layout.chunks()), local)
+
+
+@given(cases(max_axes=3, max_ranks=16))
+@examples(40)
+def test_a_mesh_is_seen_alike_by_coordinate_and_by_rank(case: Case) -> None:
+    """``MeshCoordinate`` gives what a mesh on that rank gives."""
+    names = NAMES[: len(case.sizes)]
+    whole = arange(case.shape)
+    for rank, coordinate in enumerate(itertools.product(*map(range, case.sizes))):
+        local = cut(whole, case.placements, case.sizes, coordinate)
+        own = Own(tuple(local.shape))
+        layouts = []
+        for mesh in (
+            FakeMesh(case.sizes, names, rank=rank),
+            MeshCoordinate(names, case.sizes, coordinate),
+        ):
+            placement = CheckpointPlacement(mesh, case.placements, global_shape=case.shape)
+            binding = bind(own, tuple(local.shape), placement)
+            assert binding is not None
+            layouts.append(binding.layout)
+        assert layouts[0] == layouts[1] == sharding_of(case).at(coordinate)
+
+
+@given(st.data())
+@examples(60)
+def test_fused_rule_makes_the_tensor_s_own_cut_of_that_axis_more_exact(data: st.DataObject) -> None:
+    """A DTensor over tp says ``Shard``; that what it cuts is gate|up only the rule knows.
+
+    FSDP2 writes its own cut of the tp part as ``_StridedShard`` with tp's size, left of tp.
+    """
+    tp, fsdp, columns = (data.draw(st.integers(1, n)) for n in (4, 3, 3))
+    each = [tp * data.draw(st.integers(1, 3)) for _ in range(data.draw(st.integers(1, 3)))]
+    whole = arange((sum(each), columns))
+    fused = FusedShard(0, tuple(each))
+    own = (_StridedShard(0, split_factor=tp), Shard(0))
+    for rank in range(fsdp * tp):
+        mesh = FakeMesh((fsdp, tp), ("fsdp", "tp"), rank=rank)
+        at_fsdp, at_tp = mesh.get_coordinate() or ()
+        local = cut(cut(whole, [fused], [tp], [at_tp]), [Shard(0)], [fsdp], [at_fsdp])
+        placement = CheckpointPlacement(mesh, {"tp": fused})
+        binding = bound(whole, mesh, ("fsdp", "tp"), own, local, placement)
+        assert binding.global_shape == tuple(whole.shape)
+        assert torch.equal(assembled(whole, binding.layout, binding.layout.chunks()), local)
+
+
+@st.composite
+def padded_shardings(draw: st.DrawFn) -> Sharding:
+    """Draw how a mesh cuts a tensor, some of it padding."""
+    case = draw(cases())
+    kept = tuple(draw(st.integers(max(size - 3, 0), size)) for size in case.shape)
+    return Sharding(kept, case.sizes, cuts_of(case.placements), case.shape)
+
+
+@given(st.one_of(cases().map(sharding_of), padded_shardings()))
+@examples(200)
+def test_intervals_of_a_dim_are_what_all_coordinates_hold(sharding: Sharding) -> None:
+    """The closed form against a walk over the coordinates, each of them proved by slicing."""
+    dims = range(len(sharding.global_shape))
+    walked = [
+        {one for at in sharding.coordinates() for one in sharding.dim_at(dim, at)} for dim in dims
+    ]
+    assert [sharding.intervals_of(dim) for dim in dims] == [sorted(found) for found in walked]
+    boxes = {chunk.box for at in sharding.coordinates() for chunk in sharding.at(at).chunks()}
+    assert (counts(sharding.global_shape, boxes) == 1).all()
+
+
+@given(st.one_of(cases().map(sharding_of), padded_shardings()), st.data())
+@examples(100)
+def test_boxes_of_all_ranks_side_by_side_make_the_whole(
+    sharding: Sharding, data: st.DataObject
+) -> None:
+    """And those of all ranks but one do where another rank holds the same."""
+    held = [
+        [chunk.box for chunk in sharding.at(at).chunks()] for at in coordinates(sharding.axis_sizes)
+    ]
+    missing = data.draw(st.none() | st.integers(0, len(held) - 1))
+    rows = [
+        (rank, (*box.offsets, *box.sizes))
+        for rank, boxes in enumerate(held)
+        for box in boxes
+        if rank != missing
+    ]
+    shape = sharding.global_shape
+    boxes = np.array([row for _, row in rows], np.int64).reshape(len(rows), 2 * len(shape))
+    found = cover_of(np.array([rank for rank, _ in rows], np.int64), boxes, shape)
+    held_boxes = {box for rank, mine in enumerate(held) for box in mine if rank != missing}
+    assert set(found.as_boxes()) == held_boxes
+    whole = bool((counts(shape, held_boxes) == 1).all())
+    assert makes_whole(found, shape, complete=True) == whole
+    assert makes_whole(found, shape, complete=False)

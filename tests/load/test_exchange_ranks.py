@@ -1,0 +1,201 @@
+"""Loads that exchange what they read, on four real gloo ranks; and what becomes of a lost rank.
+
+One launch of ``tests/ranks/exchange_worker.py`` runs all scenarios and writes what each rank saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchrun import tail, torchrun
+
+pytestmark = pytest.mark.dist
+
+WORKER = Path(__file__).parents[1] / "ranks" / "exchange_worker.py"
+RANKS = range(4)
+EVEN = ["hsdp", "experts", "two_replica_axes", "two_meshes", "odd_parts", "other_topology"]
+EVEN += ["not_alike", "with_shadows"]
+
+Ranks = list[dict[str, Any]]
+
+
+def environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONHASHSEED", "RANK")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Return what each rank saw, by scenario."""
+    out = tmp_path_factory.mktemp("ranks")
+    done = torchrun(WORKER, out, ranks=len(RANKS))
+    assert done.returncode == 0, tail(done)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in RANKS]
+
+
+def seen(outcomes: Ranks, name: str) -> Ranks:
+    found = [outcome[name] for outcome in outcomes]
+    for rank, outcome in enumerate(found):
+        assert "failed" not in outcome, f"rank {rank}: {outcome['traceback']}"
+    return found
+
+
+def refusal(outcomes: Ranks, name: str) -> str:
+    """Return the text that all ranks were refused with, each by itself."""
+    found = seen(outcomes, name)
+    assert not any(outcome["late"] for outcome in found)
+    for outcome in found:
+        assert outcome["refused"].keys() == {"0", "1", "2", "3"}
+        assert len(set(outcome["refused"].values())) == 1
+    texts = {outcome["refused"]["0"] for outcome in found}
+    assert len(texts) == 1
+    return str(texts.pop())
+
+
+def assert_right(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["compared"]
+        assert rank["differing"] == []
+        assert rank["told"] == [rank["read"], rank["opens"]]
+
+
+@pytest.mark.parametrize("name", [*EVEN, "all_ranks_alike"])
+def test_every_tensor_is_the_whole_cut_by_slicing(outcomes: Ranks, name: str) -> None:
+    found = seen(outcomes, name)
+    assert_right(found)
+    # Of what is split no digest speaks, which verify="digests" says.
+    unverified = [text for rank in found for text in rank["warnings"]]
+    assert all("cannot compare" in text for text in unverified)
+    assert not unverified or name == "with_shadows"
+    # What another rank reads this one does not.
+    assert all(
+        0 < rank["exchanged"] < rank["wanted"] or name == "all_ranks_alike" for rank in found
+    )
+    assert {rank["all"] for rank in found} == {sum(rank["read"] for rank in found)}
+
+
+@pytest.mark.parametrize("name", [n for n in EVEN if n not in ("odd_parts", "with_shadows")])
+def test_each_byte_is_read_once_and_evenly(outcomes: Ranks, name: str) -> None:
+    found = seen(outcomes, name)
+    read = [rank["read"] for rank in found]
+    assert sum(read) >= found[0]["unique"] - 64 * found[0]["compared"]
+    # Of small tensors the bytes between them come along, and objects are read by every rank.
+    assert sum(read) <= found[0]["unique"] * (1.05 if name == "hsdp" else 1.01)
+    assert max(read) - min(read) <= 0.05 * sum(read) / len(read)
+
+
+def test_the_ranks_that_saved_open_their_own_file_and_the_shared_one(outcomes: Ranks) -> None:
+    assert all(rank["opens"] <= 2 for rank in seen(outcomes, "hsdp"))
+    # Two replicas of each expert and of what all share: its own file and those of two writers.
+    assert all(rank["opens"] <= 3 for rank in seen(outcomes, "experts"))
+    assert all(rank["opens"] <= 2 for rank in seen(outcomes, "with_shadows"))
+    # The large one is split, so that no digest speaks for it; the norms are whole.
+    assert sum(rank["verified"][0] for rank in seen(outcomes, "with_shadows")) >= 100
+
+
+def test_rehearse_predicts_what_is_read(outcomes: Ranks) -> None:
+    for rank in seen(outcomes, "experts"):
+        exchanged, plainly, files = rank["predicted"]
+        assert rank["read"] == pytest.approx(exchanged, rel=0.03)
+        differing, nbytes, opens = rank["plainly"]
+        assert differing == []
+        assert opens == files
+        # Up to the bytes before the elements of each chunk.
+        assert plainly <= nbytes <= plainly + 1024 * rank["compared"]
+
+
+def test_what_one_file_has_of_all_is_read_once(outcomes: Ranks) -> None:
+    """Plain tensors, scalars and columns; the object is read by every rank."""
+    found = seen(outcomes, "all_ranks_alike")
+    assert sum(rank["read"] for rank in found) <= 1.03 * found[0]["unique"]
+    readers = [rank for rank in found if rank["read"] > 10000]
+    assert len(readers) == 4
+
+
+def test_what_ranks_do_not_want_alike_each_reads(outcomes: Ranks) -> None:
+    found = seen(outcomes, "not_alike")
+    # A quarter of "w" came from the other replica, and nothing of "plain".
+    assert {rank["exchanged"] for rank in found} == {1400 * 800 * 4 // 4}
+
+
+def test_a_reader_without_the_hook_is_told_of_once(outcomes: Ranks) -> None:
+    for rank in seen(outcomes, "stock_reader"):
+        assert rank["same"]
+        assert len(rank["warnings"]) == len(rank["noted"]) == 1
+        assert "way out:     storage_reader=PlacementFileSystemReader(path)" in rank["noted"][0]
+
+
+def test_a_planner_without_it_keeps_all_from_it(outcomes: Ranks) -> None:
+    found = seen(outcomes, "not_all_planners")
+    assert_right(found)
+    assert [rank["exchanged"] for rank in found] == [0] * 4
+    assert "the planner of rank 2 was not given exchange=True" in found[0]["warnings"][0]
+
+
+def test_a_load_on_another_process_group(outcomes: Ranks) -> None:
+    found = seen(outcomes, "part_of_the_world")
+    for name in ("true", "group"):
+        assert_right([rank[name] for rank in found])
+    assert [rank["true"]["exchanged"] for rank in found] == [0] * 4
+    assert [rank["group"]["exchanged"] for rank in found] == [1024 * 700 * 4 // 2] * 4
+    assert all("of 2 ranks" in rank["warnings"][0] for rank in found)
+
+
+def test_a_planner_serves_again_and_can_be_pickled(outcomes: Ranks) -> None:
+    for rank in seen(outcomes, "one_planner_twice"):
+        assert_right(rank["loads"])
+        assert len({load["exchanged"] for load in rank["loads"]}) == 1
+        assert "from other ranks" in rank["loads"][1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("missing_file", "rank 2: could not read its share: the checkpoint is not whole"),
+        ("short_file", "__2_0.distcp ends before it"),
+        ("flipped_byte", "and it is not what was saved"),
+    ],
+)
+def test_all_ranks_end_alike_where_one_cannot_read(outcomes: Ranks, name: str, told: str) -> None:
+    text = refusal(outcomes, name)
+    assert text.startswith("nothing can be exchanged, since not all ranks could read")
+    assert told.partition(": ")[2] in text
+    assert "rank 2" in text or name == "flipped_byte"
+
+
+@pytest.mark.parametrize("how", ["killed while it sends", "stuck"])
+def test_a_lost_rank_is_an_error_on_all_others_in_time(tmp_path: Path, how: str) -> None:
+    """Processes by themselves: torchrun would end the others when one is gone."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(tmp_path), "lost", how, str(rank)],
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in RANKS
+    ]
+    try:
+        until = time.monotonic() + 90
+        for rank in ranks[:3]:
+            assert rank.wait(until - time.monotonic()) == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    for rank, each in enumerate(told):
+        text = each["refused"][str(rank)]
+        assert text.startswith("the exchange was broken off")
+        assert "ranks 0-3 could not exchange what they read" in text
+        assert "likely:      a rank was killed" in text
+        # The process group's timeout is 4 s.
+        assert each["seconds"] < 40

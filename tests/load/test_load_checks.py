@@ -1,0 +1,717 @@
+"""A load that is declared otherwise than its checkpoint was saved is refused; what may differ is
+quiet.
+
+The ranks are simulated. The whole tensors are cut by plain slicing here, as a framework would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hazard_scenes import (
+    arange,
+    assert_same,
+    blank,
+    edit_metadata,
+    load,
+    refused,
+    same_bits,
+    save,
+    warned,
+    without_warning,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    MeshCoordinate,
+    PlacementError,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+    Renames,
+    Renumber,
+    Replace,
+    Stack,
+)
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY
+from dcp_placements.testing import FakeDTensor, World
+
+ONE, WORLD, FOUR = World(1), World(2), World(4)
+GATE_UP = "layers.0.mlp.gate_up_proj.weight"
+
+
+def fused_part(whole: torch.Tensor, parts: int, ranks: int, rank: int) -> torch.Tensor:
+    """Return what a rank holds of several tensors in one, each cut by rows."""
+    return torch.cat([part.chunk(ranks)[rank] for part in whole.chunk(parts)])
+
+
+def tp_rules(world: World, pattern: str, placement: Any) -> Callable[[int], PlacementRules]:
+    def on(rank: int) -> PlacementRules:
+        mesh = world.mesh(rank, tp=world.size)
+        return PlacementRules({pattern: CheckpointPlacement(mesh, {"tp": placement})})
+
+    return on
+
+
+def tp_dtensor(world: World, local: torch.Tensor, rank: int, rows: int) -> FakeDTensor:
+    """Return a DTensor that says that ``tp`` cuts it plainly."""
+    return FakeDTensor(local, world.mesh(rank, tp=world.size), [Shard(0)], (rows, *local.shape[1:]))
+
+
+def save_fused(path: Path, whole: torch.Tensor, key: str = GATE_UP, **options: Any) -> None:
+    """Save a fused gate|up from two ranks of ``tp``, with the rule that it needs."""
+
+    def state(rank: int) -> dict[str, Any]:
+        return {key: tp_dtensor(WORLD, fused_part(whole, 2, 2, rank), rank, len(whole))}
+
+    save(WORLD, path, state, tp_rules(WORLD, key, FusedShard(0, 2)), **options)
+
+
+def plain_template(rank: int) -> dict[str, Any]:
+    return {GATE_UP: tp_dtensor(WORLD, torch.zeros(4, 3), rank, 8)}
+
+
+# M46: the rule of a fused tensor forgotten, or another one.
+
+
+@pytest.mark.parametrize("verify", ["off", "digests"])
+def test_m46_a_fused_load_with_the_rule_forgotten_is_refused(tmp_path: Path, verify: str) -> None:
+    save_fused(tmp_path, arange(8, 3), digests="full")
+    with refused() as refusal:
+        load(
+            WORLD, tmp_path, plain_template, verify=verify, waive={"other.key": "has nothing here"}
+        )
+    assert sorted(refusal.by_rank) == [0, 1]
+    refusal.says(
+        f"{GATE_UP}: rank 0 loads it cut by 'tp' in another way than it was saved",
+        "saved:       FusedShard(0, 2) over 'tp' of size 2",
+        "this load:   Shard(0) over 'tp' of size 2",
+        "by rule:     no rule, its own DTensor",
+        'way out:     {"tp": FusedShard(0, 2)} in the rules of this load',
+        "waive={pattern: reason}",
+    )
+
+
+def test_m46_a_fused_load_by_another_rule_names_the_rule(tmp_path: Path) -> None:
+    save_fused(tmp_path, arange(8, 3))
+    with refused() as refusal:
+        load(
+            WORLD,
+            tmp_path,
+            lambda rank: {GATE_UP: torch.zeros(4, 3)},
+            tp_rules(WORLD, "gate_up_proj", Shard(0)),
+        )
+    refusal.says("this load:   Shard(0) over 'tp'", "by rule:     'gate_up_proj'")
+
+
+@pytest.mark.parametrize(
+    "placement", [FusedShard(0, 4), FusedShard(0, (6, 2)), FusedShard(0, 2, interleaved=True)]
+)
+def test_m46_other_parts_are_refused(tmp_path: Path, placement: FusedShard) -> None:
+    save_fused(tmp_path, arange(8, 3))
+    with refused() as refusal:
+        load(WORLD, tmp_path, plain_template, tp_rules(WORLD, "gate_up_proj", placement))
+    refusal.says("saved:       FusedShard(0, 2)", f"this load:   FusedShard(0, {placement.parts}")
+
+
+def test_m46_a_plain_save_and_a_fused_load_are_refused(tmp_path: Path) -> None:
+    rules = tp_rules(WORLD, "w", Shard(0))
+    save(WORLD, tmp_path, lambda rank: {"w": arange(8, 3).chunk(2)[rank]}, rules)
+    with refused() as refusal:
+        load(
+            WORLD,
+            tmp_path,
+            lambda rank: {"w": torch.zeros(4, 3)},
+            tp_rules(WORLD, "w", FusedShard(0, 2)),
+        )
+    refusal.says("saved:       Shard(0) over 'tp'", "this load:   FusedShard(0, 2) over 'tp'")
+
+
+def test_m46_a_fused_save_of_one_tp_rank_is_known_when_two_load_it_plainly(tmp_path: Path) -> None:
+    rules = tp_rules(ONE, GATE_UP, FusedShard(0, 2))
+    save(ONE, tmp_path, lambda rank: {GATE_UP: arange(8, 3)}, rules)
+    with refused() as refusal:
+        load(WORLD, tmp_path, plain_template)
+    refusal.says(
+        "saved:       FusedShard(0, 2) over 'tp' of size 1", "Shard(0) over 'tp' of size 2"
+    )
+
+
+def test_m46_a_fused_save_under_fsdp_of_as_many_ranks_as_parts_is_known(tmp_path: Path) -> None:
+    """FSDP of two ranks inside two parts: the same boxes as those of a plain cut in another
+    order."""
+    whole = arange(8, 3)
+
+    def mesh(rank: int) -> Any:
+        return FOUR.mesh(rank, tp=2, fsdp=2)
+
+    def rules(rank: int) -> PlacementRules:
+        return PlacementRules({GATE_UP: CheckpointPlacement(mesh(rank), {"tp": FusedShard(0, 2)})})
+
+    def state(rank: int) -> dict[str, Any]:
+        tp = mesh(rank).get_coordinate()[0]
+        part = fused_part(whole, 2, 2, tp)
+        return {GATE_UP: FakeDTensor.distribute(part, mesh(rank)["fsdp"], [Shard(0)])}
+
+    save(FOUR, tmp_path, state, rules)
+    with refused() as refusal:
+        load(WORLD, tmp_path, plain_template)
+    refusal.says("saved:       FusedShard(0, 2) over 'tp' of size 2")
+
+
+def test_m46_another_order_of_two_axes_is_refused(tmp_path: Path) -> None:
+    whole = arange(8, 3)
+
+    def placement(rank: int, *order: str) -> dict[str, Any]:
+        mesh = MeshCoordinate(
+            order, (2, 2), FOUR.mesh(rank, **dict.fromkeys(order, 2)).get_coordinate()
+        )
+        at = mesh.get_coordinate()
+        local = whole.chunk(2)[at[0]].chunk(2)[at[1]].clone()
+        return {"w": FakeDTensor(local, mesh, [Shard(0), Shard(0)], (8, 3))}
+
+    save(FOUR, tmp_path, lambda rank: placement(rank, "tp", "fsdp"))
+    with refused() as refusal:
+        load(FOUR, tmp_path, lambda rank: placement(rank, "fsdp", "tp"), waive={"x": "no such key"})
+    refusal.says(
+        "w: rank 0 loads it cut by 'fsdp' and 'tp' in another way",
+        "saved:       Shard(0) over 'tp' of size 2, then Shard(0) over 'fsdp' of size 2",
+        "this load:   Shard(0) over 'fsdp' of size 2, then Shard(0) over 'tp' of size 2",
+        "way out:     cut by 'tp' before 'fsdp'",
+    )
+
+
+def test_a_waiver_with_its_reason_lets_another_cut_pass(tmp_path: Path) -> None:
+    whole = arange(8, 3)
+    save_fused(tmp_path, whole)
+    reason = "cut apart by hand afterwards"
+    with without_warning():
+        loaded, reports = load(WORLD, tmp_path, plain_template, waive={"gate_up_proj": reason})
+    assert same_bits(loaded[1][GATE_UP].to_local(), whole[4:])
+    assert reports[0].waived == {"gate_up_proj": reason}
+    assert "compared:   declared as saved: 0 keys; 1 otherwise, waived" in str(reports[0])
+    assert reason in str(reports[0])
+    with pytest.raises(PlacementError, match="needs a reason"):
+        PlacementLoadPlanner(waive={"w": ""})
+
+
+# What may differ.
+
+
+def test_a_load_declared_as_saved_is_quiet_and_says_so(tmp_path: Path) -> None:
+    whole = arange(8, 3)
+    save_fused(tmp_path, whole)
+    for parts in (2, (4, 4)):
+        with without_warning():
+            loaded, reports = load(
+                WORLD, tmp_path, plain_template, tp_rules(WORLD, GATE_UP, FusedShard(0, parts))
+            )
+        for rank in range(2):
+            assert same_bits(loaded[rank][GATE_UP].to_local(), fused_part(whole, 2, 2, rank))
+        assert reports[0].compared == "declared as saved: 1 key"
+
+
+def test_a_fused_checkpoint_loads_by_fsdp_by_another_axis_and_whole(tmp_path: Path) -> None:
+    whole = arange(8, 3)
+    save_fused(tmp_path, whole)
+
+    def over(name: str) -> Callable[[int], dict[str, Any]]:
+        def state(rank: int) -> dict[str, Any]:
+            mesh = WORLD.mesh(rank, **{name: 2})
+            return {GATE_UP: FakeDTensor.distribute(torch.zeros(8, 3), mesh, [Shard(0)])}
+
+        return state
+
+    with without_warning():
+        for name in ("fsdp", "dp_shard"):
+            loaded, _ = load(WORLD, tmp_path, over(name))
+            for rank in range(2):
+                assert same_bits(loaded[rank][GATE_UP].to_local(), whole.chunk(2)[rank])
+        loaded, _ = load(ONE, tmp_path, lambda rank: {GATE_UP: torch.zeros(8, 3)})
+        assert same_bits(loaded[0][GATE_UP], whole)
+        # An axis of size 1 that cuts plainly holds all of it.
+        loaded, _ = load(
+            ONE, tmp_path, lambda rank: {GATE_UP: tp_dtensor(ONE, torch.zeros(8, 3), rank, 8)}
+        )
+        assert same_bits(loaded[0][GATE_UP].to_local(), whole)
+        # By columns the rows stay together.
+        save_fused(tmp_path / "b", arange(8, 4), "w")
+        columns = tp_rules(WORLD, "w", Shard(1))
+        loaded, _ = load(WORLD, tmp_path / "b", lambda rank: {"w": torch.zeros(8, 2)}, columns)
+        assert same_bits(loaded[1]["w"], arange(8, 4)[:, 2:])
+
+
+def test_a_fused_checkpoint_loads_under_hsdp(tmp_path: Path) -> None:
+    whole = arange(8, 3)
+    save_fused(tmp_path, whole)
+
+    def state(rank: int) -> dict[str, Any]:
+        mesh = FOUR.mesh(rank, replicate=2, fsdp=2)
+        return {GATE_UP: FakeDTensor.distribute(torch.zeros(8, 3), mesh, [Replicate(), Shard(0)])}
+
+    with without_warning():
+        loaded, _ = load(FOUR, tmp_path, state)
+    for rank in range(4):
+        assert same_bits(loaded[rank][GATE_UP].to_local(), whole.chunk(2)[rank % 2])
+
+
+def torchtitan(world: World, whole: torch.Tensor, efsdp: int, ep: int, rank: int) -> FakeDTensor:
+    """Return experts cut by ``ep`` and then by FSDP, as DTensors over both axes say it."""
+    mesh = world.mesh(rank, efsdp=efsdp, ep=ep)
+    i, j = mesh.get_coordinate()
+    local = whole.chunk(ep)[j].chunk(efsdp)[i].clone()
+    placements = [_StridedShard(0, split_factor=ep), Shard(0)]
+    return FakeDTensor(local, mesh, placements, whole.shape)
+
+
+@pytest.mark.parametrize("saved", [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("loaded", [(1, 4), (2, 2), (4, 1)])
+def test_strided_shards_of_other_ep_sizes_are_one_declaration(
+    tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
+) -> None:
+    whole = arange(8, 3)
+    save(FOUR, tmp_path, lambda rank: {"w": torchtitan(FOUR, whole, *saved, rank)})
+    with without_warning():
+        found, reports = load(
+            FOUR, tmp_path, lambda rank: blank({"w": torchtitan(FOUR, whole, *loaded, rank)})
+        )
+    for rank in range(4):
+        assert_same(found[rank], {"w": torchtitan(FOUR, whole, *loaded, rank)})
+    assert "declared as saved" in reports[0].compared
+
+
+def test_a_rule_and_a_dtensor_that_mean_one_order_are_one_declaration(tmp_path: Path) -> None:
+    """By rule ``ep`` cuts first and FSDP what is left; DTensors say it by a strided shard."""
+    whole = arange(8, 3)
+
+    def rules(rank: int) -> PlacementRules:
+        mesh = FOUR.mesh(rank, ep=2, efsdp=2)
+        return PlacementRules({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+    def state(rank: int) -> dict[str, Any]:
+        mesh = FOUR.mesh(rank, ep=2, efsdp=2)
+        part = whole.chunk(2)[mesh.get_coordinate()[0]]
+        return {"w": FakeDTensor.distribute(part, mesh["efsdp"], [Shard(0)])}
+
+    save(FOUR, tmp_path, state, rules)
+    with without_warning():
+        load(FOUR, tmp_path, lambda rank: blank({"w": torchtitan(FOUR, whole, 2, 2, rank)}))
+
+
+def test_parts_of_a_padded_dim_are_the_same_parts(tmp_path: Path) -> None:
+    """Q, K and V of ten rows, the last padded to what the ranks divide."""
+    whole = arange(10, 3)
+
+    def rules(parts: Any, padded: int) -> Callable[[int], PlacementRules]:
+        def on(rank: int) -> PlacementRules:
+            mesh = WORLD.mesh(rank, tp=2)
+            return PlacementRules(
+                {
+                    "w": CheckpointPlacement(
+                        mesh,
+                        {"tp": FusedShard(0, parts)},
+                        global_shape=(10, 3),
+                        padded_shape=(padded, 3),
+                    )
+                }
+            )
+
+        return on
+
+    def part(rank: int, padded: int) -> torch.Tensor:
+        full = torch.cat([whole, torch.zeros(padded - 10, 3)])
+        return torch.cat([p.chunk(2)[rank] for p in full.split([4, 4, padded - 8])])
+
+    save(WORLD, tmp_path, lambda rank: {"w": part(rank, 12)}, rules((4, 4, 4), 12))
+    with without_warning():
+        found, _ = load(
+            WORLD, tmp_path, lambda rank: {"w": torch.zeros(7, 3)}, rules((4, 4, 6), 14)
+        )
+    for rank in range(2):
+        assert same_bits(found[rank]["w"], part(rank, 14))
+
+
+def test_checkpoints_without_a_record_are_quiet(tmp_path: Path) -> None:
+    whole = arange(8, 3)
+    dcp.save({"w": whole}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    save_fused(tmp_path / "old", whole, "w")
+
+    def drop(metadata: Metadata) -> None:
+        del metadata.planner_data[RESERVED_KEY]
+
+    edit_metadata(tmp_path / "old", drop)
+    for name in ("stock", "old"):
+        with without_warning():
+            _, reports = load(
+                WORLD,
+                tmp_path / name,
+                lambda rank: {"w": tp_dtensor(WORLD, torch.zeros(4, 3), rank, 8)},
+            )
+        assert reports[0].compared == "no record"
+
+
+def test_a_record_of_other_keys_or_of_another_form_is_none(tmp_path: Path) -> None:
+    save_fused(tmp_path, arange(8, 3), "w")
+
+    def spoil(metadata: Metadata) -> None:
+        metadata.planner_data[RESERVED_KEY]["cuts"]["keys"] = (1, 0)
+
+    def garble(metadata: Metadata) -> None:
+        metadata.planner_data[RESERVED_KEY]["cuts"] = {"groups": 5}
+
+    for edit in (spoil, garble):
+        edit_metadata(tmp_path, edit)
+        with without_warning():
+            _, reports = load(
+                WORLD, tmp_path, lambda rank: {"w": tp_dtensor(WORLD, torch.zeros(4, 3), rank, 8)}
+            )
+        assert reports[0].compared == "no record"
+
+
+# M43 and M49: the rename forgotten, or that of another rank.
+
+EXPERTS = {
+    f"layers.{layer}.experts.{e}.w": arange(2, 2, start=100 * layer + 10 * e)
+    for layer in range(2)
+    for e in range(4)
+}
+
+
+def local_experts(mine: list[int]) -> dict[str, Any]:
+    """Return the state dict of a rank that numbers its experts from 0."""
+    return {
+        f"layers.{layer}.experts.{i}.w": EXPERTS[f"layers.{layer}.experts.{e}.w"].clone()
+        for layer in range(2)
+        for i, e in enumerate(mine)
+    }
+
+
+def owned(rank: int, world: World = WORLD) -> list[int]:
+    return [range(4)[i] for i in torch.arange(4).chunk(world.size)[rank].tolist()]
+
+
+def renumbered(mine: list[int], total: int | None = 4, pattern: str = "experts.{}") -> Renumber:
+    return Renumber(pattern, mine, total=total)
+
+
+def save_experts(path: Path, rename: Callable[[int], Any] = lambda r: renumbered(owned(r))) -> None:
+    WORLD.save(
+        path,
+        lambda rank: local_experts(owned(rank)),
+        lambda rank: PlacementSavePlanner(rename=rename(rank)),
+    )
+
+
+def load_experts(
+    path: Path, world: World, state: Callable[[int], dict[str, Any]], **options: Any
+) -> list[dict[str, Any]]:
+    """Load with options that may be functions of the rank; return the filled state dicts."""
+
+    def planner(rank: int) -> PlacementLoadPlanner:
+        mine = {k: v(rank) if k == "rename" else v for k, v in options.items()}
+        return PlacementLoadPlanner(**mine)
+
+    return world.load(path, lambda rank: blank(state(rank)), planner)
+
+
+def by_function(rank: int) -> Callable[[str], str]:
+    """Return a rename that only its caller understands."""
+    mine = owned(rank)
+
+    def rename(key: str) -> str:
+        head, _, tail = key.partition(".experts.")
+        number, _, rest = tail.partition(".")
+        return f"{head}.experts.{mine[int(number)]}.{rest}"
+
+    return rename
+
+
+@pytest.mark.parametrize(
+    "rename", [lambda r: renumbered(owned(r)), by_function, lambda r: renumbered(owned(r), None)]
+)
+def test_m43_a_per_expert_load_with_the_rename_forgotten_is_refused(
+    tmp_path: Path, rename: Callable[[int], Any]
+) -> None:
+    save_experts(tmp_path, rename)
+    with refused() as refusal:
+        load_experts(tmp_path, WORLD, lambda rank: local_experts(owned(rank)))
+    refusal.says(
+        "layers.0.experts.{}, layers.1.experts.{}: several ranks ask for 0-1 of it, and none for "
+        "2-3",
+        "saved with:  rename=",
+        "'experts.{}'",
+        "this load:   no rename=",
+        "asked for:   0-1 by ranks 0-1",
+        "rename= was forgotten",
+        "way out:     the rename= of the save in PlacementLoadPlanner",
+        "waive={pattern: reason}",
+    )
+
+
+def test_m49_a_load_with_the_rename_of_another_rank_is_refused(tmp_path: Path) -> None:
+    save_experts(tmp_path)
+    with refused() as refusal:
+        load_experts(
+            tmp_path,
+            WORLD,
+            lambda rank: local_experts(owned(rank)),
+            rename=lambda rank: renumbered(owned(0)),
+        )
+    refusal.says(
+        "several ranks ask for 0-1 of it, and none for 2-3",
+        "saved with:  rename=Renumber('experts.{}', total=4)",
+        "this load:   rename=Renumber('experts.{}', total=4)",
+        "the numbers of another rank",
+    )
+
+
+def test_m49_a_rename_with_another_total_is_refused(tmp_path: Path) -> None:
+    save_experts(tmp_path)
+    for pattern in ("experts.{}", "layers.*.experts.{}"):
+        with refused() as refusal:
+            load_experts(
+                tmp_path,
+                WORLD,
+                lambda rank: local_experts([rank]),
+                rename=lambda rank, p=pattern: renumbered([rank], 2, p),
+            )
+        refusal.says(
+            f"{pattern}: rank 0 loads it with total=2, but it was saved as one of 4",
+            "saved with:  rename=Renumber('experts.{}', total=4)",
+            "way out:     the total= of the save",
+        )
+
+
+def test_m43_layers_of_stages_loaded_without_the_rename_are_refused(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        return {f"layers.{i}.w": arange(2, start=10 * rank + i) for i in range(2)}
+
+    WORLD.save(
+        tmp_path,
+        lambda rank: {f"stage{rank}": state(rank)},
+        lambda rank: PlacementSavePlanner(
+            rename=Renames(
+                Renumber("layers.{}", [2 * rank, 2 * rank + 1], total=4),
+                Replace(f"stage{rank}", "model"),
+            )
+        ),
+    )
+    with refused() as refusal:
+        load_experts(tmp_path, WORLD, lambda rank: {"model": state(rank)})
+    refusal.says("model.layers.{}: several ranks ask for 0-1 of it, and none for 2-3")
+
+
+def test_right_loads_of_renamed_experts_are_quiet(tmp_path: Path) -> None:
+    save_experts(tmp_path)
+    with without_warning():
+        # Each rank its own, by the rename of the save.
+        loaded = load_experts(
+            tmp_path,
+            WORLD,
+            lambda rank: local_experts(owned(rank)),
+            rename=lambda rank: renumbered(owned(rank)),
+        )
+        for rank in range(2):
+            assert_same(loaded[rank], local_experts(owned(rank)))
+        # Twice as many ranks, and others than saved.
+        loaded = load_experts(
+            tmp_path,
+            FOUR,
+            lambda rank: local_experts([3 - rank]),
+            rename=lambda rank: renumbered([3 - rank]),
+        )
+        for rank in range(4):
+            assert_same(loaded[rank], local_experts([3 - rank]))
+        # All of them on each rank, by the checkpoint's names.
+        for world in (ONE, WORLD):
+            loaded = load_experts(tmp_path, world, lambda rank: dict(EXPERTS))
+            assert_same(loaded[0], EXPERTS)
+        # Replicas of ranks that together have them all.
+        load_experts(
+            tmp_path,
+            FOUR,
+            lambda rank: local_experts(owned(rank % 2)),
+            rename=lambda rank: renumbered(owned(rank % 2)),
+        )
+
+        # Names that are global on the ranks already, each rank its own.
+        def own(rank: int) -> dict[str, Any]:
+            return {k: v for k, v in EXPERTS.items() if int(k.split(".")[3]) in owned(rank)}
+
+        loaded = load_experts(tmp_path, WORLD, own)
+        for rank in range(2):
+            assert_same(loaded[rank], own(rank))
+        # One process takes a part of them by their names.
+        one = {k: v for k, v in EXPERTS.items() if ".experts.2." in k}
+        assert_same(load_experts(tmp_path, ONE, lambda rank: one)[0], one)
+
+        # A stage has other layers than the next.
+        def stage(rank: int) -> dict[str, Any]:
+            return {k: v for k, v in EXPERTS.items() if k.startswith(f"layers.{rank // 2}")}
+
+        loaded = load_experts(tmp_path, FOUR, stage)
+        assert_same(loaded[3], stage(3))
+
+
+def test_a_load_into_fewer_experts_is_quiet_when_optional_or_a_waiver_names_them(
+    tmp_path: Path,
+) -> None:
+    save_experts(tmp_path)
+
+    def first(rank: int) -> dict[str, Any]:
+        return {k: v for k, v in EXPERTS.items() if int(k.split(".")[3]) < 2}
+
+    with without_warning():
+        for options in ({"optional": ["experts"]}, {"waive": {"experts": "a smaller model"}}):
+            loaded = load_experts(tmp_path, WORLD, first, **options)
+            assert_same(loaded[1], first(1))
+            # Also where the rename says that there are fewer.
+            load_experts(
+                tmp_path,
+                WORLD,
+                lambda rank: local_experts([rank]),
+                rename=lambda rank: renumbered([rank], 2),
+                **options,
+            )
+        # Of other ranks other experts: nobody asks for what another asks for.
+        load_experts(
+            tmp_path,
+            WORLD,
+            lambda rank: {k: v for k, v in EXPERTS.items() if int(k.split(".")[3]) == rank},
+        )
+    with refused() as refusal:
+        load_experts(tmp_path, WORLD, first)
+    refusal.says("several ranks ask for 0-1 of it, and none for 2-3", "optional=[pattern]")
+
+
+def test_optimizer_state_that_some_experts_lack_is_no_gap(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        step = {"experts.0.w.step": torch.tensor(3.0)} if rank == 0 else {}
+        weight = arange(2, start=rank)
+        return {"model": {"experts.0.w": weight}, "optim": {"state": step}}
+
+    WORLD.save(tmp_path, state, lambda rank: PlacementSavePlanner(rename=renumbered([rank], 2)))
+    with without_warning():
+        load_experts(tmp_path, WORLD, state, rename=lambda rank: renumbered([rank], 2))
+
+
+# M47 and M48: the lint and the patterns that match nothing, at load as at save.
+
+
+def test_m47_a_load_runs_the_lint_of_the_save_and_warns_once(tmp_path: Path) -> None:
+    whole = arange(8, 3)
+    dcp.save({GATE_UP: whole}, checkpoint_id=tmp_path, no_dist=True)
+    with warned() as texts:
+        _, reports = load(WORLD, tmp_path, plain_template)
+    (text,) = texts
+    assert "its name says several tensors in one, but 'tp' cuts it plainly" in text
+    assert "FusedShard(0, 2)" in text
+    assert "waive={pattern: reason}" in text
+    assert [len(report.warnings) for report in reports] == [1, 1]
+    with without_warning():
+        load(WORLD, tmp_path, plain_template, waive={"gate_up_proj": "parts alternate by head"})
+
+
+def test_m47_the_coordinator_tells_once_what_any_rank_found(tmp_path: Path) -> None:
+    """Rank 0 holds none of these keys, ranks 1 and 2 the same one."""
+    keys = [f"layers.{i}.mlp.gate_up_proj.weight" for i in range(2)]
+    dcp.save({key: arange(8, 3) for key in (*keys, "w")}, checkpoint_id=tmp_path, no_dist=True)
+
+    def state(rank: int) -> dict[str, Any]:
+        if rank == 0:
+            return {"w": torch.zeros(8, 3)}
+        mesh = FOUR.mesh(rank, dp=2, tp=2)["tp"]
+        return {keys[rank // 3]: FakeDTensor(torch.zeros(4, 3), mesh, [Shard(0)], (8, 3))}
+
+    with warned() as texts:
+        _, reports = load(FOUR, tmp_path, state)
+    (text,) = texts
+    assert text.startswith("look at this load (2 notes)\n" + ", ".join(keys))
+    assert [len(report.warnings) for report in reports] == [0, 1, 1, 1]
+
+
+def test_m47_a_rank_that_loads_by_itself_is_warned_of_its_own(tmp_path: Path) -> None:
+    dcp.save({GATE_UP: arange(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    for rank in range(2):
+        planner = PlacementLoadPlanner()
+        with warned() as texts, WORLD._as(rank):
+            planner.set_up_planner(plain_template(rank), metadata, is_coordinator=True)
+            planner.create_global_plan([planner.create_local_plan()])
+        assert "'tp' cuts it plainly" in texts[0]
+        assert len(planner.report.warnings) == len(texts) == 1
+
+
+def test_m47_fsdp_declared_before_tp_is_warned_of_at_load(tmp_path: Path) -> None:
+    dcp.save({"w": arange(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
+
+    def state(rank: int) -> dict[str, Any]:
+        mesh = FOUR.mesh(rank, fsdp=2, tp=2)
+        return {"w": FakeDTensor(torch.zeros(2, 3), mesh, [Shard(0), Shard(0)], (8, 3))}
+
+    with warned() as texts:
+        load(FOUR, tmp_path, state)
+    assert "is declared as cut by 'fsdp' first and by 'tp' inside that" in texts[0]
+
+
+def test_m48_a_pattern_that_matches_nothing_on_any_rank_is_warned_of_once(tmp_path: Path) -> None:
+    whole = arange(8, 3)
+    dcp.save({"a": whole, "b": whole}, checkpoint_id=tmp_path, no_dist=True)
+
+    def rules(rank: int) -> PlacementRules:
+        placement = CheckpointPlacement(WORLD.mesh(rank, tp=2), {"tp": Shard(0)})
+        return PlacementRules({"a": placement, "b": placement, "expert.w": placement})
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"ab"[rank]: torch.zeros(4, 3)}
+
+    with warned() as texts:
+        _, reports = load(WORLD, tmp_path, state, rules)
+    (text,) = texts
+    assert "'expert.w': no key on any rank matches" in text
+    assert "way out:" in text
+    assert reports[0].unmatched == ("expert.w",)
+    assert "unmatched:  expert.w" in str(reports[0])
+    assert reports[1].unmatched == ()
+
+
+def test_m48_a_rank_that_loads_by_itself_knows_nothing_of_others_keys(tmp_path: Path) -> None:
+    dcp.save({"a": arange(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    rules = PlacementRules({"a": None, "b": None})
+    planner = PlacementLoadPlanner(rules)
+    with warned() as texts:
+        dcp.load({"a": torch.zeros(8, 3)}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert "'b': no key on any rank matches" in texts[0]
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    with without_warning(), FOUR._as(2):
+        planner.set_up_planner({"a": torch.zeros(8, 3)}, metadata, is_coordinator=True)
+        planner.create_global_plan([planner.create_local_plan()])
+    assert planner.report.unmatched == ()
+
+
+def test_stacked_experts_that_load_one_by_one_are_quiet(tmp_path: Path) -> None:
+    WORLD.save(
+        tmp_path,
+        lambda rank: local_experts(owned(rank)),
+        lambda rank: PlacementSavePlanner(
+            rename=Renames(renumbered(owned(rank)), Stack("experts.{}.w", 4))
+        ),
+    )
+    with without_warning():
+        loaded = load_experts(
+            tmp_path,
+            WORLD,
+            lambda rank: local_experts(owned(rank)),
+            rename=lambda rank: Renames(renumbered(owned(rank)), Stack("experts.{}.w", 4)),
+        )
+    for rank in range(2):
+        assert_same(loaded[rank], local_experts(owned(rank)))

@@ -1,0 +1,126 @@
+"""What a rank asks of a checkpoint: many tensors at once are judged as each is alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples, tilings
+from torch.distributed.tensor import Shard
+
+from dcp_placements import CheckpointPlacement, PlacementRules
+from dcp_placements._torch import (
+    ChunkStorageMetadata,
+    Metadata,
+    ReadItem,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from dcp_placements.bind.placing import place
+from dcp_placements.errors import Fault
+from dcp_placements.layout.sharding import Box
+from dcp_placements.load.request import Policy, Request
+from dcp_placements.report import LoadReport
+from dcp_placements.testing import World
+
+SHAPE = (8, 6)
+OTHER_SHAPE = (8, 5)
+RANK = 2
+# Mostly what makes tensors alike, so that many are in all but one respect.
+SIZES = (SHAPE, SHAPE, SHAPE, SHAPE, SHAPE, OTHER_SHAPE, (5, 6))
+FORMS = ("shared", "shared", "shared", "equal", "turned", "incomplete")
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.int32)
+
+
+def ask(
+    state_dict: dict[str, torch.Tensor], stored: dict[str, Any], cast: str
+) -> tuple[list[ReadItem], list[Fault], LoadReport]:
+    """Return the items, the faults and the report of one request."""
+    placement = CheckpointPlacement(World(4).mesh(RANK, ep=4), {"ep": Shard(0)})
+    padded = CheckpointPlacement(
+        World(4).mesh(RANK, ep=4), {"ep": Shard(0)}, global_shape=(5, 6), padded_shape=SHAPE
+    )
+    placing = place(state_dict, PlacementRules({"cut": placement, "padded": padded}), RANK)
+    request = Request(state_dict, placing, Metadata(stored), Policy(True, (), cast), RANK)
+    items = request.items().all
+    return items, [*placing.faults, *request.faults], request.report
+
+
+@given(st.data())
+@examples(150)
+def test_tensors_that_lie_alike_are_judged_each_for_itself(data: st.DataObject) -> None:
+    """Lists of chunks that are shared, equal, in another order, incomplete or of another cut."""
+    cuts = [data.draw(tilings(SHAPE)), [Box((0, 0), SHAPE)]]
+    lists = [[chunk(box) for box in cut] for cut in cuts]
+    state_dict: dict[str, torch.Tensor] = {}
+    stored: dict[str, Any] = {}
+    for number in range(data.draw(st.integers(4, 12))):
+        kind = data.draw(st.sampled_from(["cut", "cut", "cut", "cut", "whole", "padded"]))
+        fqn = f"{number}.{kind}"
+        local = SHAPE if kind == "whole" else (2, 6)
+        state_dict[fqn] = torch.zeros(local, dtype=data.draw(st.sampled_from(DTYPES)))
+        chunks = list_of(data, lists)
+        size = data.draw(st.sampled_from(SIZES))
+        properties = TensorProperties(dtype=data.draw(st.sampled_from(DTYPES)))
+        stored[fqn] = TensorStorageMetadata(properties, torch.Size(size), chunks)
+    cast = data.draw(st.sampled_from(["error", "allow"]))
+    items, faults, report = ask(state_dict, stored, cast)
+    alone = {fqn: ask({fqn: state_dict[fqn]}, stored, cast) for fqn in state_dict}
+    assert items == [item for found, _, _ in alone.values() for item in found]
+    # An index's place in the list is left out when indices are compared.
+    places = [(item.dest_index.index, item.storage_index.index) for item in items]
+    assert places == [
+        (item.dest_index.index, item.storage_index.index)
+        for found, _, _ in alone.values()
+        for item in found
+    ]
+    assert faults == [fault for _, found, _ in alone.values() for fault in found]
+    reports = [each for _, _, each in alone.values()]
+    assert report.items == sum(each.items for each in reports)
+    assert report.wanted_nbytes == sum(each.wanted_nbytes for each in reports)
+    assert report.read_nbytes == sum(each.read_nbytes for each in reports)
+    assert set(report.padded) == {fqn for each in reports for fqn in each.padded}
+    assert report.casts == {fqn: told for each in reports for fqn, told in each.casts.items()}
+
+
+def test_items_are_as_torchs_own_constructor_makes_them() -> None:
+    chunks = [chunk(Box((0, 0), (3, 6))), chunk(Box((3, 0), (5, 6)))]
+    told = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(SHAPE), chunks)
+    items, _, _ = ask({"cut": torch.zeros(2, 6)}, {"cut": told}, "error")
+    (item,) = items
+    index = type(item.dest_index)
+    made = ReadItem(
+        item.type,
+        index("cut", torch.Size((4, 0)), 0),
+        torch.Size((0, 0)),
+        index("cut", torch.Size((3, 0)), 1),
+        torch.Size((1, 0)),
+        torch.Size((2, 6)),
+    )
+    assert item == made
+    assert vars(item) == vars(made)
+    assert vars(item.dest_index) == vars(made.dest_index)
+    assert vars(item.storage_index) == vars(made.storage_index)
+    assert type(item.storage_index.offset) is type(item.dest_index.offset) is torch.Size
+    assert hash(item) == hash(made)
+
+
+def chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def list_of(
+    data: st.DataObject, lists: list[list[ChunkStorageMetadata]]
+) -> list[ChunkStorageMetadata]:
+    chunks = data.draw(st.sampled_from(lists))
+    form = data.draw(st.sampled_from(FORMS))
+    if form == "shared":
+        return chunks
+    copies = [ChunkStorageMetadata(one.offsets, one.sizes) for one in chunks]
+    if form == "turned":
+        copies.reverse()
+    if form == "incomplete":
+        del copies[data.draw(st.integers(0, len(copies) - 1))]
+    return copies

@@ -1,0 +1,385 @@
+"""Rows that ranks list themselves, by ``Stack`` or ``IndexShard``: a load by those of another rank
+is refused; all that together covers the whole is quiet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hazard_scenes import arange, blank, edit_metadata, refused, same_bits, without_warning
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    IndexShard,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+    Renames,
+    Renumber,
+    Stack,
+)
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY
+from dcp_placements.testing import World
+
+ONE, TWO, FOUR = World(1), World(2), World(4)
+WHOLE = {f"layers.{layer}.experts.w": arange(4, 2, 3, start=100 * layer) for layer in range(2)}
+W0, W1 = WHOLE
+HALVES = ([0, 1], [2, 3])
+
+RowsOf = Callable[[int], Sequence[int]]
+
+
+def halves(rank: int) -> Sequence[int]:
+    return HALVES[rank]
+
+
+def first_half(rank: int) -> Sequence[int]:
+    """The rows of rank 0, on every rank."""
+    return HALVES[0]
+
+
+# One tensor per expert, stacked.
+
+
+def experts(mine: Sequence[int]) -> dict[str, Any]:
+    """Return the state dict of a rank that numbers its experts from 0."""
+    return {
+        fqn.replace(".w", f".{i}.w"): whole[e].clone()
+        for fqn, whole in WHOLE.items()
+        for i, e in enumerate(mine)
+    }
+
+
+def stacked(mine: Sequence[int]) -> Renames:
+    return Renames(Renumber("experts.{}", mine, total=4), Stack("experts.{}.w", 4))
+
+
+def local_stack(mine: Sequence[int]) -> Stack:
+    """The rename of a rank that forgot that it has other experts than rank 0."""
+    return Stack("experts.{}.w", 4)
+
+
+def save_stacked(path: Path) -> None:
+    TWO.save(
+        path,
+        lambda rank: experts(halves(rank)),
+        lambda rank: PlacementSavePlanner(rename=stacked(halves(rank))),
+    )
+
+
+def load_stacked(
+    path: Path,
+    world: World,
+    rows: RowsOf,
+    rename: Callable[[Sequence[int]], Any] = stacked,
+    held: RowsOf | None = None,
+    **options: Any,
+) -> None:
+    """Load by ``rows``, which make the rename, and compare with what they are in the whole."""
+    found = world.load(
+        path,
+        lambda rank: blank(experts((held or rows)(rank))),
+        lambda rank: PlacementLoadPlanner(rename=rename(rows(rank)), **options),
+    )
+    for rank in range(world.size):
+        wanted = experts(rows(rank))
+        assert found[rank].keys() == wanted.keys()
+        assert all(same_bits(found[rank][key], wanted[key]) for key in wanted)
+
+
+def test_m49_a_stack_with_the_numbers_of_another_rank_is_refused(tmp_path: Path) -> None:
+    save_stacked(tmp_path)
+    with refused() as refusal:
+        load_stacked(tmp_path, TWO, first_half)
+    assert list(refusal.by_rank) == [0]
+    refusal.says(
+        f"{W0}, {W1}: several ranks ask for rows 0-1 of dim 0, and none for rows 2-3",
+        "saved with:  rename=Renumber('experts.{}', total=4), Stack('experts.{}.w', total=4)",
+        "this load:   rename=Renumber('experts.{}', total=4), Stack('experts.{}.w', total=4)",
+        "asked for:   0-1 by ranks 0-1",
+        "likely:      rename= of this load gives some ranks the numbers of another rank",
+        "way out:     rename= in PlacementLoadPlanner with each rank's own numbers; "
+        "optional=[pattern] or waive={pattern: reason}",
+    )
+
+
+def test_m49_a_stack_by_local_numbers_is_refused(tmp_path: Path) -> None:
+    save_stacked(tmp_path)
+    with refused() as refusal:
+        load_stacked(tmp_path, TWO, first_half, local_stack)
+    refusal.says(
+        "several ranks ask for rows 0-1 of dim 0, and none for rows 2-3",
+        "this load:   rename=Stack('experts.{}.w', total=4)",
+        "stacks by local numbers: Renumber before the Stack was forgotten",
+        "with each rank's own numbers: a Renumber before the Stack",
+    )
+
+
+def test_m49_one_rank_of_several_with_the_numbers_of_another_is_refused(tmp_path: Path) -> None:
+    save_stacked(tmp_path)
+    with refused() as refusal:
+        load_stacked(tmp_path, FOUR, lambda rank: [0, 1, 2, 2][rank : rank + 1])
+    refusal.says(
+        "several ranks ask for rows 2 of dim 0, and none for rows 3",
+        "asked for:   0 by rank 0; 1 by rank 1; 2 by ranks 2-3",
+    )
+
+
+def test_m49_rows_of_a_checkpoint_without_a_record_are_compared_too(tmp_path: Path) -> None:
+    dcp.save(dict(WHOLE), checkpoint_id=tmp_path / "stock", no_dist=True)
+    save_stacked(tmp_path / "old")
+
+    def drop(metadata: Metadata) -> None:
+        del metadata.planner_data[RESERVED_KEY]
+
+    edit_metadata(tmp_path / "old", drop)
+    for name in ("stock", "old"):
+        with refused() as refusal:
+            load_stacked(tmp_path / name, TWO, first_half)
+        refusal.says(f"{W0}, {W1}: several ranks ask for rows 0-1 of dim 0")
+        assert not re.search("saved(:| with)", refusal.text)
+
+
+def test_m49_experts_of_layers_in_one_tensor_are_told_by_both_numbers(tmp_path: Path) -> None:
+    whole = arange(2, 4, 3)
+    dcp.save({"layers.experts.w": whole}, checkpoint_id=tmp_path, no_dist=True)
+
+    def load(rows: RowsOf) -> list[dict[str, Any]]:
+        def state(rank: int) -> dict[str, Any]:
+            return {f"layers.{n}.experts.{i}.w": torch.zeros(3) for n in range(2) for i in range(2)}
+
+        def planner(rank: int) -> PlacementLoadPlanner:
+            steps = (
+                Renumber("experts.{}", rows(rank), total=4),
+                Stack("experts.{}.w", 4),
+                Stack("layers.{}.experts.w", 2),
+            )
+            return PlacementLoadPlanner(rename=Renames(*steps))
+
+        return TWO.load(tmp_path, state, planner)
+
+    with without_warning():
+        found = load(halves)
+    for rank, mine in enumerate(HALVES):
+        for layer in range(2):
+            for i, e in enumerate(mine):
+                assert same_bits(found[rank][f"layers.{layer}.experts.{i}.w"], whole[layer, e])
+    with refused() as refusal:
+        load(first_half)
+    refusal.says(
+        "several ranks ask for rows (0, 0), (0, 1), (1, 0), (1, 1) of dims 0 and 1, and none for "
+        "rows (0, 2), (0, 3), (1, 2), (1, 3)"
+    )
+
+
+# Rows of one tensor, by rule.
+
+
+def by_index(world: World, rows: RowsOf) -> Callable[[int], PlacementRules]:
+    def rules(rank: int) -> PlacementRules:
+        entry = {"ep": IndexShard(0, list(rows(rank)))}
+        mesh = world.mesh(rank, ep=world.size)
+        return PlacementRules({"experts": CheckpointPlacement(mesh, entry, global_shape=(4, 2, 3))})
+
+    return rules
+
+
+def load_by_index(
+    path: Path,
+    world: World,
+    rows: RowsOf,
+    rules: Callable[[int], PlacementRules] | None = None,
+    **options: Any,
+) -> None:
+    """Load by ``rows``, and compare with what they are in the whole."""
+    rules = rules or by_index(world, rows)
+    found = world.load(
+        path,
+        lambda rank: {fqn: torch.zeros(len(rows(rank)), 2, 3) for fqn in WHOLE},
+        lambda rank: PlacementLoadPlanner(rules(rank), **options),
+    )
+    for rank in range(world.size):
+        for fqn, whole in WHOLE.items():
+            assert same_bits(found[rank][fqn], whole[list(rows(rank))])
+
+
+def save_by_index(path: Path) -> None:
+    rules = by_index(TWO, halves)
+    TWO.save(
+        path,
+        lambda rank: {fqn: whole[list(halves(rank))].clone() for fqn, whole in WHOLE.items()},
+        lambda rank: PlacementSavePlanner(rules(rank)),
+    )
+
+
+def test_m49_an_index_shard_of_rank_0_on_every_rank_is_refused(tmp_path: Path) -> None:
+    save_by_index(tmp_path)
+    with refused() as refusal:
+        load_by_index(tmp_path, TWO, first_half)
+    assert list(refusal.by_rank) == [0]
+    refusal.says(
+        f"{W0}, {W1}: several ranks ask for rows 0-1 of dim 0, and none for rows 2-3",
+        "saved:       rows of dim 0, each rank its own",
+        "this load:   IndexShard of dim 0 by rule 'experts'",
+        "asked for:   0-1 by ranks 0-1",
+        "likely:      IndexShard in the rules of this load gives some ranks the rows of another",
+        "way out:     IndexShard with each rank's own rows in the rules of this load; "
+        "optional=[pattern] or waive={pattern: reason}",
+    )
+
+
+@pytest.mark.parametrize("wrong", [W0, W1])
+def test_m49_a_wrong_index_shard_of_one_key_names_that_one(tmp_path: Path, wrong: str) -> None:
+    save_by_index(tmp_path)
+
+    def rules(rank: int) -> PlacementRules:
+        mesh = TWO.mesh(rank, ep=2)
+        return PlacementRules(
+            {
+                fqn: CheckpointPlacement(
+                    mesh,
+                    {"ep": IndexShard(0, HALVES[0 if fqn == wrong else rank])},
+                    global_shape=(4, 2, 3),
+                )
+                for fqn in WHOLE
+            }
+        )
+
+    with refused() as refusal:
+        load_by_index(tmp_path, TWO, halves, rules)
+    (right,) = set(WHOLE) - {wrong}
+    refusal.says(f"{wrong}: several ranks ask for rows 0-1", f"by rule '{wrong}'")
+    assert right not in refusal.text
+
+
+# What is quiet.
+
+COVERING: dict[str, tuple[World, RowsOf]] = {
+    "each its own": (TWO, halves),
+    "twice as many ranks": (FOUR, lambda rank: [3 - rank]),
+    "replicas": (FOUR, lambda rank: HALVES[rank % 2]),
+    "copies of some": (TWO, lambda rank: [[0, 1, 2], [1, 2, 3]][rank]),
+    "copies of all of a rank's": (TWO, lambda rank: [[0, 1, 2, 3], [1, 2]][rank]),
+    "all on every rank": (TWO, lambda rank: [0, 1, 2, 3]),
+    "copies that leave out others": (TWO, lambda rank: [[0, 1], [1, 2]][rank]),
+    "others on each, some on none": (TWO, lambda rank: [rank]),
+    "one process": (ONE, lambda rank: [2]),
+}
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_rows_that_are_right_together_are_quiet(tmp_path: Path, name: str) -> None:
+    world, rows = COVERING[name]
+    save_stacked(tmp_path / "stacked")
+    save_by_index(tmp_path / "index")
+    with without_warning():
+        load_stacked(tmp_path / "stacked", world, rows)
+        load_by_index(tmp_path / "index", world, rows)
+        load_by_index(tmp_path / "stacked", world, rows)
+
+
+@pytest.mark.parametrize(
+    "options", [{"optional": ["experts"]}, {"waive": {"experts": "a smaller model"}}]
+)
+def test_rows_left_out_on_purpose_are_quiet_when_optional_or_a_waiver_names_the_key(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    save_stacked(tmp_path)
+    with without_warning():
+        load_stacked(tmp_path, TWO, first_half, **options)
+        load_by_index(tmp_path, TWO, first_half, **options)
+    with refused():
+        load_stacked(tmp_path, TWO, first_half, waive={W0: "a smaller layer"})
+
+
+def test_rows_that_another_rank_reads_without_listing_them_are_no_gap(tmp_path: Path) -> None:
+    """Two ranks list the first half; two more have it plainly cut."""
+    save_by_index(tmp_path)
+
+    def rules(rank: int) -> PlacementRules:
+        if rank < 2:
+            return by_index(FOUR, first_half)(rank)
+        mesh = FOUR.mesh(rank, half=2, other=2)
+        entry = CheckpointPlacement(mesh, {"half": Shard(0)}, global_shape=(4, 2, 3))
+        return PlacementRules({"experts": entry})
+
+    with without_warning():
+        load_by_index(tmp_path, FOUR, lambda rank: HALVES[rank // 2], rules)
+
+
+def by_ep_and_tp(rows: RowsOf) -> Callable[[int], PlacementRules]:
+    """Return rules of ranks that list rows over ``ep``, and have half of each over ``tp``."""
+
+    def rules(rank: int) -> PlacementRules:
+        entries = {"ep": IndexShard(0, list(rows(rank // 2))), "tp": Shard(1)}
+        placement = CheckpointPlacement(
+            FOUR.mesh(rank, ep=2, tp=2), entries, global_shape=(4, 2, 3)
+        )
+        return PlacementRules({"experts": placement})
+
+    return rules
+
+
+def test_parts_of_the_same_rows_are_not_asked_for_twice(tmp_path: Path) -> None:
+    save_by_index(tmp_path)
+
+    def load(rows: RowsOf) -> None:
+        found = FOUR.load(
+            tmp_path,
+            lambda rank: {fqn: torch.zeros(len(rows(rank // 2)), 1, 3) for fqn in WHOLE},
+            lambda rank: PlacementLoadPlanner(by_ep_and_tp(rows)(rank)),
+        )
+        for rank in range(4):
+            for fqn, whole in WHOLE.items():
+                wanted = whole[list(rows(rank // 2)), rank % 2 : rank % 2 + 1]
+                assert same_bits(found[rank][fqn], wanted)
+
+    with without_warning():
+        load(halves)
+        load(lambda rank: [rank])  # a part of the experts, each once
+    with refused() as refusal:
+        load(first_half)
+    refusal.says("several ranks ask for rows 0-1", "asked for:   0-1 by ranks 0-3")
+
+
+def test_stages_with_other_keys_are_no_gap(tmp_path: Path) -> None:
+    save_by_index(tmp_path)
+    with without_warning():
+        found = FOUR.load(
+            tmp_path,
+            lambda rank: {f"layers.{rank // 2}.experts.w": torch.zeros(2, 2, 3)},
+            lambda rank: PlacementLoadPlanner(by_index(FOUR, lambda r: HALVES[r % 2])(rank)),
+        )
+    for rank in range(4):
+        wanted = WHOLE[f"layers.{rank // 2}.experts.w"][list(HALVES[rank % 2])]
+        assert same_bits(found[rank][f"layers.{rank // 2}.experts.w"], wanted)
+
+
+def test_optimizer_state_that_some_experts_lack_is_no_gap(tmp_path: Path) -> None:
+    """Two ranks stepped one expert; here the other was never routed to."""
+
+    def state(rank: int) -> dict[str, Any]:
+        expert = rank // 2
+        stepped = {"experts.0.w": {"exp_avg": arange(2, start=5)}} if expert == 0 else {}
+        return {"model": {"experts.0.w": arange(2, start=expert)}, "optim": {"state": stepped}}
+
+    def rename(rank: int) -> Renames:
+        return Renames(Renumber("experts.{}", [rank // 2], total=2), Stack("experts.{}.w", 2))
+
+    whole = {"experts.w": arange(2, 2)}
+    stored = {"model": whole, "optim": {"state": {"experts.w": {"exp_avg": arange(2, 2)}}}}
+    dcp.save(stored, checkpoint_id=tmp_path, no_dist=True)
+    with without_warning():
+        FOUR.load(
+            tmp_path,
+            lambda rank: blank(state(rank)),
+            lambda rank: PlacementLoadPlanner(rename=rename(rank)),
+        )

@@ -1,0 +1,182 @@
+"""This rank's keys as the checkpoint's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_placements import PlacementError, PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.names.keys import checkpoint_path, rename_keys
+from dcp_placements.testing import World
+
+
+def test_nothing_is_renamed_without_a_function() -> None:
+    state_dict, mappings = {"a.b": 1}, {"a.b": ("a", "b")}
+    assert rename_keys(state_dict, mappings, None) == (state_dict, mappings)
+
+
+def test_keys_and_their_paths_are_renamed_together() -> None:
+    state_dict = {"experts.0.w": 1, "experts.1.w": 2, "step": 3}
+    mappings: dict[str, Any] = {"experts.0.w": ("experts", 0, "w"), "step": ("step",)}
+    renamed, paths = rename_keys(
+        state_dict, mappings, lambda key: key.replace("experts.", "experts.4")
+    )
+    assert renamed == {"experts.40.w": 1, "experts.41.w": 2, "step": 3}
+    assert paths == {"experts.40.w": ("experts", 0, "w"), "step": ("step",)}
+
+
+def test_two_keys_that_become_one_are_refused_with_all_names() -> None:
+    with pytest.raises(PlacementError) as refused:
+        rename_keys({"b.w": 1, "a.w": 2, "c.w": 3, "x.v": 4, "y.v": 5}, {}, lambda key: key[-1])
+    told = str(refused.value)
+    assert "w: rename() gives this one name to both b.w and a.w" in told
+    assert "w: rename() gives this one name to both b.w and c.w" in told
+    assert "v: rename() gives this one name to both x.v and y.v" in told
+    assert "way out:" in told
+    assert told.index("v: ") < told.index("w: ")
+
+
+@pytest.mark.parametrize("result", [None, 3, ("a", "b")])
+def test_what_is_no_name_is_refused(result: Any) -> None:
+    with pytest.raises(PlacementError) as refused:
+        rename_keys({"a.w": 1}, {}, lambda key: result)
+    assert f"a.w: rename() gave {result!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "expected"),
+    [
+        ("model.layers.4.w", ("model", "layers.0.w"), ("model", "layers.4.w")),
+        ("model.layers.4.w", ("model", "layers", 0, "w"), ("model", "layers", "4", "w")),
+        ("a.b", ("a", "b"), ("a", "b")),
+        ("a.0", ("a", 0), ("a", 0)),
+        ("x.y", ("a",), ("x.y",)),
+        (
+            "optim.state.layers.4.w.exp_avg",
+            ("optim", "state", "layers.0.w", "exp_avg"),
+            ("optim", "state", "layers.4.w", "exp_avg"),
+        ),
+    ],
+)
+def test_renamed_keys_stand_where_a_reader_would_look(
+    key: str, path: tuple[str | int, ...], expected: tuple[str | int, ...]
+) -> None:
+    found = checkpoint_path(key, path)
+    assert ".".join(map(str, found)) == key
+    assert tuple(map(str, found)) == tuple(map(str, expected))
+
+
+def global_name(rank: int) -> Any:
+    """Two layers per pipeline stage, numbered from 0 on each."""
+
+    def rename(key: str) -> str:
+        parts = key.split(".")
+        at = parts.index("layers") + 1
+        return ".".join([*parts[:at], str(int(parts[at]) + 2 * rank), *parts[at + 1 :]])
+
+    return rename
+
+
+def test_local_layer_numbers_become_global_ones_on_both_sides(tmp_path: Any) -> None:
+    world = World(3)
+
+    def held(rank: int, filled: bool) -> dict[str, Any]:
+        return {
+            "model": {
+                "layers": {
+                    str(i): {"w": torch.full((2, 3), 10.0 * rank + i if filled else -1.0)}
+                    for i in range(2)
+                }
+            }
+        }
+
+    planners = world.save(
+        tmp_path,
+        lambda rank: held(rank, True),
+        lambda rank: PlacementSavePlanner(rename=global_name(rank)),
+    )
+    assert isinstance(planners[0], PlacementSavePlanner)
+    assert sorted(planners[0].report.keys) == [f"model.layers.{i}.w" for i in range(6)]
+
+    read = {"model": {f"layers.{i}.w": torch.zeros(2, 3) for i in range(6)}}
+    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+    assert [float(read["model"][f"layers.{i}.w"][0, 0]) for i in range(6)] == [
+        0,
+        1,
+        10,
+        11,
+        20,
+        21,
+    ]
+    loaded = world.load(
+        tmp_path,
+        lambda rank: held(rank, False),
+        lambda rank: PlacementLoadPlanner(rename=global_name(rank)),
+    )
+    for rank in range(3):
+        layers = loaded[rank]["model"]["layers"]
+        assert torch.equal(layers["0"]["w"], torch.full((2, 3), 10.0 * rank))
+        assert torch.equal(layers["1"]["w"], torch.full((2, 3), 10.0 * rank + 1))
+
+
+def test_objects_load_under_their_local_names(tmp_path: Any) -> None:
+    world = World(2)
+    world.save(
+        tmp_path,
+        lambda rank: {"rng": {"layers": {"0": f"state of {rank}"}}},
+        lambda rank: PlacementSavePlanner(rename=global_name(rank)),
+    )
+    loaded = world.load(
+        tmp_path,
+        lambda rank: {"rng": {"layers": {"0": "nothing yet"}}},
+        lambda rank: PlacementLoadPlanner(rename=global_name(rank)),
+    )
+    assert [state["rng"]["layers"]["0"] for state in loaded] == ["state of 0", "state of 1"]
+
+
+def test_rules_see_the_checkpoint_s_names(tmp_path: Any) -> None:
+    asked: list[str] = []
+
+    def rules(fqn: str, tensor: Any) -> None:
+        asked.append(fqn)
+
+    dcp.save(
+        {"layers": {"0": torch.ones(2)}},
+        checkpoint_id=tmp_path,
+        planner=PlacementSavePlanner(rules, rename=global_name(3)),
+        no_dist=True,
+    )
+    assert set(asked) == {"layers.6"}
+
+
+def test_a_local_name_that_another_stage_s_key_has_is_no_sign_of_an_old_checkpoint(
+    tmp_path: Any,
+) -> None:
+    """On rank 1 ``layers.0`` is layer 2, and the checkpoint has a ``layers.0``, of rank 0."""
+    world = World(2)
+
+    def rename(rank: int) -> Any:
+        def renamed(key: str) -> str:
+            return global_name(rank)(key) if key.startswith("layers") else key
+
+        return renamed
+
+    def held(rank: int, sign: int) -> dict[str, Any]:
+        weights = {str(i): torch.full((3,), sign * (10.0 * rank + i + 1)) for i in range(2)}
+        return {"layers": weights, "hyper": {"lr": sign * 0.1}}
+
+    world.save(
+        tmp_path, lambda rank: held(rank, 1), lambda rank: PlacementSavePlanner(rename=rename(rank))
+    )
+    loaded = world.load(
+        tmp_path,
+        lambda rank: held(rank, -1),
+        lambda rank: PlacementLoadPlanner(rename=rename(rank)),
+    )
+    for rank in range(2):
+        assert loaded[rank]["hyper"] == {"lr": 0.1}
+        for i in range(2):
+            assert torch.equal(loaded[rank]["layers"][str(i)], held(rank, 1)["layers"][str(i)])

@@ -1,0 +1,477 @@
+"""Ready-made renames: what they make of keys, and what worlds of many ranks make of them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementError,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+    Renames,
+    Renumber,
+    Replace,
+    Stack,
+    Unstack,
+    contiguous,
+)
+from dcp_placements.names.keys import Rename
+from dcp_placements.testing import World
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "renamed"),
+    [
+        ("experts.{}", "layers.3.mlp.experts.2.w1.weight", "layers.3.mlp.experts.12.w1.weight"),
+        ("experts.{}", "experts.2", "experts.12"),
+        (
+            "experts.{}",
+            "optim.state.layers.3.mlp.experts.2.w1.weight.exp_avg",
+            "optim.state.layers.3.mlp.experts.12.w1.weight.exp_avg",
+        ),
+        (
+            "experts.{}",
+            "optim.param_groups.layers.3.mlp.experts.0.w1.lr",
+            "optim.param_groups.layers.3.mlp.experts.10.w1.lr",
+        ),
+        ("experts.{}", "shared_experts.2.w1", "shared_experts.2.w1"),
+        ("experts.{}", "layers.3.mlp.experts.w1", "layers.3.mlp.experts.w1"),
+        (
+            "experts.linear_fc*.weight{}",
+            "layers.3.mlp.experts.linear_fc1.weight2",
+            "layers.3.mlp.experts.linear_fc1.weight12",
+        ),
+        (
+            "experts.*.weight{}",
+            "s.layers.0.mlp.experts.fc2.weight0.exp_avg",
+            "s.layers.0.mlp.experts.fc2.weight10.exp_avg",
+        ),
+        ("experts.**.w*{}", "experts.a.b.weight2", "experts.a.b.weight12"),
+        ("experts.w*{}", "experts.w2", "experts.w12"),
+        ("decoder.layers.{}", "decoder.layers.1.w.layers.0", "decoder.layers.11.w.layers.0"),
+        ("decoder.layers.{}", "mtp.layers.1.w", "mtp.layers.1.w"),
+        ("expert{}_up", "mlp.expert1_up.w", "mlp.expert11_up.w"),
+    ],
+)
+def test_the_number_is_found_anywhere_in_a_key(pattern: str, key: str, renamed: str) -> None:
+    assert Renumber(pattern, range(10, 13), total=None)(key) == renamed
+
+
+def test_each_layer_can_have_a_map_of_its_own() -> None:
+    rename = Renumber("layers.{layer}.experts.{}", {0: [0, 3], "1": [2, 1]}, total=4)
+    assert rename("layers.0.experts.1.w") == "layers.0.experts.3.w"
+    assert rename("layers.1.experts.1.w") == "layers.1.experts.1.w"
+    assert rename("layers.1.experts.0.w") == "layers.1.experts.2.w"
+    with pytest.raises(PlacementError, match=r"no ids where \{layer\} is 7\n.*for 0, 1\n"):
+        rename("layers.7.experts.0.w")
+    assert str(rename) == (
+        "layers.0.experts.{}: 0 -> 0, 1 -> 3 (of 4)\nlayers.1.experts.{}: 0 -> 2, 1 -> 1 (of 4)"
+    )
+
+
+def test_a_local_number_that_no_id_is_for_is_refused_with_what_there_is() -> None:
+    rename = Renumber("experts.{}", range(4, 7), total=8)
+    with pytest.raises(PlacementError) as refused:
+        rename("layers.0.experts.3.w1")
+    assert "local number 3 of experts.{} is none of the 3 of this rank" in str(refused.value)
+    assert "0-2 -> 4-6 (of 8)" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ids", "total", "told"),
+    [
+        ("experts", [0], 1, "must have one {}"),
+        ("layers.{}.experts.{}", [0], 1, "must have one {}"),
+        ("{a}.{b}.{}", [0], 1, "at most one {name}"),
+        ("layers.{layer}.experts.{}", [0], 1, "needs ids by what {name} stands for"),
+        ("experts.{}", {0: [0]}, 1, "needs ids as a list"),
+        ("experts.{}", [8], 8, "number 8 of 'experts.{}' is not among 0 .. 7"),
+        ("experts.{}", [-1], None, "number -1 of 'experts.{}' is not among 0 and up"),
+        ("experts..{}", [0], 1, "empty component"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(pattern: str, ids: Any, total: Any, told: str) -> None:
+    with pytest.raises(PlacementError, match=re.escape(told)):
+        Renumber(pattern, ids, total)
+
+
+def test_parts_that_follow_each_other() -> None:
+    assert [contiguous([3, 0, 2], at) for at in range(3)] == [range(3), range(3, 3), range(3, 5)]
+    with pytest.raises(PlacementError, match="no part 3 of 3"):
+        contiguous([3, 0, 2], 3)
+
+
+def test_a_prefix_is_replaced_or_dropped_wherever_it_stands() -> None:
+    assert Replace("model_pp*", "model")("optim.state.model_pp3.w.exp_avg") == (
+        "optim.state.model.w.exp_avg"
+    )
+    assert Replace("model*", "")("model0.decoder.w") == "decoder.w"
+    assert Replace("a.b", "")("x.a.b") == "x"
+    assert Replace("a.b", "c.d.e")("a.b.w") == "c.d.e.w"
+    assert Replace("a.b", "c")("a.bb.w") == "a.bb.w"
+
+
+RENAMES: list[Rename] = [
+    Renumber("experts.{}", [6, 1], total=8),
+    Renumber("layers.{layer}.experts.{}", {0: range(2), 1: [3]}, total=8),
+    Replace("model*", "model"),
+    Renames(Renumber("model{chunk}.layers.{}", {0: [0], 1: [2]}, total=4), Replace("model*", "")),
+    Stack("layers.{}", 4, dim=-1),
+    Renames(Unstack("experts.{}", dim=1), Replace("model*", "model")),
+]
+
+
+@pytest.mark.parametrize("rename", RENAMES, ids=repr)
+def test_renames_can_be_pickled_and_seen(rename: Any) -> None:
+    again = pickle.loads(pickle.dumps(rename))
+    assert repr(again) == repr(rename)
+    assert str(again) == str(rename)
+    for key in ("model1.layers.0.w", "layers.0.experts.0.w", "other"):
+        assert again(key) == rename(key)
+
+
+def test_the_mapping_is_printed_key_by_key() -> None:
+    rename = Renames(Renumber("layers.{}", [4, 5], total=6), Replace("module", ""))
+    told = rename.table(["module.layers.0.w", "norm.w", "layers.1.weight"])
+    assert told == "module.layers.0.w -> layers.4.w\nlayers.1.weight   -> layers.5.weight"
+
+
+def whole_model(experts: int, layers: int = 2) -> dict[str, torch.Tensor]:
+    """Return all of a model: parameters, moments and steps of every expert, by global name."""
+    whole: dict[str, torch.Tensor] = {}
+    for layer in range(layers):
+        for expert in range(experts):
+            name = f"layers.{layer}.mlp.experts.{expert}.w1.weight"
+            start = 1000.0 * layer + 10 * expert
+            whole[f"model.{name}"] = torch.arange(6.0).reshape(2, 3) + start
+            whole[f"optim.state.{name}.exp_avg"] = -torch.arange(6.0).reshape(2, 3) - start
+            whole[f"optim.state.{name}.step"] = torch.tensor(start)
+    return whole
+
+
+def held_by(
+    whole: dict[str, torch.Tensor], ids: Callable[[int], Sequence[int]], *, filled: bool
+) -> dict[str, Any]:
+    """Return what a rank with these experts holds, by its local names; layers have own ids."""
+    held: dict[str, Any] = {}
+    for key, value in whole.items():
+        found = re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)", key)
+        assert found is not None
+        for local, number in enumerate(ids(int(found[1]))):
+            if number == int(found[2]):
+                name = f"{key[: found.start(2)]}{local}{key[found.end(2) :]}"
+                held[name] = value.clone() if filled else torch.full_like(value, -1)
+                if name.startswith("model."):
+                    held[f"optim.param_groups.{name[6:]}.lr"] = 0.5 if filled else 0.0
+    return held
+
+
+EPLB = [[7, 0, 3, 4], [3, 5, 1], [2, 6, 7, 1, 4]]
+
+
+def test_eight_experts_per_rank_load_into_ranks_with_three_five_and_repeated_ones(
+    tmp_path: Path,
+) -> None:
+    whole = whole_model(16)
+
+    def save_ids(rank: int) -> range:
+        return contiguous([8, 8], at=rank)
+
+    World(2).save(
+        tmp_path,
+        lambda rank: held_by(whole, lambda layer: save_ids(rank), filled=True),
+        lambda rank: PlacementSavePlanner(rename=Renumber("experts.{}", save_ids(rank), total=16)),
+    )
+    assert_whole(tmp_path, whole)
+    maps = [[3, 14, 9], [0, 1, 2, 3, 4], [15, 0, 14], []]
+    loaded = World(4).load(
+        tmp_path,
+        lambda rank: held_by(whole, lambda layer: maps[rank], filled=False),
+        lambda rank: PlacementLoadPlanner(rename=Renumber("experts.{}", maps[rank], total=16)),
+    )
+    for rank, ids in enumerate(maps):
+        assert_equal(loaded[rank], held_by(whole, lambda layer, ids=ids: ids, filled=True))
+        assert len(loaded[rank]) == 8 * len(ids)
+
+
+def test_maps_that_differ_by_layer_and_repeat_experts_save_and_load(tmp_path: Path) -> None:
+    whole = whole_model(8)
+
+    def ids(rank: int, layer: int) -> list[int]:
+        return EPLB[(rank + layer) % 3]
+
+    def rename(rank: int) -> Renumber:
+        by_layer = {layer: ids(rank, layer) for layer in range(2)}
+        return Renumber("layers.{layer}.mlp.experts.{}", by_layer, total=8)
+
+    World(3).save(
+        tmp_path,
+        lambda rank: held_by(whole, lambda layer: ids(rank, layer), filled=True),
+        lambda rank: PlacementSavePlanner(rename=rename(rank)),
+    )
+    assert_whole(tmp_path, whole)
+    loaded = World(3).load(
+        tmp_path,
+        lambda rank: held_by(whole, lambda layer: ids(rank, layer), filled=False),
+        lambda rank: PlacementLoadPlanner(rename=rename(rank)),
+    )
+    for rank in range(3):
+        assert_equal(
+            loaded[rank],
+            held_by(whole, lambda layer, rank=rank: ids(rank, layer), filled=True),
+        )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_split_of_experts_saves_the_whole_and_loads_into_any_other(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    total = data.draw(st.integers(1, 7), "experts")
+    whole = whole_model(total, layers=1)
+
+    def drawn(name: str) -> list[list[int]]:
+        ranks = data.draw(st.integers(1, 4), f"ranks that {name}")
+        maps: list[list[int]] = [[] for _ in range(ranks)]
+        for expert in data.draw(st.permutations(range(total)), f"order to {name}"):
+            holders = data.draw(
+                st.sets(st.integers(0, ranks - 1), min_size=1), f"who {name}s {expert}"
+            )
+            for rank in holders:
+                maps[rank].append(expert)
+        return maps
+
+    path = tmp_path_factory.mktemp("split")
+    saved, wanted = drawn("save"), drawn("load")
+    World(len(saved)).save(
+        path,
+        lambda rank: held_by(whole, lambda layer: saved[rank], filled=True),
+        lambda rank: PlacementSavePlanner(rename=Renumber("experts.{}", saved[rank], total=total)),
+    )
+    assert_whole(path, whole)
+    loaded = World(len(wanted)).load(
+        path,
+        lambda rank: held_by(whole, lambda layer: wanted[rank], filled=False),
+        lambda rank: PlacementLoadPlanner(rename=Renumber("experts.{}", wanted[rank], total=total)),
+    )
+    for rank, ids in enumerate(wanted):
+        assert_equal(loaded[rank], held_by(whole, lambda layer, ids=ids: ids, filled=True))
+
+
+def test_interleaved_pipeline_chunks_are_numbered_through(tmp_path: Path) -> None:
+    """Two stages of two chunks each, of 2, 1, 2 and 3 layers, as Megatron names them."""
+    counts, stages = [2, 1, 2, 3], 2
+
+    def rename(stage: int) -> Renames:
+        chunks = {v: contiguous(counts, at=v * stages + stage) for v in range(2)}
+        return Renames(
+            Renumber("model{chunk}.decoder.layers.{}", chunks, total=8), Replace("model*", "model")
+        )
+
+    def held(stage: int, sign: int) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for chunk in range(2):
+            for local, layer in enumerate(contiguous(counts, at=chunk * stages + stage)):
+                name = f"model{chunk}.decoder.layers.{local}"
+                state[f"{name}.w"] = torch.full((3,), sign * (layer + 1.0))
+                if layer > 2:
+                    state[f"{name}.mlp.router.weight"] = torch.full((2,), sign * (layer + 0.5))
+        if stage == 0:
+            state["model0.embedding.weight"] = torch.full((5,), sign * 7.0)
+        return state
+
+    World(2).save(
+        tmp_path,
+        lambda rank: held(rank, 1),
+        lambda rank: PlacementSavePlanner(rename=rename(rank)),
+    )
+    whole = {f"model.decoder.layers.{i}.w": torch.full((3,), i + 1.0) for i in range(8)}
+    whole |= {
+        f"model.decoder.layers.{i}.mlp.router.weight": torch.full((2,), i + 0.5)
+        for i in range(3, 8)
+    }
+    assert_whole(tmp_path, {**whole, "model.embedding.weight": torch.full((5,), 7.0)})
+    loaded = World(2).load(
+        tmp_path,
+        lambda rank: held(rank, -1),
+        lambda rank: PlacementLoadPlanner(rename=rename(rank)),
+    )
+    for rank in range(2):
+        assert_equal(loaded[rank], held(rank, 1))
+
+
+def test_experts_are_cut_by_rules_that_know_the_global_names(tmp_path: Path) -> None:
+    """ep 2 by name, etp 2 by rule: expert i of a rank is (6, 2) of which it holds three rows."""
+    world = World(4)
+    whole = {f"experts.{i}.w1": torch.arange(12.0).reshape(6, 2) + 100 * i for i in range(4)}
+
+    def at(rank: int) -> tuple[int, ...]:
+        return tuple(world.mesh(rank, ep=2, etp=2).get_coordinate() or ())
+
+    def held(rank: int, filled: bool) -> dict[str, Any]:
+        ep, etp = at(rank)
+        parts = {
+            f"experts.{i}.w1": whole[f"experts.{2 * ep + i}.w1"].chunk(2)[etp].clone()
+            for i in range(2)
+        }
+        return parts if filled else {key: torch.zeros_like(part) for key, part in parts.items()}
+
+    def options(rank: int) -> Any:
+        rule = CheckpointPlacement(world.mesh(rank, ep=2, etp=2), {"etp": Shard(0)})
+        rename = Renumber("experts.{}", contiguous([2, 2], at(rank)[0]), total=4)
+        return PlacementRules({"experts.*.w1": rule}), rename
+
+    def planner(kind: Any, rank: int) -> Any:
+        rules, rename = options(rank)
+        return kind(rules, rename=rename)
+
+    world.save(
+        tmp_path, lambda rank: held(rank, True), lambda rank: planner(PlacementSavePlanner, rank)
+    )
+    assert_whole(tmp_path, whole)
+    loaded = world.load(
+        tmp_path, lambda rank: held(rank, False), lambda rank: planner(PlacementLoadPlanner, rank)
+    )
+    for rank in range(4):
+        assert_equal(loaded[rank], held(rank, True))
+
+
+def test_a_load_tells_all_keys_that_have_no_number(tmp_path: Path) -> None:
+    whole = whole_model(4)
+    rename = Renumber("experts.{}", range(4), total=4)
+    dcp.save(whole, checkpoint_id=tmp_path, planner=PlacementSavePlanner(rename=rename))
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load(
+            dict(whole),
+            checkpoint_id=tmp_path,
+            planner=PlacementLoadPlanner(rename=Renumber("experts.{}", [1, 2], total=4)),
+        )
+    error = refused.value.failures[0][0]
+    assert isinstance(error, PlacementError)
+    assert "keys could not be renamed (12 faults)" in str(error)
+    assert "model.layers.1.mlp.experts.3.w1.weight" in str(error)
+    assert "local number 2 of experts.{} is none of the 2 of this rank" in str(error)
+    assert "0-1 -> 1-2 (of 4)" in str(error)
+
+
+def counted(model: torch.nn.Module) -> dict[str, Any]:
+    """Return an optimizer's own state dict, after one step."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("side", ["save", "load"])
+def test_optimizer_state_by_position_is_refused_where_keys_are_renamed(
+    tmp_path: Path, side: str
+) -> None:
+    state_dict = counted(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    rename = Renumber("model.{}", [4], total=None)
+    dcp.save(state_dict, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
+
+    def run() -> None:
+        if side == "save":
+            planner = PlacementSavePlanner(rename=rename)
+            dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner)
+        else:
+            reader = PlacementLoadPlanner(rename=rename, allow_partial_load=True)
+            dcp.load(state_dict, checkpoint_id=tmp_path, planner=reader)
+
+    with pytest.raises(CheckpointException) as refused:
+        run()
+    told = str(refused.value.failures[0][0])
+    assert "optim.state.0, optim.state.1: this optimizer state knows its parameter by a" in told
+    assert "keys are renamed" in told
+    assert "flatten_optimizer_state_dict=True" in told
+
+
+def test_optimizer_state_by_position_is_refused_where_a_rule_shards_its_parameter(
+    tmp_path: Path,
+) -> None:
+    world = World(2)
+
+    def held(rank: int) -> dict[str, Any]:
+        return counted(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+
+    def rules(rank: int, size: int) -> PlacementRules:
+        mesh = world.mesh(rank, ep=size, dp=2 // size)
+        placement = CheckpointPlacement(mesh, {"ep": Shard(0)})
+        return PlacementRules({"0.weight": placement, "0.bias": None})
+
+    with pytest.raises(CheckpointException) as refused:
+        world.save(tmp_path, held, lambda rank: PlacementSavePlanner(rules(rank, 2)))
+    told = str(refused.value.failures[0][0])
+    assert "optim.state.0: this optimizer state knows its parameter by a number" in told
+    assert "model.0.weight, of that shape, is sharded by a rule" in told
+    assert "optim.state.1" not in told
+    assert "get_optimizer_state_dict" in told
+
+    torch.manual_seed(0)
+    same = held(0)
+    world.save(tmp_path, lambda rank: same, lambda rank: PlacementSavePlanner(rules(rank, 1)))
+
+
+def test_optimizer_state_by_position_passes_where_nothing_says_that_it_is_wrong(
+    tmp_path: Path,
+) -> None:
+    state_dict = counted(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    dcp.save(state_dict, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
+    dcp.load(state_dict, checkpoint_id=tmp_path, planner=PlacementLoadPlanner())
+
+
+def test_a_parameter_that_is_called_by_a_number_is_no_position(tmp_path: Path) -> None:
+    state_dict = {
+        "model": {"0": torch.ones(2), "1": torch.ones(2)},
+        "optim": {"state": {"0": {"exp_avg": torch.ones(2)}, "1": {"exp_avg": torch.ones(2)}}},
+    }
+    rename = Renames(Renumber("model.{}", [1, 0], total=2), Renumber("state.{}", [1, 0], total=2))
+    dcp.save(state_dict, checkpoint_id=tmp_path, planner=PlacementSavePlanner(rename=rename))
+
+
+def test_parameter_groups_that_list_renamed_parameters_are_refused(tmp_path: Path) -> None:
+    state_dict = {
+        "layers.0.w": torch.ones(2),
+        "optim": {
+            "state": {"layers.0.w": {"exp_avg": torch.ones(2)}},
+            "param_groups": [{"lr": torch.tensor(0.1), "params": ["layers.0.w"]}],
+        },
+    }
+    planner = PlacementSavePlanner(rename=Renumber("layers.{}", [1], total=None))
+    with pytest.raises(CheckpointException) as refused:
+        dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner)
+    told = str(refused.value.failures[0][0])
+    assert "optim.param_groups.0.params: it lists parameters by this rank's names" in told
+    planner = PlacementSavePlanner(rename=Renumber("layers.{}", [0], total=1))
+    dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner)
+
+
+def assert_whole(path: Path, whole: dict[str, torch.Tensor]) -> None:
+    """Compare a checkpoint, as torch's own planner reads it, with the whole tensors."""
+    read: dict[str, Any] = {key: torch.full_like(value, -7) for key, value in whole.items()}
+    dcp.load(read, checkpoint_id=path, planner=DefaultLoadPlanner(), no_dist=True)
+    assert_equal(read, whole)
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value), key
+        else:
+            assert found[key] == value, key

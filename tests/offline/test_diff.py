@@ -1,0 +1,299 @@
+"""What differs between two checkpoints, against torch's own comparison of the whole tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_placements.layout.sharding import Box
+from dcp_placements.offline import CannotLook, diff, verify
+from dcp_placements.offline.box_reads import BoxReader, pieces
+from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.differences.comparing import Tally
+from dcp_placements.testing import damage
+from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
+from tests.storage_scenes import Flipped, all_kinds, same
+
+W1 = "layers.0.experts.w1"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same tensors in four layouts and two formats."""
+    path = tmp_path_factory.mktemp("saved")
+    save_sharded(path / "ep2")
+    save_sharded(path / "ep4", ep=4, lean=False, digests="off")
+    dcp.save({**wholes(), "step": 1}, checkpoint_id=path / "plain")
+    save_hugging_face(path / "hf", wholes())
+    save_sharded(path / "unmerged", collectives=False)
+    return path
+
+
+LAYOUTS = ["ep2", "ep4", "plain", "hf", "unmerged"]
+
+
+@pytest.mark.parametrize("a", LAYOUTS)
+@pytest.mark.parametrize("b", LAYOUTS)
+@pytest.mark.parametrize("memory", ["2GiB", "160"])
+def test_equal_contents_are_the_same_in_any_layout_and_format(
+    saved: Path, run: Run, a: str, b: str, memory: str
+) -> None:
+    ran = run("diff", saved / a, saved / b, "--json", "--memory", memory)
+    assert ran.code == 0, ran.out
+    told = ran.json
+    assert (told["same"], told["differences"]) == (True, [])
+    assert told["compared"] == {
+        "tensors": len(wholes()),
+        "bytes": sum(tensor.nbytes for tensor in wholes().values()),
+    }
+
+
+@pytest.mark.parametrize("memory", [2 << 30, 200])
+@pytest.mark.parametrize("other", ["ep2", "ep4", "hf"])
+def test_a_changed_element_is_named_with_its_index(
+    saved: Path, tmp_path: Path, other: str, memory: int
+) -> None:
+    changed = wholes()
+    changed[W1][5, 2, 1] += 3
+    changed[W1][6, 0, 0] -= 7
+    dcp.save({**changed, "step": 1}, checkpoint_id=tmp_path)
+    found = diff(saved / other, tmp_path, memory=memory)
+    (difference,) = found.differences
+    assert (difference.kind, difference.fqn) == ("values", W1)
+    assert difference.differing == 2
+    assert difference.max_abs == 7
+    was = wholes()[W1][5, 2, 1].item()
+    assert difference.first == ((5, 2, 1), was, was + 3)
+
+
+def test_the_text_says_where_and_how_much(saved: Path, tmp_path: Path, run: Run) -> None:
+    changed = wholes()
+    changed["layers.1.attention"][3, 4] = -1
+    dcp.save({**changed, "step": 2}, checkpoint_id=tmp_path)
+    ran = run("diff", saved / "ep2", tmp_path)
+    assert ran.code == 1
+    assert "values: layers.1.attention" in ran.out
+    assert "1 of 60 elements differ, by 2035 at most; the first at (3, 4): 2034.0 and -1.0" in (
+        ran.out
+    )
+    assert "object: step\n    1 and 2" in ran.out
+
+
+def test_keys_shapes_and_dtypes(saved: Path, tmp_path: Path) -> None:
+    changed = wholes()
+    del changed["scale"]
+    changed["layers.0.norm"] = changed["layers.0.norm"].float()
+    changed["layers.1.attention"] = changed["layers.1.attention"].reshape(10, 6)
+    changed[W1] = changed[W1].double()
+    changed[W1][0, 0, 1] += 0.5
+    dcp.save({**changed, "step": 1, "new": torch.ones(2)}, checkpoint_id=tmp_path)
+    told = {d.fqn: d for d in diff(saved / "ep2", tmp_path).differences}
+    assert {fqn: d.kind for fqn, d in told.items()} == {
+        "scale": "missing",
+        "new": "extra",
+        "layers.0.norm": "dtype",
+        "layers.1.attention": "shape",
+        W1: "dtype",
+    }
+    assert told["layers.0.norm"].message.endswith("the values are the same")
+    assert (told[W1].differing, told[W1].max_abs, told[W1].first) == (
+        1,
+        0.5,
+        ((0, 0, 1), 1.0, 1.5),
+    )
+    assert "(6, 10)" in told["layers.1.attention"].message
+
+
+def test_nans_and_infinities(tmp_path: Path) -> None:
+    one = torch.tensor([1.0, math.nan, math.inf, -math.inf, math.nan, 0.0])
+    other = torch.tensor([1.0, math.nan, math.inf, math.inf, 2.0, -0.0])
+    for name, tensor in (("a", one), ("b", other)):
+        dcp.save({"w": tensor}, checkpoint_id=tmp_path / name)
+    assert diff(tmp_path / "a", tmp_path / "a").same
+    (found,) = diff(tmp_path / "a", tmp_path / "b").differences
+    assert (found.differing, found.nans, found.max_abs) == (3, 1, math.inf)
+    assert found.first == ((3,), "-inf", "inf")
+    assert json.loads(json.dumps(found.as_json()))["max_abs"] == "inf"
+    (found,) = diff(tmp_path / "a", tmp_path / "b", atol=1.0).differences
+    assert found.differing == 2
+
+
+@given(st.data())
+def test_tolerances_are_those_of_torch(data: st.DataObject) -> None:
+    numbers = st.lists(
+        st.floats(width=32) | st.sampled_from([0.0, 1.0, math.nan, math.inf]),
+        min_size=6,
+        max_size=6,
+    )
+    one, other = (torch.tensor(data.draw(numbers)).reshape(2, 3) for _ in range(2))
+    rtol, atol = (data.draw(st.sampled_from([0.0, 1e-3, 0.5])) for _ in range(2))
+    tally = Tally()
+    tally.add(one, other, (10, 20), rtol=rtol, atol=atol)
+    if rtol or atol:
+        differs = ~torch.isclose(one.double(), other.double(), rtol=rtol, atol=atol, equal_nan=True)
+    else:
+        differs = one.view(torch.int32) != other.view(torch.int32)
+    assert tally.differing == int(differs.sum())
+    if tally.differing:
+        row, column = differs.nonzero()[0].tolist()
+        assert tally.first is not None
+        assert tally.first[0] == (row + 10, column + 20)
+        gaps = (one.double() - other.double()).abs()[differs]
+        known = gaps[~gaps.isnan()]
+        assert tally.max_abs == (float(known.max()) if len(known) else None)
+        assert tally.nans == int(gaps.isnan().sum())
+
+
+def test_neighbours_of_large_integers_differ_by_one() -> None:
+    tally = Tally()
+    tally.add(torch.tensor([2**60]), torch.tensor([2**60 + 1]), (0,), rtol=0, atol=0)
+    assert (tally.differing, tally.max_abs) == (1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "dtype"),
+    [
+        (2**63 - 1, -(2**63), torch.int64),
+        (2**60, 2**60 + 1, torch.int64),
+        (2**64 - 1, 2**64 - 2, torch.uint64),
+        (2**64 - 1, 0, torch.uint64),
+    ],
+)
+def test_large_integers_are_near_where_they_are(one: int, other: int, dtype: torch.dtype) -> None:
+    """Neither an int64 that overflows nor a float64 that rounds makes them near."""
+    for a, b in ((one, other), (other, one)):
+        tally = Tally()
+        pair = torch.tensor([a], dtype=dtype), torch.tensor([b], dtype=dtype)
+        tally.add(*pair, (0,), rtol=0.0, atol=0.5)
+        assert tally.differing == 1
+        assert tally.max_abs == float(abs(a - b))
+
+
+def test_tensors_of_every_kind(tmp_path: Path) -> None:
+    kinds = all_kinds()
+    dcp.save(kinds, checkpoint_id=tmp_path / "a")
+    changed = {}
+    for fqn, value in kinds.items():
+        if isinstance(value, torch.Tensor) and value.numel():
+            flat = value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).clone()
+            flat[0] ^= 1
+            changed[fqn] = flat.view(value.dtype).view(value.shape)
+        else:
+            changed[fqn] = value
+    dcp.save(changed, checkpoint_id=tmp_path / "b")
+    assert diff(tmp_path / "a", tmp_path / "a").same
+    found = {d.fqn: d for d in diff(tmp_path / "a", tmp_path / "b").differences}
+    expected = {k for k, v in kinds.items() if isinstance(v, torch.Tensor) and v.numel()}
+    assert set(found) == expected
+    for fqn, difference in found.items():
+        assert (difference.kind, difference.differing) == ("values", 1), fqn
+        assert difference.first is not None
+        assert difference.first[0] == (0,) * kinds[fqn].ndim
+
+
+def test_a_rename_maps_the_firsts_keys(saved: Path, tmp_path: Path, run: Run) -> None:
+    dcp.save({f"model.{k}": v for k, v in wholes().items()}, checkpoint_id=tmp_path / "prefixed")
+    assert not diff(saved / "hf", tmp_path / "prefixed").same
+    assert diff(saved / "hf", tmp_path / "prefixed", rename=lambda key: f"model.{key}").same
+    with pytest.raises(CannotLook, match="rename makes 'x' of"):
+        diff(saved / "hf", tmp_path / "prefixed", rename=lambda key: "x")
+    module = tmp_path / "some_renames.py"
+    module.write_text("def prefixed(key):\n    return 'model.' + key\n")
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        ran = run("diff", saved / "hf", "prefixed", "--rename", "some_renames:prefixed")
+        missing = run("diff", saved / "hf", "prefixed", "--rename", "some_renames:nothing")
+        absent = run("diff", saved / "hf", "prefixed", "--rename", "no_such_module:f")
+    finally:
+        os.chdir(before)
+    assert ran.code == 0, ran.out + ran.err
+    assert (missing.code, absent.code) == (2, 2)
+    assert "has no function nothing" in missing.err
+    assert "no_such_module cannot be imported" in absent.err
+
+
+def test_a_pattern_picks_what_is_compared(saved: Path, tmp_path: Path, run: Run) -> None:
+    dcp.save({**wholes(), W1: torch.zeros(1)}, checkpoint_id=tmp_path)
+    assert run("diff", saved / "hf", tmp_path, "--fqn", "experts.w2").code == 0
+    assert run("diff", saved / "hf", tmp_path, "--fqn", "experts").code == 1
+    for asked in (("diff", tmp_path, tmp_path), ("inspect", tmp_path)):
+        nothing = run(*asked, "--fqn", "expert.w2")
+        assert nothing.code == 2
+        assert "no key matches 'expert.w2'" in nothing.err
+
+
+def test_damaged_checkpoints_are_different_and_say_why(saved: Path, tmp_path: Path) -> None:
+    for harm, kind in (
+        (damage.drop_chunk, "incomplete"),
+        (damage.overlap_chunk, "incomplete"),
+        (damage.truncate, "unreadable"),
+        (damage.remove_file, "unreadable"),
+        (damage.flip_bit, "values"),
+    ):
+        path = tmp_path / harm.__name__
+        save_sharded(path)
+        harm(path, W1, chunk=1)
+        for pair in ((path, saved / "ep4"), (saved / "ep4", path)):
+            found = diff(*pair, fqn=W1)
+            assert [d.kind for d in found.differences] == [kind], harm
+
+
+def test_objects_are_compared_and_never_executed(tmp_path: Path) -> None:
+    one: dict[str, Any] = {"lr": 0.1, "state": {"a": [1, 2], "t": torch.ones(2)}, "odd": Path("x")}
+    dcp.save(one, checkpoint_id=tmp_path / "a")
+    dcp.save({**one, "lr": 0.2, "odd": Path("y")}, checkpoint_id=tmp_path / "b")
+    assert diff(tmp_path / "a", tmp_path / "a").same
+    told = {d.fqn: d.message for d in diff(tmp_path / "a", tmp_path / "b").differences}
+    assert told["lr"] == "0.1 and 0.2"
+    assert "unsafe" in told["odd"]
+    assert set(told) == {"lr", "odd"}
+
+
+def test_transforms_that_nobody_here_can_undo_are_unreadable(tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path / "a", _extensions=[Flipped()])
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "b")
+    (found,) = diff(tmp_path / "a", tmp_path / "b").differences
+    assert found.kind == "unreadable"
+    (fault,) = verify(tmp_path / "a").faults
+    assert fault.kind == "wrong_record"
+
+
+@given(st.data())
+def test_boxes_are_read_as_the_whole_is_cut(saved: Path, data: st.DataObject) -> None:
+    layout = data.draw(st.sampled_from(LAYOUTS))
+    fqn, whole = data.draw(st.sampled_from(sorted(wholes().items())))
+    spans = []
+    for size in whole.shape:
+        start = data.draw(st.integers(0, size - 1))
+        spans.append((start, data.draw(st.integers(1, size - start))))
+    box = Box(tuple(a for a, _ in spans), tuple(n for _, n in spans))
+    checkpoint = Checkpoint(saved / layout)
+    with BoxReader(checkpoint) as reader:
+        found = reader.read(checkpoint.tensors[fqn], box)
+    assert same(found, whole[tuple(slice(a, a + n) for a, n in spans)])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=4),
+    st.integers(1, 40),
+)
+def test_pieces_tile_a_box_and_keep_their_limit(spans: list[tuple[int, int]], limit: int) -> None:
+    box = Box(tuple(a for a, _ in spans), tuple(n for _, n in spans))
+    counts = torch.zeros([12] * len(spans), dtype=torch.int)
+    for piece in pieces(box, limit):
+        assert 0 < piece.numel <= limit
+        counts[tuple(slice(o, o + n) for o, n in zip(*piece, strict=True))] += 1
+    inside = counts[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+    assert (inside == 1).all()
+    assert int(counts.sum()) == box.numel

@@ -1,0 +1,348 @@
+"""Checkpoints of unknown origin: no hang, no way out of the directory, one line, little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    offline,
+)
+from dcp_placements.offline import Checkpoint, verify
+from tests.offline_scenes import Run, save_hugging_face, save_sharded
+
+ROOT = Path(__file__).parents[2]
+
+
+def replaced_by_link(path: Path, outside: Path) -> str:
+    """Move a data file out of a checkpoint, and leave a link to it."""
+    name = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size).name
+    (path / name).rename(outside)
+    (path / name).symlink_to(outside)
+    return name
+
+
+def test_links_out_of_the_checkpoint_are_not_followed(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "ckpt")
+    name = replaced_by_link(tmp_path / "ckpt", tmp_path / "outside")
+    found = verify(tmp_path / "ckpt", contents=True)
+    assert {(fault.kind, fault.files) for fault in found.faults} == {("missing_file", (name,))}
+    assert f"leads out of the directory, to {tmp_path / 'outside'}" in found.faults[0].message
+    ran = run("export", tmp_path / "ckpt", tmp_path / "out", "--to", "hf", "--prefix", "")
+    assert ran.code in (1, 2)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "ckpt" / ".metadata").rename(tmp_path / "metadata")
+    (tmp_path / "ckpt" / ".metadata").symlink_to(tmp_path / "metadata")
+    ran = run("inspect", tmp_path / "ckpt")
+    assert (ran.code, ran.out) == (2, "")
+    assert "leads out of the directory" in ran.err
+
+
+def test_links_within_a_checkpoint_or_to_it_are_followed(tmp_path: Path) -> None:
+    save_sharded(tmp_path / "ckpt")
+    file = next((tmp_path / "ckpt").glob("*.distcp"))
+    (tmp_path / "ckpt" / "kept").mkdir()
+    file.rename(tmp_path / "ckpt" / "kept" / "data")
+    file.symlink_to(Path("kept") / "data")
+    (tmp_path / "link").symlink_to(tmp_path / "ckpt")
+    assert verify(tmp_path / "link", digests=True).sound
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "abc"
+    save_hugging_face(snapshot, {"a": torch.ones(2), "b": torch.ones(3)})
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(Path("..") / ".." / "blobs" / str(number))
+    assert sorted(Checkpoint(snapshot).tensors) == ["a", "b"]
+    assert verify(snapshot).sound
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "doctor"])
+def test_a_fifo_does_not_hang(tmp_path: Path, run: Run, command: str) -> None:
+    save_sharded(tmp_path)
+    name = max(tmp_path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    name.unlink()
+    os.mkfifo(name)
+    ran = run(command, tmp_path)
+    assert ran.code in (0, 1, 2)
+    if command == "verify":
+        assert "no plain file" in ran.out
+    (tmp_path / ".metadata").unlink()
+    os.mkfifo(tmp_path / ".metadata")
+    ran = run(command, tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    assert "no plain file" in ran.err
+
+
+class Marks:
+    """What makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def load(path: Path, state_dict: dict[str, Any], *, planner: Any = None) -> dict[str, Any]:
+    """Load with the restricted reader."""
+    reader = PlacementFileSystemReader(path, restricted=True)
+    dcp.load(state_dict, storage_reader=reader, planner=planner, no_dist=True)
+    return state_dict
+
+
+def refusal(path: Path, state_dict: dict[str, Any], *, planner: Any = None) -> str:
+    """Return what a load with the restricted reader says."""
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load(path, state_dict, planner=planner)
+    return str(caught.value.failures[0][0])
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("planner", [PlacementLoadPlanner, dcp.DefaultLoadPlanner])
+def test_the_restricted_reader_loads_what_runs_nothing(
+    tmp_path: Path, lean: bool, planner: Any
+) -> None:
+    """M65."""
+    writer = PlacementFileSystemWriter(tmp_path) if lean else dcp.FileSystemWriter(tmp_path)
+    held = {"w": torch.arange(12.0).reshape(3, 4), "step": 3, "nested": {"lr": [0.1, "a"]}}
+    dcp.save(held, storage_writer=writer, no_dist=True)
+    found = load(
+        tmp_path,
+        {"w": torch.zeros(3, 4), "step": 0, "nested": {"lr": [0.0, ""]}},
+        planner=planner(),
+    )
+    assert torch.equal(found["w"], held["w"])  # type: ignore[arg-type]
+    assert (found["step"], found["nested"]) == (3, {"lr": [0.1, "a"]})
+
+
+@pytest.mark.parametrize("planner", [PlacementLoadPlanner, dcp.DefaultLoadPlanner])
+def test_the_restricted_reader_runs_no_object(tmp_path: Path, planner: Any) -> None:
+    marker = tmp_path / "executed"
+    held = {"w": torch.ones(3), "object": Marks(marker)}
+    dcp.save(held, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    told = refusal(tmp_path / "ckpt", {"w": torch.zeros(3), "object": 0}, planner=planner())
+    assert told.startswith("object: this object is not loaded")
+    assert not marker.exists()
+    found = load(tmp_path / "ckpt", {"w": torch.zeros(3)}, planner=planner())
+    assert torch.equal(found["w"], torch.ones(3))
+    dcp.load({"w": torch.zeros(3), "object": 0}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    assert marker.exists(), "the object of the test should do something"
+
+
+def test_the_restricted_reader_runs_no_metadata(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    with open(tmp_path / "ckpt" / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    metadata.planner_data = Marks(marker)
+    (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "posix.mkdir" in refusal(tmp_path / "ckpt", {"w": torch.zeros(3)})
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("how", ["link", "path", "fifo"])
+def test_the_restricted_reader_stays_in_its_directory(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "ckpt"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=path, no_dist=True)
+    if how == "fifo":
+        (path / "__0_0.distcp").unlink()
+        os.mkfifo(path / "__0_0.distcp")
+    elif how == "link":
+        replaced_by_link(path, tmp_path / "outside")
+    else:
+        (path / "__0_0.distcp").rename(tmp_path / "outside")
+        with open(path / ".metadata", "rb") as stream:
+            metadata = pickle.load(stream)
+        for info in metadata.storage_data.values():
+            info.relative_path = "../outside"
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    told = refusal(path, {"w": torch.zeros(3)})
+    assert ("no plain file" if how == "fifo" else "leads out of the directory") in told
+
+
+FORGED = "w\nall: sound (5 tensors)\x1b[2K\u202e\udc80"
+
+
+def metadata_of(path: Path) -> Any:
+    with open(path / ".metadata", "rb") as stream:
+        return pickle.load(stream)
+
+
+def rewritten(path: Path, metadata: Any) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def save_stock(path: Path, **held: Any) -> Any:
+    """Save with torch's own writer; return the metadata."""
+    dcp.save(held or {"w": torch.ones(3, 4)}, checkpoint_id=path, no_dist=True)
+    return metadata_of(path)
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect", "verify", "explain", "diff", "rehearse", "doctor", "export", "draw"]
+)
+def test_names_are_escaped_wherever_they_are_printed(
+    tmp_path: Path, run: Run, command: str
+) -> None:
+    """M62: a key must not forge a line, nor move the cursor."""
+    path = tmp_path / "ckpt"
+    save_stock(path, **{FORGED: torch.ones(3, 4), f"{FORGED}.object": 3})
+    (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:100])
+    more = {
+        "explain": [FORGED],
+        "diff": [path],
+        "rehearse": ["--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2"],
+        "export": [tmp_path / "out", "--to", "hf", "--prefix", ""],
+        "draw": [FORGED, "-o", tmp_path / "a.png"],
+    }
+    ran = run(command, path, *more.get(command, []))
+    for text in (ran.out, ran.err):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert not any(line.startswith("all: sound") for line in text.splitlines())
+    if command not in ("doctor", "draw", "rehearse"):
+        assert r"w\nall: sound (5 tensors)\x1b[2K\u202e\udc80" in ran.out + ran.err
+
+
+def test_files_and_provenance_that_forge_lines_are_escaped(tmp_path: Path, run: Run) -> None:
+    metadata = save_stock(tmp_path)
+    metadata.planner_data = {"dcp_placements": {"save_id": FORGED, "versions": {FORGED: FORGED}}}
+    for info in metadata.storage_data.values():
+        info.relative_path = "x\nall: sound\x1b[2K"
+    rewritten(tmp_path, metadata)
+    for command in ("inspect", "verify"):
+        ran = run(command, tmp_path)
+        assert ran.code in (0, 1)
+        assert "\x1b" not in ran.out
+        assert not any(line.startswith("all: sound") for line in ran.out.splitlines())
+
+
+BROKEN = {
+    "digests": {"digests": [1]},
+    "digests of a key": {"digests": {"w": 3}},
+    "rules": {"rules": 3},
+    "rule": {"rules": {"w": ["x"]}},
+    "shadows": {"shadows": "x"},
+    "versions": {"versions": 3},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_provenance_is_one_message(tmp_path: Path, run: Run, name: str) -> None:
+    """M61."""
+    metadata = save_stock(tmp_path)
+    metadata.planner_data = {"dcp_placements": {"save_id": "x", **BROKEN[name]}}
+    rewritten(tmp_path, metadata)
+    for command in ("inspect", "verify"):
+        ran = run(command, tmp_path)
+        assert (ran.code, ran.out) == (2, "")
+        assert "what it says of its making is broken" in ran.err
+
+
+@pytest.mark.parametrize("file", ["\ud800", "a\0b"])
+def test_names_that_no_file_has_are_one_message(tmp_path: Path, run: Run, file: str) -> None:
+    metadata = save_stock(tmp_path)
+    for info in metadata.storage_data.values():
+        info.relative_path = file
+    rewritten(tmp_path, metadata)
+    ran = run("verify", tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+
+
+def safetensors_of(path: Path, header: bytes) -> None:
+    path.mkdir(exist_ok=True)
+    data = struct.pack("<Q", len(header)) + header + bytes(64)
+    (path / "model.safetensors").write_bytes(data)
+
+
+HEADERS = {
+    "deep": b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "shape": b'{"w":{"dtype":"F32","shape":[9223372036854775808],"data_offsets":[0,4]}}',
+    "product": b'{"w":{"dtype":"F32","shape":[' + b"9," * 10_000 + b'9],"data_offsets":[0,4]}}',
+    "digits": b'{"w":{"dtype":"F32","shape":[' + b"9" * 10_000 + b'],"data_offsets":[0,4]}}',
+    "dtype": b'{"w":{"dtype":{"a":1},"shape":[1],"data_offsets":[0,4]}}',
+    "offsets": b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"__metadata__":'
+    b'{"DCP_SHARDING_INFO":"{\\"w\\":{\\"saved_offsets\\":[9223372036854775807]}}"}}',
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_no_tensor_has_is_one_message(tmp_path: Path, run: Run, name: str) -> None:
+    safetensors_of(tmp_path / "hf", HEADERS[name])
+    for command in ("inspect", "verify"):
+        ran = run(command, tmp_path / "hf")
+        assert (ran.code, ran.out) == (2, "")
+        assert len(ran.err) < 1000
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"weight_map": {"w": 3}}', b"\xff\xfe"])
+def test_an_index_that_is_none_is_one_message(tmp_path: Path, run: Run, text: bytes) -> None:
+    save_hugging_face(tmp_path, {"a": torch.ones(2), "b": torch.ones(3)})
+    (tmp_path / "model.safetensors.index.json").write_bytes(text)
+    ran = run("verify", tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    metadata = save_stock(tmp_path / "dist")
+    assert metadata is not None
+    (tmp_path / "dist" / "metadata.json").write_bytes(text)
+    assert run("inspect", tmp_path / "dist").code == 0
+
+
+def test_what_nobody_foresaw_is_one_line(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("a\nb\x1b")
+
+    monkeypatch.setattr(offline, "verify", fails)
+    with pytest.raises(ZeroDivisionError):
+        run("verify", tmp_path)
+    monkeypatch.delenv("DCP_PLACEMENTS_DEBUG")
+    ran = run("verify", tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    told = r"dcp-placements: ZeroDivisionError: a\nb\x1b (DCP_PLACEMENTS_DEBUG=1 shows where)"
+    assert ran.err == told + "\n"
+
+
+def test_damaged_files_are_never_more_than_a_message(tmp_path: Path) -> None:
+    """Some seconds of damage to ``.metadata`` of both writers, headers and indices."""
+    save_sharded(tmp_path / "lean")
+    save_sharded(tmp_path / "stock", lean=False)
+    save_hugging_face(tmp_path / "hf", {"a": torch.ones(2, 3), "b": torch.ones(3)})
+    commands = ["inspect", "verify", "doctor"]
+    jobs = [
+        (str(tmp_path / "lean" / ".metadata"), commands),
+        (str(tmp_path / "stock" / ".metadata"), commands),
+        (str(next((tmp_path / "hf").glob("*.safetensors"))), commands[:2]),
+        (str(tmp_path / "hf" / "model.safetensors.index.json"), commands[:2]),
+    ]
+    seconds = os.environ.get("DCP_PLACEMENTS_FUZZ_S", "4")
+    program = ROOT / "tests" / "ranks" / "fuzz_worker.py"
+    done = subprocess.run(
+        [sys.executable, program, seconds, json.dumps(jobs)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DCP_PLACEMENTS_DEBUG": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["faults"] == []
+    assert found["rounds"] > 20
+    assert found["grown"] < 256 << 20

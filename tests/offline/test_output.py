@@ -1,0 +1,257 @@
+"""Outputs appear as a whole, one writer makes them, and nothing is written through links."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dcp_placements.offline import CannotLook, Checkpoint, draw, merge_metadata, save_figure
+from dcp_placements.offline.box_reads import BoxReader
+from dcp_placements.offline.output import Output
+from tests.offline_scenes import Run, save_sharded
+
+ROOT = Path(__file__).parents[2]
+ROUNDS = int(os.environ.get("DCP_PLACEMENTS_ROUNDS", "4"))
+
+WORKER = """
+import contextlib, io, json, sys
+from dcp_placements.cli import main
+import dcp_placements.offline
+print("ready", flush=True)
+for line in sys.stdin:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(json.loads(line))
+    print(json.dumps([code, err.getvalue()]), flush=True)
+"""
+
+
+def start_worker(stack: ExitStack, *program: str) -> subprocess.Popen[str]:
+    """Start a process that runs in the background, and ends with the test."""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", *program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    stack.enter_context(worker)
+    stack.callback(worker.kill)
+    return worker
+
+
+def line_of(worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    return worker.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_of_two_at_once_one_succeeds_and_the_other_names_it(tmp_path: Path, command: str) -> None:
+    sources = []
+    for number in range(2):
+        (tmp_path / f"hf{number}").mkdir()
+        held = {"w": torch.full((300, 1000), float(number)), f"only{number}": torch.ones(3)}
+        save_file(held, tmp_path / f"hf{number}" / "model.safetensors")
+        sources.append(tmp_path / f"hf{number}")
+    how = ["--from", "hf"] if command == "import" else ["--to", "hf"]
+    with ExitStack() as stack:
+        workers = [start_worker(stack, WORKER) for _ in sources]
+        for worker in workers:
+            assert line_of(worker) == "ready"
+        for number in range(ROUNDS):
+            out = tmp_path / "out" / str(number)
+            for worker, source in zip(workers, sources, strict=True):
+                assert worker.stdin is not None
+                worker.stdin.write(json.dumps([command, str(source), str(out), *how]) + "\n")
+                worker.stdin.flush()
+            ended = [json.loads(line_of(worker)) for worker in workers]
+            codes = [code for code, _ in ended]
+            assert sorted(codes) == [0, 2], ended
+            winner = codes.index(0)
+            told = ended[1 - winner][1]
+            busy = f"process {workers[winner].pid} on {socket.gethostname()}, since " in told
+            assert busy or "is there already" in told
+            found = Checkpoint(out)
+            with BoxReader(found) as reader:
+                w = found.tensors["w"]
+                assert torch.equal(reader.read(w, w.whole), torch.full((300, 1000), float(winner)))
+            assert sorted(found.tensors) == [f"only{winner}", "w"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        str(number) for number in range(ROUNDS)
+    )
+
+
+HOLDER = """
+import sys, time
+from dcp_placements.offline.output import Output
+with Output(sys.argv[1]) as output, output.directory() as folder:
+    (folder / "half").write_text("half")
+    print("holds", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_holder_is_named_and_a_dead_one_gives_way(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ExitStack() as stack:
+        worker = start_worker(stack, HOLDER, str(out))
+        assert line_of(worker) == "holds"
+        with pytest.raises(CannotLook, match="is being written by another process") as caught:
+            Output(out).__enter__()
+        assert f"process {worker.pid} on {socket.gethostname()}, since 2" in str(caught.value)
+        worker.kill()
+        worker.wait()
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", ".out.partial"]
+        with Output(out) as output, output.directory() as folder:
+            (folder / "whole").write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in out.iterdir()] == ["whole"]
+
+
+def test_two_threads_of_one_process_keep_each_other_out(tmp_path: Path) -> None:
+    with Output(tmp_path / "out"), pytest.raises(CannotLook, match="another process"):
+        Output(tmp_path / "out").__enter__()
+    with Output(tmp_path / "out"):
+        pass
+
+
+def test_a_lock_of_another_host_stays_until_it_is_removed(tmp_path: Path) -> None:
+    lock = tmp_path / ".out.lock"
+    lock.write_text(json.dumps({"pid": 1, "host": "far\x1b[2K", "since": "2020-01-01"}))
+    with pytest.raises(CannotLook, match=r"remove \.out\.lock") as caught:
+        Output(tmp_path / "out").__enter__()
+    assert r"process 1 on far\x1b[2K, since 2020-01-01" in str(caught.value)
+    lock.unlink()
+    with Output(tmp_path / "out"):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[" * 4000, '{"pid": "x"}', "\ud800"])
+def test_a_lock_file_that_says_nothing_is_nobodys(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".out.lock").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with Output(tmp_path / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+
+    def directory() -> None:
+        with Output(tmp_path / "a" / "b" / "out") as output, output.directory() as folder:
+            (folder / "half").write_text("half")
+            raise RuntimeError
+
+    def file() -> None:
+        with Output(tmp_path / "file") as output, output.file() as stream:
+            stream.write(b"half")
+            raise RuntimeError
+
+    for fails in (directory, file):
+        with pytest.raises(RuntimeError):
+            fails()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_came_to_be_there_meanwhile_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def directory() -> None:
+        with Output(out) as output, output.directory():
+            out.mkdir()
+            (out / "precious").write_text("x")
+
+    def file() -> None:
+        with Output(tmp_path / "f") as output, output.file():
+            (tmp_path / "f").write_text("precious")
+
+    for meets in (directory, file):
+        with pytest.raises(CannotLook, match="is there already"):
+            meets()
+    assert (out / "precious").read_text() == "x"
+    assert (tmp_path / "f").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "out"]
+
+
+def plant(folder: Path, outside: Path, *names: str) -> None:
+    """Put links to a file elsewhere under the names that an output passes through."""
+    outside.write_text("precious")
+    for name in names:
+        (folder / name).symlink_to(outside)
+
+
+def test_merge_metadata_does_not_write_through_links(tmp_path: Path) -> None:
+    """M58: what was in the link's place is replaced; what it points to stays."""
+    path, outside = tmp_path / "ckpt", tmp_path / "outside"
+    save_sharded(path, collectives=False)
+    plant(path, outside, ".metadata", ".metadata.tmp", ".metadata.partial", "..metadata.partial")
+    os.remove(path / ".metadata")
+    merge_metadata(path)
+    assert outside.read_text() == "precious"
+    assert not (path / ".metadata").is_symlink()
+    assert len(Checkpoint(path).tensors) == 5
+
+
+def test_a_link_in_the_place_of_the_output_is_replaced_or_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    outside = tmp_path / "outside"
+    save_sharded(tmp_path / "ckpt")
+    plant(tmp_path, outside, "a.png", ".a.png.tmp", ".a.png.partial")
+    save_figure(draw(tmp_path / "ckpt"), tmp_path / "a.png")
+    assert outside.read_text() == "precious"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CannotLook, match="is there already"):
+        Output(tmp_path / "dangling")
+
+
+def test_a_planted_lock_is_not_followed(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "ckpt", collectives=False)
+    plant(tmp_path / "ckpt", tmp_path / "outside", ".metadata.lock")
+    ran = run("merge-metadata", tmp_path / "ckpt")
+    assert (ran.code, ran.out) == (2, "")
+    assert ".metadata.lock" in ran.err
+    assert (tmp_path / "outside").read_text() == "precious"
+
+
+def test_planted_parts_of_an_export_are_not_kept(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "ckpt")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    (tmp_path / ".out.partial").symlink_to(outside)
+    ran = run("export", tmp_path / "ckpt", tmp_path / "out", "--to", "hf", "--prefix", "")
+    assert ran.code == 0, ran.err
+    assert [path.name for path in outside.iterdir()] == ["precious"]
+    assert not (tmp_path / "out").is_symlink()
+
+
+def test_what_a_stopped_attempt_left_is_kept_for_the_same_output_only(tmp_path: Path) -> None:
+    def attempt(identity: str) -> Any:
+        with Output(tmp_path / "out") as output, output.directory(identity) as folder:
+            seen = sorted(path.name for path in folder.iterdir())
+            (folder / "part").write_text("part")
+            raise RuntimeError(seen)
+
+    for identity, seen in (("a", []), ("a", ["part"]), ("b", []), ("b", ["part"])):
+        with pytest.raises(RuntimeError) as caught:
+            attempt(identity)
+        assert caught.value.args[0] == sorted(["identity", *seen])
+
+
+def test_waiting_for_nobody_is_quick(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    for number in range(20):
+        with Output(tmp_path / str(number)) as output, output.directory() as folder:
+            (folder / "x").write_text("x")
+    assert time.monotonic() - begun < 5

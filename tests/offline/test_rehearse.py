@@ -1,0 +1,335 @@
+"""``rehearse`` against real loads: what ranks read is counted in the readers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    IndexShard,
+    PlacementFileSystemReader,
+    PlacementLoadPlanner,
+    PlacementRules,
+    Placements,
+    PlacementSavePlanner,
+    Renumber,
+)
+from dcp_placements.offline import CannotLook, rehearse
+from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, damage
+from tests.offline_scenes import Run, rules_by_ep, save_sharded, wholes
+from tests.storage_scenes import data_file
+
+EXPERTS = {f"layers.{layer}.experts.w1": (8, 60, 64) for layer in range(2)}
+DENSE = {"layers.0.attention": (300, 40), "layers.0.norm": (96,), "layers.1.large": (512, 512)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four ranks: experts over ep, then edp; dense tensors over edp."""
+    path = tmp_path_factory.mktemp("saved")
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, edp=2)
+        made: dict[str, Any] = {"step": 7}
+        for fqn, shape in EXPERTS.items():
+            part = cut(torch.ones(shape), [Shard(0)], (2,), mesh["ep"].get_coordinate())
+            made[fqn] = FakeDTensor.distribute(part, mesh["edp"], [Shard(0)])
+        for fqn, shape in DENSE.items():
+            made[fqn] = FakeDTensor.distribute(torch.ones(shape), mesh, [Replicate(), Shard(0)])
+        return made
+
+    world.save(
+        path,
+        state_dict,
+        lambda rank: PlacementSavePlanner(rules_by_ep(world.mesh(rank, ep=2, edp=2))),
+    )
+    return path
+
+
+def load_for_real(
+    path: Path, axes: dict[str, int], fsdp: list[str], reader: Any
+) -> list[tuple[Any, int]]:
+    """Load on every rank; return each one's reader, and the bytes of its tensors."""
+    world = World(torch.Size(axes.values()).numel())
+    readers = [reader(path) for _ in range(world.size)]
+    nbytes = [0] * world.size
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, **axes)
+        made: dict[str, Any] = {"step": 0}
+        for fqn, shape in {**EXPERTS, **DENSE}.items():
+            held, own = torch.zeros(shape), fsdp
+            if fqn in EXPERTS:
+                held = cut(held, [Shard(0)], (axes["ep"],), mesh["ep"].get_coordinate())
+                own = [name for name in fsdp if name != "ep"]
+            if own:
+                flat = FakeMesh([axes[name] for name in own], rank=0)
+                at = mesh[own].get_coordinate()
+                position = int(flat.mesh[tuple(at)])
+                one = FakeMesh((flat.size(),), ("+".join(own),), rank=position)
+                made[fqn] = FakeDTensor.distribute(held, one, [Shard(0)])
+                held = made[fqn].to_local()
+            else:
+                made[fqn] = held
+            nbytes[rank] += held.nbytes
+        return made
+
+    world.load(
+        path,
+        state_dict,
+        lambda rank: PlacementLoadPlanner(rules_by_ep(world.mesh(rank, **axes))),
+        lambda rank: readers[rank],
+    )
+    return list(zip(readers, nbytes, strict=True))
+
+
+@pytest.mark.parametrize("fsdp", [[], ["edp"], ["edp", "ep"]], ids=lambda names: "+".join(names))
+@pytest.mark.parametrize("axes", [{"edp": 2, "ep": 2}, {"edp": 2, "ep": 4}, {"edp": 3, "ep": 1}])
+def test_predicts_what_a_load_reads(saved: Path, axes: dict[str, int], fsdp: list[str]) -> None:
+    found = rehearse(saved, rules_by_ep, axes, fsdp=fsdp)
+    assert found.loads
+    real = load_for_real(saved, axes, fsdp, PlacementFileSystemReader)
+    assert len(real) == len(found.ranks)
+    for told, (reader, nbytes) in zip(found.ranks, real, strict=True):
+        assert told.files == reader.opens
+        assert told.memory_nbytes == told.wanted_nbytes == nbytes
+        # Up to the bytes before the elements of each chunk.
+        assert told.slices_nbytes <= reader.bytes_read <= told.slices_nbytes + 1024 * told.reads
+
+
+def test_torchs_reader_takes_at_least_what_is_said(saved: Path) -> None:
+    class Counting(dcp.FileSystemReader):
+        nbytes = 0
+
+        def _slice_file(self, file: Any, sinfo: Any) -> Any:
+            self.nbytes += sinfo.length
+            return super()._slice_file(file, sinfo)
+
+    axes = {"edp": 2, "ep": 4}
+    found = rehearse(saved, rules_by_ep, axes, fsdp=["edp", "ep"])
+    real = load_for_real(saved, axes, ["edp", "ep"], Counting)
+    # Beside the chunks the ids of the saves that wrote the files are read.
+    for rank, (reader, _) in zip(found.ranks, real, strict=True):
+        assert 0 <= reader.nbytes - rank.chunks_nbytes <= 64 * len(list(saved.glob("*.distcp")))
+    assert found.ranks[0].chunks_nbytes > 1.5 * found.ranks[0].wanted_nbytes
+
+
+placements = st.sampled_from(
+    [
+        Shard(0),
+        Shard(1),
+        Replicate(),
+        FusedShard(0, 2),
+        FusedShard(1, (4, 6)),
+        IndexShard(0, (5, 1)),
+    ]
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(placements, min_size=2, max_size=2), st.tuples(*[st.integers(1, 4)] * 2))
+def test_every_rank_wants_what_plain_slicing_gives_it(
+    tmp_path_factory: pytest.TempPathFactory, pair: list[Any], sizes: tuple[int, int]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "plain"
+    whole = torch.arange(120.0).reshape(12, 10)
+    if not path.exists():
+        dcp.save({"w": whole}, checkpoint_id=path)
+    expected = []
+    for position in torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, 2).tolist():
+        try:
+            expected.append(cut(whole, pair, sizes, position).nbytes)
+        except (RuntimeError, IndexError):
+            expected.append(-1)
+
+    def rules(mesh: Any) -> PlacementRules:
+        return PlacementRules({"w": CheckpointPlacement(mesh, pair, global_shape=(12, 10))})
+
+    found = rehearse(path, rules, {"a": sizes[0], "b": sizes[1]})
+    if -1 in expected:
+        assert not found.loads
+        assert found.faults[0].fqn == "w"
+    else:
+        assert [rank.memory_nbytes for rank in found.ranks] == expected
+
+
+def test_a_hole_is_told_to_the_ranks_that_need_it(tmp_path: Path) -> None:
+    save_sharded(tmp_path, lean=False)
+    damage.drop_chunk(tmp_path, "layers.0.experts.w1", chunk=2)
+    found = rehearse(tmp_path, rules_by_ep, {"ep": 4, "edp": 2})
+    assert not found.loads
+    (fault,) = found.faults
+    assert fault.fqn == "layers.0.experts.w1"
+    assert "[4:6, :, :]" in fault.headline
+    assert "ranks 4-5" in str(fault)
+
+
+def test_a_missing_file_is_told_to_the_ranks_that_open_it(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    file = data_file(tmp_path, 3)
+    file.unlink()
+    found = rehearse(tmp_path, rules_by_ep, {"ep": 4}, expect=["layers.0.experts.w1"])
+    assert [fault.fqn for fault in found.faults] == [file.name]
+    assert "on:          rank 3" in str(found.faults[0])
+
+
+def test_missing_unread_and_unmatched_are_told(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    rules = {"nothing.like.it": None}
+    found = rehearse(
+        tmp_path, lambda mesh: PlacementRules(rules), {"dp": 2}, expect=["scale", "layers.9.norm"]
+    )
+    assert found.missing == ("layers.9.norm",)
+    assert set(found.unread) == {*wholes(), "step"} - {"scale"}
+    assert found.unmatched == ("nothing.like.it",)
+    assert not found.loads
+    assert found.unique_nbytes == 4
+
+
+def test_a_rule_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+
+    def rules(mesh: Any) -> PlacementRules:
+        return PlacementRules(
+            {
+                "norm": CheckpointPlacement(mesh, {"ep": Shard(1)}),
+                "attention": CheckpointPlacement(mesh, {"ep": Shard(0)}, global_shape=(12, 10)),
+                "w1": CheckpointPlacement(mesh, {"ep": FusedShard(0, (3, 4))}),
+            }
+        )
+
+    found = rehearse(tmp_path, rules, {"ep": 2})
+    told = {fault.fqn: str(fault) for fault in found.faults}
+    assert set(told) == {"layers.0.norm", "layers.1.attention", "layers.0.experts.w1"}
+    assert "dim 1" in told["layers.0.norm"]
+    assert "global_shape=(12, 10)" in told["layers.1.attention"]
+    assert "add up to 7" in told["layers.0.experts.w1"]
+
+
+def test_m54_uneven_parts_without_global_shape_do_not_load(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    found = rehearse(tmp_path, rules_by_ep, {"ep": 3})
+    assert not found.loads
+    assert {fault.fqn for fault in found.faults} == {"layers.0.experts.w1", "layers.0.experts.w2"}
+    assert "(torch: Size mismatch)" in found.faults[0].headline
+    assert "global_shape=" in str(found.faults[0])
+    assert [rank.wanted_nbytes - found.ranks[2].wanted_nbytes for rank in found.ranks] == [
+        120
+    ] * 2 + [0]
+
+
+def test_a_renumber_says_which_experts_a_rank_has(tmp_path: Path) -> None:
+    keys = [f"layers.0.experts.{expert}.w1" for expert in range(8)]
+    dcp.save({key: torch.ones(16) for key in keys}, checkpoint_id=tmp_path)
+
+    def rules(mesh: Any) -> Any:
+        (at,) = mesh.get_coordinate()
+        rename = Renumber("experts.{}", [at, at + 4], total=8)
+        return Placements({"experts": None}, rename=rename)
+
+    found = rehearse(tmp_path, rules, {"ep": 4})
+    assert [rank.wanted_nbytes for rank in found.ranks] == [2 * 64] * 4
+    assert found.unmatched == ()
+
+
+def test_a_callable_does_for_rules(saved: Path) -> None:
+    def rules(mesh: Any) -> Any:
+        return lambda fqn, tensor: rules_by_ep(mesh)(fqn) if tensor.ndim == 3 else None
+
+    axes = {"ep": 4, "edp": 2}
+    assert rehearse(saved, rules, axes).ranks == rehearse(saved, rules_by_ep, axes).ranks
+
+
+UNEVEN = {"no global_shape": None, "global_shape": (7, 3)}
+
+
+@pytest.mark.parametrize("fsdp", [[], ["dp"]], ids=["plain", "fsdp"])
+@pytest.mark.parametrize("placement", [Shard(0), FusedShard(0, (4, 3)), Shard(1)], ids=str)
+@pytest.mark.parametrize("told", UNEVEN)
+def test_m54_the_verdict_is_that_of_the_load(
+    tmp_path: Path, placement: Any, told: str, fsdp: list[str]
+) -> None:
+    """Parts that plain slicing gives, loaded for real on every rank."""
+    whole = torch.arange(21.0).reshape(7, 3)
+    dcp.save({"w": whole}, checkpoint_id=tmp_path, no_dist=True)
+    axes = {"ep": 2, "dp": 2}
+    world = World(4)
+
+    def rules(mesh: Any) -> PlacementRules:
+        ep = CheckpointPlacement(mesh, {"ep": placement}, global_shape=UNEVEN[told])
+        return PlacementRules({"w": ep})
+
+    def state(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, **axes)
+        part = torch.zeros_like(cut(whole, [placement], (2,), mesh["ep"].get_coordinate()))
+        return {"w": FakeDTensor.distribute(part, mesh["dp"], [Shard(0)]) if fsdp else part}
+
+    try:
+        world.load(tmp_path, state, lambda r: PlacementLoadPlanner(rules(world.mesh(r, **axes))))
+        loads = True
+    except dcp.CheckpointException:
+        loads = False
+    found = rehearse(tmp_path, rules, axes, fsdp=fsdp)
+    assert found.loads == loads == (UNEVEN[told] is not None)
+
+
+def test_m54_notes_are_what_a_load_warns_of(tmp_path: Path) -> None:
+    dcp.save({"mlp.gate_up_proj": torch.ones(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
+
+    def rules(mesh: Any) -> PlacementRules:
+        return PlacementRules({"gate_up_proj": CheckpointPlacement(mesh, {"tp": Shard(0)})})
+
+    found = rehearse(tmp_path, rules, {"tp": 2})
+    assert found.loads
+    (note,) = found.notes
+    assert "its name says several tensors in one" in note.headline
+
+
+def test_commands(saved: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("some_rules.py").write_text(
+        "from torch.distributed.tensor import Shard\n"
+        "from dcp_placements import CheckpointPlacement, PlacementRules\n"
+        "def rules(mesh):\n"
+        "    return PlacementRules({'experts': CheckpointPlacement(mesh, {'ep': Shard(0)})})\n"
+        "def broken(mesh):\n"
+        "    raise RuntimeError('of no use')\n"
+    )
+    given = ("rehearse", saved, "--rules", "some_rules:rules", "--mesh", "ep=8,edp=128")
+    ran = run(*given, "--fsdp", "edp")
+    assert (ran.code, ran.err) == (0, "")
+    assert "1,024 ranks" in ran.out
+    assert max(map(len, ran.out.splitlines())) < 120
+    told = run(*given, "--json").json
+    assert told["loads"] is True
+    assert [rank["rank"] for rank in told["ranks"]] == list(range(1024))
+
+    Path("keys.json").write_text(json.dumps(["step", "lost"]))
+    ran = run(*given, "--expect", "keys.json")
+    assert ran.code == 1
+    assert "missing:   1 key: lost" in ran.out
+    for wrong in (
+        ("--rules", "some_rules:broken"),
+        ("--mesh", "ep"),
+        ("--fsdp", "tp"),
+        ("--expect", "no_such_file"),
+    ):
+        ran = run(*given, *wrong)
+        assert (ran.code, ran.out) == (2, "")
+        assert "Traceback" not in ran.err
+
+
+def test_an_unknown_fsdp_axis_is_refused(saved: Path) -> None:
+    with pytest.raises(CannotLook, match="no axis tp for FSDP"):
+        rehearse(saved, rules_by_ep, {"ep": 2}, fsdp=["tp"])

@@ -1,0 +1,279 @@
+"""Whether a checkpoint is whole: every damage is found and named, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dcp_placements.offline
+from dcp_placements import PlacementSavePlanner
+from dcp_placements.layout.sharding import Box
+from dcp_placements.offline import verify
+from dcp_placements.offline.checks.structure import box_faults
+from dcp_placements.storage.metadata.save_ids import id_in_name
+from dcp_placements.testing import damage
+from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
+from tests.storage_scenes import all_kinds, data_file
+
+W1 = "layers.0.experts.w1"
+
+
+@pytest.fixture(scope="module", params=["lean", "stock-metadata"])
+def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sound") / "step"
+    save_sharded(path, lean=request.param == "lean")
+    return path
+
+
+@pytest.fixture
+def copy(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("flags", [[], ["--contents"], ["--digests"]])
+def test_a_sound_checkpoint_is_sound(sound: Path, run: Run, flags: list[str]) -> None:
+    ran = run("verify", sound, "--json", *flags)
+    assert ran.code == 0, ran.out
+    told = ran.json
+    assert (told["sound"], told["faults"], told["notes"]) == (True, [], [])
+    assert told["checked"]["tensors"] == len(wholes())
+    assert told["checked"]["digests"] == (
+        told["checked"]["chunks"] + 1 if flags == ["--digests"] else 0
+    )
+
+
+@pytest.mark.parametrize("flags", [{}, {"contents": True}])
+def test_tensors_of_every_kind_are_sound(tmp_path: Path, flags: dict[str, bool]) -> None:
+    dcp.save(all_kinds(), checkpoint_id=tmp_path)
+    assert verify(tmp_path, **flags).faults == ()
+
+
+def test_digests_of_every_kind_are_right(tmp_path: Path) -> None:
+    dcp.save(all_kinds(), checkpoint_id=tmp_path, planner=PlacementSavePlanner(digests="full"))
+    found = verify(tmp_path, digests=True)
+    assert found.faults == ()
+    assert found.digests == len(all_kinds())
+
+
+DAMAGES: dict[str, tuple[Callable[..., Any], str, list[str], bool]] = {
+    "bit flip": (damage.flip_bit, "checksum", ["--contents"], True),
+    "bit flip, by digests": (damage.flip_bit, "checksum", ["--digests"], True),
+    "truncation": (damage.truncate, "truncated_file", [], True),
+    "missing file": (damage.remove_file, "missing_file", [], True),
+    "dropped chunk": (damage.drop_chunk, "hole", [], False),
+    "overlapping chunk": (damage.overlap_chunk, "overlap", [], False),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_every_damage_is_found_and_named(copy: Path, run: Run, name: str, chunk: int) -> None:
+    harm, kind, flags, names_file = DAMAGES[name]
+    file = harm(copy, W1, chunk=chunk)
+    ran = run("verify", copy, "--json", *flags)
+    assert ran.code == 1
+    assert ran.json["sound"] is False
+    (fault,) = [fault for fault in ran.json["faults"] if fault["kind"] == kind]
+    assert W1 in fault["tensors"]
+    if names_file:
+        assert fault["files"] == [file]
+    text = run("verify", copy, *flags)
+    assert text.code == 1
+    assert kind in text.out
+    assert W1 in text.out or file in text.out
+
+
+def test_messages_say_where(copy: Path) -> None:
+    damage.drop_chunk(copy, W1, chunk=1)
+    damage.remove_file(copy, "layers.0.norm")
+    told = {fault.kind: fault for fault in verify(copy).faults}
+    assert told["hole"].message == "no chunk holds [2:4, :, :] of (8, 5, 3)"
+    assert set(told["missing_file"].tensors) > {"layers.0.norm", "layers.1.attention"}
+
+
+def test_a_half_overwritten_step_is_seen_by_its_digests(copy: Path, tmp_path: Path) -> None:
+    lean = id_in_name(data_file(copy, 0).name) is not None
+    save_sharded(tmp_path / "later", lean=lean, step=1, add=0.5)
+    names = damage.half_overwrite(copy, tmp_path / "later")
+    assert names == [data_file(copy, rank).name for rank in (1, 3)]
+    # A name that carries another save's id is something that no save makes.
+    assert verify(copy).sound == lean
+    faults = verify(copy, digests=True).faults
+    assert {(fault.kind, fault.files) for fault in faults} == {
+        ("mixed_generations", (name,)) for name in names
+    }
+    assert {fault.files for fault in faults if W1 in fault.tensors} == {(name,) for name in names}
+
+
+def test_a_half_overwritten_step_of_another_layout_is_seen_without_digests(
+    copy: Path, tmp_path: Path
+) -> None:
+    save_sharded(tmp_path / "later", ep=1)
+    file = data_file(tmp_path / "later", 1).name
+    names = damage.half_overwrite(copy, tmp_path / "later", [file])
+    faults = verify(copy).faults
+    assert faults
+    assert [file for fault in faults for file in fault.files] == names * len(faults)
+    kinds = {"wrong_record", "truncated_file", "mixed_generations"}
+    assert {fault.kind for fault in faults} <= kinds
+
+
+def test_a_younger_data_file_is_no_sign_where_files_carry_ids(copy: Path) -> None:
+    written = (copy / ".metadata").stat().st_mtime
+    for file in copy.glob("*.distcp"):
+        os.utime(file, (written + 60, written + 60))
+    found = verify(copy)
+    assert found.sound
+    assert not found.notes
+
+
+def test_a_younger_data_file_without_an_id_is_a_note_and_no_fault(tmp_path: Path) -> None:
+    copy = tmp_path
+    dcp.save(wholes(), storage_writer=dcp.FileSystemWriter(copy))
+    written = (copy / ".metadata").stat().st_mtime
+    file = data_file(copy, 0)
+    os.utime(file, (written + 60, written + 60))
+    found = verify(copy)
+    assert found.sound
+    (note,) = found.notes
+    assert file.name in note
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+def test_digests_fail_closed_where_there_are_none(tmp_path: Path, run: Run, kind: str) -> None:
+    if kind == "dcp":
+        dcp.save(wholes(), checkpoint_id=tmp_path)
+    else:
+        save_hugging_face(tmp_path, wholes())
+    assert run("verify", tmp_path).code == 0
+    ran = run("verify", tmp_path, "--digests", "--json")
+    assert ran.code == 1
+    assert [fault["kind"] for fault in ran.json["faults"]] == ["no_digest"]
+
+
+def test_a_single_digest_that_is_missing_is_named(copy: Path) -> None:
+    metadata = damage._read(copy)
+    del metadata.planner_data["dcp_placements"]["digests"]["layers.0.norm"]
+    damage._write(copy, metadata)
+    (fault,) = verify(copy, digests=True).faults
+    assert (fault.kind, fault.tensors) == ("no_digest", ("layers.0.norm",))
+
+
+def test_a_hugging_face_directory(tmp_path: Path, run: Run) -> None:
+    save_hugging_face(tmp_path, wholes())
+    assert run("verify", tmp_path).code == 0
+    first, second = sorted(tmp_path.glob("*.safetensors"))
+    os.truncate(first, first.stat().st_size - 3)
+    (fault,) = verify(tmp_path).faults
+    assert (fault.kind, fault.files) == ("truncated_file", (first.name,))
+    second.unlink()
+    kinds = {fault.kind: fault for fault in verify(tmp_path).faults}
+    assert kinds["missing_file"].files == (second.name,)
+    assert "layers.0.experts.w2" in kinds["missing_file"].tensors
+
+
+def test_an_index_that_names_what_no_file_has(tmp_path: Path) -> None:
+    save_hugging_face(tmp_path, wholes())
+    index = tmp_path / "model.safetensors.index.json"
+    name = sorted(tmp_path.glob("*.safetensors"))[0].name
+    index.write_text(
+        index.read_text().replace('"weight_map": {', f'"weight_map": {{"x": "{name}",')
+    )
+    (fault,) = verify(tmp_path).faults
+    assert (fault.kind, fault.tensors, fault.files) == ("unplaced", ("x",), (name,))
+
+
+def test_places_without_chunks_and_chunks_without_places(copy: Path) -> None:
+    metadata = damage._read(copy)
+    index, info = next(
+        (index, info) for index, info in metadata.storage_data.items() if index.fqn == W1
+    )
+    del metadata.storage_data[index]
+    metadata.storage_data[type(index)("nobody", torch.Size([0]))] = info
+    damage._write(copy, metadata)
+    told = {fault.kind: fault for fault in verify(copy).faults}
+    assert told["unplaced"].tensors == (W1,)
+    assert told["unclaimed"].tensors == ("nobody",)
+
+
+def test_another_dtype_in_the_metadata(copy: Path) -> None:
+    metadata = damage._read(copy)
+    metadata.state_dict_metadata["layers.1.attention"].properties.dtype = torch.int32
+    damage._write(copy, metadata)
+    faults = [fault for fault in verify(copy).faults if "layers.1.attention" in fault.tensors]
+    assert {fault.kind for fault in faults} == {"wrong_record"}
+    assert "torch.float32 tensor" in faults[0].message
+    assert "torch.int32" in faults[0].message
+
+
+def test_another_dtype_of_a_tensor_that_is_not_in_c_order(tmp_path: Path) -> None:
+    """A load casts such a record to what the metadata say; verify looks at the record itself."""
+    state_dict = {"w": torch.arange(6.0).reshape(3, 2).t()}
+    dcp.save(state_dict, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+    assert verify(tmp_path, contents=True).sound
+    metadata = damage._read(tmp_path)
+    metadata.state_dict_metadata["w"].properties.dtype = torch.float64
+    damage._write(tmp_path, metadata)
+    (fault,) = verify(tmp_path).faults
+    assert fault.kind == "wrong_record"
+    assert "torch.float32 tensor" in fault.message
+
+
+def test_a_name_in_a_record_s_directory_that_is_not_its_part_s(copy: Path) -> None:
+    """torch.load asks the directory for the parts of a record by name, and would not find it."""
+    file, _, _ = damage._elements(copy, W1, 0)
+    data = file.read_bytes()
+    at = data.rindex(b"archive/version")
+    file.write_bytes(data[:at] + b"archive/wersion" + data[at + len(b"archive/version") :])
+    (fault,) = verify(copy, contents=True).faults
+    assert (fault.kind, fault.files) == ("wrong_record", (file.name,))
+
+
+def test_records_that_share_bytes(copy: Path) -> None:
+    metadata = damage._read(copy)
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == "step")
+    info.offset += 5
+    damage._write(copy, metadata)
+    kinds = {fault.kind for fault in verify(copy).faults}
+    assert kinds & {"shared_bytes", "truncated_file"}
+
+
+@given(st.data())
+def test_faults_of_boxes_against_counting_elements(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    box = st.tuples(
+        st.tuples(*[st.integers(0, size) for size in shape]),
+        st.tuples(*[st.integers(0, 3) for _ in shape]),
+    ).map(lambda known: Box(*known))
+    boxes = data.draw(st.lists(box, max_size=5))
+    counts = torch.zeros([size + 4 for size in shape], dtype=torch.int)
+    for offsets, sizes in boxes:
+        counts[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+    inside = counts[tuple(slice(0, size) for size in shape)]
+    kinds = {kind for kind, _ in box_faults(Box((0,) * len(shape), shape), boxes)}
+    assert ("hole" in kinds) == bool((inside == 0).any())
+    assert ("overlap" in kinds) == bool((counts > 1).any())
+    assert ("out_of_bounds" in kinds) == bool(counts.sum() > inside.sum())
+
+
+def test_the_readme_lists_every_kind() -> None:
+    sources = Path(dcp_placements.offline.__file__).parent
+    code = "".join(
+        (sources / name).read_text()
+        for name in ("checks/structure.py", "checks/record_checks.py", "checks/verification.py")
+    )
+    made = set(re.findall(r'(?:CheckpointFault\(|Finding\(|yield )\s*"(\w+)"', code)) - {"digest"}
+    readme = (Path(__file__).parents[2] / "dcp_placements" / "cli" / "README.md").read_text()
+    _, _, table = readme.partition("| kind | is |")
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    assert {kind for row in rows for kind in re.findall(r"`(\w+)`", row.split("|")[1])} == made

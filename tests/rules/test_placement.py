@@ -1,0 +1,198 @@
+"""What can be declared, and the words with which the rest is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    IndexShard,
+    MeshCoordinate,
+    PlacementError,
+)
+from dcp_placements.rules.placement import format_placements, shard_dim, shard_parts, shards
+from dcp_placements.testing import FakeMesh
+
+MESH = MeshCoordinate(("ep", "edp"), (4, 2), (3, 0))
+
+
+def refusal(make: Callable[[], Any]) -> str:
+    with pytest.raises(PlacementError) as refused:
+        make()
+    return str(refused.value)
+
+
+def test_axes_that_a_mapping_leaves_out_are_replicated() -> None:
+    placement = CheckpointPlacement(MESH, {"edp": Shard(1)})
+    assert len(placement.placements) == 2
+    assert placement.placements[0].is_replicate()
+    assert placement.placements[1] == Shard(1)
+    assert placement.format() == "[Replicate(), Shard(1)] on mesh (ep=4, edp=2)"
+
+
+def test_a_mapping_may_name_the_axes_in_any_order() -> None:
+    placement = CheckpointPlacement(MESH, {"edp": Shard(1), "ep": Shard(0)})
+    assert placement.placements == (Shard(0), Shard(1))
+
+
+def test_one_placement_per_axis_in_mesh_order() -> None:
+    placement = CheckpointPlacement(MESH, [Shard(0), Replicate()])
+    assert placement.placements == (Shard(0), Replicate())
+    assert CheckpointPlacement(FakeMesh((4,), rank=1), [Shard(0)]).placements == (Shard(0),)
+
+
+def test_shapes_are_kept_as_tuples_of_ints() -> None:
+    placement = CheckpointPlacement(
+        MESH, {"ep": Shard(0)}, global_shape=[5, 3], padded_shape=[8, 3]
+    )
+    assert placement.global_shape == (5, 3)
+    assert placement.padded_shape == (8, 3)
+
+
+def test_unknown_axis_is_refused_by_name() -> None:
+    told = refusal(lambda: CheckpointPlacement(MESH, {"eq": Shard(0), "etp": Shard(0)}))
+    assert told == "no axis 'eq', 'etp' in mesh (ep=4, edp=2): its axes are 'ep', 'edp'"
+
+
+def test_names_need_a_mesh_with_names() -> None:
+    told = refusal(lambda: CheckpointPlacement(FakeMesh((2, 3), rank=0), {"ep": Shard(0)}))
+    assert "(axis0=2, axis1=3)" in told
+    assert "mesh_dim_names=" in told
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_wrong_number_of_placements_is_refused_with_both_numbers(count: int) -> None:
+    told = refusal(lambda: CheckpointPlacement(MESH, [Shard(0)] * count))
+    assert "(ep=4, edp=2) has 2 axes" in told
+    assert f"got {count}" in told
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_dim_out_of_range_is_refused_with_the_number_of_dims(dim: int) -> None:
+    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": Shard(dim)}, global_shape=(4, 3)))
+    assert f"Shard({dim}) names dim {dim}" in told
+    assert "2 dims" in told
+    told = refusal(lambda: shard_dim(FusedShard(1, 2), 1))
+    assert told == "FusedShard(1, 2) names dim 1, but the tensor has 1 dim"
+
+
+def test_negative_dims_count_from_the_end() -> None:
+    assert [shard_dim(Shard(dim), 3) for dim in (-1, -3, 2)] == [2, 0, 2]
+    CheckpointPlacement(MESH, {"ep": Shard(-2)}, global_shape=(4, 3))
+
+
+def test_strings_for_numbers_are_refused() -> None:
+    for made in (lambda: FusedShard("0", 2), lambda: FusedShard(0, "2")):  # type: ignore[arg-type]
+        assert "takes a dim and a number of parts" in refusal(made)
+    assert "not dim '0'" in refusal(lambda: IndexShard("0", (1,)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", ["Shard(0)", 0, None])
+def test_what_is_no_placement_is_refused(what: Any) -> None:
+    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": what}))
+    assert f"{what!r} is no placement" in told
+    assert "Shard(dim)" in told
+
+
+def test_partial_sums_are_refused_with_the_way_out() -> None:
+    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": Partial()}))
+    assert "cannot be checkpointed" in told
+    assert "redistribute" in told
+
+
+def test_padded_shape_needs_the_shape_without_padding() -> None:
+    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": Shard(0)}, padded_shape=(8, 3)))
+    assert "padded_shape=(8, 3) needs global_shape" in told
+
+
+@pytest.mark.parametrize("padded", [(4, 3), (8, 2), (8,), (8, 3, 1)])
+def test_padded_shape_must_hold_the_global_shape(padded: tuple[int, ...]) -> None:
+    told = refusal(
+        lambda: CheckpointPlacement(
+            MESH, {"ep": Shard(0)}, global_shape=(5, 3), padded_shape=padded
+        )
+    )
+    assert f"padded_shape={padded}" in told
+    assert "global_shape=(5, 3)" in told
+
+
+def test_negative_sizes_are_refused() -> None:
+    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": Shard(0)}, global_shape=(-1, 3)))
+    assert told == "global_shape=(-1, 3) has a negative size"
+
+
+def test_index_shard_needs_the_global_shape() -> None:
+    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": IndexShard(0, (1, 2))}))
+    assert "needs global_shape=" in told
+    assert "(1, 2)" in told
+
+
+@pytest.mark.parametrize("parts", [0, -1, (), (3, 0), (4, -1)])
+def test_fused_shard_needs_parts_with_rows(parts: Any) -> None:
+    assert f"not {parts}" in refusal(lambda: FusedShard(0, parts))
+
+
+def test_index_shard_refuses_negative_rows() -> None:
+    assert "not -2" in refusal(lambda: IndexShard(0, (3, -2)))
+
+
+def test_sequences_become_tuples() -> None:
+    assert FusedShard(0, [4, 1, 1]).parts == (4, 1, 1)  # type: ignore[arg-type]
+    assert IndexShard(0, [2, 0]).indices == (2, 0)  # type: ignore[arg-type]
+    assert hash(FusedShard(0, [4, 1])) == hash(FusedShard(0, (4, 1)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("placement", "splits", "parts", "told"),
+    [
+        (Shard(1), True, (1, False), "Shard(1)"),
+        (_StridedShard(0, split_factor=3), True, (3, False), "_StridedShard(0, split_factor=3)"),
+        (FusedShard(0, 2), True, (2, False), "FusedShard(0, 2)"),
+        (
+            FusedShard(0, (4, 4), interleaved=True),
+            True,
+            ((4, 4), True),
+            "FusedShard(0, (4, 4), interleaved=True)",
+        ),
+        (IndexShard(0, (2, 1)), True, None, "IndexShard(0, [2, 1])"),
+        (
+            IndexShard(0, range(20)),  # type: ignore[arg-type]
+            True,
+            None,
+            "IndexShard(0, [0, 1, 2, 3, 4, 5, 6, 7, ... (20 rows)])",
+        ),
+        (Replicate(), False, None, "Replicate()"),
+    ],
+)
+def test_placements_are_told_apart_and_written_as_the_user_would(
+    placement: Any, splits: bool, parts: Any, told: str
+) -> None:
+    assert shards(placement) is splits
+    assert parts is None or shard_parts(placement) == parts
+    assert format_placements([placement]) == f"[{told}]"
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        FusedShard(0, 2, interleaved=True),
+        FusedShard(-1, (4, 1, 1)),
+        IndexShard(0, (3, 1)),
+        MESH,
+        CheckpointPlacement(MESH, {"ep": FusedShard(0, 2)}),
+        CheckpointPlacement(MESH, {"edp": Shard(1)}, global_shape=(5, 3), padded_shape=(8, 3)),
+        CheckpointPlacement(MESH, [Shard(0), _StridedShard(0, split_factor=2)]),
+    ],
+)
+def test_declarations_are_values_that_travel(placement: Any) -> None:
+    """async_save in a process pickles the planner, and its rules with it."""
+    copy = pickle.loads(pickle.dumps(placement))
+    assert copy == placement
+    assert hash(copy) == hash(placement)

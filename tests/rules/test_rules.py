@@ -1,0 +1,216 @@
+"""Which rule speaks: patterns over whole components, the first match wins."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    MeshCoordinate,
+    PlacementError,
+    PlacementRules,
+    PlacementSavePlanner,
+)
+from dcp_placements.bind.placing import place
+from dcp_placements.rules.patterns import compile_pattern, rule_name
+from dcp_placements.testing import World
+
+MESH = MeshCoordinate(("ep",), (2,), (0,))
+ROWS = CheckpointPlacement(MESH, {"ep": Shard(0)})
+COLUMNS = CheckpointPlacement(MESH, {"ep": Shard(1)})
+
+
+def matches(pattern: str, fqn: str) -> bool:
+    return PlacementRules({pattern: None}).pattern_of(fqn) is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fqn", "matching"),
+    [
+        # A pattern is matched against any run of whole components.
+        ("experts.w1", "experts.w1", True),
+        ("experts.w1", "layers.0.experts.w1", True),
+        ("experts.w1", "model.layers.0.experts.w1", True),
+        ("experts.w1", "optim.state.layers.0.experts.w1.exp_avg", True),
+        ("experts.w1", "layers.0.shared_experts.w1", False),
+        ("experts.w1", "layers.0.experts.w11", False),
+        ("experts.w1", "layers.0.experts.w", False),
+        ("experts.w1", "layers.0.experts.0.w1", False),
+        ("experts.w1", "layers.0.expertsXw1", False),
+        ("experts.w1", "w1.experts", False),
+        ("head", "head.weight", True),
+        ("head", "hc_head.weight", False),
+        ("head", "header.weight", False),
+        ("0", "layers.0.w", True),
+        ("0", "layers.10.w", False),
+        # * stands for one component, or a part of one.
+        ("layers.*.w1", "layers.3.w1", True),
+        ("layers.*.w1", "layers.3.experts.w1", False),
+        ("layers.*.w1", "layers.w1", False),
+        ("weight*", "experts.weight", True),
+        ("weight*", "experts.weight13", True),
+        ("weight*", "experts.0.weight13.exp_avg", True),
+        ("weight*", "experts.my_weight", False),
+        ("weight*", "weight.bias", True),
+        ("*_proj", "mlp.gate_up_proj", True),
+        ("*_proj", "mlp.gate_up_projection", False),
+        ("w*.b", "w1.x.b", False),
+        ("*", "anything", True),
+        ("hc_head.*", "hc_head.weight", True),
+        ("hc_head.*", "hc_head", False),
+        # ** stands for any number of components, none among them.
+        ("layers.**.w1", "layers.w1", True),
+        ("layers.**.w1", "layers.3.experts.w1", True),
+        ("layers.**.w1", "layers.3.experts.w2", False),
+        ("layers.**.w1", "my_layers.3.w1", False),
+        ("**.w1", "w1", True),
+        ("model.**", "model.layers.0.w", True),
+        ("model.**", "ema_model.layers.0.w", False),
+        # What means something in a regular expression means itself.
+        ("w+", "w+", True),
+        ("w+", "ww", False),
+        ("w[0]", "w[0].x", True),
+        ("a(b", "a(b", True),
+    ],
+)
+def test_patterns_match_whole_components(pattern: str, fqn: str, matching: bool) -> None:
+    assert matches(pattern, fqn) is matching
+
+
+def test_first_match_wins() -> None:
+    rules = PlacementRules({"hc_head.*": None, "head": ROWS, "**": COLUMNS})
+    assert rules("model.hc_head.weight") is None
+    assert rules.pattern_of("model.hc_head.weight") == "hc_head.*"
+    assert rules("model.head.weight") is ROWS
+    assert rules("model.norm.weight") is COLUMNS
+    assert rules.patterns == ("hc_head.*", "head", "**")
+    assert repr(rules) == (
+        "PlacementRules({'hc_head.*': None, 'head': [Shard(0)] on mesh (ep=2), "
+        "'**': [Shard(1)] on mesh (ep=2)})"
+    )
+
+
+def test_order_of_the_mapping_is_the_order_of_the_rules() -> None:
+    fqn = "model.head.weight"
+    assert PlacementRules({"head": ROWS, "weight": COLUMNS})(fqn) is ROWS
+    assert PlacementRules({"weight": COLUMNS, "head": ROWS})(fqn) is COLUMNS
+
+
+def test_a_key_that_nothing_matches_has_no_placement() -> None:
+    rules = PlacementRules({"experts.w1": ROWS})
+    assert rules("layers.0.norm") is None
+    assert rules.pattern_of("layers.0.norm") is None
+    assert PlacementRules({})("w") is None
+
+
+def test_compiled_patterns_are_searched_in_the_key() -> None:
+    rules = PlacementRules({re.compile(r"experts\.\d+\.w[13]"): ROWS, "experts": COLUMNS})
+    assert rules("shared_experts.0.w3") is ROWS
+    assert rules("experts.0.w2") is COLUMNS
+    assert rules.pattern_of("experts.11.w1") == r"re:experts\.\d+\.w[13]"
+    # ^ is where the key begins.
+    assert PlacementRules({re.compile("^w"): ROWS})("w1") is ROWS
+    assert PlacementRules({re.compile("^w"): ROWS})("layers.w1") is None
+    assert PlacementRules({re.compile("(?i)EXPERTS"): ROWS})("layers.experts") is ROWS
+
+
+@pytest.mark.parametrize("pattern", ["", ".", "a..b", ".w", "w."])
+def test_empty_components_are_refused(pattern: str) -> None:
+    with pytest.raises(PlacementError) as refused:
+        PlacementRules({pattern: ROWS})
+    assert repr(pattern) in str(refused.value)
+    assert "empty component" in str(refused.value)
+    with pytest.raises(PlacementError, match="empty component"):
+        compile_pattern(pattern)
+
+
+def test_a_value_that_is_no_placement_is_refused() -> None:
+    with pytest.raises(PlacementError) as refused:
+        PlacementRules({"experts.w1": Shard(0)})  # type: ignore[dict-item]
+    assert "'experts.w1'" in str(refused.value)
+    assert "no CheckpointPlacement" in str(refused.value)
+
+
+def test_what_is_no_mapping_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"takes a mapping .* not list"):
+        PlacementRules([("experts.w1", None)])  # type: ignore[arg-type]
+
+
+def test_rules_travel_and_say_the_same() -> None:
+    rules = PlacementRules({"hc_head.*": None, re.compile("head"): ROWS, "**": COLUMNS})
+    keys = ["hc_head.w", "head.w", "x.y"]
+    said = [rules(key) for key in keys]
+    copy = pickle.loads(pickle.dumps(rules))
+    assert [copy(key) for key in keys] == said
+    assert copy.patterns == rules.patterns
+
+
+def test_rules_are_named_in_messages_by_their_pattern_or_function() -> None:
+    def by_layer(fqn: str, tensor: Any) -> CheckpointPlacement | None:
+        return ROWS
+
+    rules = PlacementRules({"experts": ROWS})
+    assert rule_name(rules, "layers.experts.w") == "'experts'"
+    assert rule_name(rules, "norm") is None
+    assert rule_name(None, "norm") is None
+    assert (rule_name(by_layer, "norm") or "").endswith("by_layer()")
+
+
+def test_scalars_and_objects_are_never_asked_about() -> None:
+    asked = []
+
+    def rules(fqn: str, tensor: Any) -> CheckpointPlacement | None:
+        asked.append((fqn, tuple(tensor.shape)))
+        return None
+
+    state_dict = {
+        "w": torch.zeros(4, 3),
+        "step": torch.tensor(3.0),
+        "lr": 0.1,
+        "name": "adam",
+        "empty": torch.zeros(0, 3),
+        "betas": (0.9, 0.999),
+        "nothing": None,
+    }
+    placing = place(state_dict, rules, rank=0)
+    assert asked == [("w", (4, 3)), ("empty", (0, 3))]
+    assert not placing.placed
+    assert not placing.faults
+
+
+def test_any_callable_of_that_signature_does() -> None:
+    def rules(fqn: str, tensor: torch.Tensor) -> CheckpointPlacement | None:
+        return ROWS if fqn.endswith("w1") and tensor.dim() == 2 else None
+
+    state_dict = {"w1": torch.zeros(4, 3), "b.w1": torch.zeros(4), "w2": torch.zeros(4, 3)}
+    placing = place(state_dict, rules, rank=0)
+    assert list(placing.placed) == ["w1"]
+    assert placing.placed["w1"].global_shape == (8, 3)
+    assert sum(placing.matched.values()) == 1
+
+
+def test_a_pattern_that_says_none_has_spoken() -> None:
+    placing = place({"w": torch.zeros(4)}, PlacementRules({"w": None, "v": None}), rank=0)
+    assert placing.matched == {"'w'": 1}
+    assert not placing.placed
+
+
+def test_patterns_for_several_models_may_match_nothing() -> None:
+    def unmatched(rules: PlacementRules) -> tuple[str, ...]:
+        travelled = pickle.loads(pickle.dumps(rules))
+        planner = World(1).check(
+            lambda rank: {"w": torch.ones(2)}, lambda rank: PlacementSavePlanner(travelled)
+        )
+        assert isinstance(planner, PlacementSavePlanner)
+        return planner.report.unmatched
+
+    table: dict[Any, None] = {"nothing.such": None}
+    assert unmatched(PlacementRules(table, optional=True)) == ()
+    with pytest.warns(UserWarning, match=r"nothing\.such"):
+        assert unmatched(PlacementRules(table)) == ("nothing.such",)

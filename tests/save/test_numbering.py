@@ -1,0 +1,194 @@
+"""The numbers of all ranks together: what is missing and what is held twice is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import Shard
+
+from dcp_placements import PlacementSavePlanner, Renames, Renumber, Replace, contiguous
+from dcp_placements.names.keys import Rename
+from dcp_placements.testing import World, real_dtensor
+
+
+def experts(count: int, *, layers: Sequence[int] = (3, 4), state: int = 99) -> dict[str, Any]:
+    """Return so many local experts, with optimizer state of the first ``state``."""
+    held: dict[str, Any] = {}
+    for layer in layers:
+        for i in range(count):
+            name = f"layers.{layer}.mlp.experts.{i}.w1"
+            held[f"model.{name}"] = torch.ones(2)
+            held[f"optim.param_groups.{name}.lr"] = 0.1
+            if i < state:
+                held[f"optim.state.{name}.exp_avg"] = torch.ones(2)
+    return held
+
+
+def refusal(
+    size: int, held: Callable[[int], dict[str, Any]], rename: Callable[[int], Rename]
+) -> str:
+    with pytest.raises(CheckpointException) as refused:
+        World(size).check(held, lambda rank: PlacementSavePlanner(rename=rename(rank)))
+    return str(refused.value.failures[0][0])
+
+
+def test_numbers_that_no_rank_has_are_listed_with_those_that_there_are() -> None:
+    told = refusal(
+        2,
+        lambda rank: experts(3),
+        lambda rank: Renumber("experts.{}", [[0, 1, 2], [5, 6, 7]][rank], total=9),
+    )
+    assert "experts.{}: no rank holds 3-4, 8 of 0-8" in told
+    assert "model.layers.3.mlp.experts.{}, model.layers.4.mlp.experts.{}" in told
+    assert "held are:    0-2, 5-7" in told
+    assert "total=None" in told
+
+
+def test_one_wrong_layer_of_a_map_by_layer_is_found() -> None:
+    def rename(rank: int) -> Renumber:
+        by_layer = {3: [2 * rank, 2 * rank + 1], 4: [0, 1]}
+        return Renumber("layers.{layer}.mlp.experts.{}", by_layer, total=4)
+
+    told = refusal(2, lambda rank: experts(2), rename)
+    assert "layers.4.mlp.experts.{}: no rank holds 2-3 of 0-3" in told
+    assert "model.layers.3" not in told
+
+
+def test_a_stage_that_is_not_there_is_found_behind_its_dropped_prefix() -> None:
+    def rename(rank: int) -> Renames:
+        return Renames(
+            Renumber("model_pp*.layers.{}", contiguous([2, 2, 2], at=rank), total=6),
+            Replace("model_pp*", "model"),
+        )
+
+    told = refusal(
+        2,
+        lambda rank: {f"model_pp{rank}.layers.{i}.w": torch.ones(2) for i in range(2)},
+        rename,
+    )
+    assert "model.layers.{}: no rank holds 4-5 of 0-5" in told
+
+
+def test_ranges_that_overlap_are_told_with_their_ranks() -> None:
+    told = refusal(
+        4,
+        lambda rank: experts(3 - rank // 2),
+        lambda rank: Renumber("experts.{}", [range(3), range(2, 4)][rank // 2], total=4),
+    )
+    assert "experts.{}: 2 of it are held twice" in told
+    assert "they hold:   0-2 on ranks 0-1; 2-3 on ranks 2-3" in told
+
+
+def test_ranks_that_do_not_agree_on_the_total_are_told() -> None:
+    told = refusal(
+        2,
+        lambda rank: experts(2),
+        lambda rank: Renumber("experts.{}", contiguous([2, 2], rank), total=4 + rank),
+    )
+    assert "experts.{}: the ranks do not agree on total=: 4 on rank 0; 5 on rank 1" in told
+
+
+@pytest.mark.parametrize(
+    ("size", "held", "rename"),
+    [
+        pytest.param(
+            4,
+            lambda rank: experts(2),
+            lambda rank: Renumber("experts.{}", contiguous([2, 2], rank % 2), total=4),
+            id="replicas of a range",
+        ),
+        pytest.param(
+            3,
+            lambda rank: experts(2),
+            lambda rank: Renumber("experts.{}", [[0, 1], [1, 2], [2, 0]][rank], total=3),
+            id="repeats in lists",
+        ),
+        pytest.param(
+            2,
+            lambda rank: experts(2, state=1),
+            lambda rank: Renumber("experts.{}", contiguous([2, 2], rank), total=4),
+            id="experts that were never stepped",
+        ),
+        pytest.param(
+            2,
+            lambda rank: experts(2 - rank),
+            lambda rank: Renumber("experts.{}", [[0, 1], [5]][rank], total=None),
+            id="some left out on purpose",
+        ),
+        pytest.param(
+            2,
+            lambda rank: {"norm": torch.ones(1)},
+            lambda rank: Renumber("experts.{}", contiguous([2, 2], rank), total=4),
+            id="no key of that kind",
+        ),
+        pytest.param(
+            2,
+            lambda rank: {
+                **{f"model.layers.{i}.w": torch.ones(2) for i in range(2)},
+                **({"stats.layers.1.tokens": torch.ones(2)} if rank else {}),
+            },
+            lambda rank: Renumber("layers.{}", contiguous([2, 2], rank), total=4),
+            id="statistics of one layer",
+        ),
+    ],
+)
+def test_what_is_right_passes_without_a_word(size: int, held: Any, rename: Any) -> None:
+    planner = World(size).check(held, lambda rank: PlacementSavePlanner(rename=rename(rank)))
+    assert isinstance(planner, PlacementSavePlanner)
+    assert planner.report.warnings == ()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_dtensors_that_are_cut_by_fsdp_alone_count_by_key(wrong: bool) -> None:
+    world = World(4)
+
+    def held(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, fsdp=2)
+        return {
+            f"experts.{i}.w1": real_dtensor(torch.ones(1, 2), mesh["fsdp"], [Shard(0)], (2, 2))
+            for i in range(2)
+        }
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        ep = 0 if wrong else rank // 2
+        return PlacementSavePlanner(rename=Renumber("experts.{}", contiguous([2, 2], ep), total=4))
+
+    if wrong:
+        with pytest.raises(CheckpointException) as refused:
+            world.check(held, planner)
+        assert "experts.{}: no rank holds 2-3 of 0-3" in str(refused.value.failures[0][0])
+    else:
+        report = world.check(held, planner).report  # type: ignore[attr-defined]
+        assert sorted(report.keys) == [f"experts.{i}.w1" for i in range(4)]
+
+
+def test_a_key_of_another_dtype_on_one_rank_is_not_taken_for_missing() -> None:
+    world = World(4)
+
+    def held(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, fsdp=2)
+        kind = torch.float64 if rank == 3 else torch.float32
+        part = torch.ones(1, 2, dtype=kind)
+        return {"experts.0.w1": real_dtensor(part, mesh["fsdp"], [Shard(0)], (2, 2))}
+
+    told = refusal(4, held, lambda rank: Renumber("experts.{}", [rank // 2], total=2))
+    assert "experts.1.w1: the ranks do not agree on its dtype" in told
+    assert "torch.float32 on rank 2; torch.float64 on rank 3" in told
+    assert "no rank holds" not in told
+
+
+def test_without_collectives_nobody_sees_the_rest(tmp_path: Path) -> None:
+    World(2).save(
+        tmp_path,
+        lambda rank: experts(2),
+        lambda rank: PlacementSavePlanner(
+            rename=Renumber("experts.{}", contiguous([2, 2], rank), total=4)
+        ),
+        use_collectives=False,
+    )
+    assert sorted(path.name for path in tmp_path.iterdir() if "metadata" in path.name)

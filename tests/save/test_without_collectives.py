@@ -1,0 +1,241 @@
+"""``use_collectives=False``: every rank writes by itself, and what it holds of replicas once."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hazard_scenes import assert_holds, digest_budget, read_whole
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementError,
+    PlacementRules,
+    PlacementSavePlanner,
+)
+from dcp_placements.offline import merge_metadata
+from dcp_placements.storage.metadata.save_ids import ID_PREFIX
+from dcp_placements.testing import FakeDTensor, World
+
+WHOLE = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)
+WORLD = World(8)
+
+
+def save(path: Path, state_dict: Any, rules: Any = lambda rank: None) -> Counter[tuple[str, Any]]:
+    """Return how often each chunk is written, over all ranks' own metadata."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        WORLD.save(
+            path,
+            state_dict,
+            lambda rank: PlacementSavePlanner(rules(rank)),
+            use_collectives=False,
+        )
+    written: Counter[tuple[str, Any]] = Counter()
+    for file in path.glob("__*.metadata"):
+        written.update(
+            (index.fqn, index.offset)
+            for index in pickle.loads(file.read_bytes()).storage_data
+            if not index.fqn.startswith(ID_PREFIX)
+        )
+    return written
+
+
+def save_without_others(
+    rank: int, path: Path, state_dict: dict[str, Any], planner: PlacementSavePlanner
+) -> None:
+    """Save as ``dcp.save(..., no_dist=True)`` does on a rank of the world."""
+    writer = dcp.FileSystemWriter(path)
+    with WORLD._as(rank):
+        planner.set_up_planner(state_dict, writer.storage_meta(), is_coordinator=True)
+        writer.set_up_storage_writer(True)
+        plans, metadata = planner.create_global_plan(
+            [writer.prepare_local_plan(planner.create_local_plan())]
+        )
+        final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        writer.finish(metadata, [writer.write_data(final, planner).value()])
+
+
+def test_hsdp_replicas_are_written_once(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
+
+    written = save(tmp_path, state_dict)
+    assert set(written.values()) == {1}
+    assert len(written) == 4
+
+
+def test_along_axes_beside_the_tensor_s_own_mesh_all_write(tmp_path: Path) -> None:
+    """Experts over the edp slice of (replicate, ep, edp), placed over ep by a rule."""
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, ep=2, edp=2)
+        part = WHOLE.chunk(2)[(mesh.get_coordinate() or [])[1]]
+        return {"w": FakeDTensor.distribute(part, mesh["edp"], [Shard(0)])}
+
+    def rules(rank: int) -> PlacementRules:
+        mesh = WORLD.mesh(rank, replicate=2, ep=2, edp=2)
+        return PlacementRules({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+    written = save(tmp_path, state_dict, rules)
+    assert set(written.values()) == {2}
+    assert len(written) == 4
+
+
+@pytest.mark.parametrize("ruled", [False, True])
+def test_keys_of_one_position_of_an_axis_are_not_left_to_another(
+    tmp_path: Path, ruled: bool
+) -> None:
+    """Layers of a stage, cut by tp: nobody else has what the second stage holds."""
+    layers = {f"layers.{pp}.w": WHOLE + 100 * pp for pp in range(4)}
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, pp=4, tp=2)
+        name = f"layers.{rank // 2}.w"
+        if ruled:
+            return {name: layers[name].chunk(2)[rank % 2].clone()}
+        return {name: FakeDTensor.distribute(layers[name], mesh["tp"], [Shard(0)])}
+
+    def rules(rank: int) -> PlacementRules | None:
+        placement = CheckpointPlacement(WORLD.mesh(rank, pp=4, tp=2), {"tp": Shard(0)})
+        return PlacementRules({"layers": placement}) if ruled else None
+
+    save(tmp_path, state_dict, rules)
+    merge_metadata(tmp_path)
+    assert_holds(tmp_path, layers)
+
+
+def test_what_no_mesh_speaks_of_is_written_by_all_that_hold_it(tmp_path: Path) -> None:
+    """Another rank may not have the key: nobody can know without asking."""
+    written = save(tmp_path, lambda rank: {"norm": WHOLE[0].clone(), f"own.{rank}": rank})
+    assert written[("norm", torch.Size([0]))] == 8
+    assert sum(count for (key, _), count in written.items() if key.startswith("own.")) == 8
+
+
+def test_a_planner_that_keeps_its_plan_saves_again(tmp_path: Path) -> None:
+    """A rank that plans alone does not miss what the others hold, at the second save either."""
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
+
+    planners = [PlacementSavePlanner(enable_plan_caching=True) for _ in range(8)]
+    for name in ("first", "second"):
+        WORLD.save(tmp_path / name, state_dict, planners.__getitem__, use_collectives=False)
+        merge_metadata(tmp_path / name)
+        assert_holds(tmp_path / name, {"w": WHOLE})
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_m36_one_planner_with_and_without_a_coordinator_keeps_every_tensor(
+    tmp_path: Path, caching: bool
+) -> None:
+    """What a rank leaves to others without collectives it writes itself with ``no_dist=True``."""
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {
+            "w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)]),
+            "norm": FakeDTensor.distribute(WHOLE[0], mesh, [Replicate(), Replicate()]),
+        }
+
+    planner = PlacementSavePlanner(enable_plan_caching=caching)
+    planners = [PlacementSavePlanner() for _ in range(8)]
+    planners[5] = planner
+    for step in range(2):
+        WORLD.save(tmp_path / f"{step}", state_dict, planners.__getitem__, use_collectives=False)
+        merge_metadata(tmp_path / f"{step}")
+        assert_holds(tmp_path / f"{step}", {"w": WHOLE, "norm": WHOLE[0]})
+        alone = tmp_path / f"{step}.alone"
+        save_without_others(5, alone, state_dict(5), planner)
+        stored = dcp.FileSystemReader(alone).read_metadata()
+        chunks = {
+            (index.fqn, tuple(index.offset))
+            for index in stored.storage_data
+            if index.fqn in stored.state_dict_metadata
+        }
+        assert chunks == {("w", (2, 0)), ("norm", (0,))}
+
+
+def test_a_rank_whose_digests_are_folded_writes_by_itself(tmp_path: Path) -> None:
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        part = FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])
+        return {f"layers.{i}.w": part for i in range(9)} | {"step": rank}
+
+    with digest_budget(8):
+        assert len(save(tmp_path, state_dict)) == 9 * 4 + 1
+    merge_metadata(tmp_path)
+    assert_holds(tmp_path, {f"layers.{i}.w": WHOLE for i in range(9)})
+
+
+def test_copies_that_differ_are_told_when_ranks_metadata_are_merged(tmp_path: Path) -> None:
+    """Nobody compares them at the save; their full digests do afterwards."""
+
+    def planner(rank: int, on_conflict: str) -> PlacementSavePlanner:
+        return PlacementSavePlanner(digests="full", on_conflict=on_conflict)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {"w": WHOLE + (rank == 5), "b": WHOLE, "step": rank}
+
+    for on_conflict in ("error", "warn"):
+        path = tmp_path / on_conflict
+        WORLD.save(
+            path, state_dict, lambda rank, at=on_conflict: planner(rank, at), use_collectives=False
+        )
+    with pytest.raises(PlacementError) as refused:
+        merge_metadata(tmp_path / "error")
+    assert "w: ranks 0 and 5 stored different contents as [:, :] of (8, 6)" in str(refused.value)
+    assert "\nb:" not in str(refused.value)
+    assert not (tmp_path / "error" / ".metadata").exists()
+    merge_metadata(tmp_path / "warn")
+    assert torch.equal(read_whole(tmp_path / "warn")["w"], WHOLE)
+
+
+def test_a_later_save_that_was_cut_off_is_told_by_its_step(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
+
+    for name, step in (("first", 10), ("second", 20)):
+        WORLD.save(
+            tmp_path / name,
+            state_dict,
+            lambda rank, step=step: PlacementSavePlanner(digests="full", step=step),
+            use_collectives=False,
+        )
+        merge_metadata(tmp_path / name)
+    for file in (tmp_path / "second").glob("__2*"):
+        (tmp_path / "first" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(PlacementError, match=r"several saves: step 10 by .*; step 20 by rank 2"):
+        merge_metadata(tmp_path / "first")
+
+
+@pytest.mark.parametrize("first", ["scalar", "sharded"])
+def test_ranks_without_a_part_of_one_tensor_write_their_scalars(tmp_path: Path, first: str) -> None:
+    """No boxes of a tensor and the one box of a scalar are both no numbers at all."""
+    rows = {"sharded.w": WHOLE[:3].clone()}
+    scalars = {"scalar.step": torch.tensor(5.0)}
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, fsdp=8)
+        sharded = {"sharded.w": FakeDTensor.distribute(rows["sharded.w"], mesh, [Shard(0)])}
+        return sharded | scalars if first == "sharded" else scalars | sharded
+
+    save(tmp_path, state_dict)
+    for rank in range(8):
+        stored = pickle.loads((tmp_path / f"__{rank}.metadata").read_bytes()).state_dict_metadata
+        assert [tuple(chunk.sizes) for chunk in stored["scalar.step"].chunks] == [()]
+        chunks = stored["sharded.w"].chunks
+        assert [tuple(chunk.sizes) for chunk in chunks] == ([(1, 6)] if rank < 3 else [])
+    merge_metadata(tmp_path)
+    assert_holds(tmp_path, rows | scalars)

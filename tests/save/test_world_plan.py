@@ -1,0 +1,550 @@
+"""Plans as key tables and boxes: what travels, what the coordinator makes of it."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hazard_scenes import digest_budget
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    MeshCoordinate,
+    PlacementError,
+    PlacementRules,
+    PlacementSavePlanner,
+)
+from dcp_placements.testing import FakeDTensor, World
+
+WORLD = World(8)
+MIB = 1 << 20
+
+
+def arange(*shape: int, start: int = 0) -> torch.Tensor:
+    numel = int(torch.Size(shape).numel())
+    return torch.arange(start, start + numel, dtype=torch.float32).reshape(shape)
+
+
+def hsdp(rank: int, whole: torch.Tensor) -> FakeDTensor:
+    mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+    return FakeDTensor.distribute(whole, mesh, [Replicate(), Shard(0)])
+
+
+def planners(**options: Any) -> Callable[[int], PlacementSavePlanner]:
+    made = [PlacementSavePlanner(**options) for _ in range(WORLD.size)]
+    return lambda rank: made[rank]
+
+
+def refusal(work: Callable[[], Any]) -> str:
+    with pytest.raises(CheckpointException) as caught:
+        work()
+    return str(caught.value.failures[0][0])
+
+
+@pytest.fixture
+def few_digests() -> Iterator[None]:
+    """Leave room for 40 digests of a rank, as in a world of very many ranks."""
+    with digest_budget(40 * 8):
+        yield
+
+
+def offers(state_dict: Callable[[int], dict[str, Any]]) -> list[Any]:
+    """Return what each rank sends."""
+    sent = []
+    for rank in range(WORLD.size):
+        with WORLD._as(rank):
+            planner = PlacementSavePlanner()
+            planner.set_up_planner(state_dict(rank), is_coordinator=rank == 0)
+            sent.append(planner.create_local_plan())
+    return sent
+
+
+def test_ranks_that_hold_the_same_keys_send_the_same_table_and_a_few_bytes_more() -> None:
+    whole = arange(13, 3)
+    keys = [f"layers.{i}.w" for i in range(300)]
+    plans = offers(lambda rank: {key: hsdp(rank, whole) for key in keys})
+    sent = [plan.planner_data for plan in plans]
+    assert len({told.tables for told in sent}) == 1
+    assert len({told.boxes for told in sent}) == 4
+    assert all(told.buckets == 0 and len(told.digests) == 300 * 8 for told in sent)
+    assert max(len(pickle.dumps(plan)) for plan in plans) < 1024 + 300 * 8
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_what_travels_comes_back() -> None:
+    for plan in offers(lambda rank: {"w": hsdp(rank, arange(13, 3)), "step": 3, "b": arange(3)}):
+        assert pickle.loads(pickle.dumps(plan.planner_data)) == plan.planner_data
+
+
+def test_the_items_of_a_plan_are_there_for_whoever_looks() -> None:
+    plans = offers(lambda rank: {"w": hsdp(rank, arange(13, 3)), "step": 3})
+    assert [item.index.fqn for item in plans[1].items] == ["w", "step"]
+    assert tuple(plans[1].items[0].tensor_data.chunk.offsets) == (4, 0)
+    with pytest.raises(RuntimeError, match="not sent"):
+        len(pickle.loads(pickle.dumps(plans[1])).items)
+    with WORLD._as(0):
+        planner = PlacementSavePlanner()
+        planner.set_up_planner({}, is_coordinator=True)
+        planned, _ = planner.create_global_plan(pickle.loads(pickle.dumps(plans)))
+    written = Counter(item.index for plan in planned for item in plan.items)
+    assert set(written.values()) == {1}
+    assert len(written) == 5
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_folded_digests_let_equal_replicas_pass(tmp_path: Path) -> None:
+    wholes = {f"layers.{i}.w": arange(13 + i % 2, 3, start=i) for i in range(90)}
+    WORLD.save(
+        tmp_path,
+        lambda rank: {key: hsdp(rank, whole) for key, whole in wholes.items()} | {"step": 7},
+        planners(),
+    )
+    read: dict[str, Any] = {key: torch.zeros_like(whole) for key, whole in wholes.items()}
+    dcp.load(read | {"step": 0}, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(read[key], whole) for key, whole in wholes.items())
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_folded_digests_tell_one_key_that_differs(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        drift = 1 if rank == 5 else 0
+        return {f"w.{i}": hsdp(rank, arange(8, 3, start=drift if i == 2 else 0)) for i in range(90)}
+
+    told = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
+    assert "different contents on ranks 1, 5" in told
+    assert "w.2: different contents" in told
+    assert "w.3" not in told
+    assert "one or more of" not in told
+    assert "check(state_dict, rules) compares key by key" in told
+    assert not list(tmp_path.glob("*.distcp"))
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_folded_digests_tell_one_of_two_boxes_of_a_tensor(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        rows = [0, 2] if rank % 2 == 0 else [1, 3]
+        made = {f"w.{i}": arange(4, 3, start=i)[rows].clone() for i in range(40)}
+        if rank == 5:
+            made["w.3"][1] += 1
+        return made
+
+    made = [
+        PlacementSavePlanner(
+            PlacementRules(
+                {
+                    "w": CheckpointPlacement(
+                        WORLD.mesh(rank, dp=4, tp=2), [Replicate(), FusedShard(0, 2)]
+                    )
+                }
+            )
+        )
+        for rank in range(WORLD.size)
+    ]
+    told = refusal(lambda: WORLD.save(tmp_path, state_dict, lambda rank: made[rank]))
+    assert told.count("w.3: different contents on ranks 1, 3, 5, 7") == 1
+    assert "w.0" not in told
+
+
+@pytest.mark.usefixtures("few_digests")
+@pytest.mark.parametrize("count", [30, 250])
+def test_folded_digests_tell_one_object_that_differs(count: int, tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        groups = {f"group.{i}.lr": i / 8 for i in range(count)}
+        return {"w": hsdp(rank, arange(8, 3))} | groups | {"group.7.lr": rank % 4}
+
+    made = planners()
+    with pytest.warns(UserWarning, match=r"group\.7\.lr: this object differs between") as caught:
+        WORLD.save(tmp_path, state_dict, made)
+    assert "group.8.lr" not in str(caught[0].message)
+    assert len(made(0).report.warnings) == 1
+    sent = offers(state_dict)[1].planner_data
+    assert len(sent.digests) <= 40 * 8
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_an_object_of_each_rank_is_told_of_beside_thousands_without_a_number(
+    tmp_path: Path,
+) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {f"group{i}": i for i in range(1000)} | {"rng": rank % 4}
+
+    with pytest.warns(UserWarning, match=r"rng: this object differs between ranks 0, 4; "):
+        WORLD.save(tmp_path, state_dict, planners())
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_folded_digests_tell_the_objects_among_which_several_differ(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        groups = {f"group.{i}": (rank if i in (3, 700) else 0) for i in range(1000)}
+        return {"w": hsdp(rank, arange(8, 3))} | groups
+
+    with pytest.warns(UserWarning, match="this object, or others, differ") as caught:
+        WORLD.save(tmp_path, state_dict, planners())
+    told = str(caught[0].message)
+    assert re.search(r"group\.3\b", told)
+    assert "one or more of 16 keys" in told
+
+
+def stepping(rank: int) -> dict[str, Any]:
+    whole = arange(13, 3)
+    keys = [f"layers.{i // 17}.part{i % 17}" for i in range(1037)]
+    return {key: hsdp(rank, whole) for key in keys} | {
+        f"state.{key}.step": torch.tensor(3.0) for key in keys
+    }
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_a_rank_with_thousands_of_tensors_and_scalars_sends_a_kilobyte() -> None:
+    plan = offers(stepping)[3]
+    sent = plan.planner_data
+    assert len(sent.tables) == 2
+    assert len(sent.digests) <= 40 * 8
+    assert len(pickle.dumps(plan)) - len(sent.digests) < 1200
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_two_exchanged_replicas_differ_though_they_share_buckets(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        values = [arange(8, 3, start=i) for i in range(300)]
+        if rank == 5:
+            values[1], values[257] = values[257], values[1]
+        return {f"w.{i}": hsdp(rank, value) for i, value in enumerate(values)}
+
+    told = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
+    assert "one or more of 2 keys: w.1, w.257" in told
+
+
+@pytest.mark.usefixtures("few_digests")
+def test_keys_without_a_number_are_compared_between_ranks_that_hold_other_keys(
+    tmp_path: Path,
+) -> None:
+    """Two stages that share nothing but embedding and head, and the head has drifted."""
+
+    def state_dict(rank: int, drift: int) -> dict[str, Any]:
+        stage = rank // 4
+        layers = {f"layers.{100 * stage + i}.w": arange(4, 3, start=i) for i in range(100)}
+        return layers | {"embed": arange(5, 3), "head": arange(5, 3, start=stage * drift)}
+
+    WORLD.save(tmp_path / "equal", lambda rank: state_dict(rank, 0), planners())
+    told = refusal(
+        lambda: WORLD.save(tmp_path / "drift", lambda rank: state_dict(rank, 1), planners())
+    )
+    assert "head: 2 different contents on 8 ranks" in told
+    assert "embed" not in told
+
+
+@pytest.mark.parametrize("drift", [0, 1])
+def test_the_digests_of_a_rank_of_thousands_fit_into_their_budget(drift: int) -> None:
+    """Eight ranks of so many take part; what they send is what each of all would."""
+    world = World(20_000)
+    keys = [f"layers.{i}.{part}" for i in range(60) for part in ("w1", "w2", "norm")]
+    keys += [f"optim.state.{key}.{name}" for key in keys for name in ("exp_avg", "step")]
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        made = {key: torch.full((2, 2), float(i)) for i, key in enumerate([*keys, "embed"])}
+        if rank == 3:
+            made["layers.33.w2"] += drift
+        return made
+
+    made, plans = PlacementSavePlanner(), []
+    for rank in range(8):
+        with world._as(rank):
+            planner = PlacementSavePlanner() if rank else made
+            planner.set_up_planner(state_dict(rank), is_coordinator=rank == 0)
+            plans.append(pickle.loads(pickle.dumps(planner.create_local_plan())))
+    assert all(0 < len(plan.planner_data.digests) <= 4 << 10 for plan in plans)
+    with world._as(0):
+        if not drift:
+            with pytest.warns(UserWarning, match="8 of 20000 ranks take part"):
+                made.create_global_plan(plans)
+            return
+        with pytest.raises(PlacementError, match="contents on ranks 0-7") as refused:
+            made.create_global_plan(plans)
+    assert "layers.33.w2" in str(refused.value)
+    assert "embed" not in str(refused.value)
+
+
+def test_keys_that_some_ranks_have_beside_those_of_their_mesh_are_saved(tmp_path: Path) -> None:
+    """Each of them alone has to be whole: the ranks of a mesh may hold other tensors."""
+
+    def state_dict(rank: int, late: torch.Tensor) -> dict[str, Any]:
+        extra = {"late": late} if rank == 3 else {}
+        return {"w": hsdp(rank, arange(8, 3))} | extra
+
+    made = WORLD.save(tmp_path / "whole", lambda rank: state_dict(rank, arange(4, 3)), planners())
+    assert made[0].report.partial_keys == {"late": (3,)}
+    read = {"w": torch.zeros(8, 3), "late": torch.zeros(4, 3)}
+    dcp.load(read, checkpoint_id=tmp_path / "whole", no_dist=True)
+    assert torch.equal(read["late"], arange(4, 3))
+    told = refusal(
+        lambda: WORLD.save(
+            tmp_path / "part", lambda rank: state_dict(rank, hsdp(3, arange(4, 3))), planners()
+        )
+    )
+    assert "late: nobody holds all of the (4, 3) tensor" in told
+    assert "the key is on rank 3 and not on ranks 0-2, 4-7" in told
+
+
+def test_big_replicas_are_spread_by_bytes_and_small_ones_stay_together(tmp_path: Path) -> None:
+    big = torch.zeros(4 * 2 * MIB // 4)
+    small = torch.zeros(64)
+    made = WORLD.save(
+        tmp_path,
+        lambda rank: (
+            {f"big.{i}": hsdp(rank, big) for i in range(4)}
+            | {f"small.{i}": hsdp(rank, small) for i in range(20)}
+            | {f"norm.{i}": small.clone() for i in range(20)}
+        ),
+        planners(),
+    )
+    nbytes: list[int] = []
+    for planner in made:
+        sizes = [
+            item.tensor_data.chunk.sizes.numel() * 4
+            for item in planner.plan.items
+            if item.tensor_data
+        ]
+        nbytes.append(sum(sizes))
+    assert max(nbytes) <= 1.05 * sum(nbytes) / len(nbytes)
+    holders = {
+        rank
+        for rank, planner in enumerate(made)
+        for item in planner.plan.items
+        if item.index.fqn.startswith("norm.")
+    }
+    assert holders == {0}
+    small_holders = {
+        rank
+        for rank, planner in enumerate(made)
+        for item in planner.plan.items
+        if item.index.fqn.startswith("small.")
+    }
+    assert small_holders == {0, 1, 2, 3}
+
+
+def test_keys_of_one_class_share_one_chunk_list(tmp_path: Path) -> None:
+    WORLD.save(
+        tmp_path, lambda rank: {f"w{i}": hsdp(rank, arange(13, 3)) for i in range(50)}, planners()
+    )
+    stored = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in stored.values())
+    assert len({id(entry.chunks) for entry in stored.values()}) == 1
+
+
+class TestStages:
+    """Two pipeline stages of four ranks each; the embedding is on both."""
+
+    @staticmethod
+    def state_dict(rank: int, drift: int = 0) -> dict[str, Any]:
+        stage = rank // 4
+        mesh = WORLD.mesh(rank, pp=2, fsdp=4)["fsdp"]
+        embed = arange(9, 3, start=drift if stage else 0)
+        return {
+            f"layers.{stage}.w": FakeDTensor.distribute(
+                arange(7, 3, start=stage), mesh, [Shard(0)]
+            ),
+            "embed": FakeDTensor.distribute(embed, mesh, [Shard(0)]),
+            f"layers.{stage}.norm": arange(3, start=stage),
+        }
+
+    def test_a_key_of_two_tables_is_written_once(self, tmp_path: Path) -> None:
+        made = WORLD.save(tmp_path, self.state_dict, planners())
+        written = Counter(i.index for p in made for i in p.plan.items if i.tensor_data is not None)
+        assert set(written.values()) == {1}
+        read = {"embed": torch.zeros(9, 3), "layers.1.w": torch.zeros(7, 3)}
+        dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+        assert torch.equal(read["embed"], arange(9, 3))
+        assert torch.equal(read["layers.1.w"], arange(7, 3, start=1))
+        assert made[0].report.partial_keys["layers.1.w"] == (4, 5, 6, 7)
+        assert "embed" not in made[0].report.partial_keys
+
+    def test_a_key_of_two_tables_that_differs_is_refused(self, tmp_path: Path) -> None:
+        told = refusal(
+            lambda: WORLD.save(tmp_path, lambda rank: self.state_dict(rank, drift=1), planners())
+        )
+        assert "embed: 2 different contents" in told
+        assert "differs along 'pp'" in told
+        assert not list(tmp_path.glob("*.distcp"))
+
+    @staticmethod
+    def deep(rank: int, drift: tuple[str, int] | None = None) -> dict[str, Any]:
+        """Many layers a stage; the embedding and its moments are sharded and on both stages."""
+        stage = rank // 4
+        mesh = WORLD.mesh(rank, pp=2, replicate=2, fsdp=2)["replicate", "fsdp"]
+        made: dict[str, Any] = {}
+        keys = [f"model.layers.{i + 40 * stage}.w" for i in range(40)] + ["model.embed.weight"]
+        for key in keys:
+            for name in (key, f"optim.state.{key}.exp_avg"):
+                whole = arange(8, 3, start=1 if drift == (name, rank) else 0)
+                made[name] = FakeDTensor.distribute(whole, mesh, [Replicate(), Shard(0)])
+            step = f"optim.state.{key}.step"
+            made[step] = torch.tensor(7.0 + (drift == (step, rank)))
+        return made | {"lr": 0.1 + (drift == ("lr", rank))}
+
+    @pytest.mark.parametrize("large", [False, True])
+    @pytest.mark.parametrize("rank", [0, 3, 4, 7])
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "model.embed.weight",
+            "optim.state.model.embed.weight.exp_avg",
+            "optim.state.model.embed.weight.step",
+        ],
+    )
+    def test_m35_a_tied_key_of_two_stages_that_drifted_is_refused_in_a_large_world(
+        self, tmp_path: Path, key: str, rank: int, large: bool
+    ) -> None:
+        with digest_budget(40 * 8) if large else nullcontext():
+            told = refusal(
+                lambda: WORLD.save(
+                    tmp_path, lambda at: self.deep(at, drift=(key, rank)), planners()
+                )
+            )
+        assert f"{key}: 2 different contents on " in told
+        assert f"rank {rank}" in told
+        assert not list(tmp_path.glob("*.distcp"))
+
+    @pytest.mark.usefixtures("few_digests")
+    def test_m35_a_whole_stage_that_drifted_is_refused_in_a_large_world(
+        self, tmp_path: Path
+    ) -> None:
+        """No rank of one stage differs from another of it: two tables contradict each other."""
+        key = "model.embed.weight"
+
+        def state_dict(rank: int) -> dict[str, Any]:
+            return self.deep(rank, drift=(key, rank) if rank >= 4 else None)
+
+        told = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
+        assert f"{key}: 2 different contents on 4 ranks" in told
+        assert "ranks 0, 2" in told
+        assert "ranks 4, 6" in told
+        assert "model.layers" not in told
+
+    @pytest.mark.usefixtures("few_digests")
+    def test_m35_equal_tied_keys_of_a_large_world_do_not_warn(self, tmp_path: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            made = WORLD.save(tmp_path, self.deep, planners())
+        written = Counter(i.index for p in made for i in p.plan.items if i.tensor_data is not None)
+        assert set(written.values()) == {1}
+        read = {"model.embed.weight": torch.zeros(8, 3), "model.layers.79.w": torch.zeros(8, 3)}
+        dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+        assert all(torch.equal(tensor, arange(8, 3)) for tensor in read.values())
+
+    @pytest.mark.usefixtures("few_digests")
+    def test_m35_an_object_of_two_stages_that_differs_is_noted_in_a_large_world(
+        self, tmp_path: Path
+    ) -> None:
+        with pytest.warns(UserWarning, match="lr: this object differs between rank"):
+            WORLD.save(tmp_path, lambda rank: self.deep(rank, drift=("lr", 5)), planners())
+
+    @pytest.mark.usefixtures("few_digests")
+    def test_m35_a_tied_key_that_is_cut_otherwise_on_the_other_stage_is_compared(
+        self, tmp_path: Path
+    ) -> None:
+        """The same boxes by other meshes: no class is the same, and each box is compared."""
+
+        def state_dict(rank: int, drift: int = 0) -> dict[str, Any]:
+            made = self.deep(rank)
+            if rank >= 4:
+                mesh = WORLD.mesh(rank, pp=2, tp=2, dp=2)["tp", "dp"]
+                whole = arange(8, 3, start=drift)
+                made["model.embed.weight"] = FakeDTensor.distribute(
+                    whole, mesh, [Shard(0), Replicate()]
+                )
+            return made
+
+        WORLD.save(tmp_path / "equal", state_dict, planners())
+        told = refusal(
+            lambda: WORLD.save(tmp_path / "other", lambda rank: state_dict(rank, 1), planners())
+        )
+        assert "model.embed.weight: 2 different contents on 4 ranks" in told
+
+
+class TestRanksWithOtherKeysBeside:
+    """Ranks with more keys fold their digests into fewer buckets, or fold where others do not."""
+
+    WORLD = World(4)
+
+    def state_dict(self, rank: int, *, more: int, drift: float = 0) -> dict[str, Any]:
+        made = {f"shared.{i}.w": torch.full((4,), i + 1.0) for i in range(60)}
+        if rank >= 2:
+            made["shared.7.w"] += drift
+            for j in range(more):
+                made |= {f"own{j}.{i}.w": torch.full((3 + j,), i + 1.0) for i in range(60)}
+        return made
+
+    @pytest.mark.parametrize("room", [32, 40, 100])
+    def test_what_they_share_is_compared(self, tmp_path: Path, room: int) -> None:
+        make: Callable[[int], PlacementSavePlanner] = lambda rank: PlacementSavePlanner()  # noqa: E731
+        with digest_budget(room * 8):
+            for more in (0, 1, 5):
+                told = refusal(
+                    lambda more=more: self.WORLD.save(  # type: ignore[misc]
+                        tmp_path / "other",
+                        lambda rank: self.state_dict(rank, more=more, drift=100),
+                        make,
+                    )
+                )
+                assert "different contents on" in told
+                assert "shared.7.w" in told or "more" in told
+                assert "own" not in told.split("check(state_dict")[0]
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    self.WORLD.save(
+                        tmp_path / f"{more}",
+                        lambda rank: self.state_dict(rank, more=more),  # noqa: B023
+                        make,
+                    )
+
+    def test_keys_in_another_order_are_not_told_of_where_no_box_is_held_twice(
+        self, tmp_path: Path
+    ) -> None:
+        """Replicas are compared among the ranks of one order; between the two there are none."""
+
+        def state_dict(rank: int) -> dict[str, Any]:
+            mesh = self.WORLD.mesh(rank, tp=2, dp=2)
+            keys = [f"layers.{i}.w" for i in range(90)]
+            parts = {
+                key: FakeDTensor.distribute(arange(8, 3), mesh, [Shard(0), Replicate()])
+                for key in keys
+            }
+            return parts if rank < 2 else dict(reversed(parts.items()))
+
+        with digest_budget(40 * 8), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.WORLD.save(tmp_path, state_dict, lambda rank: PlacementSavePlanner())
+
+    @pytest.mark.parametrize("more", [False, True])
+    def test_a_rank_with_the_coordinate_of_another_is_refused(
+        self, tmp_path: Path, more: bool
+    ) -> None:
+        """The last rank has no row, and says that it has the first."""
+        whole = arange(3, 2)
+
+        def state_dict(rank: int) -> dict[str, Any]:
+            made = {"m.w": whole[rank : rank + 1].clone() if rank < 3 else torch.ones(1, 2)}
+            return made | ({"m.other": torch.ones(2)} if more and rank == 3 else {})
+
+        def planner(rank: int) -> PlacementSavePlanner:
+            mesh = MeshCoordinate(("ep",), (4,), (rank % 3,))
+            rules = {"m.w": CheckpointPlacement(mesh, {"ep": Shard(0)}, global_shape=(3, 2))}
+            if more:
+                rules["m.other"] = CheckpointPlacement(mesh, {"ep": Replicate()})
+            return PlacementSavePlanner(PlacementRules(rules))
+
+        told = refusal(lambda: self.WORLD.save(tmp_path, state_dict, planner))
+        assert "m.w: ranks 0, 3 hold the same part, [0:1, :]" in told

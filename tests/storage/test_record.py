@@ -1,0 +1,151 @@
+"""What a checkpoint keeps of how it was saved: complete and small."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from hazard_scenes import arange, save
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    PlacementFileSystemReader,
+    PlacementRules,
+    PlacementSavePlanner,
+    Renames,
+    Renumber,
+    Replace,
+    Stack,
+    Unstack,
+)
+from dcp_placements.names.rename_record import renames_in_force
+from dcp_placements.offline import inspect
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY
+from dcp_placements.storage.metadata.record import SaveRecord, record_of
+from dcp_placements.testing import FakeDTensor, World
+
+WORLD = World(4)
+
+
+def rules(rank: int) -> PlacementRules:
+    mesh = WORLD.mesh(rank, ep=1, tp=2, fsdp=2)
+    return PlacementRules(
+        {
+            "gate_up": CheckpointPlacement(mesh, {"ep": Shard(0), "tp": FusedShard(1, (2, 2))}),
+            "down": CheckpointPlacement(mesh, {"tp": Shard(1)}),
+        }
+    )
+
+
+def state(rank: int) -> dict[str, Any]:
+    mesh = WORLD.mesh(rank, ep=1, tp=2, fsdp=2)
+    own = WORLD.mesh(rank, ep=1, tp=2, fsdp=2)["fsdp"]
+    tp = mesh.get_coordinate()[1]
+    fused = torch.cat([part.chunk(2, 1)[tp] for part in arange(4, 4).chunk(2, 1)], 1)
+    return {
+        "gate_up": FakeDTensor.distribute(fused, own, [Shard(0)]),
+        "down": arange(4, 4).chunk(2, 1)[tp].clone(),
+        "norm": FakeDTensor.distribute(arange(4), own, [Replicate()]),
+        "step": 3,
+    }
+
+
+def saved_record(path: Path) -> SaveRecord:
+    record = record_of(FileSystemReader(path).read_metadata())
+    assert record is not None
+    return record
+
+
+def test_every_save_keeps_how_axes_cut_each_key_those_of_size_one_too(tmp_path: Path) -> None:
+    save(WORLD, tmp_path, state, rules)
+    record = saved_record(tmp_path)
+    assert [str(cut) for cut in record.cuts("gate_up")] == [
+        "Shard(0) over 'ep' of size 1",
+        "FusedShard(1, (2, 2)) over 'tp' of size 2",
+        "Shard(0) over 'fsdp' of size 2",
+    ]
+    assert [str(cut) for cut in record.cuts("down")] == ["Shard(1) over 'tp' of size 2"]
+    assert record.cuts("norm") == record.cuts("step") == record.cuts("no such key") == ()
+    assert record.renames == ()
+
+
+def test_ranks_without_collectives_keep_it_together(tmp_path: Path) -> None:
+    WORLD.save(
+        tmp_path, state, lambda rank: PlacementSavePlanner(rules(rank)), use_collectives=False
+    )
+    record = record_of(PlacementFileSystemReader(tmp_path).read_metadata())
+    assert record is not None
+    assert [cut.kind for cut in record.cuts("gate_up")] == ["plain", "fused", "plain"]
+    assert len(inspect(tmp_path).cuts) == 2
+
+
+def test_nothing_is_kept_of_a_key_that_ranks_declare_in_several_ways(tmp_path: Path) -> None:
+    """Two ranks say ``tp``, two say ``etp``; the boxes are the same."""
+
+    def other(rank: int) -> PlacementRules:
+        name = "tp" if rank < 2 else "etp"
+        mesh = World(2).mesh(rank % 2, **{name: 2})
+        return PlacementRules({"w": CheckpointPlacement(mesh, {name: Shard(0)})})
+
+    save(WORLD, tmp_path, lambda rank: {"w": arange(4, 2).chunk(2)[rank % 2].clone()}, other)
+    assert saved_record(tmp_path).cuts("w") == ()
+
+
+def test_it_takes_a_hundredth_of_the_metadata(tmp_path: Path) -> None:
+    names = ("gate_up", "down", "q", "k", "v", "o", "norm1", "norm2", "a", "b", "c", "d")
+    keys = [f"model.layers.{i}.mlp.{name}.weight" for i in range(250) for name in names]
+
+    def many(rank: int) -> dict[str, Any]:
+        own = WORLD.mesh(rank, ep=1, tp=2, fsdp=2)["fsdp"]
+        tensor = torch.zeros(4, 2)
+        return {
+            key: tensor if "norm" in key else FakeDTensor.distribute(tensor, own, [Shard(0)])
+            for key in keys
+        }
+
+    save(WORLD, tmp_path, many, rules, digests="off")
+    file = tmp_path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    record = record_of(metadata)
+    assert record is not None
+    assert {fqn for fqn in keys if record.cuts(fqn)} == {key for key in keys if "norm" not in key}
+    before = file.stat().st_size
+    kept = {name: metadata.planner_data[RESERVED_KEY].pop(name) for name in ("cuts", "renames")}
+    assert len(pickle.dumps(kept)) < before / 100
+    assert before - len(pickle.dumps(metadata)) < before / 100
+
+
+def test_renames_are_kept_as_their_classes_with_the_checkpoint_s_pattern() -> None:
+    rename = Renames(
+        Renumber("stage.layers.{}", [2, 3], total=4),
+        Replace("stage", "model"),
+        Stack("experts.{}.w1", 8),
+        Unstack("experts.{}.w2"),
+    )
+    assert renames_in_force(rename, (), ()) == (
+        ("Renumber", "model.layers.{}", 4),
+        ("Replace", "stage -> model", None),
+        ("Stack", "experts.{}.w1", 8),
+        ("Unstack", "experts.{}.w2", None),
+    )
+    assert renames_in_force(None, (), ()) == ()
+
+
+def test_of_a_function_the_numbers_are_kept_that_it_changed() -> None:
+    def shifted(key: str) -> str:
+        return key
+
+    local = ["layers.0.experts.0.w1", "layers.0.mlp.fc1", "block.w0", "norm"]
+    renamed = ["m.layers.4.experts.8.w1", "m.layers.4.mlp.w1", "block.w6", "norm"]
+    name = shifted.__qualname__
+    assert renames_in_force(shifted, local, renamed) == (
+        ("function", "experts.{}", None),
+        ("function", "layers.{}", None),
+        ("function", "w{}", None),
+    )
+    assert renames_in_force(shifted, local, local) == (("function", name, None),)

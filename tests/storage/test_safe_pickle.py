@@ -1,0 +1,336 @@
+"""Metadata from anywhere: what is admitted, what is refused, and that nothing happens."""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pathlib
+import pickle
+import struct
+import time
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+
+from dcp_placements import PlacementFileSystemWriter
+from dcp_placements.offline import CannotLook, Checkpoint
+from dcp_placements.storage.metadata.file import MAGIC, read_metadata
+from dcp_placements.storage.metadata.safe_pickle import RefusedGlobal, load_restricted
+from dcp_placements.testing import damage
+from tests.offline_scenes import Run, save_sharded
+from tests.storage_scenes import all_kinds
+
+
+def of_global(module: str, name: str, *, protocol: int = 2) -> bytes:
+    """Return a pickle of a global, before its last opcode."""
+    return pickle.PROTO + bytes([protocol]) + f"c{module}\n{name}\n".encode()
+
+
+def of_text(text: str) -> bytes:
+    """Return the opcode of a short text."""
+    return pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode()
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_what_dcp_writes_is_read_as_pickle_reads_it(tmp_path: Path, lean: bool) -> None:
+    writer = PlacementFileSystemWriter(tmp_path) if lean else dcp.FileSystemWriter(tmp_path)
+    dcp.save({**all_kinds(), "nested": {"a": [torch.ones(2), {"b": 3}]}}, storage_writer=writer)
+    with open(tmp_path / ".metadata", "rb") as stream:
+        plain = pickle.load(stream)
+        found = read_metadata(stream, restricted=True)
+    assert found.state_dict_metadata == plain.state_dict_metadata
+    assert found.planner_data == plain.planner_data
+    assert dict(found.storage_data) == plain.storage_data
+    assert str(found.storage_meta.checkpoint_id) == str(plain.storage_meta.checkpoint_id)
+    assert found.version == plain.version
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *(("os", "system"), ("posix", "mkdir"), ("builtins", "eval"), ("builtins", "__import__")),
+        *(("copyreg", "_reconstructor"), ("functools", "partial"), ("operator", "attrgetter")),
+        *(("torch", "load"), ("torch", "hub.load"), ("torch.serialization", "load")),
+        *(("torch.distributed.checkpoint.metadata", "os"), ("subprocess", "Popen")),
+        *(("torch.distributed.checkpoint.metadata", "Metadata.__init__"), ("torch", "Tensor")),
+        *(("dcp_placements.storage.metadata.table", "StorageTable"), ("pathlib", "Path")),
+    ],
+)
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_other_globals_are_refused_by_name(module: str, name: str, protocol: int) -> None:
+    if protocol == 4:
+        data = pickle.PROTO + b"\x04"
+        data += of_text(module) + of_text(name) + pickle.STACK_GLOBAL + b"."
+    else:
+        data = of_global(module, name, protocol=protocol) + b"."
+    with pytest.raises(RefusedGlobal) as caught:
+        load_restricted(io.BytesIO(data))
+    assert caught.value.name == f"{module}.{name}"
+
+
+def test_getattr_reaches_members_of_the_enumeration_only() -> None:
+    encoding = "torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"
+    getter = of_global("builtins", "getattr")
+    member = getter + b"(" + of_global(*encoding)[2:] + of_text("TORCH_CHANNELS_LAST") + b"tR."
+    assert load_restricted(io.BytesIO(member)).name == "TORCH_CHANNELS_LAST"
+    for target, name in (
+        (encoding, "__class__"),
+        (("torch", "Size"), "__class__"),
+        (("builtins", "getattr"), "__globals__"),
+    ):
+        data = getter + b"(" + of_global(*target)[2:] + of_text(name) + b"tR."
+        with pytest.raises(pickle.UnpicklingError):
+            load_restricted(io.BytesIO(data))
+
+
+STATEFUL = [
+    ("torch.distributed.checkpoint.metadata", "Metadata", Metadata),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties", TensorProperties),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex", MetadataIndex),
+    ("pathlib", "PosixPath", pathlib.PurePosixPath),
+    ("collections", "OrderedDict", collections.OrderedDict),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "real"), STATEFUL)
+def test_a_pickle_cannot_change_a_class(module: str, name: str, real: Any) -> None:
+    """BUILD with ``(None, {name: value})`` sets attributes on whatever it is given."""
+    before = dict(vars(real))
+    attributes = b"}" + of_text("__eq__") + of_text("marked") + b"s"
+    state = b"N" + attributes + b"\x86"
+    data = of_global(module, name) + state + b"b."
+    with pytest.raises(pickle.UnpicklingError, match="it changes"):
+        load_restricted(io.BytesIO(data))
+    # Through a dict of the class, too, and on an instance.
+    for made in (b"", b")\x81", b")R"):
+        with pytest.raises(pickle.UnpicklingError):
+            load_restricted(io.BytesIO(of_global(module, name) + made + attributes + b"b."))
+    assert dict(vars(real)) == before
+
+
+SHARED = {
+    "member": of_global("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+    + b"K\x00\x85R",
+    "layout": of_global("torch.serialization", "_get_layout") + of_text("torch.strided") + b"\x85R",
+    "dtype": of_global("torch", "float32"),
+}
+
+
+@pytest.mark.parametrize("made", SHARED)
+def test_a_pickle_cannot_change_what_others_share(made: str) -> None:
+    """M59: a changed member of torch's enumeration would break every later load."""
+    reached = SHARED[made]
+    value = load_restricted(io.BytesIO(reached + b"."))
+    before = dict(getattr(value, "__dict__", {}))
+    for state in (
+        b"}" + of_text("_value_") + b"K\x07s",
+        b"N}" + of_text("_value_") + b"K\x07s\x86",
+        b"N}" + of_text("__class__") + of_global("torch", "Size")[2:] + b"s\x86",
+    ):
+        with pytest.raises(pickle.UnpicklingError, match="it changes"):
+            load_restricted(io.BytesIO(reached + state + b"b."))
+    assert dict(getattr(value, "__dict__", {})) == before
+    again = pickle.loads(pickle.dumps(TensorProperties()))
+    assert again.memory_format == torch.contiguous_format
+
+
+def repeated(value: bytes, opcodes: bytes, count: int) -> bytes:
+    """Return a pickle that remembers a value, and does something with it again and again."""
+    return b"\x80\x02](" + value + b"q\x000" + opcodes * count + b"e."
+
+
+BOMBS = {
+    "memo": b"\x80\x02]r\xff\xff\xff\xff.",
+    "long": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.",
+    "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.",
+    "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 33) + b"x.",
+    "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b".",
+    "sizes": repeated(
+        b"(" + b"K\x01" * 20_000 + b"t", of_global("torch", "Size")[2:] + b"h\x00\x85R", 10_000
+    ),
+    "sets": repeated(
+        b"(" + b"K\x01" * 20_000 + b"t",
+        of_global("builtins", "set")[2:] + b"h\x00\x85R",
+        10_000,
+    ),
+    "long keys": repeated(b"(" + b"K\x01" * 20_000 + b"t", b"}h\x00Ns", 10_000),
+    "deep key": b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"Ns.",
+    "deep index": b"\x80\x02}"
+    + of_global("torch.distributed.checkpoint.metadata", "MetadataIndex")[2:]
+    + b")\x81}"
+    + of_text("fqn")
+    + b")"
+    + b"\x85" * 200_000
+    + b"sbNs.",
+    "marks": b"(" * 200_000,
+    "deep": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
+    "huge keys": b"\x80\x02}(" + b"\x8a\x09" + b"\x01" * 9 + b"Nu.",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_memory_and_time_are_bounded_by_the_size_of_the_file(tmp_path: Path, name: str) -> None:
+    """M60: files of some bytes that nest, copy or index to gigabytes."""
+    data = BOMBS[name]
+    (tmp_path / ".metadata").write_bytes(data)
+    begun = time.monotonic()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CannotLook, match="no metadata of DCP's that can be read"):
+            Checkpoint(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200 * len(data) + (4 << 20)
+    assert time.monotonic() - begun < 20
+
+
+def test_a_footer_that_inflates_is_refused(tmp_path: Path) -> None:
+    """M60: a few kilobytes of zlib may be gigabytes."""
+    save_sharded(tmp_path)
+    data, told, head_end, footer_start = lean_parts(tmp_path)
+    told["more"] = bytes(200 << 20)
+    (tmp_path / ".metadata").write_bytes(with_footer(data[:footer_start], told, head_end))
+    told.clear()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CannotLook, match="inflates"):
+            Checkpoint(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+@pytest.mark.parametrize("position", [0, 3, -1])
+@pytest.mark.parametrize("count", [1 << 40, -1, 1 << 70, True, "x"])
+def test_records_beyond_the_file_are_refused(tmp_path: Path, count: Any, position: int) -> None:
+    save_sharded(tmp_path)
+    data, told, head_end, footer_start = lean_parts(tmp_path)
+    part, start, _ = told["parts"][0]
+    told["parts"] = [(part, start + position, count)]
+    (tmp_path / ".metadata").write_bytes(with_footer(data[:footer_start], told, head_end))
+    with pytest.raises(CannotLook):
+        Checkpoint(tmp_path)
+
+
+def test_a_foreign_pickle_is_refused_and_nothing_executed(tmp_path: Path, run: Run) -> None:
+    marker = tmp_path / "executed"
+    path = tmp_path / "checkpoint"
+    save_sharded(path)
+    damage.foreign_pickle(path, marker)
+    for command in ("inspect", "verify"):
+        ran = run(command, path)
+        assert (ran.code, ran.out) == (2, "")
+        assert "posix.mkdir" in ran.err
+        assert "Traceback" not in ran.err
+    assert not marker.exists()
+    with open(path / ".metadata", "rb") as stream:
+        pickle.load(stream)
+    assert marker.exists(), "the pickle of the test should do something"
+
+
+def lean_parts(path: Path) -> tuple[bytes, dict[str, Any], int, int]:
+    """Return a lean file, its footer, and where its head and its records end."""
+    data = (path / ".metadata").read_bytes()
+    head_end, footer_start, magic = struct.unpack("<QQ16s", data[-32:])
+    assert magic == MAGIC
+    return data, pickle.loads(zlib.decompress(data[footer_start:-32])), head_end, footer_start
+
+
+def with_footer(data: bytes, told: Any, head_end: int) -> bytes:
+    """Return a lean file with another footer behind its pickle."""
+    footer = zlib.compress(pickle.dumps(told))
+    return data + footer + struct.pack("<QQ16s", head_end, len(data), MAGIC)
+
+
+def test_records_that_are_code_are_refused(tmp_path: Path) -> None:
+    """The fast reading never runs the records; ``pickle.load`` would, and so would torch."""
+    save_sharded(tmp_path)
+    data, told, head_end, footer_start = lean_parts(tmp_path)
+    (_, position, _) = told["parts"][0]
+    assert position == head_end
+    evil = of_global("os", "system")[2:] + b"0"
+    changed = data[:position] + evil + data[position + len(evil) : footer_start]
+    (tmp_path / ".metadata").write_bytes(with_footer(changed, told, head_end))
+    with pytest.raises(CannotLook, match="not those of chunks"):
+        Checkpoint(tmp_path)
+    # Between the records and the end of the pickle.
+    slipped = data[: footer_start - 3] + evil + data[footer_start - 3 : footer_start]
+    (tmp_path / ".metadata").write_bytes(with_footer(slipped, told, head_end))
+    with pytest.raises(CannotLook, match="behind its records"):
+        Checkpoint(tmp_path)
+    # A footer that leaves the records out, so that nobody looks at them.
+    (tmp_path / ".metadata").write_bytes(
+        with_footer(changed, {**told, "parts": told["parts"][1:]}, head_end)
+    )
+    with pytest.raises(CannotLook):
+        Checkpoint(tmp_path)
+
+
+def test_a_footer_is_restricted_too(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    data, told, head_end, footer_start = lean_parts(tmp_path)
+    evil = with_footer(data[:footer_start], {**told, "more": os.getcwd}, head_end)
+    (tmp_path / ".metadata").write_bytes(evil)
+    with pytest.raises(CannotLook, match=r"posix\.getcwd"):
+        Checkpoint(tmp_path)
+
+
+def test_lean_files_as_they_are_pass(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    data, told, head_end, footer_start = lean_parts(tmp_path)
+    (tmp_path / ".metadata").write_bytes(with_footer(data[:footer_start], told, head_end))
+    assert len(Checkpoint(tmp_path).tensors) == 5
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not a pickle",
+        pickle.dumps({"a": 1}),
+        pickle.dumps(None),
+        pickle.dumps(Metadata({})),
+        pickle.dumps(Metadata({"a": 1}, storage_data={})),
+        pickle.dumps(Metadata({}, storage_data={MetadataIndex("a"): "somewhere"})),
+        b"\x80\x02" + b"(" * 1000,
+        b"\x80\x02]" + b"]a" * 5000 + b".",
+        MAGIC * 20,
+    ],
+    ids=range(10),
+)
+def test_broken_metadata_is_one_message(tmp_path: Path, run: Run, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    ran = run("inspect", tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    assert "no metadata of DCP's that can be read" in ran.err
+
+
+def test_every_cut_of_a_lean_file_is_one_message(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    data, _, _, footer_start = lean_parts(tmp_path)
+    # Without the footer the pickle is whole.
+    for end in (*range(0, footer_start, max(footer_start // 60, 1)), footer_start - 1):
+        (tmp_path / ".metadata").write_bytes(data[:end])
+        with pytest.raises(CannotLook):
+            Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../elsewhere.distcp"])
+def test_files_outside_of_the_checkpoint_are_refused(tmp_path: Path, file: str) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    with open(tmp_path / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    for info in metadata.storage_data.values():
+        info.relative_path = file
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CannotLook, match="outside of the checkpoint"):
+        Checkpoint(tmp_path)

@@ -1,0 +1,407 @@
+"""Files say which save wrote them, so that a save that was cut off is never loaded as a mixture."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementSavePlanner,
+)
+from dcp_placements.offline import merge_metadata, verify
+from dcp_placements.testing import FakeDTensor, World
+from tests.storage_scenes import Flipped, flipped_registry
+
+OLD = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)
+NEW = OLD + 100
+WORLD = World(2)
+WRITERS: dict[str, Any] = {"torch": dcp.FileSystemWriter, "ours": PlacementFileSystemWriter}
+READERS: dict[str, Any] = {"torch": dcp.FileSystemReader, "ours": PlacementFileSystemReader}
+by_writer = pytest.mark.parametrize("writer", WRITERS)
+by_reader = pytest.mark.parametrize("reader", READERS)
+
+
+def state(whole: torch.Tensor, world: World = WORLD) -> Callable[[int], dict[str, Any]]:
+    """Return what each rank holds: rows, a replica, an object."""
+
+    def of(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, fsdp=world.size)
+        return {
+            "w": FakeDTensor.distribute(whole, mesh, [Shard(0)]),
+            "bias": whole[0].clone(),
+            "told": [float(whole[0, 0])],
+        }
+
+    return of
+
+
+def save(
+    path: Path,
+    whole: torch.Tensor,
+    writer: Callable[[int], Any],
+    *,
+    use_collectives: bool = True,
+    **options: Any,
+) -> None:
+    WORLD.save(
+        path,
+        state(whole),
+        lambda rank: PlacementSavePlanner(**options),
+        writer,
+        use_collectives=use_collectives,
+    )
+
+
+def failing(make: Any, path: Path, when: str, **options: Any) -> Callable[[int], Any]:
+    """Return writers of which that of rank 1 stops after planning, or half-way through its file."""
+
+    def of(rank: int) -> Any:
+        writer = make(path, **options)
+        if rank == 1:
+            write = writer.write_data
+
+            def write_data(plan: Any, planner: Any) -> Any:
+                if when == "half":
+                    before = set(path.iterdir())
+                    write(plan, planner).wait()
+                    for file in set(path.glob("__1_*")) - before or path.glob("__1_*"):
+                        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+                raise OSError(errno.EIO, "Input/output error")
+
+            writer.write_data = write_data
+        return writer
+
+    return of
+
+
+def cut_off(path: Path, make: Any, when: str, **options: Any) -> None:
+    """Save, then save other values over it, which fails on rank 1."""
+    save(path, OLD, lambda rank: make(path), **options)
+    with pytest.raises(CheckpointException, match="Input/output error"):
+        save(path, NEW, failing(make, path, when), **options)
+
+
+def loaded(path: Path, world: World, reader: Any, **options: Any) -> str | None:
+    """Load; return the error's text, or None after a proof that all values are the older ones."""
+    held = [state(torch.zeros(8, 6) - 1, world)(rank) for rank in range(world.size)]
+    try:
+        world.load(
+            path,
+            held.__getitem__,
+            lambda rank: PlacementLoadPlanner(**options),
+            lambda rank: reader(path),
+        )
+    except CheckpointException as error:
+        return str(error)
+    wanted = state(OLD, world)
+    for rank, found in enumerate(held):
+        assert found["w"].to_local().equal(wanted(rank)["w"].to_local())
+        assert found["bias"].equal(OLD[0])
+        assert found["told"] == [0.0]
+    return None
+
+
+@pytest.mark.parametrize("when", ["planned", "half"])
+@pytest.mark.parametrize("ranks", [2, 1, 3])
+@by_reader
+@by_writer
+def test_m45_a_save_that_was_cut_off_leaves_the_old_checkpoint_or_is_refused(
+    tmp_path: Path, writer: str, reader: str, ranks: int, when: str
+) -> None:
+    cut_off(tmp_path, WRITERS[writer], when)
+    told = loaded(tmp_path, World(ranks), READERS[reader])
+    if writer == "ours":
+        assert told is None
+        return
+    assert told is not None
+    assert "__0_0.distcp: was written by save " in told
+    assert ", and .metadata is that of save " in told
+    assert "a later save into the same directory was cut off" in told
+    assert "way out:" in told
+
+
+@pytest.mark.parametrize("ranks", [2, 1, 3])
+@by_reader
+@by_writer
+@pytest.mark.filterwarnings("ignore:look at this load")
+def test_m51_a_mixture_is_refused_also_where_no_digest_can_speak(
+    tmp_path: Path, writer: str, reader: str, ranks: int
+) -> None:
+    cut_off(tmp_path, WRITERS[writer], "planned", digests="full")
+    told = loaded(tmp_path, World(ranks), READERS[reader], verify="digests")
+    assert (told is None) == (writer == "ours")
+
+
+@pytest.mark.parametrize("when", ["planned", "half"])
+@pytest.mark.parametrize("flags", [{}, {"contents": True}, {"digests": True}])
+@by_writer
+def test_m56_verify_sees_a_save_that_was_cut_off(
+    tmp_path: Path, writer: str, flags: dict[str, bool], when: str
+) -> None:
+    cut_off(tmp_path, WRITERS[writer], when, digests="full")
+    found = verify(tmp_path, **flags)
+    assert found.sound == (writer == "ours")
+    if writer == "torch":
+        faults = [fault for fault in found.faults if fault.kind == "mixed_generations"]
+        assert "__0_0.distcp" in {file for fault in faults for file in fault.files}
+        assert any("was written by save" in fault.message for fault in faults)
+
+
+@by_reader
+def test_stock_files_over_ours_are_told_by_what_they_lack(tmp_path: Path, reader: str) -> None:
+    """Torch's planner knows of no ids: where one should be is something else."""
+    save(tmp_path, OLD, lambda rank: dcp.FileSystemWriter(tmp_path))
+    older = (tmp_path / ".metadata").read_bytes()
+    dcp.save({"w": torch.zeros(90, 90)}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    (tmp_path / ".metadata").write_bytes(older)
+    told = loaded(tmp_path, WORLD, READERS[reader])
+    assert told is not None
+    assert "__0_0.distcp: has no save id" in told
+    assert not verify(tmp_path).sound
+
+
+@pytest.mark.parametrize("made", [dcp.DefaultSavePlanner, PlacementSavePlanner])
+@by_writer
+def test_a_save_over_an_older_checkpoint_leaves_none_of_its_files(
+    tmp_path: Path, writer: str, made: Any
+) -> None:
+    save(tmp_path, OLD, lambda rank: WRITERS[writer](tmp_path))
+    (tmp_path / "notes.txt").write_text("mine")
+    before = {file.name for file in tmp_path.iterdir()}
+    WORLD.save(
+        tmp_path,
+        state(NEW) if made is PlacementSavePlanner else lambda rank: {"w": NEW},
+        lambda rank: made(),
+        lambda rank: PlacementFileSystemWriter(tmp_path),
+    )
+    after = {file.name for file in tmp_path.iterdir()}
+    assert before & after == {".metadata", "notes.txt"}
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    named = {info.relative_path for info in metadata.storage_data.values()}
+    written = {name for name in after if name.endswith(".distcp")}
+    assert named <= written
+    assert all((tmp_path / name).stat().st_size == 0 for name in written - named)
+    found = {"w": torch.zeros(8, 6)}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert found["w"].equal(NEW)
+
+
+def test_only_plain_files_of_checkpoints_in_this_directory_are_removed(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "step", tmp_path / "__7_0.distcp"
+    save(inside, OLD, lambda rank: dcp.FileSystemWriter(inside))
+    outside.write_text("another's")
+    (inside / "train.py").write_text("mine")
+    (inside / "__1_0.distcp").unlink()
+    (inside / "__1_0.distcp").symlink_to(outside)
+    metadata = pickle.loads((inside / ".metadata").read_bytes())
+    for index, name in zip(
+        metadata.storage_data, ["../__7_0.distcp", "train.py", str(outside)], strict=False
+    ):
+        metadata.storage_data[index].relative_path = name
+    (inside / ".metadata").write_bytes(pickle.dumps(metadata))
+    save(inside, NEW, lambda rank: PlacementFileSystemWriter(inside))
+    assert outside.read_text() == "another's"
+    assert (inside / "train.py").read_text() == "mine"
+    assert (inside / "__1_0.distcp").is_symlink()
+    assert not (inside / "__0_0.distcp").exists()
+
+
+def test_metadata_that_cannot_be_read_stops_no_save(tmp_path: Path) -> None:
+    save(tmp_path, NEW, lambda rank: dcp.FileSystemWriter(tmp_path))
+    (tmp_path / ".metadata").write_bytes(b"something else")
+    save(tmp_path, OLD, lambda rank: PlacementFileSystemWriter(tmp_path))
+    assert loaded(tmp_path, WORLD, dcp.FileSystemReader) is None
+    assert (tmp_path / "__0_0.distcp").exists()
+
+
+def test_a_save_that_fails_takes_its_files_along(tmp_path: Path) -> None:
+    class Stuck(PlacementFileSystemWriter):
+        def _sync(self, stream: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def of(rank: int) -> Any:
+        return (Stuck if rank else PlacementFileSystemWriter)(tmp_path)
+
+    with pytest.raises(CheckpointException, match="No space left"):
+        save(tmp_path, OLD, of)
+    assert {file.name.split("_")[2] for file in tmp_path.glob("*.distcp")} == {"0"}
+
+
+@by_reader
+@by_writer
+@pytest.mark.parametrize("options", [{"thread_count": 3}, {"single_file_per_rank": False}])
+def test_a_rank_s_files_speak_for_each_other(
+    tmp_path: Path, writer: str, reader: str, options: dict[str, Any]
+) -> None:
+    save(tmp_path, OLD, lambda rank: WRITERS[writer](tmp_path, **options))
+    assert verify(tmp_path).sound
+    assert loaded(tmp_path, World(1), READERS[reader]) is None
+    with pytest.raises(CheckpointException):
+        save(tmp_path, NEW, failing(WRITERS[writer], tmp_path, "planned", **options))
+    told = loaded(tmp_path, World(1), READERS[reader])
+    assert (told is None) == (writer == "ours")
+    assert verify(tmp_path).sound == (writer == "ours")
+
+
+@by_reader
+def test_the_file_of_each_of_a_few_threads_has_a_record_of_its_own(
+    tmp_path: Path, reader: str
+) -> None:
+    """A rank that was cut off after one of its files: the first file still is the older save's."""
+    for name, held in (("old", OLD), ("new", NEW)):
+        save(
+            tmp_path / name,
+            held,
+            lambda rank, to=tmp_path / name: dcp.FileSystemWriter(to, thread_count=3),
+        )
+        assert verify(tmp_path / name).notes == ()
+    for file in ("__0_1.distcp", "__0_2.distcp"):
+        shutil.copy(tmp_path / "new" / file, tmp_path / "old" / file)
+    assert loaded(tmp_path / "old", World(1), READERS[reader]) is not None
+    assert not verify(tmp_path / "old").sound
+
+
+def test_verify_says_which_files_carry_no_id(tmp_path: Path) -> None:
+    save(tmp_path, OLD, lambda rank: dcp.FileSystemWriter(tmp_path, thread_count=6))
+    (note,) = verify(tmp_path).notes
+    assert "no id of a save in __0_4.distcp: " in note
+    save(tmp_path / "one", OLD, lambda rank: dcp.FileSystemWriter(tmp_path / "one"))
+    assert verify(tmp_path / "one").notes == ()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_ids_go_through_the_transforms_of_files(tmp_path: Path, ours: bool) -> None:
+    writer = PlacementFileSystemWriter if ours else dcp.FileSystemWriter
+    save(tmp_path, OLD, lambda rank: writer(tmp_path, _extensions=[Flipped()]))
+    for reader in READERS.values():
+
+        def made(path: Path, reader: Any = reader) -> Any:
+            return reader(path, _extension_registry=flipped_registry())
+
+        assert loaded(tmp_path, World(3), made) is None
+
+
+@by_reader
+def test_a_missing_file_is_named(tmp_path: Path, reader: str) -> None:
+    save(tmp_path, OLD, lambda rank: PlacementFileSystemWriter(tmp_path))
+    (file,) = tmp_path.glob("__1_*.distcp")
+    file.unlink()
+    told = loaded(tmp_path, WORLD, READERS[reader])
+    assert told is not None
+    assert file.name in told
+    if reader == "ours":
+        assert f"{file.name}: the file is not there" in told
+        assert "has taken its place" in told
+
+
+def test_a_rank_that_writes_nothing_makes_no_file(tmp_path: Path) -> None:
+    def some(rank: int) -> dict[str, Any]:
+        return {"bias": OLD[0].clone()}
+
+    WORLD.save(tmp_path, some, lambda rank: PlacementSavePlanner())
+    data = pickle.loads((tmp_path / ".metadata").read_bytes()).storage_data
+    assert {info.relative_path for info in data.values()} == {"__0_0.distcp"}
+    assert (tmp_path / "__1_0.distcp").stat().st_size == 0
+
+
+def test_stock_readers_see_no_id(tmp_path: Path) -> None:
+    save(tmp_path, OLD, lambda rank: dcp.FileSystemWriter(tmp_path))
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert set(metadata.state_dict_metadata) == {"w", "bias", "told"}
+    found = {"w": torch.zeros(8, 6), "bias": torch.zeros(6), "told": None}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert found["w"].equal(OLD)
+    assert found["told"] == [0.0]
+
+
+@by_reader
+@by_writer
+def test_checkpoints_without_ids_are_quiet(tmp_path: Path, writer: str, reader: str) -> None:
+    WORLD.save(
+        tmp_path,
+        lambda rank: {"w": OLD, "bias": OLD[0], "told": [0.0]},
+        lambda rank: dcp.DefaultSavePlanner(),
+        lambda rank: WRITERS[writer](tmp_path),
+    )
+    assert loaded(tmp_path, WORLD, READERS[reader]) is None
+    found = verify(tmp_path)
+    assert found.sound
+    assert not found.notes
+
+
+@by_reader
+def test_ranks_own_metadata_merged_know_the_ids_of_all(tmp_path: Path, reader: str) -> None:
+    one = tmp_path / "one"
+    save(one, OLD, lambda rank: dcp.FileSystemWriter(one), use_collectives=False, step=1)
+    merge_metadata(one)
+    assert verify(one).sound
+    assert loaded(one, World(3), READERS[reader]) is None
+    two = tmp_path / "two"
+    save(two, NEW, lambda rank: dcp.FileSystemWriter(two), use_collectives=False, step=1)
+    (two / "__1_0.distcp").replace(one / "__1_0.distcp")
+    assert not verify(one).sound
+    told = loaded(one, World(3), READERS[reader])
+    assert told is not None
+    assert "__1_0.distcp: was written by save" in told
+
+
+def test_without_collectives_each_rank_removes_what_it_replaced(tmp_path: Path) -> None:
+    for whole in (NEW, OLD):
+        save(
+            tmp_path,
+            whole,
+            lambda rank: PlacementFileSystemWriter(tmp_path),
+            use_collectives=False,
+            step=1,
+        )
+    assert len(list(tmp_path.glob("*.distcp"))) == 2
+    assert loaded(tmp_path, World(3), PlacementFileSystemReader) is None
+
+
+def test_each_save_of_one_planner_has_an_id_of_its_own(tmp_path: Path) -> None:
+    planners = [PlacementSavePlanner() for _ in range(2)]
+    ids = set()
+    for name in ("a", "b", "c"):
+        WORLD.save(tmp_path / name, state(OLD), lambda rank: planners[rank])
+        data = pickle.loads((tmp_path / name / ".metadata").read_bytes()).planner_data
+        save_id = data["dcp_placements"]["save_id"]
+        assert verify(tmp_path / name).sound
+        written = (tmp_path / name / "__1_0.distcp").read_bytes()
+        assert written.startswith(f"dcp_placements save {save_id}\n".encode())
+        ids.add(save_id)
+    assert len(ids) == 3
+
+
+@by_writer
+def test_metadata_grows_by_less_than_a_hundredth(tmp_path: Path, writer: str) -> None:
+    mesh = [WORLD.mesh(rank, fsdp=2) for rank in range(2)]
+
+    def many(rank: int) -> dict[str, Any]:
+        held = FakeDTensor.distribute(OLD, mesh[rank], [Shard(0)])
+        return {f"layers.{n}.attention.weight": held for n in range(1000)}
+
+    WORLD.save(
+        tmp_path, many, lambda rank: PlacementSavePlanner(), lambda rank: WRITERS[writer](tmp_path)
+    )
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    records = [
+        (index, info)
+        for index, info in metadata.storage_data.items()
+        if index.fqn not in metadata.state_dict_metadata
+    ]
+    added = len(pickle.dumps(metadata.planner_data["dcp_placements"]))
+    added += sum(len(pickle.dumps(record)) for record in records)
+    assert added <= 0.01 * (tmp_path / ".metadata").stat().st_size

@@ -1,0 +1,160 @@
+"""Small tensors whose writer told where elements begin: those bytes alone, and proved."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.storage.metadata.table import StorageTable, join, rows_of_entries
+from dcp_placements.storage.reader import PlacementFileSystemReader
+from dcp_placements.storage.writer import PlacementFileSystemWriter
+from dcp_placements.testing import World
+from tests.storage_scenes import blank, data_file, load, same
+
+
+def norms(count: int = 500, numel: int = 1024) -> dict[str, Any]:
+    return {f"norm{n}": torch.randn(numel) for n in range(count)}
+
+
+def written(path: Path, saved: dict[str, Any]) -> None:
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(path))
+
+
+def starts(path: Path) -> Any:
+    table = PlacementFileSystemReader(path).read_metadata().storage_data
+    assert isinstance(table, StorageTable)
+    return table.rows.starts
+
+
+def test_replicated_small_tensors_are_read_without_what_is_between(tmp_path: Path) -> None:
+    saved = norms() | {"step": 3, "lr": 0.1}
+    world = World(4)
+    world.save(
+        tmp_path,
+        lambda rank: {k: v.clone() if k.startswith("norm") else v for k, v in saved.items()},
+        lambda rank: PlacementSavePlanner(dedup_save_to_lowest_rank=True),
+        lambda rank: PlacementFileSystemWriter(tmp_path),
+    )
+    readers = [PlacementFileSystemReader(tmp_path) for _ in range(4)]
+    loaded = world.load(
+        tmp_path,
+        lambda rank: blank(saved),
+        lambda rank: PlacementLoadPlanner(),
+        readers.__getitem__,
+    )
+    for state, reader in zip(loaded, readers, strict=True):
+        assert all(same(state[key], saved[key]) for key in saved)
+        assert reader.reads <= 502
+        assert 500 * 4096 <= reader.bytes_read <= 1.1 * 500 * 4096
+        assert reader.opens == 1
+
+
+@pytest.mark.parametrize("numel", [64, 8000])
+def test_where_heads_are_little_or_calls_dear_neighbours_come_in_one(
+    numel: int, tmp_path: Path
+) -> None:
+    saved = norms(40, numel)
+    written(tmp_path, saved)
+    reader = PlacementFileSystemReader(tmp_path)
+    loaded = load(tmp_path, blank(saved), reader)
+    assert all(same(saved[key], loaded[key]) for key in saved)
+    assert reader.reads == 1
+
+
+def test_tensors_of_other_strides_make_a_kind_unknown(tmp_path: Path) -> None:
+    saved = {f"t{n}": torch.randn(40, 40) for n in range(6)} | norms(4)
+    saved |= {"turned": torch.randn(40, 40).t()}
+    written(tmp_path, saved)
+    kinds = {(sizes, start is None) for (_, sizes, _), start in starts(tmp_path).items()}
+    assert kinds == {((40, 40), True), ((1024,), False)}
+    loaded = load(tmp_path, blank(saved), PlacementFileSystemReader(tmp_path))
+    assert all(same(saved[key], loaded[key]) for key in saved)
+
+
+def test_results_of_other_writers_make_all_unknown(tmp_path: Path) -> None:
+    written(tmp_path, norms(3))
+    table = PlacementFileSystemReader(tmp_path).read_metadata().storage_data
+    assert isinstance(table, StorageTable)
+    assert join([table.rows]).starts == table.rows.starts
+    assert table.rows.starts
+    assert join([table.rows, rows_of_entries(table.items())]).starts is None
+
+
+def test_a_file_that_is_not_the_one_is_read_as_ever(tmp_path: Path) -> None:
+    """The metadata of one save, and files of another in which nothing is where it was."""
+    saved = norms(20)
+    written(tmp_path / "a", saved)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    file = data_file(tmp_path / "b", 0)
+    data = bytearray(file.read_bytes())
+    info = starts(tmp_path / "a")
+    (start,) = info.values()
+    # A byte of the elements: their checksum is another then, and torch.load does not look at it.
+    data[start + 5] ^= 1
+    file.write_bytes(data)
+    plain = load(tmp_path / "b", blank(saved), FileSystemReader(tmp_path / "b"))
+    reader = PlacementFileSystemReader(tmp_path / "b")
+    loaded = load(tmp_path / "b", blank(saved), reader)
+    assert [key for key in saved if not same(loaded[key], saved[key])] == ["norm0"]
+    assert all(same(loaded[key], plain[key]) for key in saved)
+    assert reader.reads == 21
+
+
+def test_what_another_writer_wrote_is_read_in_one_call(tmp_path: Path) -> None:
+    saved = norms(20)
+    dcp.save(saved, storage_writer=FileSystemWriter(tmp_path), planner=DefaultSavePlanner())
+    reader = PlacementFileSystemReader(tmp_path)
+    loaded = load(tmp_path, blank(saved), reader)
+    assert all(same(saved[key], loaded[key]) for key in saved)
+    assert reader.reads == 1
+
+
+def test_into_other_dtypes_and_strides(tmp_path: Path) -> None:
+    saved = {f"t{n}": torch.randn(32, 33) for n in range(8)}
+    written(tmp_path, saved)
+    into: dict[str, Any] = {f"t{n}": torch.zeros(32, 33, dtype=torch.float64) for n in range(4)}
+    into |= {f"t{n}": torch.zeros(33, 32).t() for n in range(4, 8)}
+    loaded = load(tmp_path, into, PlacementFileSystemReader(tmp_path))
+    for key, whole in saved.items():
+        assert torch.equal(loaded[key], whole.to(loaded[key].dtype))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([(300,), (17, 31), (64, 8), (512, 1), (2, 0), ()]),
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+            st.sampled_from(["plain", "turned", "part", "grad"]),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_any_small_tensors_come_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    told: list[tuple[tuple[int, ...], torch.dtype, str]],
+) -> None:
+    saved: dict[str, Any] = {}
+    for number, (shape, dtype, kind) in enumerate(told):
+        tensor = (torch.randn(shape) * 100).to(dtype)
+        if kind == "turned" and len(shape) == 2:
+            tensor = (torch.randn(shape[::-1]) * 100).to(dtype).t()
+        elif kind == "part":
+            tensor = torch.stack([tensor, tensor])[1]
+        elif kind == "grad" and dtype.is_floating_point:
+            tensor = torch.nn.Parameter(tensor)
+        saved[f"t{number}"] = tensor
+    path = tmp_path_factory.mktemp("small")
+    written(path, saved)
+    loaded = load(path, blank(saved), PlacementFileSystemReader(path))
+    assert all(same(saved[key], loaded[key]) for key in saved)

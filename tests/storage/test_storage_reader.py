@@ -1,0 +1,511 @@
+"""The storage reader: what torch's reads, with fewer bytes and calls."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from dcp_placements import PlacementError, PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.layout.byte_ranges import halves, segments
+from dcp_placements.storage.chunk_reads import BUFFER_NBYTES
+from dcp_placements.storage.reader import PlacementFileSystemReader
+from dcp_placements.storage.tensor_record import parse_record
+from dcp_placements.storage.writer import PlacementFileSystemWriter
+from dcp_placements.testing import World
+from tests.storage_scenes import (
+    DTYPES,
+    Flipped,
+    all_kinds,
+    blank,
+    data_file,
+    flipped_registry,
+    load,
+    raw,
+    same,
+    save_alone,
+    sharded,
+    wholes,
+)
+from tests.strategies import examples
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint that torch's writer wrote, and what is in it."""
+    path = tmp_path_factory.mktemp("kinds")
+    saved = all_kinds()
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(path))
+    return path, saved
+
+
+def test_it_reads_what_torch_wrote(kinds: tuple[Path, dict[str, Any]]) -> None:
+    path, saved = kinds
+    loaded = load(path, blank(saved), PlacementFileSystemReader(path))
+    assert [key for key in saved if not same(saved[key], loaded[key])] == []
+
+
+def test_it_reads_into_tensors_that_are_no_run_of_bytes(tmp_path: Path) -> None:
+    saved = {"w": torch.randn(40, 30), "big": torch.randn(300, 200), "conj": torch.randn(6) * 1j}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    reader = PlacementFileSystemReader(tmp_path)
+    into = {
+        "w": torch.zeros(30, 40).t(),
+        "big": torch.zeros(300, 400)[:, ::2],
+        "conj": torch.zeros(6, dtype=torch.complex64).conj(),
+    }
+    load(tmp_path, into, reader)
+    assert all(same(saved[key], into[key]) for key in saved)
+
+
+def test_it_casts_as_torch_does(kinds: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = kinds
+    keys = [f"{dtype}.{shape}" for dtype in DTYPES[:4] for shape in ((), (5, 7), (130, 140))]
+    found = []
+    for maker in (dcp.FileSystemReader, PlacementFileSystemReader):
+        into = {
+            key: torch.zeros(eval(key.rpartition(".")[2]), dtype=torch.bfloat16) for key in keys
+        }
+        found.append(load(path, into, maker(path)))
+    assert all(same(found[0][key], found[1][key]) for key in keys)
+
+
+def test_large_casts_go_through_a_buffer_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_placements.storage.chunk_reads.BUFFER_NBYTES", 10_000)
+    saved = {"w": torch.randn(300, 70)}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    reader = PlacementFileSystemReader(tmp_path)
+    into = load(tmp_path, {"w": torch.zeros(300, 70, dtype=torch.float64)}, reader)
+    assert same(into["w"], saved["w"].double())
+    assert reader.reads > 9
+    assert BUFFER_NBYTES == 16 << 20
+
+
+# Slices, against plain slicing.
+
+
+class Into(DefaultLoadPlanner):
+    """Reads each item into a tensor of its own."""
+
+    def __init__(self, targets: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.targets = targets
+        self.committed: list[int] = []
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.targets[read_item.dest_index.index or 0]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.committed.append(read_item.dest_index.index or 0)
+
+
+def read_slices(
+    path: Path, slices: list[tuple[str, tuple[int, ...], tuple[int, ...]]], targets: list[Any]
+) -> PlacementFileSystemReader:
+    reader = PlacementFileSystemReader(path)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    items = [
+        ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(key, None, number),
+            dest_offsets=torch.Size([0] * len(lengths)),
+            storage_index=MetadataIndex(key, [0] * len(lengths), 0),
+            storage_offsets=torch.Size(offsets),
+            lengths=torch.Size(lengths),
+        )
+        for number, (key, offsets, lengths) in enumerate(slices)
+    ]
+    planner = Into(targets)
+    reader.read_data(LoadPlan(items), planner).wait()
+    assert sorted(planner.committed) == list(range(len(slices)))
+    return reader
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[Any, Any]], bool]:
+    """Draw a tensor and slices of it; large ones among them."""
+    if draw(st.booleans()):
+        shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
+    else:
+        shape = (draw(st.integers(1, 50)), draw(st.integers(1, 3)), draw(st.integers(1, 1500)))
+    dtype = draw(st.sampled_from(DTYPES))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    tensor = (torch.randn(shape) * 9).to(dtype)
+    slices = []
+    for _ in range(draw(st.integers(1, 4))):
+        offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        pairs = zip(shape, offsets, strict=True)
+        lengths = tuple(draw(st.integers(0, size - offset)) for size, offset in pairs)
+        slices.append((offsets, lengths))
+    return tensor, slices, draw(st.booleans())
+
+
+@examples(120)
+@given(cut_tensors(), st.booleans())
+def test_a_slice_is_what_plain_slicing_gives(
+    drawn: tuple[torch.Tensor, list[tuple[Any, Any]], bool], ours: bool
+) -> None:
+    tensor, slices, strided = drawn
+    wanted = [
+        tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+        for offsets, lengths in slices
+    ]
+    targets = [torch.zeros_like(one.contiguous()) for one in wanted]
+    if strided:
+        targets = [torch.stack([one, one], -1)[..., 0] for one in targets]
+    maker = PlacementFileSystemWriter if ours else dcp.FileSystemWriter
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        dcp.save({"a": torch.ones(3), "w": tensor}, storage_writer=maker(path, sync_files=False))
+        read_slices(path, [("w", *one) for one in slices], targets)
+    assert all(raw(a).equal(raw(b)) for a, b in zip(wanted, targets, strict=True))
+
+
+@examples(150)
+@given(
+    st.lists(st.integers(1, 7), max_size=4).map(tuple),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(0, 200),
+    st.data(),
+)
+def test_segments_are_the_bytes_of_the_slice(
+    shape: tuple[int, ...], itemsize: int, gap: int, data: st.DataObject
+) -> None:
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    lengths = tuple(
+        data.draw(st.integers(1, size - o)) for size, o in zip(shape, offsets, strict=True)
+    )
+    whole = torch.arange(torch.Size(shape).numel() * itemsize)
+    plan = segments(shape, offsets=offsets, lengths=lengths, itemsize=itemsize, gap=lambda run: gap)
+    read = torch.cat([whole[at : at + plan.nbytes] for at in plan.positions()])
+    assert len(read) == plan.total_nbytes
+    inner = tuple(step * itemsize for step in plan.strides)
+    found = read.as_strided((*lengths, itemsize), (*inner, 1))
+    index = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+    assert found.equal(whole.reshape(*shape, itemsize)[index])
+    if gap == 0 or plan.exact:
+        assert plan.total_nbytes == found.numel()
+    if found.numel() > itemsize:
+        parts = [
+            segments(shape, offsets=o, lengths=n, itemsize=1) for o, n in halves(offsets, lengths)
+        ]
+        assert sum(part.total_nbytes for part in parts) * itemsize == found.numel()
+
+
+# How much it reads.
+
+
+def test_resharding_reads_hardly_more_than_is_needed(tmp_path: Path) -> None:
+    world = World(4)
+    whole = {f"w{n}": torch.randn(256, 2048) for n in range(2)}
+    world.save(
+        tmp_path,
+        lambda rank: sharded(world, rank, whole, 0),
+        lambda rank: DefaultSavePlanner(),
+    )
+    readers = [PlacementFileSystemReader(tmp_path) for _ in range(4)]
+    loaded = world.load(
+        tmp_path,
+        lambda rank: sharded(world, rank, whole, 1, empty=True),
+        lambda rank: DefaultLoadPlanner(),
+        lambda rank: readers[rank],
+    )
+    for rank, reader in enumerate(readers):
+        wanted = sharded(world, rank, whole, 1)
+        assert all(same(loaded[rank][k].to_local(), wanted[k].to_local()) for k in whole)
+        needed = sum(value.to_local().nbytes for value in wanted.values())
+        assert needed <= reader.bytes_read <= 1.05 * needed
+        assert reader.opens == 4
+
+
+def test_small_tensors_are_read_together(tmp_path: Path) -> None:
+    saved = {f"norm{n}": torch.randn(1024) for n in range(500)}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    reader = PlacementFileSystemReader(tmp_path)
+    loaded = load(tmp_path, blank(saved), reader)
+    assert all(same(saved[key], loaded[key]) for key in saved)
+    assert reader.reads <= 2
+    assert reader.opens == 1
+    assert reader.bytes_read <= (tmp_path / "__0_0.distcp").stat().st_size
+
+
+def test_a_whole_large_tensor_is_read_once(tmp_path: Path) -> None:
+    saved = {"a": torch.randn(500, 500), "b": torch.randn(500, 500)}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    reader = PlacementFileSystemReader(tmp_path)
+    load(tmp_path, blank(saved), reader)
+    assert reader.bytes_read <= 2 * (1_000_000 + 1024)
+    assert reader.reads == 4
+
+
+def test_elements_are_read_into_the_tensors_own_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {"a": torch.randn(500, 500)}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    monkeypatch.setattr(torch, "frombuffer", None)
+    monkeypatch.setattr(torch, "load", None)
+    into = blank(saved)
+    where = into["a"].data_ptr()
+    load(tmp_path, into, PlacementFileSystemReader(tmp_path))
+    assert same(into["a"], saved["a"])
+    assert into["a"].data_ptr() == where
+
+
+# What it leaves to torch.load.
+
+
+def test_extensions_are_undone(tmp_path: Path) -> None:
+    saved = {"w": torch.randn(30, 50), "big": torch.randn(100, 500), "n": 3}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[Flipped()]))
+    reader = PlacementFileSystemReader(tmp_path, _extension_registry=flipped_registry())
+    loaded = load(tmp_path, blank(saved), reader)
+    assert all(same(saved[key], loaded[key]) for key in saved)
+
+
+def test_other_records_are_not_taken_for_plain_ones() -> None:
+    """Whatever is not exactly a plain tensor goes through torch.load."""
+    plain = torch.arange(12.0).reshape(3, 4)
+    odd: list[Any] = [
+        plain.t(),
+        plain[1:],
+        torch.view_as_complex(torch.randn(4, 2)).conj(),
+        torch.nn.Parameter(plain),
+        plain.to_sparse(),
+        {"a": plain},
+        [plain, plain],
+        "text",
+    ]
+    for value in odd:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        assert parse_record(buffer.getvalue(), buffer.tell()) is None
+    buffer = io.BytesIO()
+    torch.save(plain, buffer, _use_new_zipfile_serialization=False)
+    assert parse_record(buffer.getvalue(), buffer.tell()) is None
+    buffer = io.BytesIO()
+    torch.save(plain, buffer)
+    saved = buffer.getvalue()
+    known = parse_record(saved, len(saved))
+    assert known is not None
+    assert (known.dtype, known.shape) == (torch.float32, (3, 4))
+    assert saved[known.start : known.start + 48] == plain.numpy().tobytes()
+    # Other byte order; fewer bytes than elements; nothing at all.
+    assert parse_record(saved.replace(b"little", b"biggie"), len(saved)) is None
+    assert parse_record(saved, known.start + 47) is None
+    assert parse_record(saved[: known.start - 1], len(saved)) is None
+    assert parse_record(b"", 0) is None
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\xff", b"\x96" + b"\xff" * 5 + bytes(3)])
+def test_a_damaged_head_takes_no_memory(put: bytes) -> None:
+    """A place in the memo, or a length, that nobody has the memory for."""
+    buffer = io.BytesIO()
+    torch.save(torch.arange(6.0).reshape(2, 3), buffer)
+    saved = bytearray(buffer.getvalue())
+    at = saved.index(b"ctorch._utils")
+    saved[at : at + len(put)] = put
+    assert parse_record(bytes(saved), len(saved)) is None
+
+
+@examples(200)
+@given(st.integers(0, 703), st.integers(0, 255))
+def test_damaged_heads_are_refused_or_mean_the_same(at: int, value: int) -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.arange(6.0).reshape(2, 3), buffer)
+    saved = bytearray(buffer.getvalue())
+    whole = parse_record(bytes(saved), len(saved))
+    assert whole is not None
+    saved[at] = value
+    found = parse_record(bytes(saved), len(saved))
+    if found is not None and found != whole:
+        # Torch believes it, too: the pickle says so.
+        loaded = torch.load(io.BytesIO(bytes(saved)), weights_only=True)
+        assert (loaded.dtype, tuple(loaded.shape)) == (found.dtype, found.shape)
+
+
+class SlowFileSystem(FileSystem):
+    """Gives streams that have no file descriptor."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if mode == "rb":
+            yield io.BytesIO(Path(path).read_bytes())
+        else:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+
+    ls = property()  # type: ignore[assignment]
+
+
+def test_other_file_systems_need_streams_only(kinds: tuple[Path, dict[str, Any]]) -> None:
+    path, saved = kinds
+    reader = PlacementFileSystemReader(path)
+    reader.fs = SlowFileSystem()
+    loaded = load(path, blank(saved), reader)
+    assert all(same(saved[key], loaded[key]) for key in saved)
+
+
+# Damage.
+
+
+def failure(path: Path, into: dict[str, Any], planner: Any = None) -> str:
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(into, storage_reader=PlacementFileSystemReader(path), planner=planner)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, PlacementError)
+    return str(error)
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    saved = {"a": torch.randn(3), "b": torch.randn(500, 500), "c": torch.randn(500, 500)}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    os.truncate(tmp_path / "__0_0.distcp", 1_500_000)
+    told = failure(tmp_path, blank(saved))
+    assert "the checkpoint is damaged (1 fault)" in told
+    assert "\nc: __0_0.distcp ends before it: 1500000 bytes, 2004" in told
+    assert "load an older checkpoint" in told
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_what_is_no_tensor_is_named(tmp_path: Path, size: int) -> None:
+    saved = {"a": torch.randn(size)}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    with open(tmp_path / "__0_0.distcp", "r+b") as file:
+        file.write(bytes(64))
+    told = failure(tmp_path, blank(saved))
+    assert "\na: what __0_0.distcp holds of it is no tensor" in told
+    assert "found:       BadZipFile: Bad magic number for file header\n" in told
+
+
+def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
+    for name, shape in (("a", (500, 40)), ("b", (400, 50))):
+        dcp.save({"w": torch.randn(shape)}, checkpoint_id=tmp_path / name)
+    os.replace(tmp_path / "b/__0_0.distcp", tmp_path / "a/__0_0.distcp")
+    told = failure(tmp_path / "a", {"w": torch.zeros(500, 40)})
+    assert "w: __0_0.distcp holds a (400, 50) tensor" in told
+
+
+def test_elements_beyond_the_end_of_a_record_are_not_read(tmp_path: Path) -> None:
+    """Also where its head is that of a whole one, and its length that of another."""
+    saved = {"a": torch.randn(500, 500), "b": torch.randn(500, 400), "c": torch.randn(500, 500)}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    infos = {index.fqn: info for index, info in metadata.storage_data.items()}
+    infos["c"].length = infos["b"].length
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "\nc: what __0_0.distcp holds of it is no tensor" in failure(tmp_path, blank(saved))
+
+
+@pytest.mark.parametrize("like", ["small", "large"])
+def test_records_of_one_length_are_told_apart(tmp_path: Path, like: str) -> None:
+    """Tensors whose files differ in the strides, the dtype or the shape alone."""
+    side = 300 if like == "large" else 8
+    saved = {
+        "rows": torch.randn(side, side),
+        "columns": torch.randn(side, side).t(),
+        "ints": torch.randint(0, 1 << 30, (side, side), dtype=torch.int32),
+        "flat": torch.randn(side * side // 2, 2),
+        "again": torch.randn(side, side),
+        "turned": torch.randn(side, side).t(),
+    }
+    for writer in (dcp.FileSystemWriter, PlacementFileSystemWriter):
+        dcp.save(saved, storage_writer=writer(tmp_path / writer.__name__))
+        path = tmp_path / writer.__name__
+        loaded = load(path, blank(saved), PlacementFileSystemReader(path))
+        assert [key for key in saved if not same(saved[key], loaded[key])] == []
+
+
+def test_digests_are_compared_with_what_was_read(tmp_path: Path) -> None:
+    saved = {"w": torch.randn(300, 40), "n": torch.randn(30), "lr": 0.1}
+    planner = PlacementSavePlanner(digests="full")
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path), planner=planner)
+    reader = PlacementFileSystemReader(tmp_path)
+    verified = PlacementLoadPlanner(verify="digests")
+    dcp.load(blank(saved), storage_reader=reader, planner=verified)
+    assert verified.report.verified == 3
+    path = data_file(tmp_path, 0)
+    data = bytearray(path.read_bytes())
+    at = data.index(saved["w"].numpy().tobytes())
+    data[at + 5] ^= 1
+    path.write_bytes(data)
+    told = failure(tmp_path, blank(saved), PlacementLoadPlanner(verify="digests"))
+    assert "it is not what was saved" in told
+
+
+# Ranks that described their parts each for itself.
+
+
+@pytest.mark.parametrize("maker", [dcp.FileSystemWriter, PlacementFileSystemWriter])
+def test_ranks_own_metadata_is_read_as_one(tmp_path: Path, maker: Any) -> None:
+    four, three = World(4), World(3)
+    whole = wholes(3, (10, 7))
+    for rank in range(4):
+        state_dict = {**sharded(four, rank, whole, 0), "norm": torch.ones(3), "lr": 0.1}
+        save_alone(tmp_path, rank, state_dict, maker(tmp_path))
+    readers = [PlacementFileSystemReader(tmp_path) for _ in range(3)]
+    loaded = three.load(
+        tmp_path,
+        lambda rank: {
+            **sharded(three, rank, whole, 1, empty=True),
+            "norm": torch.zeros(3),
+            "lr": 0.0,
+        },
+        lambda rank: PlacementLoadPlanner(),
+        lambda rank: readers[rank],
+    )
+    for rank, found in enumerate(loaded):
+        for key, wanted in sharded(three, rank, whole, 1).items():
+            assert same(found[key].to_local(), wanted.to_local())
+        assert same(found["norm"], torch.ones(3))
+        assert found["lr"] == 0.1
+
+
+def test_a_ranks_own_metadata_can_still_be_had(tmp_path: Path) -> None:
+    world = World(2)
+    for rank in range(2):
+        save_alone(tmp_path, rank, sharded(world, rank, wholes(1, (4, 2)), 0))
+    reader = PlacementFileSystemReader(tmp_path)
+    assert len(reader.read_metadata().storage_data) == 2
+    assert len(reader.read_metadata(rank=1).storage_data) == 1
+
+
+def test_a_rank_that_is_missing_leaves_a_hole_that_the_planner_names(tmp_path: Path) -> None:
+    world = World(4)
+    for rank in (0, 1, 3):
+        save_alone(tmp_path, rank, sharded(world, rank, wholes(1, (10, 2)), 0))
+    told = failure(tmp_path, {"layers.0.weight": torch.zeros(10, 2)}, PlacementLoadPlanner())
+    assert "nobody stored [6:9, :] of (10, 2)" in told
+
+
+def test_ranks_of_two_saves_are_refused(tmp_path: Path) -> None:
+    for size in (4, 3):
+        for rank in range(size):
+            state_dict = sharded(World(size), rank, wholes(1, (12, 2)), 0)
+            save_alone(tmp_path, rank, state_dict)
+    with pytest.raises(dcp.api.CheckpointException, match="older save of more ranks"):
+        load(tmp_path, blank(wholes(1, (12, 2))), PlacementFileSystemReader(tmp_path))
+
+
+def test_without_any_metadata_the_error_is_torchs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"\.metadata"):
+        PlacementFileSystemReader(tmp_path).read_metadata()
+    with pytest.raises(FileNotFoundError, match=r"\.metadata"):
+        PlacementFileSystemReader(tmp_path / "nowhere").read_metadata()

@@ -1,0 +1,411 @@
+"""The storage writer: torch's files, whoever reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import os
+import pickle
+import pickletools
+import re
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp_placements.storage.metadata.file import read_metadata, write_metadata
+from dcp_placements.storage.metadata.table import StorageTable, WriteResults, join, rows_of_entries
+from dcp_placements.storage.tensor_stamp import Stamp, TensorSaver
+from dcp_placements.storage.writer import PlacementFileSystemWriter, split_by_chunk
+from dcp_placements.testing import World
+from tests.storage_scenes import (
+    DTYPES,
+    Flipped,
+    all_kinds,
+    blank,
+    data_file,
+    flipped_registry,
+    load,
+    same,
+    sharded,
+    wholes,
+    without_id,
+)
+
+
+def stock_metadata(path: Path) -> Metadata:
+    with open(path / ".metadata", "rb") as file:
+        found: Metadata = pickle.load(file)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])
+def test_torch_reads_what_it_writes(tmp_path: Path, options: dict[str, Any]) -> None:
+    saved = all_kinds()
+    if "single_file_per_rank" in options:
+        saved = dict(list(saved.items())[-12:])
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path, **options))
+    loaded = load(tmp_path, blank(saved), dcp.FileSystemReader(tmp_path))
+    assert [key for key in saved if not same(saved[key], loaded[key])] == []
+
+
+def test_records_are_those_of_torch_save(tmp_path: Path) -> None:
+    """Byte for byte, also where torch.save was not called."""
+    saved = {f"{n}.{key}": value for n in range(2) for key, value in all_kinds().items()}
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
+    checked = 0
+    for index, info in stock_metadata(tmp_path).storage_data.items():
+        value = saved[index.fqn]
+        if isinstance(value, torch.Tensor):
+            plain = value.detach()
+            if plain.untyped_storage().nbytes() != plain.nbytes:
+                plain = plain.clone()
+            wanted = io.BytesIO()
+            torch.save(plain, wanted)
+            with open(tmp_path / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                assert file.read(info.length) == wanted.getvalue(), index
+            checked += 1
+    assert checked == 2 * (len(all_kinds()) - 2)
+
+
+def test_torch_save_runs_once_for_small_tensors_that_are_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    real = torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: (calls.append(args), real(*args)))
+    saver = TensorSaver()
+    for _ in range(5):
+        for dtype in DTYPES:
+            saver.save(torch.zeros(4, 4).to(dtype), io.BytesIO())
+    assert len(calls) == len(DTYPES)
+
+
+def test_a_stamp_refuses_files_that_torch_did_not_write_so() -> None:
+    tensor = torch.arange(6.0)
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    saved, data = buffer.getvalue(), tensor.numpy().tobytes()
+    assert b"".join(Stamp(saved, data).parts(data)) == saved
+    at = saved.index(b"serialization_id") + 20
+    for broken in (saved[:-1], b"", saved.replace(b"data/0", b"data/1")):
+        with pytest.raises(ValueError, match=r"torch\.save writes"):
+            Stamp(broken, data)
+    digit = saved.index(b"PK\x07\x08", at) - 1
+    with pytest.raises(ValueError, match="other bytes"):
+        Stamp(saved[:digit] + b"x" + saved[digit + 1 :], data)
+
+
+def test_an_unknown_torch_is_left_to_write_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "dcp_placements.storage.tensor_stamp._combine", lambda seed, value: seed + value
+    )
+    saver = TensorSaver()
+    for value in (1.0, 2.0, 3.0):
+        ours, stock = io.BytesIO(), io.BytesIO()
+        saver.save(torch.full((5,), value), ours)
+        torch.save(torch.full((5,), value), stock)
+        assert ours.getvalue() == stock.getvalue()
+
+
+def item(fqn: str, sizes: tuple[int, ...], whole: tuple[int, ...]) -> WriteItem:
+    offset = torch.Size([0] * len(sizes))
+    chunk = ChunkStorageMetadata(offset, torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size(whole))
+    return WriteItem(MetadataIndex(fqn, offset), WriteItemType.SHARD, tensor_data=data)
+
+
+def test_items_are_spread_by_what_they_put_into_the_file() -> None:
+    small_of_large = [item(f"s{n}", (1, 8), (1000, 8)) for n in range(6)]
+    large = [item(f"l{n}", (100, 8), (100, 8)) for n in range(3)]
+    objects = [WriteItem(MetadataIndex(f"o{n}"), WriteItemType.BYTE_IO) for n in range(3)]
+    buckets = split_by_chunk(3, [*small_of_large, *large, *objects])
+    told = [sorted(one.index.fqn[0] for one in bucket) for bucket in buckets]
+    assert told == [["l", "o", "s", "s"]] * 3
+    assert split_by_chunk(1, large) == [large]
+
+
+def run_writer(writer: Any, state_dict: dict[str, Any]) -> list[Any]:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state_dict, writer.storage_meta(), True)
+    writer.set_up_storage_writer(True, rank=0)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, _ = planner.create_global_plan([plan])
+    final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    results: list[Any] = writer.write_data(final, planner).wait()
+    return results
+
+
+def test_write_results_are_torchs_and_small_to_send(tmp_path: Path) -> None:
+    saved = {f"layers.{n}.attention.weight": torch.randn(3, 5) for n in range(500)}
+    saved["lr"] = 0.1  # type: ignore[assignment]
+    ours = run_writer(PlacementFileSystemWriter(tmp_path / "a"), saved)
+    stock = run_writer(dcp.FileSystemWriter(tmp_path / "b"), saved)
+    assert isinstance(ours, WriteResults)
+    assert len(ours) == 501
+    for result in stock:
+        result.storage_data.relative_path = ours[0].storage_data.relative_path
+    assert sorted(ours, key=repr) == sorted(stock, key=repr)
+    sent = pickle.dumps(ours)
+    assert len(sent) * 8 < len(pickle.dumps(stock))
+    arrived = pickle.loads(sent)
+    assert pickle.dumps(arrived) == sent  # sent on unopened
+    assert arrived == ours
+    assert arrived[:2] == [ours[0], ours[1]]
+    assert arrived[-1] == list(ours)[-1]
+
+
+def test_a_failure_in_a_thread_is_a_failure(tmp_path: Path) -> None:
+    saved = {f"w{n}": torch.randn(3, 5) for n in range(40)}
+    writer = PlacementFileSystemWriter(tmp_path, thread_count=4)
+    dcp.save(saved, storage_writer=writer)
+
+    class Failing(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            if write_item.index.fqn == "w39":
+                raise OSError("disk full")
+            return super().resolve_data(write_item)
+
+    before = (tmp_path / ".metadata").read_bytes()
+    with pytest.raises(dcp.api.CheckpointException, match="disk full"):
+        dcp.save(saved, storage_writer=writer, planner=Failing())
+    assert (tmp_path / ".metadata").read_bytes() == before
+
+
+def test_metadata_that_cannot_be_written_leaves_the_older_one(tmp_path: Path) -> None:
+    saved = {"w": torch.randn(3, 5)}
+    writer = PlacementFileSystemWriter(tmp_path)
+    dcp.save(saved, storage_writer=writer)
+    before = (tmp_path / ".metadata").read_bytes()
+
+    class Unpicklable(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            metadata.planner_data = {"w": lambda: None}
+            return plans, metadata
+
+    with pytest.raises(dcp.api.CheckpointException, match="pickle"):
+        dcp.save(saved, storage_writer=writer, planner=Unpicklable())
+    assert (tmp_path / ".metadata").read_bytes() == before
+
+
+def test_extensions_go_torchs_own_way(tmp_path: Path) -> None:
+    saved = {"w": torch.randn(300, 50), "n": torch.zeros(3), "lr": 0.1}
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path, _extensions=[Flipped()]))
+    loaded = load(tmp_path, blank(saved), dcp.FileSystemReader(tmp_path, flipped_registry()))
+    assert all(same(saved[key], loaded[key]) for key in saved)
+    infos = stock_metadata(tmp_path).storage_data.values()
+    assert [info.transform_descriptors for info in infos] == [["flipped"]] * 3
+
+
+# What stands in .metadata.
+
+
+def save_both(tmp_path: Path, size: int, count: int) -> tuple[Metadata, Metadata]:
+    """Save one state dict in a world with torch's writer and with this one."""
+    world = World(size)
+    whole = wholes(count, (2 * size + 1, 5))
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        made = sharded(world, rank, whole, 0)
+        return {**made, "norm": torch.ones(4), "lr": 0.1}
+
+    makers: dict[str, Callable[[Path], Any]] = {
+        "stock": dcp.FileSystemWriter,
+        "ours": PlacementFileSystemWriter,
+    }
+    for name, maker in makers.items():
+        world.save(
+            tmp_path / name,
+            state_dict,
+            lambda rank: DefaultSavePlanner(),
+            lambda rank, make=maker, name=name: make(tmp_path / name),  # type: ignore[misc]
+        )
+    return stock_metadata(tmp_path / "stock"), stock_metadata(tmp_path / "ours")
+
+
+def test_torch_finds_in_metadata_what_its_own_writer_says(tmp_path: Path) -> None:
+    stock, ours = save_both(tmp_path, 8, 20)
+    assert ours.state_dict_metadata == stock.state_dict_metadata
+    assert {
+        index: dataclasses.replace(info, relative_path=without_id(info.relative_path))
+        for index, info in ours.storage_data.items()
+    } == stock.storage_data
+    assert ours.planner_data == stock.planner_data
+    assert ours.version == stock.version
+    assert type(ours.storage_data) is dict
+    assert all(type(info) is _StorageInfo for info in ours.storage_data.values())
+    assert all(type(i.offset) in (torch.Size, type(None)) for i in ours.storage_data)
+    # And Python's own unpickler, which is stricter.
+    raw = (tmp_path / "ours/.metadata").read_bytes()
+    assert pickle._loads(raw) == ours  # type: ignore[attr-defined]
+
+
+def test_metadata_names_torchs_classes_only(tmp_path: Path) -> None:
+    save_both(tmp_path, 4, 5)
+    raw = (tmp_path / "ours/.metadata").read_bytes()
+    named = {arg for code, arg, _ in pickletools.genops(raw) if code.name == "GLOBAL"}
+    assert {str(name).split()[0].split(".")[0] for name in named} <= {"torch", "pathlib"}
+
+
+def test_metadata_is_at_most_half_as_large(tmp_path: Path) -> None:
+    _, ours = save_both(tmp_path, 16, 60)
+    sizes = [(tmp_path / name / ".metadata").stat().st_size for name in ("ours", "stock")]
+    assert sizes[0] <= 0.45 * sizes[1]
+    fqns = {id(fqn) for fqn in ours.state_dict_metadata}
+    assert all(id(index.fqn) in fqns for index in ours.storage_data)
+    assert len({id(index.offset) for index in ours.storage_data}) <= 16 + 2
+    assert len({id(info.relative_path) for info in ours.storage_data.values()}) == 16
+    assert all("index" not in index.__dict__ for index in ours.storage_data)
+
+
+def test_our_reader_finds_in_metadata_what_torch_does(tmp_path: Path) -> None:
+    stock, ours = save_both(tmp_path, 4, 7)
+    for name, told in (("ours", ours), ("stock", stock)):
+        with open(tmp_path / name / ".metadata", "rb") as file:
+            found = read_metadata(file)
+        assert found.state_dict_metadata == told.state_dict_metadata
+        assert found.planner_data == told.planner_data
+        assert dict(found.storage_data) == told.storage_data
+        assert len(found.storage_data) == len(told.storage_data)
+
+
+def test_what_a_save_returns_can_be_looked_at_like_torchs(tmp_path: Path) -> None:
+    saved = {"w": torch.randn(3, 5), "lr": 0.1}
+    ours = dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
+    assert isinstance(ours, Metadata)
+    assert ours.storage_data == stock_metadata(tmp_path).storage_data
+    assert MetadataIndex("w", (0, 0), 7) in ours.storage_data
+    assert MetadataIndex("w", (1, 0)) not in ours.storage_data
+    assert MetadataIndex("x", (0, 0)) not in ours.storage_data
+    assert ours.storage_data[MetadataIndex("lr")].relative_path == data_file(tmp_path, 0).name
+    assert pickle.loads(pickle.dumps(ours.storage_data)) == ours.storage_data
+
+
+@pytest.mark.parametrize("start", [0, (1 << 31) - 1, 1 << 31, 1 << 40])
+@pytest.mark.parametrize("transforms", [None, ["zstd"], []])
+def test_every_kind_of_record_comes_back(start: int, transforms: list[str] | None) -> None:
+    # Keys that are also attribute names, and one that is a path.
+    keys = ("offset", "fqn", "storage_data", "a.distcp", "\N{GREEK SMALL LETTER MU}", "")
+    stored: dict[str, Any] = {key: BytesStorageMetadata() for key in keys[3:]}
+    entries = {MetadataIndex(key): _StorageInfo("a.distcp", 3, 4) for key in keys[3:]}
+    for n, key in enumerate(keys[:3]):
+        chunks = [ChunkStorageMetadata(torch.Size([r, 0]), torch.Size([1, 4])) for r in range(300)]
+        size = torch.Size([300, 4])
+        stored[key] = TensorStorageMetadata(TensorProperties(torch.bfloat16), size, chunks)
+        for chunk in chunks:
+            index = MetadataIndex(key, chunk.offsets)
+            info = _StorageInfo(f"__{n}_{chunk.offsets[0]}", start + n, 1 << n, transforms)
+            entries[index] = info
+    wanted = Metadata(stored, {"a": ("a",)}, entries, None, "1.0.0")
+    written = io.BytesIO()
+    write_metadata(wanted, StorageTable(rows_of_entries(entries.items())), written)
+    assert pickle.loads(written.getvalue()) == wanted
+    written.seek(0)
+    ours = read_metadata(written)
+    assert dict(ours.storage_data) == entries
+    ours.storage_data = entries
+    assert ours == wanted
+    assert wanted.storage_data is entries  # left as it was
+
+
+def test_an_empty_checkpoint_has_metadata(tmp_path: Path) -> None:
+    dcp.save({}, storage_writer=PlacementFileSystemWriter(tmp_path))
+    assert stock_metadata(tmp_path).storage_data == {}
+    with open(tmp_path / ".metadata", "rb") as file:
+        assert len(read_metadata(file).storage_data) == 0
+
+
+def test_of_two_results_for_one_chunk_the_later_holds() -> None:
+    index = MetadataIndex("w", (0,))
+    parts = [rows_of_entries([(index, _StorageInfo(f"f{n}", n, 5))]) for n in range(3)]
+    table = StorageTable(join(parts))
+    assert dict(table) == {index: _StorageInfo("f2", 2, 5)}
+    assert len(table) == 1
+    assert np.array_equal(table.unique()["start"], [2])
+
+
+def test_other_worlds_load_it(tmp_path: Path) -> None:
+    four, three = World(4), World(3)
+    whole = wholes(5, (13, 7))
+    four.save(
+        tmp_path,
+        lambda rank: sharded(four, rank, whole, 0),
+        lambda rank: DefaultSavePlanner(),
+        lambda rank: PlacementFileSystemWriter(tmp_path, thread_count=2),
+    )
+    loaded = three.load(
+        tmp_path,
+        lambda rank: sharded(three, rank, whole, 1, empty=True),
+        lambda rank: DefaultLoadPlanner(),
+    )
+    for rank, found in enumerate(loaded):
+        for key, wanted in sharded(three, rank, whole, 1).items():
+            assert same(found[key].to_local(), wanted.to_local())
+            assert prod(found[key].to_local().shape)
+
+
+@pytest.mark.parametrize("kind", ["small", "large", "object"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EFBIG])
+def test_an_error_of_the_system_names_its_reason_and_the_file(
+    tmp_path: Path, kind: str, number: int
+) -> None:
+    """M64: torch's serializer would tell of positions that do not fit."""
+
+    class Broken(io.FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + len(data) > 2000:
+                raise OSError(number, os.strerror(number))
+            return super().write(data)
+
+    @contextmanager
+    def create_stream(path: Any, mode: str) -> Iterator[Any]:
+        with Broken(path, mode) as stream:
+            yield stream
+
+    held: dict[str, Any] = {"small": {f"w{n}": torch.ones(4) for n in range(20)}}
+    held |= {"large": {"w": torch.ones(100_000)}, "object": {"o": "x" * 10_000}}
+    writer = PlacementFileSystemWriter(tmp_path)
+    writer.fs.create_stream = create_stream
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(held[kind], storage_writer=writer, no_dist=True)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, OSError)
+    assert error.errno == number
+    assert os.strerror(number) in str(error)
+    assert re.search(r"__0_.*\.distcp", str(error))
+    assert "unexpected pos" not in str(error)
+
+
+def test_a_file_that_grows_too_large_names_the_reason(tmp_path: Path) -> None:
+    """The system's own error, and nothing half-written is a checkpoint."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = PlacementFileSystemWriter(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(dcp.CheckpointException) as caught:
+            dcp.save({"w": torch.ones(1 << 20)}, storage_writer=writer, no_dist=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in str(caught.value.failures[0][0])
+    assert not (tmp_path / ".metadata").exists()
