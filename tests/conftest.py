@@ -1,4 +1,4 @@
-"""Fixtures that several files of tests use, and the options of the random worlds."""
+"""Fixtures that several files of tests use, the options of the random worlds, and the order."""
 
 import pytest
 
@@ -27,3 +27,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for start in range(first, stop, WORLDS_PER_TEST)
         ]
         metafunc.parametrize("seeds", groups, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a parallel run, begin with the files that start processes: they take longest."""
+    if hasattr(config, "workerinput"):
+        starting = {item.path for item in items if item.get_closest_marker("dist")}
+        items.sort(key=lambda item: item.path not in starting)
