@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,58 +25,31 @@ DISTRIBUTED = "distrib_optim.pt"
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
-_RANK_DIRECTORY = re.compile(r"mp_rank_(\d{2,})((?:_\d{3,})*)")
-_CHUNK = re.compile(r"model\d*")
+_RANK_DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_CHUNK = re.compile(r"model(\d*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Parallel sizes of a run; None where they are not known.
+    """Parallel sizes of a run.
 
     Attributes:
         tp: Tensor-parallel.
         pp: Pipeline-parallel.
         ep: Expert-parallel.
-        etp: Tensor-parallel, of the experts.
-        cp: Context-parallel.
+        etp: Tensor-parallel size of the experts; None if unknown.
+        cp: Context-parallel; None if unknown.
     """
 
-    tp: int | None = None
-    pp: int | None = None
-    ep: int | None = None
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
     etp: int | None = None
     cp: int | None = None
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class Coordinate:
-    """Where the rank that wrote a file stands along each axis."""
-
-    tp: int
-    pp: int = 0
-    ep: int = 0
-    etp: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What the insides of the files tell, by rank directory.
-
-    Attributes:
-        args: The run's arguments.
-        keys: Of the weights.
-        iterations: When it was written.
-        optimizers: Directories whose file has optimizer state.
-        distributed: Those with a file of a distributed optimizer.
-        unreadable: Why a file cannot be read.
-    """
-
-    args: dict[str, argparse.Namespace] = field(default_factory=dict)
-    keys: dict[str, frozenset[str]] = field(default_factory=dict)
-    iterations: dict[str, int] = field(default_factory=dict)
-    optimizers: set[str] = field(default_factory=set)
-    distributed: set[str] = field(default_factory=set)
-    unreadable: dict[str, str] = field(default_factory=dict)
+    def __str__(self) -> str:
+        sizes = {axis: getattr(self, axis) for axis in ARGUMENTS}
+        return " ".join(f"{axis.upper()} {size}" for axis, size in sizes.items() if size)
 
 
 ARGUMENTS = {
@@ -86,7 +59,42 @@ ARGUMENTS = {
     "etp": "expert_tensor_parallel_size",
     "cp": "context_parallel_size",
 }
-"""What the run's arguments call each size."""
+"""The run's argument for each size."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Coordinate:
+    """The position along each axis of the rank that wrote a file."""
+
+    tp: int
+    pp: int = 0
+    ep: int = 0
+    etp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A rank's directory and what its file contains, without the tensors.
+
+    Attributes:
+        directory: Its name.
+        fields: The numbers in the name.
+        has_flat_optimizer: Whether the file of a distributed optimizer is in the directory.
+        problem: Why the file cannot be used; empty if it can.
+        args: The run's arguments.
+        keys: Names of the weights.
+        iteration: When the file was written.
+        has_optimizer: Whether the file contains optimizer state.
+    """
+
+    directory: str
+    fields: tuple[int, ...]
+    has_flat_optimizer: bool
+    problem: str = ""
+    args: argparse.Namespace | None = None
+    keys: frozenset[str] = frozenset()
+    iteration: int | None = None
+    has_optimizer: bool = False
 
 
 def find_iteration(given: str | os.PathLike[str]) -> Path:
@@ -102,88 +110,77 @@ def find_iteration(given: str | os.PathLike[str]) -> Path:
             "    way out:     copy them to a disk of this machine"
         )
     tracker = path / TRACKER
-    found = sorted(
+    iterations = sorted(
         entry.name
         for entry in path.iterdir()
         if entry.is_dir() and re.fullmatch(r"iter_\d{7,}|release", entry.name)
     )
     if tracker.is_file():
-        told = tracker.read_text(errors="replace").strip()
-        name = f"iter_{int(told):07d}" if told.isdecimal() else told
-        if name not in found:
-            raise CannotLook(
-                f"{path}: {TRACKER} says {told!r}, but there is no {name}\n"
-                f"    found:       {format_names(found) or 'no iteration'}\n"
-                "    way out:     give the directory of one iteration"
-            )
-        return path / name
-    if len(found) > 1:
-        raise CannotLook(
-            f"{path}: several iterations, and no {TRACKER} to choose by\n"
-            f"    found:       {format_names(found)}\n"
-            "    way out:     give the directory of one iteration"
-        )
-    return path / found[0] if found else path
+        latest = tracker.read_text(errors="replace").strip()
+        name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
+        if name in iterations:
+            return path / name
+        problem = f"{TRACKER} says {latest!r}, but there is no {name}"
+    elif len(iterations) > 1:
+        problem = f"several iterations, and no {TRACKER} to choose by"
+    else:
+        return path / iterations[0] if iterations else path
+    raise CannotLook(
+        f"{path}: {problem}\n"
+        f"    found:       {format_names(iterations) or 'no iteration'}\n"
+        "    way out:     give the directory of one iteration"
+    )
 
 
-def writers(sizes: Sizes, *, early: bool = False) -> list[Coordinate]:
-    """Return who writes the files of a run, in rank order, a file once.
+def writers(sizes: Sizes, *, early: bool = False) -> dict[str, Coordinate]:
+    """Return the directories that a run writes, in rank order, and which rank writes each.
 
-    Ranks count in the order ``tp-cp-ep-dp-pp``, the experts' in ``etp-ep-dp-pp``. Those write that
-    are first of their data-parallel or of their expert-data-parallel group; the set is no grid
-    where the experts' tensor-parallel size is another one.
+    Ranks count in the order ``tp-cp-ep-dp-pp``, those of experts in ``etp-ep-dp-pp``. The first
+    rank of each data-parallel and of each expert-data-parallel group writes. The directories are
+    not a grid where the experts have a tensor-parallel size of their own.
 
     Args:
-        sizes: All but ``cp`` and ``etp`` are to be known.
-        early: As Megatron-Core 0.12 to 0.18 wrote: the first of expert-data-parallel groups alone.
+        sizes: Of the run; ``etp`` defaults to ``tp`` and ``cp`` to 1.
+        early: As Megatron-Core 0.12 to 0.18: only the first of each expert-data-parallel group.
     """
-    tp, pp, ep = sizes.tp or 1, sizes.pp or 1, sizes.ep or 1
-    etp = sizes.etp or tp
-    ranks = etp * ep if early else max(tp * (sizes.cp or 1), etp * ep)
-    found: dict[tuple[int, int, int], Coordinate] = {}
-    for stage in range(pp):
+    etp = sizes.etp or sizes.tp
+    ranks = etp * sizes.ep if early else max(sizes.tp * (sizes.cp or 1), etp * sizes.ep)
+    by_directory: dict[str, Coordinate] = {}
+    for stage in range(sizes.pp):
         for rank in range(ranks):
-            at = Coordinate(rank % tp, stage, rank // etp % ep, rank % etp)
-            found.setdefault((at.tp, at.pp, at.ep), at)
-    return list(found.values())
+            at = Coordinate(rank % sizes.tp, stage, rank // etp % sizes.ep, rank % etp)
+            name = f"mp_rank_{at.tp:02d}"
+            name += f"_{at.pp:03d}" if sizes.pp > 1 else ""
+            name += f"_{at.ep:03d}" if sizes.ep > 1 else ""
+            by_directory.setdefault(name, at)
+    return by_directory
 
 
 def rank_fields(name: str) -> tuple[int, ...] | None:
     """Return the numbers in the name of a rank's directory; None for another name."""
-    found = _RANK_DIRECTORY.fullmatch(name)
-    if found is None:
-        return None
-    fields = tuple(map(int, [found[1], *found[2].split("_")[1:]]))
-    return fields if len(fields) <= 3 else None
-
-
-def directory_name(at: Coordinate, sizes: Sizes) -> str:
-    """Return the name of the directory that the rank at a coordinate writes to."""
-    name = f"mp_rank_{at.tp:02d}"
-    name += f"_{at.pp:03d}" if (sizes.pp or 1) > 1 else ""
-    return name + (f"_{at.ep:03d}" if (sizes.ep or 1) > 1 else "")
+    match = _RANK_DIRECTORY.fullmatch(name)
+    return None if match is None else tuple(int(number) for number in match.groups() if number)
 
 
 class RankFiles:
-    """The files of the rank directories, mapped when asked for; the last few stay so for a while.
+    """The files of the rank directories, mapped on demand; the last few stay mapped for a while.
 
-    What has been read of a mapped file counts as this process's memory until it is let go.
+    Pages read from a mapped file count as this process's memory until the mapping is dropped.
 
     Args:
         folder: The iteration's directory.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self._open = lru_cache(_STAY_OPEN)(lambda name: load_torch_file(folder / name / WEIGHTS))
         self._nbytes = 0
 
     def open(self, name: str, nbytes: int = 0) -> Mapping[str, Any]:
-        """Return what the file of a rank directory holds.
+        """Return the contents of the file of a rank directory.
 
         Args:
             name: The directory.
-            nbytes: How much of it is going to be read.
+            nbytes: How much of it the caller is going to read.
 
         Raises:
             CannotLook: It cannot be read, or is refused.
@@ -192,66 +189,51 @@ class RankFiles:
         if self._nbytes > _STAY_NBYTES:
             self._open.cache_clear()
             self._nbytes = nbytes
-        held: Mapping[str, Any] = self._open(name)
-        return held
+        contents: Mapping[str, Any] = self._open(name)
+        return contents
 
 
 _STAY_OPEN = 4
 _STAY_NBYTES = 256 << 20
 
 
-def look_inside(folder: Path, ranks: Iterable[str]) -> Contents:
-    """Return what the files of the rank directories hold; tensors are not read.
+def scan_rank_file(folder: Path, name: str, fields: tuple[int, ...]) -> RankFile:
+    """Return what the file of a rank directory contains; tensors are not read.
 
     Raises:
-        RefusedFile: One asks for more than tensors, plain values and the classes of a training run.
+        RefusedFile: It needs more than tensors, plain values and the classes of a training run.
     """
-    found = Contents()
-    for name in ranks:
-        if (folder / name / DISTRIBUTED).is_file():
-            found.distributed.add(name)
-        file = folder / name / WEIGHTS
-        if not file.is_file():
-            found.unreadable[name] = "incomplete: there is no such file"
-            continue
-        try:
-            held = load_torch_file(file)
-        except UnreadableFile as error:
-            found.unreadable[name] = f"incomplete: {error.reason}"
-            continue
-        if not isinstance(held, dict):
-            found.unreadable[name] = f"holds a {type(held).__name__}, not a dict"
-            continue
-        if isinstance(held.get("args"), argparse.Namespace):
-            found.args[name] = held["args"]
-        if isinstance(held.get("iteration"), int):
-            found.iterations[name] = held["iteration"]
-        if "optimizer" in held:
-            found.optimizers.add(name)
-        found.keys[name] = frozenset(str(key) for _, chunk in model_chunks(held) for key in chunk)
-    return found
+    flat, file = (folder / name / DISTRIBUTED).is_file(), folder / name / WEIGHTS
+    if not file.is_file():
+        return RankFile(name, fields, flat, problem="incomplete: there is no such file")
+    try:
+        contents = load_torch_file(file)
+    except UnreadableFile as error:
+        return RankFile(name, fields, flat, problem=f"incomplete: {error.reason}")
+    if not isinstance(contents, dict):
+        problem = f"holds a {type(contents).__name__}, not a dict"
+        return RankFile(name, fields, flat, problem=problem)
+    args, iteration = contents.get("args"), contents.get("iteration")
+    return RankFile(
+        name,
+        fields,
+        flat,
+        args=args if isinstance(args, argparse.Namespace) else None,
+        keys=frozenset(str(key) for _, chunk in model_chunks(contents) for key in chunk),
+        iteration=iteration if isinstance(iteration, int) else None,
+        has_optimizer="optimizer" in contents,
+    )
 
 
-def model_chunks(held: Mapping[Any, Any]) -> list[tuple[int, dict[str, Any]]]:
+def model_chunks(contents: Mapping[Any, Any]) -> list[tuple[int, dict[str, Any]]]:
     """Return ``(number, weights)`` of a file's model chunks: ``model``, or ``model0`` and up."""
-    found = []
-    for name, value in held.items():
-        number = chunk_number(name, value)
-        if number is not None:
-            found.append((number, value))
-    return sorted(found, key=lambda chunk: chunk[0])
+    numbers = {name: chunk_number(name, value) for name, value in contents.items()}
+    chunks = [(at, contents[name]) for name, at in numbers.items() if at is not None]
+    return sorted(chunks, key=lambda chunk: chunk[0])
 
 
 def chunk_number(name: Any, value: Any) -> int | None:
-    """Return which model chunk an entry of a file is; None for what is none."""
-    if isinstance(value, dict) and isinstance(name, str) and _CHUNK.fullmatch(name):
-        return int(name.removeprefix("model") or 0)
+    """Return the number of the model chunk that an entry of a file is; None for another entry."""
+    if isinstance(value, dict) and isinstance(name, str) and (match := _CHUNK.fullmatch(name)):
+        return int(match[1] or 0)
     return None
-
-
-def format_sizes(sizes: Sizes) -> str:
-    """Return the sizes that are known as text: ``TP 2 PP 1 EP 4``."""
-    told = [
-        f"{axis.upper()} {size}" for axis in ARGUMENTS if (size := getattr(sizes, axis)) is not None
-    ]
-    return " ".join(told)
