@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.torchrun import tail, torchrun
+from tests.torchrun import forked, tail, torchrun
 
 pytestmark = pytest.mark.dist
 
@@ -75,7 +75,7 @@ def test_m1_plain_tensors_that_differ_are_refused(outcomes: list[dict[str, Any]]
 def test_m49_a_rename_forgotten_at_load_is_refused_on_every_rank_with_the_whole_text(
     tmp_path: Path,
 ) -> None:
-    done = torchrun(WORKER, tmp_path, "m49_rename_forgotten", ranks=2)
+    done = forked(WORKER, tmp_path, "m49_rename_forgotten", ranks=2)
     assert done.returncode == 0, tail(done)
     outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     seen = Seen(outcomes, "m49_rename_forgotten")

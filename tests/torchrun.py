@@ -5,41 +5,40 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
+_FORKED = Path(__file__).parent / "ranks" / "forked.py"
 # What a rank, or a run with fixed hashes, would hand down.
 _LEFT_OUT = ("PYTHONHASHSEED", "RANK", "WORLD_SIZE")
 
 
 def torchrun(
-    program: Path,
-    *arguments: str | Path,
-    ranks: int = 4,
-    timeout: int = 280,
-    environment: Mapping[str, str] | None = None,
+    program: Path, *arguments: str | Path, ranks: int = 4
 ) -> subprocess.CompletedProcess[str]:
-    """Return what a program on some ranks came to, ``stdout`` and ``stderr`` apart.
+    """Return what a program printed that torchrun started on some ranks, and its exit code."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return _run([*launcher, str(program), *map(str, arguments)])
 
-    Args:
-        program: It finds the package and ``tests`` on its path.
-        arguments: Its own.
-        ranks: Processes.
-        timeout: In seconds.
-        environment: More variables.
-    """
+
+def forked(
+    program: Path, *arguments: str | Path, ranks: int = 4
+) -> subprocess.CompletedProcess[str]:
+    """Return what ``torchrun`` does; the ranks share what they import, and their hash seed."""
+    return _run([str(_FORKED), str(ranks), str(program), *map(str, arguments)])
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if key not in _LEFT_OUT}
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(program), *map(str, arguments)]
+    path = [str(ROOT), str(ROOT / "tests"), *filter(None, [kept.get("PYTHONPATH")])]
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
     return subprocess.run(
-        command,
-        env=kept | (environment or {}),
+        [sys.executable, *command],
+        env=kept,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=280,
         check=False,
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run
-from tests.torchrun import tail, torchrun
+from tests.torchrun import forked, tail
 
 pytestmark = pytest.mark.dist
 
@@ -22,7 +22,7 @@ MOMENT = "optim.state.experts.w2.exp_avg"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    done = torchrun(WORKER, out)
+    done = forked(WORKER, out)
     assert done.returncode == 0, tail(done)
     return out
 

@@ -6,16 +6,12 @@ One launch of ``tests/ranks/exchange_worker.py`` runs all scenarios and writes w
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.torchrun import tail, torchrun
+from tests.torchrun import forked, tail
 
 pytestmark = pytest.mark.dist
 
@@ -27,16 +23,11 @@ EVEN += ["not_alike", "with_shadows"]
 Ranks = list[dict[str, Any]]
 
 
-def environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONHASHSEED", "RANK")}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Return what each rank saw, by scenario."""
     out = tmp_path_factory.mktemp("ranks")
-    done = torchrun(WORKER, out, ranks=len(RANKS))
+    done = forked(WORKER, out)
     assert done.returncode == 0, tail(done)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in RANKS]
 
@@ -173,24 +164,8 @@ def test_all_ranks_end_alike_where_one_cannot_read(outcomes: Ranks, name: str, t
 
 @pytest.mark.parametrize("how", ["killed while it sends", "stuck"])
 def test_a_lost_rank_is_an_error_on_all_others_in_time(tmp_path: Path, how: str) -> None:
-    """Processes by themselves: torchrun would end the others when one is gone."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(tmp_path), "lost", how, str(rank)],
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in RANKS
-    ]
-    try:
-        until = time.monotonic() + 90
-        for rank in ranks[:3]:
-            assert rank.wait(until - time.monotonic()) == 0
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    done = forked(WORKER, tmp_path, "lost", how)
+    assert done.returncode == 0, tail(done)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     for rank, each in enumerate(told):
         text = each["refused"][str(rank)]

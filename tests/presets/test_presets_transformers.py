@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import FusedShard, MeshCoordinate, PlacementError
 from dcp_placements.presets import transformers
-from tests.torchrun import tail, torchrun
+from tests.torchrun import forked, tail
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "ranks" / "transformers_worker.py"
@@ -31,7 +31,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     out = tmp_path_factory.mktemp("transformers")
-    done = torchrun(WORKER, out)
+    done = forked(WORKER, out)
     # Judged by what was written: gloo's threads sometimes abort a process that is done.
     files = [out / f"{rank}.json" for rank in range(4)]
     assert all(file.exists() for file in files), tail(done)

@@ -1,12 +1,10 @@
 """One of four gloo ranks: loads that read each byte once and exchange it.
 
-    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 4 \\
-        tests/ranks/exchange_worker.py OUT [scenario ...]
+    OMP_NUM_THREADS=1 python tests/ranks/forked.py 4 tests/ranks/exchange_worker.py OUT
 
 Writes ``OUT/<rank>.json``: by scenario what differs from the whole tensors cut by plain slicing,
 what was read and exchanged, and with what it was refused. ``test_exchange_ranks.py`` starts it.
-Without torchrun, ``... exchange_worker.py OUT lost HOW RANK`` is one rank of four of which the last
-is lost while the others exchange.
+With ``OUT lost HOW`` the last of four ranks is lost while the others exchange.
 """
 
 from __future__ import annotations
@@ -405,39 +403,37 @@ class Losing(PlacementLoadPlanner):
     """Loses its rank before, or while, it sends what it read."""
 
     how = ""
+    out = Path()
     sending = False
 
     def finish_reads(self, error: BaseException | None) -> None:
         if self.how == "stuck":
-            time.sleep(60)
+            while not all((self.out / f"{rank}.json").exists() for rank in range(3)):
+                time.sleep(0.1)
+            os._exit(0)
         self.sending = True
         super().finish_reads(error)
 
     def lookup_tensor(self, index: Any) -> torch.Tensor:
         if self.how == "killed while it sends" and self.sending:
-            os._exit(1)
+            os._exit(0)
         return super().lookup_tensor(index)
 
 
-def lost(out: Path, how: str, rank: int) -> None:
+def lost(out: Path, how: str) -> None:
     """Be one of four ranks, of which the last is lost after the reads."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{out / 'store'}",
-        rank=rank,
-        world_size=4,
-        timeout=timedelta(seconds=4),
-    )
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    rank = dist.get_rank()
     wholes = {f"w{n}": arange(1024, 900, start=n) for n in range(8)}
     saved(wholes, out / "checkpoint")
     state = {name: torch.zeros(1024, 900) for name in wholes}
     planner = Losing(exchange=True)
-    planner.how = how if rank == 3 else ""
+    planner.how, planner.out = how if rank == 3 else "", out
     reader = PlacementFileSystemReader(out / "checkpoint")
     started = time.monotonic()
-    told = refusal(lambda: dcp.load(state, storage_reader=reader, planner=planner))
+    refused = refusal(lambda: dcp.load(state, storage_reader=reader, planner=planner))
     seconds = time.monotonic() - started
-    (out / f"{rank}.json").write_text(json.dumps({"refused": told, "seconds": seconds}))
+    (out / f"{rank}.json").write_text(json.dumps({"refused": refused, "seconds": seconds}))
     os._exit(0)
 
 
@@ -455,7 +451,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     torch.set_num_threads(1)
     if sys.argv[2:3] == ["lost"]:
-        lost(out, sys.argv[3], int(sys.argv[4]))
+        lost(out, sys.argv[3])
     dist.init_process_group("cpu:gloo", timeout=timedelta(seconds=60))
     outcomes = {}
     for name in sys.argv[2:] or SCENARIOS:

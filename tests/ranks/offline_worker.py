@@ -1,7 +1,6 @@
 """One of four gloo ranks: saves checkpoints for the command line to look at.
 
-    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 4 \\
-        tests/ranks/offline_worker.py OUT
+    OMP_NUM_THREADS=1 python tests/ranks/forked.py 4 tests/ranks/offline_worker.py OUT
 
 Experts over ``ep`` and then FSDP, a dense layer over FSDP, AdamW moments. Writes into OUT:
 ``ours``, ``stock_files`` (the same planner, torch's writer), ``unmerged`` (without collectives),
@@ -82,8 +81,10 @@ def whole(tensor: torch.Tensor, fqn: str, mesh: DeviceMesh) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def main(out: Path) -> None:
+def main() -> None:
     """Save everything."""
+    warnings.simplefilter("ignore")
+    out = Path(sys.argv[1])
     dist.init_process_group("cpu:gloo", timeout=timedelta(seconds=90))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
     model = Model(mesh)
@@ -133,6 +134,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        main(Path(sys.argv[1]))
+    main()

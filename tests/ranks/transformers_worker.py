@@ -1,7 +1,6 @@
 """One of four gloo ranks: models of transformers, their experts cut over ep by hand, with FSDP2.
 
-    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 4 \\
-        tests/ranks/transformers_worker.py OUT
+    OMP_NUM_THREADS=1 python tests/ranks/forked.py 4 tests/ranks/transformers_worker.py OUT
 
 Saves from ep 2 x fsdp 2, loads into ep 4 and into ep 1 x fsdp 4. After that rank 0, alone and with
 torch's default planner, loads a whole model and compares it; so it does with an export and
@@ -296,7 +295,8 @@ def tensor_parallel(name: str, out: Path) -> dict[str, Any]:
     return told
 
 
-def main(out: Path) -> None:
+def main() -> None:
+    out = Path(sys.argv[1])
     told: dict[str, Any] = {}
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -318,4 +318,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

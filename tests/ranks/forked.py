@@ -1,0 +1,72 @@
+"""Ranks that are forked from one process: torch is imported once, and not by every rank.
+
+    python tests/ranks/forked.py RANKS PROGRAM [argument ...]
+
+Imports the program, forks the ranks, and calls its ``main()`` in each with the environment that
+torchrun sets. The exit code is 0 when every rank's is; the first other one ends the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def fork(work: Callable[[], object], **environment: str) -> int:
+    """Return the process id of a child that calls ``work``, and does nothing else."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ.update(environment)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> int:
+    sys.argv.pop(0)
+    ranks, program = int(sys.argv.pop(0)), Path(sys.argv[0])
+    sys.path[:0] = [str(program.parent), *map(str, Path(__file__).resolve().parents[1:3])]
+    work = import_module(program.stem).main
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    running = {fork(work, RANK=str(n), LOCAL_RANK=str(n), **common) for n in range(ranks)}
+    # The store has threads, so it is opened after the forks; until then connections wait.
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    failed = False
+    while running:
+        child, status = os.wait()
+        running.discard(child)
+        if status and not failed:
+            failed = True
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    del store
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
