@@ -15,6 +15,18 @@ from dcp_placements.errors import Fault, PlacementError, raise_faults
 Path = tuple[str | int, ...]
 
 
+class RenameError(PlacementError):
+    """Why a key has no name in the checkpoint; becomes a ``Fault`` with the key."""
+
+    def __init__(self, headline: str, *details: str) -> None:
+        super().__init__("\n    ".join((headline, *details)))
+        self.headline = headline
+        self.details = details
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RenameError, (self.headline, *self.details)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What a rename says of a tensor that is one row of a stacked one in the checkpoint.
@@ -29,6 +41,9 @@ class Row:
             row.
         within: Of what the stack is a row itself, from the inside out: its layer, say, where the
             checkpoint has one tensor ``[layers, experts, ...]``. Only their numbers count.
+
+    Raises:
+        PlacementError: An index that is not among the rows.
     """
 
     fqn: str
@@ -37,10 +52,24 @@ class Row:
     dim: int = 0
     within: tuple[Row, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.total:
+            raise RenameError(f"rename() gave row {self.index} of {self.total} for it")
+
     @property
     def rows(self) -> tuple[Row, ...]:
         """Itself and what it is within, from the inside out."""
         return (self, *self.within)
+
+    @property
+    def axes(self) -> tuple[tuple[int, int], ...]:
+        """``(total, dim)`` of each of ``rows``: equal for all rows of one stack."""
+        return tuple([(row.total, row.dim) for row in self.rows])
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """``index`` of each of ``rows``: another one for each row of a stack."""
+        return tuple([row.index for row in self.rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +85,11 @@ class Rows:
     fqn: str
     stacked: str
     dim: int = 0
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The checkpoint's keys of one row."""
+        return (self.fqn,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +179,6 @@ class Unstacked:
     path: Path | None
 
 
-class RenameError(PlacementError):
-    """Why a key has no name in the checkpoint; becomes a ``Fault`` with the key."""
-
-    def __init__(self, headline: str, *details: str) -> None:
-        super().__init__("\n    ".join((headline, *details)))
-        self.headline = headline
-        self.details = details
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RenameError, (self.headline, *self.details)
-
-
 def rename_keys(
     state_dict: dict[str, Any], mappings: dict[str, Path], rename: Rename | None
 ) -> tuple[dict[str, Any], dict[str, Path]]:
@@ -218,12 +240,7 @@ def _add_row(
     faults: list[Fault],
 ) -> bool:
     """Take in one row, if its key is one of rows."""
-    beyond = [one for one in row.rows if not 0 <= one.index < one.total]
-    if beyond:
-        rows = ", ".join([f"row {one.index} of {one.total}" for one in beyond])
-        faults.append(Fault(held[0], f"rename() gave {rows} for it"))
-        return True
-    axes = tuple([(one.total, one.dim) for one in row.rows])
+    axes = row.axes
     known = renamed.get(row.fqn)
     if known is None and row.fqn not in source:
         known = renamed[row.fqn] = Stacked(axes)
@@ -233,15 +250,16 @@ def _add_row(
         faults.append(
             Fault(
                 row.fqn,
-                f"rename() stacks {source[row.fqn]} as one of {_format_axes(known.axes)}, and "
-                f"{held[0]} as one of {_format_axes(axes)}",
+                f"rename() stacks {source[row.fqn]} as one of {format_axes(known.axes)}, and "
+                f"{held[0]} as one of {format_axes(axes)}",
             )
         )
-    known.rows.append((tuple([one.index for one in row.rows]), *held))
+    known.rows.append((row.indices, *held))
     return True
 
 
-def _format_axes(axes: tuple[tuple[int, int], ...]) -> str:
+def format_axes(axes: tuple[tuple[int, int], ...]) -> str:
+    """Return ``Row.axes`` as short text."""
     return " within ".join([f"{total} rows on dim {dim}" for total, dim in axes])
 
 

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hazard_scenes import digest_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import Shard
@@ -28,7 +29,7 @@ from dcp_placements import (
     Row,
     Stack,
 )
-from dcp_placements.formats.huggingface.assembly import assemble
+from dcp_placements.formats.huggingface.export import export_safetensors
 from dcp_placements.testing import FakeDTensor, World, cut
 from dcp_placements.testing.megatron import MegatronModel
 from dcp_placements.testing.megatron_dist import write_torch_dist
@@ -306,9 +307,28 @@ def test_names_tell_both_rows_and_keys_must_have_both(tmp_path: Path) -> None:
         )
     )
     assert "one of 8 rows on dim 0 within 4 rows on dim 0, and" in told
-    nothing: Any = None
-    _, faults = assemble({"layers.0.experts.1.w": nothing}, rename)
-    assert "is a row of a row" in faults[0].headline
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (1, 2), (2, 0)])
+def test_the_export_stacks_rows_of_rows_as_the_planner_does(
+    tmp_path: Path, dims: tuple[int, int]
+) -> None:
+    rename = Renames(Stack("e.{}", 3, dim=dims[0]), Stack("l.{}", 2, dim=dims[1]))
+    held = {f"l.{i}.e.{j}.w": matrix(i, j) for i in range(2) for j in range(3)}
+    dcp.save(dict(held), checkpoint_id=tmp_path / "rows", no_dist=True)
+    planner = PlacementSavePlanner(rename=rename)
+    dcp.save(dict(held), checkpoint_id=tmp_path / "stacked", planner=planner, no_dist=True)
+    for name, options in (("rows", {"rename": rename}), ("stacked", {})):
+        export_safetensors(tmp_path / name, tmp_path / f"{name}.out", **options)
+    exported, stacked = (
+        load_file(tmp_path / f"{name}.out" / "model.safetensors") for name in ("rows", "stacked")
+    )
+    assert_equal(exported, stacked)
+    by_layer = [torch.stack([matrix(i, j) for j in range(3)], dims[0]) for i in range(2)]
+    assert_equal(exported, {"l.e.w": torch.stack(by_layer, dims[1])})
+    more = Renames(Stack("e.{}", 4), Stack("l.{}", 2))
+    with pytest.raises(PlacementError, match="of 8 rows these are missing: 3 within 0, 3 within 1"):
+        export_safetensors(tmp_path / "rows", tmp_path / "more", rename=more)
 
 
 @pytest.mark.parametrize("by_layer", [BY_LAYER, (((3, 0), (1,), (2,)), ((1,), (0, 2, 3), ()))])

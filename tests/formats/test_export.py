@@ -302,14 +302,14 @@ def test_names_must_be_one_to_one(tmp_path: Path) -> None:
         )
     told = str(refused.value)
     assert "embed.weight: rename= has no name for it: KeyError" in told
-    assert "norm.weight: rename= has no name for it: it gave None" in told
+    assert "norm.weight: rename= has no name for it: it returned None" in told
     assert "gate: rename= gives this one name to both layers.0.mlp." in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
     with pytest.raises(PlacementError, match=r"to several parts of norm.weight"):
         export_safetensors(
             tmp_path / "ckpt", tmp_path / "out", rename=Split("norm.weight", ("a", "a"))
         )
-    with pytest.raises(PlacementError, match=r"norm.weight: cannot be split: .*\n.*6 on dim 0"):
+    with pytest.raises(PlacementError, match=r"norm.weight: cannot be split: 6 on dim 0"):
         export_safetensors(tmp_path / "ckpt", tmp_path / "out", rename=Split("norm.weight", "abcd"))
 
 

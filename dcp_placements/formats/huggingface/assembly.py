@@ -1,14 +1,15 @@
 """Tensors of one checkpoint made of boxes of another's: renamed, split, unstacked, stacked.
 
-What a rename says of every key becomes a list of blocks: which box of the made tensor is which box
-of which stored one. Nothing is read for that, so all that can be wrong is told before anything is
+The boxes of every rename (``renamed_boxes``) become blocks: which box of the new tensor is which
+box of which stored one. Nothing is read for that, so every fault is reported before anything is
 written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import torch
@@ -17,7 +18,8 @@ from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import intersection
-from dcp_placements.names.keys import Parts, RenameError, Row, Rows
+from dcp_placements.names.boxes import Target, renamed_boxes
+from dcp_placements.names.keys import Parts, Renamed, RenameError, Row, Rows, format_axes
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.offline.box_reads import BoxReader, is_run, pieces
 from dcp_placements.offline.checkpoint import StoredTensor
@@ -147,161 +149,111 @@ def assemble(
     return _Assembler(rename).assemble(tensors)
 
 
+Entry = tuple[str, StoredTensor, Renamed, Target]
+"""A tensor's name and itself, the answer of the rename, and one target of it."""
+
+
 class _Assembler:
     def __init__(self, rename: Rename | None) -> None:
         self.rename = rename
-        self.made: dict[str, Made] = {}
-        self.origin: dict[str, str] = {}
-        self.stacks: dict[str, list[tuple[Row, str, StoredTensor]]] = {}
+        self.entries: dict[str, list[Entry]] = {}
         self.rows: dict[str, int] = {}
         self.states = OptimizerStates()
         self.faults: list[Fault] = []
 
     def assemble(self, tensors: Mapping[str, StoredTensor]) -> tuple[list[Made], list[Fault]]:
-        several: list[tuple[str, StoredTensor, Rows | Parts]] = []
         self.states = OptimizerStates(tensors)
+        answers: list[tuple[str, StoredTensor, Renamed]] = []
         for name, tensor in tensors.items():
-            try:
-                new = name if self.rename is None else self.rename(name)
-            except RenameError as error:
-                self.faults.append(Fault(name, error.headline, error.details))
-                continue
-            except (LookupError, ValueError) as error:
-                self._nameless(name, f"{type(error).__name__}: {error}")
-                continue
-            if isinstance(new, Row) and new.within:
-                self._fault(
-                    new.fqn,
-                    f"{name} is a row of a row: rows are stacked along one dim here",
-                    "way out:     one Stack per key, in rename=",
-                )
-            elif isinstance(new, Row):
-                if new.fqn not in self.stacks:
-                    self._add(name, Made(new.fqn, (), tensor.dtype, ()))
-                self.stacks.setdefault(new.fqn, []).append((new, name, tensor))
-            elif isinstance(new, Rows | Parts):
-                several.append((name, tensor, new))
-            elif isinstance(new, str) and new:
-                block = Block(tensor.whole, tensor, tensor.whole, tuple(range(len(tensor.shape))))
-                self._add(name, Made(new, tensor.shape, tensor.dtype, (block,)))
-            else:
-                self._nameless(name, f"it gave {new!r}")
-        # Scalars of optimizer state ask how many rows their parameter has.
-        for name, tensor, told in sorted(several, key=lambda one: not one[1].shape):
-            self._take_apart(name, tensor, told)
-        for fqn, rows in self.stacks.items():
-            self._stack(fqn, rows)
-        return sorted(self.made.values(), key=self._place(tensors)), self.faults
+            answer = self._answer(name)
+            if answer is not None:
+                answers.append((name, tensor, answer))
+        # Scalars of optimizer state come last: they need the number of rows of their parameter.
+        answers.sort(key=lambda one: isinstance(one[2], Rows | Parts) and not one[1].shape)
+        for name, tensor, answer in answers:
+            for target in self._targets(name, tensor, answer):
+                self._add((name, tensor, answer, target))
+        made = {fqn: one for fqn in self.entries if (one := self._made(fqn)) is not None}
+        place = {name: at for at, name in enumerate(tensors)}
+        return sorted(made.values(), key=lambda m: place[self.entries[m.fqn][0][0]]), self.faults
 
-    def _take_apart(self, name: str, tensor: StoredTensor, told: Rows | Parts) -> None:
-        """Make a tensor per row, per part, or per part of each row."""
-        row_dim = told.dim if isinstance(told, Rows) else told.rows
-        fqns = (told.fqn,) if isinstance(told, Rows) else told.fqns
-        shape = tensor.shape
+    def _answer(self, name: str) -> Renamed | None:
+        """Return the answer of the rename; None, with a fault, where it has none."""
+        try:
+            new = name if self.rename is None else self.rename(name)
+        except RenameError as error:
+            self._fault(name, error.headline, *error.details)
+            return None
+        except (LookupError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            if isinstance(new, Row | Rows | Parts) or (isinstance(new, str) and new):
+                return new
+            reason = f"it returned {new!r}"
+        self._fault(name, f"rename= has no name for it: {reason}", NAMELESS)
+        return None
+
+    def _targets(self, name: str, tensor: StoredTensor, answer: Renamed) -> list[Target]:
         state = self.states.of(name)
-        run = name if state is None else state.parameter
-        if not shape:
-            count = self.rows.get(run, 1)
-            block = Block(tensor.whole, tensor, tensor.whole, ())
-            for number in range(count):
-                for fqn in fqns:
-                    at = fqn.replace("{}", str(number))
-                    self._add(name, Made(at, (), tensor.dtype, (block,)))
-            return
-        if row_dim is not None and not -len(shape) <= row_dim < len(shape):
-            self._fault(name, f"cannot be unstacked on dim {row_dim}: its shape is {shape}")
-            return
-        rest = list(range(len(shape)))
-        if row_dim is not None:
-            rest.pop(row_dim)
-        count = 1 if row_dim is None else shape[row_dim]
-        self.rows[run] = count
-        part_dim, spans = None, [[(0, 0)]]
-        if isinstance(told, Parts):
-            try:
-                part_dim = rest[told.dim]
-                spans = told.spans(shape[part_dim])
-            except (IndexError, ValueError) as error:
-                self._fault(name, f"cannot be split: its shape is {shape}", str(error))
-                return
-        for number in range(count):
-            for fqn, runs_of_part in zip(fqns, spans, strict=True):
-                at = fqn.replace("{}", str(number))
-                blocks = []
-                made = list(shape)
-                if part_dim is not None:
-                    made[part_dim] = sum(stop - start for start, stop in runs_of_part)
-                filled = 0
-                for start, stop in runs_of_part:
-                    offsets, sizes, place = [0] * len(shape), list(shape), [0] * len(shape)
-                    if row_dim is not None:
-                        offsets[row_dim], sizes[row_dim] = number, 1
-                    if part_dim is not None:
-                        offsets[part_dim], sizes[part_dim] = start, stop - start
-                        place[part_dim] = filled
-                        filled += stop - start
-                    blocks.append(
-                        Block(
-                            Box(_picked(place, rest), _picked(sizes, rest)),
-                            tensor,
-                            Box(tuple(offsets), tuple(sizes)),
-                            tuple(rest),
-                        )
-                    )
-                self._add(name, Made(at, _picked(made, rest), tensor.dtype, tuple(blocks)))
+        parameter = name if state is None else state.parameter
+        try:
+            targets = renamed_boxes(answer, tensor.shape, rows=self.rows.get(parameter, 1))
+        except RenameError as error:
+            self._fault(name, error.headline, *error.details)
+            return []
+        if isinstance(answer, Rows | Parts) and tensor.shape:
+            self.rows[parameter] = len(targets) // len(answer.fqns)
+        return targets
 
-    def _stack(self, fqn: str, rows: list[tuple[Row, str, StoredTensor]]) -> None:
-        """Make one tensor of its rows."""
-        kinds = {(row.total, row.dim, tensor.dtype, tensor.shape) for row, _, tensor in rows}
+    def _add(self, entry: Entry) -> None:
+        name, _, answer, target = entry
+        entries = self.entries.setdefault(target.fqn, [])
+        if entries and not (isinstance(answer, Row) and isinstance(entries[0][2], Row)):
+            first = entries[0][0]
+            both = f"to both {first} and {name}" if first != name else f"to several parts of {name}"
+            self._fault(target.fqn, f"rename= gives this one name {both}")
+            return
+        entries.append(entry)
+
+    def _made(self, fqn: str) -> Made | None:
+        """Return a tensor of all its entries; None, with a fault, where rows do not fit or lack."""
+        entries = self.entries[fqn]
+        kinds = {
+            (answer.axes if isinstance(answer, Row) else (), tensor.dtype, tensor.shape)
+            for _, tensor, answer, _ in entries
+        }
         if len(kinds) > 1:
-            told = [f"{name}: {t.dtype}, {t.shape}, of {row.total}" for row, name, t in rows[:4]]
-            self._fault(fqn, "rows of different dtypes, shapes or totals cannot be stacked", *told)
-            return
-        ((total, dim, dtype, shape),) = kinds
-        if not -len(shape) - 1 <= dim <= len(shape):
-            self._fault(fqn, f"rows of shape {shape} cannot be stacked on dim {dim}")
-            return
-        dim %= len(shape) + 1
-        names: dict[int, str] = {}
-        blocks = []
-        for row, name, tensor in rows:
-            if row.index in names:
-                self._fault(fqn, f"both {names[row.index]} and {name} are row {row.index} of it")
-            names[row.index] = name
-            dims = list(range(len(shape)))
-            box = Box(
-                (*(0,) * dim, row.index, *(0,) * (len(shape) - dim)),
-                (*shape[:dim], 1, *shape[dim:]),
-            )
-            blocks.append(Block(box, tensor, tensor.whole, (*dims[:dim], None, *dims[dim:])))
-        missing = [str(number) for number in range(total) if number not in names]
+            details = [
+                f"{name}: {tensor.dtype}, {tensor.shape}, of {format_axes(answer.axes)}"
+                for name, tensor, answer, _ in entries[:4]
+                if isinstance(answer, Row)
+            ]
+            headline = "rows of different dtypes, shapes or totals cannot be stacked"
+            self._fault(fqn, headline, *details)
+            return None
+        names: dict[tuple[int, ...], str] = {}
+        for name, _, answer, _ in entries:
+            if isinstance(answer, Row):
+                if answer.indices in names:
+                    row = " within ".join(map(str, answer.indices))
+                    self._fault(fqn, f"both {names[answer.indices]} and {name} are row {row} of it")
+                names[answer.indices] = name
+        ((axes, dtype, _),) = kinds
+        rows = product(*[range(total) for total, _ in axes]) if axes else ()
+        missing = [" within ".join(map(str, row)) for row in rows if row not in names]
         if missing:
-            self._fault(fqn, f"of {total} rows these are missing: {format_names(missing)}")
-            return
-        made = (*shape[:dim], total, *shape[dim:])
-        self.made[fqn] = Made(fqn, made, dtype, tuple(blocks))
-
-    def _add(self, name: str, made: Made) -> None:
-        known = self.origin.setdefault(made.fqn, name)
-        if made.fqn in self.made:
-            both = f"to both {known} and {name}" if known != name else f"to several parts of {name}"
-            self._fault(made.fqn, f"rename= gives this one name {both}")
-            return
-        self.made[made.fqn] = made
-
-    def _place(self, tensors: Mapping[str, StoredTensor]) -> Callable[[Made], int]:
-        order = {name: place for place, name in enumerate(tensors)}
-        return lambda made: order[self.origin[made.fqn]]
-
-    def _nameless(self, name: str, told: str) -> None:
-        self._fault(name, f"rename= has no name for it: {told}", *_NAMELESS)
+            count = prod([total for total, _ in axes])
+            self._fault(fqn, f"of {count} rows these are missing: {format_names(missing)}")
+            return None
+        blocks = [
+            Block(box, tensor, at, target.dims)
+            for _, tensor, _, target in entries
+            for at, box in target.boxes
+        ]
+        return Made(fqn, entries[0][3].shape, dtype, tuple(blocks))
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(fqn, headline, details))
 
 
-_NAMELESS = ("way out:     a name for every key; exclude= of an export leaves keys out",)
-
-
-def _picked(values: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
-    return tuple([values[dim] for dim in dims])
+NAMELESS = "way out:     a name for every key; exclude= of an export leaves keys out"

@@ -1,0 +1,212 @@
+"""What a rename means for boxes: which elements of a tensor are which of the tensors it makes.
+
+One answer of a rename (a name, a ``Row``, ``Rows`` or ``Parts``) and the shape of the tensor give
+the targets: the checkpoint's tensors and, for each, pairs of equal boxes. Integers only. The
+planners use it for the chunks of a rank, the command line for whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dcp_placements.layout.sharding import Box, Chunk
+from dcp_placements.layout.tiling import intersection
+from dcp_placements.names.keys import Parts, Renamed, RenameError, Row, Rows
+
+Shape = tuple[int, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor that a rename makes of a source tensor, or adds the source tensor to.
+
+    Attributes:
+        fqn: Its key.
+        shape: Its whole shape, in elements.
+        dims: For each of its dims the source's; None for the dim of a stack, where the source has
+            one index. The source's other dims have one index, too.
+        boxes: Pairs ``(source box, target box)`` of equal elements, each in its own coordinates.
+    """
+
+    fqn: str
+    shape: Shape
+    dims: tuple[int | None, ...]
+    boxes: tuple[tuple[Box, Box], ...]
+
+    def chunks(self, chunks: Iterable[Chunk], at: int = 0) -> tuple[Chunk, ...]:
+        """Return the chunks of the source as chunks of this tensor.
+
+        Args:
+            chunks: What a rank holds of the source; its local tensor has the source's dims.
+            at: The local offset along the dims that the source lacks.
+        """
+        found = []
+        for chunk in chunks:
+            for source, target in self.boxes:
+                shared = intersection(chunk.box, source)
+                if shared is None:
+                    continue
+                local, offsets, sizes = [], [], []
+                for dim, origin in enumerate(self.dims):
+                    start = target.offsets[dim]
+                    if origin is None:
+                        local.append(at)
+                        offsets.append(start)
+                        sizes.append(1)
+                        continue
+                    first = shared.offsets[origin]
+                    local.append(chunk.local_offsets[origin] + first - chunk.offsets[origin])
+                    offsets.append(start + first - source.offsets[origin])
+                    sizes.append(shared.sizes[origin])
+                found.append(Chunk(tuple(local), tuple(offsets), tuple(sizes)))
+        return tuple(found)
+
+    def of_row(self, number: int, dim: int) -> Target:
+        """Return the same target where the source is one row of a tensor with one dim more.
+
+        Args:
+            number: The index of the row, which replaces ``{}`` in the key.
+            dim: The dim of the larger tensor that the rows lie along.
+        """
+        boxes = [
+            (Box(inserted(source.offsets, dim, number), inserted(source.sizes, dim, 1)), target)
+            for source, target in self.boxes
+        ]
+        dims = [None if origin is None else origin + (origin >= dim) for origin in self.dims]
+        fqn = self.fqn.replace("{}", str(number))
+        return Target(fqn, self.shape, tuple(dims), tuple(boxes))
+
+
+def renamed_boxes(name: Renamed, shape: Shape, *, rows: int = 1) -> list[Target]:
+    """Return what a tensor becomes under the name that a rename gives it.
+
+    >>> (target,) = renamed_boxes(Row("experts.w", 2, 8), (4, 3))
+    >>> target.shape, target.dims, target.boxes[0][1]
+    ((8, 4, 3), (None, 0, 1), Box(offsets=(2, 0, 0), sizes=(1, 4, 3)))
+    >>> q, k = renamed_boxes(Parts(("q", "k"), "qk", 0, (2, 1), groups=2), (6,))
+    >>> [(source.offsets, target.offsets) for source, target in q.boxes]
+    [((0,), (0,)), ((3,), (2,))]
+
+    Args:
+        name: The answer of the rename.
+        shape: The whole shape of the tensor, in elements.
+        rows: For a scalar, how many rows its parameter has. Any other shape has its own number.
+
+    Returns:
+        One target for a name or a ``Row``; for ``Rows`` and ``Parts`` one per row and part, rows
+        outermost. The boxes tile the source and, except for a ``Row``, each target.
+
+    Raises:
+        RenameError: The tensor does not have the dims of ``name``, or the parts do not fit it.
+    """
+    if isinstance(name, str):
+        return [_equal_target(name, shape)]
+    if isinstance(name, Row):
+        return [row_target(name, shape)]
+    dim = row_dim(name, shape)
+    if dim is None:
+        return part_targets(name, shape)
+    if not shape:
+        numbered = [fqn.replace("{}", str(number)) for number in range(rows) for fqn in name.fqns]
+        return [_equal_target(fqn, ()) for fqn in numbered]
+    parts = part_targets(name, removed(shape, dim))
+    return [part.of_row(number, dim) for number in range(shape[dim]) for part in parts]
+
+
+def row_target(row: Row, shape: Shape) -> Target:
+    """Return the stack that a tensor is a row of, and the box of that row.
+
+    A scalar lacks the dims of its parameter: its rows lie along the nearest dim that exists.
+
+    Raises:
+        RenameError: A stack along a dim that it does not have.
+    """
+    dims: list[int] = []
+    for one in row.rows:
+        ndim = len(shape) + len(dims) + 1
+        dim = one.dim if shape else min(max(one.dim, -ndim), ndim - 1)
+        if not -ndim <= dim < ndim:
+            raise RenameError(f"cannot stack rows of shape {shape} on dim {dim}")
+        dims = [*[known + (known >= dim % ndim) for known in dims], dim % ndim]
+    rows = dict(zip(dims, row.rows, strict=True))
+    sources = iter(range(len(shape)))
+    origins = [None if dim in rows else next(sources) for dim in range(len(shape) + len(rows))]
+    whole = Box((0,) * len(shape), shape)
+    box = Box(
+        tuple([rows[d].index if d in rows else 0 for d in range(len(origins))]),
+        tuple([1 if origin is None else shape[origin] for origin in origins]),
+    )
+    stack = tuple([rows[d].total if d in rows else size for d, size in enumerate(box.sizes)])
+    return Target(row.fqn, stack, tuple(origins), ((whole, box),))
+
+
+def row_dim(name: Rows | Parts, shape: Shape) -> int | None:
+    """Return the dim that the rows of a tensor lie along, from 0; None where it has no rows.
+
+    Raises:
+        RenameError: The tensor does not have that dim.
+    """
+    dim = name.dim if isinstance(name, Rows) else name.rows
+    if dim is None or not shape:
+        return None if dim is None else 0
+    if not -len(shape) <= dim < len(shape):
+        raise RenameError(f"cannot be unstacked on dim {dim}: its shape is {shape}")
+    return dim % len(shape)
+
+
+def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
+    """Return the targets of one row, or of a tensor that has no rows; ``{}`` stays in the keys.
+
+    Args:
+        name: The answer of the rename.
+        shape: The whole shape of the row.
+
+    Raises:
+        RenameError: The parts do not fit ``shape``.
+    """
+    if isinstance(name, Rows) or not shape:
+        return [_equal_target(fqn, shape) for fqn in name.fqns]
+    if not -len(shape) <= name.dim < len(shape):
+        raise RenameError(f"cannot be split: there is no dim {name.dim}, the shape is {shape}")
+    dim = name.dim % len(shape)
+    try:
+        spans = name.spans(shape[dim])
+    except ValueError as error:
+        raise RenameError(f"cannot be split: {error}") from None
+    origin = (0,) * len(shape)
+    targets = []
+    for fqn, runs in zip(name.fqns, spans, strict=True):
+        boxes = []
+        size = 0
+        for start, stop in runs:
+            sizes = replaced(shape, dim, stop - start)
+            boxes.append(
+                (Box(replaced(origin, dim, start), sizes), Box(replaced(origin, dim, size), sizes))
+            )
+            size += stop - start
+        part = replaced(shape, dim, size)
+        targets.append(Target(fqn, part, tuple(range(len(shape))), tuple(boxes)))
+    return targets
+
+
+def _equal_target(fqn: str, shape: Shape) -> Target:
+    whole = Box((0,) * len(shape), shape)
+    return Target(fqn, shape, tuple(range(len(shape))), ((whole, whole),))
+
+
+def inserted(values: Sequence[T], dim: int, value: T) -> tuple[T, ...]:
+    """Return one value per dim with one more, which comes to stand at ``dim``."""
+    return (*values[:dim], value, *values[dim:])
+
+
+def replaced(values: Sequence[T], dim: int, value: T) -> tuple[T, ...]:
+    """Return one value per dim with another one at ``dim``."""
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def removed(values: Sequence[T], dim: int) -> tuple[T, ...]:
+    """Return one value per dim without the one at ``dim``."""
+    return (*values[:dim], *values[dim + 1 :])
