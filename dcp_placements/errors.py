@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 MAX_FAULTS_TOLD = 40
 """Different faults told in full; beyond, the error counts the rest by FQN."""
@@ -42,18 +43,20 @@ class Fault:
         place: Facts that are this key's alone; told of the first of several keys.
     """
 
+    JSON: ClassVar[str] = "fqn headline details=facts"
+
     fqn: str
     headline: str
     details: tuple[str, ...] = ()
     place: tuple[str, ...] = ()
 
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """All lines below the headline."""
+        return (*self.place, *self.details)
+
     def __str__(self) -> str:
         return _told([self.fqn], self)
-
-    def as_json(self) -> dict[str, object]:
-        """Return it as plain values."""
-        details = [*self.place, *self.details]
-        return {"fqn": self.fqn, "headline": self.headline, "details": details}
 
 
 def format_faults(opening: str, faults: Iterable[Fault], noun: str = "fault") -> str:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from dcp_placements.errors import format_name, format_names, format_nbytes
+from dcp_placements.offline.as_json import to_json
 
 DELAY_S = 1.0
 """What takes less has no progress bar."""
@@ -25,8 +26,8 @@ def complain(text: str) -> None:
 
 
 def print_json(told: Any) -> None:
-    """Print a JSON document."""
-    print(json.dumps(told, indent=2, default=str))
+    """Print a JSON document: results and plain values."""
+    print(json.dumps(to_json(told), indent=2, default=str))
 
 
 def say(*lines: str) -> None:

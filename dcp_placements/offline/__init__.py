@@ -24,6 +24,7 @@ __all__ = [
     "rehearse",
     "rescue",
     "save_figure",
+    "to_json",
     "verify",
 ]
 
@@ -46,6 +47,7 @@ _HOMES = {
     "rehearse": "dcp_placements.offline.rehearsal",
     "rescue": "dcp_placements.offline.repairs.rescue",
     "save_figure": "dcp_placements.offline.views.picture",
+    "to_json": "dcp_placements.offline.as_json",
     "verify": "dcp_placements.offline.checks.verification",
 }
 

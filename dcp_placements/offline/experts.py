@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import overlaps, uncovered
@@ -66,22 +66,14 @@ class ExpertLayer:
         doubles: Those of which some element is stored twice.
     """
 
+    JSON: ClassVar[str] = "stacked tensors experts gaps doubles"
+
     layer: str
     stacked: bool
     tensors: tuple[str, ...]
     experts: tuple[int, ...]
     gaps: tuple[int, ...]
     doubles: tuple[int, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            "stacked": self.stacked,
-            "tensors": list(self.tensors),
-            "experts": list(self.experts),
-            "gaps": list(self.gaps),
-            "doubles": list(self.doubles),
-        }
 
 
 def find_experts(tensors: Iterable[StoredTensor]) -> tuple[ExpertLayer, ...]:

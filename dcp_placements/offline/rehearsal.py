@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -72,20 +72,6 @@ class RankRehearsal:
     reads: int
     files: int
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            "rank": self.rank,
-            "coordinate": list(self.coordinate),
-            "wanted_bytes": self.wanted_nbytes,
-            "memory_bytes": self.memory_nbytes,
-            "slices_bytes": self.slices_nbytes,
-            "chunks_bytes": self.chunks_nbytes,
-            "exchange_bytes": self.exchange_nbytes,
-            "reads": self.reads,
-            "files": self.files,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
@@ -103,6 +89,10 @@ class Rehearsal:
         unique_nbytes: Bytes of the whole tensors that are wanted, each once.
     """
 
+    JSON: ClassVar[str] = (
+        "loads axes faults notes missing unread unmatched replicated unique_nbytes ranks"
+    )
+
     axes: Mapping[str, int]
     ranks: tuple[RankRehearsal, ...]
     faults: tuple[Fault, ...]
@@ -117,21 +107,6 @@ class Rehearsal:
     def loads(self) -> bool:
         """Whether nothing stands against it."""
         return not self.faults and not self.missing
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values, in the schema that README.md documents."""
-        return {
-            "loads": self.loads,
-            "axes": dict(self.axes),
-            "faults": [fault.as_json() for fault in self.faults],
-            "notes": [note.as_json() for note in self.notes],
-            "missing": list(self.missing),
-            "unread": list(self.unread),
-            "unmatched": list(self.unmatched),
-            "replicated": self.replicated,
-            "unique_bytes": self.unique_nbytes,
-            "ranks": [rank.as_json() for rank in self.ranks],
-        }
 
 
 def rehearse(

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline import CannotLook, diff, verify
+from dcp_placements.offline import CannotLook, diff, to_json, verify
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.differences.comparing import Tally
@@ -122,7 +122,7 @@ def test_nans_and_infinities(tmp_path: Path) -> None:
     (found,) = diff(tmp_path / "a", tmp_path / "b").differences
     assert (found.differing, found.nans, found.max_abs) == (3, 1, math.inf)
     assert found.first == ((3,), "-inf", "inf")
-    assert json.loads(json.dumps(found.as_json()))["max_abs"] == "inf"
+    assert json.loads(json.dumps(to_json(found)))["max_abs"] == "inf"
     (found,) = diff(tmp_path / "a", tmp_path / "b", atol=1.0).differences
     assert found.differing == 2
 

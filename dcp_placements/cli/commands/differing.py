@@ -30,7 +30,7 @@ def diff_command(
             a, b, fqn=fqn, rtol=rtol, atol=atol, rename=renamed, memory=memory, progress=step
         )
     if json:
-        print_json(found.as_json())
+        print_json(found)
     else:
         _print(found)
     return 0 if found.same else 1

@@ -12,6 +12,7 @@ from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Json, MeshSpec
 from dcp_placements.cli.printing import counted, print_json, print_table, progress, say, size
 from dcp_placements.errors import format_names, format_ranks
+from dcp_placements.offline.as_json import to_json
 from dcp_placements.offline.declared import parse_mesh
 from dcp_placements.offline.repairs.diagnosis import OVERWRITTEN, UNCLEAR, Diagnosis, ExpertTensor
 from dcp_placements.offline.repairs.rescue import LIST
@@ -38,11 +39,11 @@ def doctor_command(
         experts_per_layer=experts_per_layer,
         axes=None if mesh is None else parse_mesh(mesh),
     )
-    told = found.as_json()
+    told = to_json(found)
     if rescue is not None:
         with progress("rescue") as step:
             rescued = offline.rescue(checkpoint, found, rescue, progress=step)
-        told["rescue"] = rescued.as_json()
+        told["rescue"] = to_json(rescued)
     if json:
         print_json(told)
         return 0 if found.healthy else 1

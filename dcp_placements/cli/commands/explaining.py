@@ -37,7 +37,7 @@ def explain_command(
         rank=rank,
     )
     if json:
-        print_json(found.as_json())
+        print_json(found)
     else:
         _print(found)
     return 0

@@ -79,7 +79,7 @@ def export_command(
                 **asked,
             )
     if json:
-        print_json(told.as_json())
+        print_json(told)
     else:
         say_text(str(told))
     return 0

@@ -88,7 +88,7 @@ def _refuse(options: dict[str, Any], source: str) -> None:
 
 def _tell(report: ImportReport | ImportedSafetensors, *, json: bool) -> int:
     if json:
-        print_json(report.as_json())
+        print_json(report)
     else:
         say_text(str(report))
     return 0

@@ -23,7 +23,7 @@ def inspect_command(
     """List tensors, objects, files, and what the checkpoint says of its making."""
     found = offline.inspect(ckpt, fqn=fqn, experts=experts)
     if json:
-        print_json(found.as_json())
+        print_json(found)
     else:
         _print(found)
     return 0

@@ -35,7 +35,7 @@ def megatron_command(
         pipeline_parallel_size=pipeline_parallel_size,
     )
     if json:
-        print_json(found.as_json())
+        print_json(found)
     else:
         say_text(str(found))
     return 0 if found.fits else 1

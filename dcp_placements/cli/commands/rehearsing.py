@@ -52,7 +52,7 @@ def rehearse_command(
         expect=None if expect is None else _keys(expect),
     )
     if json:
-        print_json(found.as_json())
+        print_json(found)
     else:
         _print(found)
     return 0 if found.loads else 1

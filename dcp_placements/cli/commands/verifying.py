@@ -29,7 +29,7 @@ def verify_command(
             ckpt, contents=contents, digests=digests, memory=memory, progress=step
         )
     if json:
-        print_json(found.as_json())
+        print_json(found)
     else:
         _print(found)
     return 0 if found.sound else 1

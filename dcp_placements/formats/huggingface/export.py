@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 
@@ -49,6 +49,8 @@ class Exported:
         directly: Bytes that were copied from file to file as they were.
     """
 
+    JSON: ClassVar[str] = "source out files tensors prefix left_out tied kept"
+
     source: str
     out: str
     files: Mapping[str, int]
@@ -58,19 +60,6 @@ class Exported:
     tied: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     directly: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what the command prints with ``--json``."""
-        return {
-            "source": self.source,
-            "out": self.out,
-            "files": dict(self.files),
-            "tensors": self.tensors,
-            "prefix": self.prefix,
-            "left_out": list(self.left_out),
-            "tied": list(self.tied),
-            "kept": list(self.kept),
-        }
 
     def __str__(self) -> str:
         total = format_nbytes(sum(self.files.values()))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 from dcp_placements.errors import PlacementError, format_nbytes, raise_faults
 from dcp_placements.formats.huggingface.assembly import Made, Rename, assemble
@@ -31,23 +31,21 @@ class ImportedSafetensors:
         nbytes: Written: the bytes of the whole tensors.
     """
 
+    JSON: ClassVar[str] = "source out keys=tensors nbytes"
+
     source: str
     out: str
     keys: tuple[str, ...]
     nbytes: int
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what the command prints with ``--json``."""
-        return {
-            "source": self.source,
-            "out": self.out,
-            "keys": len(self.keys),
-            "bytes": self.nbytes,
-        }
+    @property
+    def tensors(self) -> int:
+        """How many were written."""
+        return len(self.keys)
 
     def __str__(self) -> str:
         return (
-            f"import of {len(self.keys)} tensors from {self.source}\n"
+            f"import of {self.tensors} tensors from {self.source}\n"
             f"    written:   {format_nbytes(self.nbytes)} to {self.out}"
         )
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.formats.megatron.axes import (
@@ -75,6 +75,8 @@ class MegatronLayout:
         coordinates: The position of each directory's writer; empty if ambiguous.
     """
 
+    JSON: ClassVar[str] = "layout fields reason pattern loader mismatches files"
+
     path: Path
     format: str
     layout: str | None
@@ -92,18 +94,6 @@ class MegatronLayout:
     def fits(self) -> bool:
         """Whether nothing is missing, contradictory or ambiguous."""
         return not self.mismatches and self.layout != "ambiguous"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what the command prints with ``--json``."""
-        return {
-            "layout": self.layout,
-            "fields": self.fields,
-            "reason": self.reason,
-            "pattern": self.pattern,
-            "loader": self.loader,
-            "mismatches": list(self.mismatches),
-            "files": list(self.files),
-        }
 
     def __str__(self) -> str:
         lines = [

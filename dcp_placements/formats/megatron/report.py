@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from dcp_placements.errors import format_name, format_nbytes
 from dcp_placements.formats.megatron.layout import MegatronLayout
@@ -46,6 +46,10 @@ class ImportReport:
         notes: What to look at.
     """
 
+    JSON: ClassVar[str] = (
+        "source out keys=tensors nbytes source_nbytes copies tied padding left_out notes"
+    )
+
     source: str
     out: str
     layout: MegatronLayout
@@ -63,27 +67,14 @@ class ImportReport:
         out = sum(part.nbytes for part in self.left_out)
         return self.nbytes + self.copies + self.tied + self.padding + out
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what the command prints with ``--json``."""
-        return {
-            "source": self.source,
-            "out": self.out,
-            "keys": len(self.keys),
-            "bytes": self.nbytes,
-            "source_bytes": self.source_nbytes,
-            "copies": self.copies,
-            "tied": self.tied,
-            "padding": self.padding,
-            "left_out": [
-                {"what": p.what, "why": p.why, "entries": p.entries, "bytes": p.nbytes}
-                for p in self.left_out
-            ],
-            "notes": list(self.notes),
-        }
+    @property
+    def tensors(self) -> int:
+        """How many were written."""
+        return len(self.keys)
 
     def __str__(self) -> str:
         lines = [
-            f"import of {len(self.keys)} tensors from {self.source}",
+            f"import of {self.tensors} tensors from {self.source}",
             f"    layout:    {self.layout.reason}",
             f"    source:    {format_nbytes(self.source_nbytes)} in {len(self.layout.files)} files",
             f"    written:   {format_nbytes(self.nbytes)} to {self.out}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Box
@@ -31,15 +30,6 @@ class CheckpointFault:
     tensors: tuple[str, ...]
     files: tuple[str, ...]
     message: str
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            "kind": self.kind,
-            "tensors": list(self.tensors),
-            "files": list(self.files),
-            "message": self.message,
-        }
 
 
 @dataclass(frozen=True, slots=True)

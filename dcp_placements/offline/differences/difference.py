@@ -6,8 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import isinf
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,6 +42,8 @@ class Difference:
         first: Of the first differing element in C order: index, and both values.
     """
 
+    JSON: ClassVar[str] = "kind fqn message elements differing max_abs nans first=first_element"
+
     kind: str
     fqn: str
     message: str
@@ -52,22 +53,12 @@ class Difference:
     nans: int = 0
     first: tuple[tuple[int, ...], Any, Any] | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        first = None
-        if self.first is not None:
-            first = {"index": list(self.first[0]), "a": self.first[1], "b": self.first[2]}
-        largest = self.max_abs
-        return {
-            "kind": self.kind,
-            "fqn": self.fqn,
-            "message": self.message,
-            "elements": self.elements,
-            "differing": self.differing,
-            "max_abs": "inf" if largest is not None and isinf(largest) else largest,
-            "nans": self.nans,
-            "first": first,
-        }
+    @property
+    def first_element(self) -> dict[str, Any] | None:
+        """``first`` by the names of its parts."""
+        if self.first is None:
+            return None
+        return dict(zip(("index", "a", "b"), self.first, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +74,8 @@ class Diff:
         nbytes: Their bytes, as the first holds them.
     """
 
+    JSON: ClassVar[str] = "a=one b=other same differences notes compared"
+
     one: str
     other: str
     differences: tuple[Difference, ...]
@@ -95,16 +88,10 @@ class Diff:
         """Whether nothing differs."""
         return not self.differences
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values, in the schema that README.md documents."""
-        return {
-            "a": self.one,
-            "b": self.other,
-            "same": self.same,
-            "differences": [difference.as_json() for difference in self.differences],
-            "notes": list(self.notes),
-            "compared": {"tensors": self.tensors, "bytes": self.nbytes},
-        }
+    @property
+    def compared(self) -> dict[str, int]:
+        """How much was compared."""
+        return {"tensors": self.tensors, "bytes": self.nbytes}
 
 
 def diff(

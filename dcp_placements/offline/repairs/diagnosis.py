@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from dcp_placements.errors import CannotLook, format_ranks
 from dcp_placements.layout.sharding import Box
@@ -48,11 +48,6 @@ class Survivor:
     expert: int | None
     torn: bool
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        told = {"row": self.row, "ranks": list(self.ranks)}
-        return {**told, "expert": self.expert, "torn": self.torn}
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
@@ -70,6 +65,8 @@ class ExpertTensor:
         survivors: What there is; nothing where it is whole or unclear.
     """
 
+    JSON: ClassVar[str] = "layer state=is_state stored experts verdict reason survivors"
+
     fqn: str
     layer: str
     is_state: bool
@@ -84,18 +81,6 @@ class ExpertTensor:
         """The experts that survived, by their numbers in the model."""
         return tuple(sorted(s.expert for s in self.survivors if s.expert is not None))
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            "layer": self.layer,
-            "state": self.is_state,
-            "stored": self.stored,
-            "experts": self.experts,
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "survivors": [survivor.as_json() for survivor in self.survivors],
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoss:
@@ -109,20 +94,13 @@ class ExpertLoss:
         lost: The others.
     """
 
+    JSON: ClassVar[str] = "experts kept weights_only lost"
+
     layer: str
     experts: int
     kept: tuple[int, ...]
     weights_only: tuple[int, ...]
     lost: tuple[int, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            "experts": self.experts,
-            "kept": list(self.kept),
-            "weights_only": list(self.weights_only),
-            "lost": list(self.lost),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +114,8 @@ class Diagnosis:
         layers: By layer, where a tensor of it is overwritten and the mesh is known.
         sound: Keys that have nothing to do with experts, or whose experts are whole.
     """
+
+    JSON: ClassVar[str] = "path healthy axes tensors layers sound"
 
     path: str
     axes: Mapping[str, int] | None
@@ -151,17 +131,6 @@ class Diagnosis:
     def of(self, verdict: str) -> tuple[ExpertTensor, ...]:
         """Return the tensors with a verdict."""
         return tuple(tensor for tensor in self.tensors.values() if tensor.verdict == verdict)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values, in the schema that README.md documents."""
-        return {
-            "path": self.path,
-            "healthy": self.healthy,
-            "axes": None if self.axes is None else dict(self.axes),
-            "tensors": {fqn: tensor.as_json() for fqn, tensor in self.tensors.items()},
-            "layers": {layer: loss.as_json() for layer, loss in self.layers.items()},
-            "sound": list(self.sound),
-        }
 
 
 def diagnose(

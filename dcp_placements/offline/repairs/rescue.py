@@ -26,6 +26,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.layout.sharding import Box
+from dcp_placements.offline.as_json import to_json
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredTensor
 from dcp_placements.offline.output import Output, new_file, write_file
@@ -66,18 +67,6 @@ class Rescue:
     lost: Mapping[str, tuple[int, ...]]
     without_state: Mapping[str, tuple[int, ...]]
     nbytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values, as in ``rescue.json``."""
-        return {
-            "path": self.path,
-            "copied": list(self.copied),
-            "experts": dict(self.experts),
-            "left_out": list(self.left_out),
-            "lost": {layer: list(experts) for layer, experts in self.lost.items()},
-            "without_state": {layer: list(e) for layer, e in self.without_state.items()},
-            "bytes": self.nbytes,
-        }
 
 
 def rescue(
@@ -179,7 +168,7 @@ class _Writer:
             {loss.layer: loss.weights_only for loss in losses if loss.weights_only},
             nbytes,
         )
-        told = {"rescued_from": self._checkpoint.path, **found.as_json()}
+        told = {"rescued_from": self._checkpoint.path, **to_json(found)}
         write_file(self._folder / LIST, (json.dumps(told, indent=2) + "\n").encode())
         return found
 

@@ -49,17 +49,6 @@ class ChunkPlace:
     nbytes: int
     elements: int | None
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            **_box_json(self.box),
-            "file": self.file,
-            "rank": self.rank,
-            "start": self.start,
-            "bytes": self.nbytes,
-            "elements": self.elements,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
@@ -81,17 +70,6 @@ class ByteRange:
     nbytes: int
     runs: int
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            **_box_json(self.box),
-            "file": self.file,
-            "first": self.first,
-            "last": self.last,
-            "bytes": self.nbytes,
-            "runs": self.runs,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
@@ -110,16 +88,6 @@ class RankPart:
     local_shape: tuple[int, ...]
     ranges: tuple[ByteRange, ...]
     holes: tuple[Box, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            "rank": self.rank,
-            "coordinate": list(self.coordinate),
-            "local_shape": list(self.local_shape),
-            "ranges": [known.as_json() for known in self.ranges],
-            "holes": [_box_json(hole) for hole in self.holes],
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +117,6 @@ class Explanation:
     rule: str | None = None
     axes: Mapping[str, str] | None = None
     ranks: tuple[RankPart, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values, in the schema that README.md documents."""
-        return {
-            "fqn": self.fqn,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "chunks": [chunk.as_json() for chunk in self.chunks],
-            "saved_rule": self.saved_rule,
-            "saved_axes": dict(self.saved_axes),
-            "saved_cuts": list(self.saved_cuts),
-            "rule": self.rule,
-            "axes": None if self.axes is None else dict(self.axes),
-            "ranks": [part.as_json() for part in self.ranks],
-        }
 
 
 def explain(
@@ -345,7 +298,3 @@ class _Ranks:
         steps = zip(plan.counts, plan.steps, strict=True)
         last = first + sum((count - 1) * step for count, step in steps) + plan.nbytes
         return ByteRange(shared, place.file, first, last, nbytes, prod(plan.counts))
-
-
-def _box_json(box: Box) -> dict[str, Any]:
-    return {"offsets": list(box.offsets), "sizes": list(box.sizes)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import check_picked, matcher
@@ -39,18 +39,6 @@ class TensorInfo:
     nbytes: int
     rule: str | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "chunks": self.chunks,
-            "files": list(self.files),
-            "ranks": list(self.ranks),
-            "bytes": self.nbytes,
-            "rule": self.rule,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -61,12 +49,15 @@ class ObjectInfo:
         nbytes: Its length there.
     """
 
+    JSON: ClassVar[str] = "files nbytes"
+
     file: str | None
     nbytes: int
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {"files": [self.file] if self.file is not None else [], "bytes": self.nbytes}
+    @property
+    def files(self) -> tuple[str, ...]:
+        """``file``, as tensors have their files."""
+        return () if self.file is None else (self.file,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +74,6 @@ class FileInfo:
     rank: int | None
     data: bool
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {"bytes": self.nbytes, "rank": self.rank, "data": self.data}
-
 
 @dataclass(frozen=True, slots=True)
 class ShadowInfo:
@@ -102,10 +89,6 @@ class ShadowInfo:
     copies: int
     nbytes: int
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {"keys": self.keys, "copies": self.copies, "bytes": self.nbytes}
-
 
 @dataclass(frozen=True, slots=True)
 class CutsInfo:
@@ -118,10 +101,6 @@ class CutsInfo:
 
     cuts: tuple[str, ...]
     keys: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {"cuts": list(self.cuts), "keys": list(self.keys)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +121,11 @@ class Inspection:
         cuts: How tensors were cut when they were saved, as far as the checkpoint says.
         renames: The renames that were in force then.
     """
+
+    JSON: ClassVar[str] = (
+        "path format tensors objects files totals "
+        "provenance shadows cuts renames experts?=experts_by_layer"
+    )
 
     path: str
     format: str
@@ -170,30 +154,22 @@ class Inspection:
         """All ranks that wrote any tensor."""
         return tuple(sorted({rank for tensor in self.tensors.values() for rank in tensor.ranks}))
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values, in the schema that README.md documents."""
-        told: dict[str, Any] = {
-            "path": self.path,
-            "format": self.format,
-            "tensors": {fqn: tensor.as_json() for fqn, tensor in self.tensors.items()},
-            "objects": {fqn: known.as_json() for fqn, known in self.objects.items()},
-            "files": {name: file.as_json() for name, file in self.files.items()},
-            "totals": {
-                "tensors": len(self.tensors),
-                "objects": len(self.objects),
-                "chunks": self.chunks,
-                "bytes": self.nbytes,
-                "digests": self.digests,
-                "ranks": list(self.ranks),
-            },
-            "provenance": None if self.provenance is None else dict(self.provenance),
-            "shadows": None if self.shadows is None else self.shadows.as_json(),
-            "cuts": [known.as_json() for known in self.cuts],
-            "renames": list(self.renames),
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Of the whole checkpoint."""
+        return {
+            "tensors": len(self.tensors),
+            "objects": len(self.objects),
+            "chunks": self.chunks,
+            "bytes": self.nbytes,
+            "digests": self.digests,
+            "ranks": self.ranks,
         }
-        if self.experts is not None:
-            told["experts"] = {layer.layer: layer.as_json() for layer in self.experts}
-        return told
+
+    @property
+    def experts_by_layer(self) -> dict[str, ExpertLayer] | None:
+        """``experts`` by layer."""
+        return None if self.experts is None else {layer.layer: layer for layer in self.experts}
 
 
 def inspect(
