@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -60,7 +61,7 @@ def write_chunks(
     output: Output,
     targets: Mapping[str, Target],
     files: Sequence[Sequence[Piece]],
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int, int], None],
 ) -> None:
     """Write a DCP checkpoint of one file per entry of ``files``; one chunk is in memory at a time.
 
@@ -68,16 +69,17 @@ def write_chunks(
         output: Where the checkpoint is to be.
         targets: By key; the pieces must tile them.
         files: The pieces of each file.
-        progress: Told the bytes of each piece that is written.
+        progress: Called with the bytes written, and those to write, after each piece is read.
 
     Raises:
         CannotLook: Something else came to be there meanwhile.
     """
     metadata, plans, pieces = _plans(targets, files)
+    total = sum(prod(target.shape) * target.dtype.itemsize for target in targets.values())
     with output.directory() as folder:
         writer = PlacementFileSystemWriter(folder)
         writer.set_up_storage_writer(True)
-        planner = cast(SavePlanner, _Reader(pieces, progress))
+        planner = cast(SavePlanner, _Reader(pieces, progress, total))
         results = []
         for plan in writer.prepare_global_plan(plans):
             written = writer.write_data(plan, planner)
@@ -118,13 +120,19 @@ class _Reader:
     """All that a storage writer asks of a planner."""
 
     def __init__(
-        self, pieces: Mapping[MetadataIndex, Piece], progress: Callable[[int], None]
+        self,
+        pieces: Mapping[MetadataIndex, Piece],
+        progress: Callable[[int, int], None],
+        total_nbytes: int,
     ) -> None:
         self._pieces = pieces
         self._progress = progress
+        self._total_nbytes = total_nbytes
+        self._nbytes = 0
 
     def resolve_data(self, item: Any) -> torch.Tensor:
         """Return the elements of one item."""
         tensor = self._pieces[item.index].read()
-        self._progress(tensor.numel() * tensor.itemsize)
+        self._nbytes += tensor.nbytes
+        self._progress(self._nbytes, self._total_nbytes)
         return tensor

@@ -92,20 +92,13 @@ def _import(
         raise PlacementError(f"{checkpoint.path}: this is a DCP checkpoint already")
     made, faults = assemble(select(checkpoint, prefix="", optimizer=True).tensors, rename)
     raise_faults("the files cannot be imported", faults)
-    total = sum(one.nbytes for one in made)
-    done = 0
-
-    def step(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, total)
-
     with BoxReader(checkpoint) as reader:
         targets = {one.fqn: Target(one.shape, one.dtype) for one in made}
         # What is read, what it is joined into, and what the writer makes of it.
         files = _files(made, reader, max(memory // 4, 1 << 20))
-        write_chunks(output, targets, files, step)
-    return ImportedSafetensors(checkpoint.path, str(output.path), tuple(targets), total)
+        write_chunks(output, targets, files, progress)
+    nbytes = sum(one.nbytes for one in made)
+    return ImportedSafetensors(checkpoint.path, str(output.path), tuple(targets), nbytes)
 
 
 def _files(made: list[Made], reader: BoxReader, limit_nbytes: int) -> list[list[Piece]]:

@@ -1,10 +1,10 @@
-"""Megatron-LM's ``torch_dist`` checkpoints with a key per layer and expert.
+"""Megatron-LM's ``torch_dist`` checkpoints under the names of the model.
 
-They are DCP checkpoints of whole tensors already, gate before up. But layers that are alike are one
-tensor with a first axis, ``decoder.layers.mlp...`` of ``[layers, ...]``, and so are experts behind
-it; other releases write a key for each, and gate and up (``_w``, ``_v``) apart. Here all become the
-keys of the model. Facts: Megatron-LM ``core/transformer/transformer_block.py``,
-``core/transformer/moe/experts.py``, ``core/transformer/mlp.py``, ``core/optimizer``.
+They are DCP checkpoints of whole tensors already, with gate before up. But layers of one form are
+one tensor with a first axis, ``decoder.layers.mlp...`` of ``[layers, ...]``, and so are experts, on
+the axis behind it; other releases write a key for each, and gate and up (``_w``, ``_v``) apart.
+Facts: Megatron-LM ``core/transformer/transformer_block.py``, ``core/transformer/moe/experts.py``,
+``core/transformer/mlp.py``, ``core/optimizer``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from itertools import product
 
 import torch
 
-from dcp_placements.errors import Fault, raise_faults
+from dcp_placements.formats.megatron.plan import ImportPlan, Source
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import tiles
 from dcp_placements.offline.box_reads import BoxReader
-from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredTensor
-from dcp_placements.offline.chunk_writer import Piece, Target
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.chunk_writer import Target
 from dcp_placements.presets.megatron_core import VOCABULARY
 
 _STACKED_LAYERS = re.compile(r"(?<=\.layers\.)(?!\d+\.)")
@@ -33,12 +32,13 @@ _STATE = re.compile(r"^optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|step)\.(
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How a stored key becomes the model's.
+    """The model's name for a stored key.
 
     Attributes:
-        form: The key, ``{}`` for each number of a stacked axis.
+        form: The name, ``{}`` for each number of a stacked axis.
         axes: How many first axes are numbers.
-        half: 0 or 1 for a tensor that is half of the model's, gate or up; None for a whole one.
+        half: 0 or 1 for the first or second half of the model's tensor, gate or up; None for a
+            whole one.
     """
 
     form: str
@@ -47,128 +47,90 @@ class Naming:
 
 
 def naming_of(key: str) -> Naming:
-    """Return what a key of a ``torch_dist`` checkpoint is in the model.
+    """Return the model's name for a key of a ``torch_dist`` checkpoint.
 
     >>> naming_of("decoder.layers.mlp.experts.experts.linear_fc1.weight").form
     'decoder.layers.{}.mlp.experts.linear_fc1.weight{}'
     >>> naming_of("optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc2.weight").form
     'optimizer.state.decoder.layers.3.mlp.linear_fc2.weight.exp_avg'
     """
-    tail = ""
+    tail, half = "", None
     form = key.replace("{", "{{").replace("}", "}}")
-    if found := _STATE.match(form):
-        form, tail = found[2], f".{found[1]}"
-    half = None
-    if found := _HALF.search(form):
-        half = "wv".index(found[2])
-        form = form[: found.end(1)]
+    if match := _STATE.match(form):
+        form, tail = match[2], f".{match[1]}"
+    if match := _HALF.search(form):
+        half = "wv".index(match[2])
+        form = form[: match.end(1)]
     form, layers = _STACKED_LAYERS.subn("{}.", form, count=1)
     form, experts = _STACKED_EXPERTS.subn(r".experts.\1{}", form)
     form = _SINGLE_EXPERT.sub(r".experts.\2\1", form)
     return Naming(f"optimizer.state.{form}{tail}" if tail else form, layers + experts, half)
 
 
-@dataclass(slots=True)
-class DistImport:
-    """What a ``torch_dist`` checkpoint comes to under the model's keys.
-
-    Attributes:
-        targets: The model's tensors.
-        files: What is written, by the file that it is read from.
-        nbytes: Of the targets.
-        padding: Bytes of vocabulary rows that are left out.
-    """
-
-    targets: dict[str, Target]
-    files: list[list[Piece]]
-    nbytes: int
-    padding: int
-
-
-def plan_dist(checkpoint: Checkpoint, reader: BoxReader, vocab_size: int | None) -> DistImport:
-    """Return what is to be written of a checkpoint; nothing is read yet.
+def plan_dist(
+    plan: ImportPlan, checkpoint: Checkpoint, reader: BoxReader, vocab_size: int | None
+) -> None:
+    """Add the tensors of a checkpoint to a plan; nothing is read yet.
 
     Args:
+        plan: The plan; what cannot be put together is a fault in it.
         checkpoint: The source.
-        reader: Of its boxes; to stay open until all is written.
+        reader: Reads its boxes; must stay open until all is written.
         vocab_size: Rows of the vocabulary without padding; None keeps them all.
-
-    Raises:
-        PlacementError: Keys that come together wrongly, or chunks that leave holes.
     """
-    made = DistImport({}, [], 0, 0)
-    faults = []
-    by_file: dict[str, list[Piece]] = {}
-    boxes: dict[str, list[Box]] = {}
     for key, tensor in checkpoint.tensors.items():
         naming = naming_of(key)
         shape = list(tensor.shape[naming.axes :])
         if len(tensor.shape) < naming.axes or (naming.half is not None and not shape):
-            faults.append(Fault(key, f"has shape {tensor.shape}, with no axis to take apart"))
+            plan.fault(key, f"has shape {tensor.shape}, with no axis to take apart")
             continue
-        rows = shape[0] if shape else 0
         if naming.half is not None:
             shape[0] *= 2
-        if vocab_size is not None and shape and _is_words(naming):
-            shape[0] = min(rows, vocab_size)
+        if vocab_size is not None and shape and _is_vocabulary(naming.form):
+            shape[0] = min(shape[0], vocab_size)
         target = Target(tuple(shape), tensor.dtype)
         for chunk in tensor.chunks:
-            for piece, spare in _pieces(naming, tensor, chunk, target, rows, reader.read):
-                made.padding += spare
-                if piece is None:
-                    continue
-                known = made.targets.setdefault(piece.fqn, target)
-                if known != target:
-                    faults.append(Fault(key, f"is {target}, and another key of it {known}"))
-                by_file.setdefault(chunk.file or "", []).append(piece)
-                boxes.setdefault(piece.fqn, []).append(piece.box)
-    for fqn, target in made.targets.items():
-        if not tiles(Box((0,) * len(target.shape), target.shape), boxes[fqn]):
-            faults.append(
-                Fault(fqn, "is not whole", ("way out:     look at it with dcp-placements verify",))
-            )
-        made.nbytes += torch.Size(target.shape).numel() * target.dtype.itemsize
-    raise_faults(f"{checkpoint.path} cannot be put together", faults)
-    made.files = list(by_file.values())
-    return made
+            plan.padding += chunk.box.numel * tensor.dtype.itemsize
+            for fqn, source, box in _parts(naming, chunk.box, target.shape):
+                nbytes = box.numel * tensor.dtype.itemsize
+                plan.padding -= nbytes
+                read = _read(reader, tensor, source, box)
+                if plan.declare(fqn, target, key) and not plan.add(
+                    fqn, box, Source(chunk.file or "", nbytes, read)
+                ):
+                    plan.fault(fqn, f"{key} and another key hold the same part of it")
+    plan.check_whole()
 
 
-def _is_words(naming: Naming) -> bool:
-    form = naming.form.removeprefix("optimizer.state.")
-    return any(form == name or form.startswith(f"{name}.") for name in VOCABULARY)
+def _is_vocabulary(form: str) -> bool:
+    return f"{form.removeprefix('optimizer.state.')}.".startswith(
+        tuple(f"{name}." for name in VOCABULARY)
+    )
 
 
-def _pieces(
-    naming: Naming,
-    tensor: StoredTensor,
-    chunk: StoredChunk,
-    target: Target,
-    rows: int,
-    read: Callable[[StoredTensor, Box], torch.Tensor],
-) -> Iterator[tuple[Piece | None, int]]:
-    """Yield what one stored chunk comes to, and the bytes of it that are left out."""
-    offsets, sizes = chunk.box
+def _parts(naming: Naming, chunk: Box, shape: tuple[int, ...]) -> Iterator[tuple[str, Box, Box]]:
+    """Yield ``(model's name, box of the stored tensor, box of the model's)`` for a stored chunk.
+
+    Rows beyond the model's shape are in no box.
+    """
     axes = naming.axes
-    inner, extent = list(offsets[axes:]), list(sizes[axes:])
-    spare = 0
-    if inner and naming.half is None and inner[0] + extent[0] > target.shape[0]:
-        kept = max(target.shape[0] - inner[0], 0)
-        spare = (extent[0] - kept) * torch.Size(extent[1:]).numel() * target.dtype.itemsize
-        extent[0] = kept
+    offsets, sizes = list(chunk.offsets[axes:]), list(chunk.sizes[axes:])
+    start = list(offsets)
+    if sizes:
+        sizes[0] = min(sizes[0], max(shape[0] - offsets[0], 0))
+    if naming.half:
+        start[0] += shape[0] // 2
     numbers = [
-        range(start, start + size) for start, size in zip(offsets, sizes[:axes], strict=False)
+        range(first, first + count)
+        for first, count in zip(chunk.offsets[:axes], chunk.sizes[:axes], strict=True)
     ]
-    for at in product(*numbers):
-        source = Box((*at, *inner), (*(1 for _ in at), *extent))
-        if not source.numel:
-            yield None, spare
-            continue
-        place = list(inner)
-        if naming.half is not None:
-            place[0] += naming.half * rows
-        box = Box(tuple(place), tuple(extent))
+    box = Box(tuple(start), tuple(sizes))
+    for at in product(*numbers) if box.numel else ():
+        source = Box((*at, *offsets), (*(1 for _ in at), *sizes))
+        yield naming.form.format(*at), source, box
 
-        def elements(source: Box = source, box: Box = box) -> torch.Tensor:
-            return read(tensor, source).reshape(box.sizes)
 
-        yield Piece(naming.form.format(*at), box, elements), spare
+def _read(
+    reader: BoxReader, tensor: StoredTensor, source: Box, box: Box
+) -> Callable[[], torch.Tensor]:
+    return lambda: reader.read(tensor, source).reshape(box.sizes)

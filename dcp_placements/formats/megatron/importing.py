@@ -1,9 +1,7 @@
 """Megatron-LM's files as one DCP checkpoint of whole tensors.
 
 Each legacy file is one rank's part. Its coordinate comes from its name and the run's arguments, its
-layers and experts get the numbers that they have in the whole, and the rules say where each tensor
-lies. Every byte of the source is written, found equal to one that is, or listed with the reason why
-not.
+layers and experts get their numbers in the whole model, and the rules place each tensor.
 """
 
 from __future__ import annotations
@@ -12,21 +10,28 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import replace
-
-import torch
+from math import prod
 
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.formats.megatron.dist import plan_dist
-from dcp_placements.formats.megatron.files import RankFiles
+from dcp_placements.formats.megatron.files import DISTRIBUTED, RankFiles
 from dcp_placements.formats.megatron.layout import MegatronLayout, megatron_layout
 from dcp_placements.formats.megatron.model import learn_model
-from dcp_placements.formats.megatron.optimizer import FLAT, NotRecoverable
-from dcp_placements.formats.megatron.parts import Parts, state_entries
-from dcp_placements.formats.megatron.report import OF_THE_RUN, ImportReport, LeftOut
+from dcp_placements.formats.megatron.optimizer import (
+    FLAT,
+    MASTER,
+    NotRecoverable,
+    StateEntry,
+    optimizer_entries,
+)
+from dcp_placements.formats.megatron.parts import plan_legacy
+from dcp_placements.formats.megatron.plan import ImportPlan
+from dcp_placements.formats.megatron.report import OF_THE_RUN, ImportReport
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.chunk_writer import write_chunks
 from dcp_placements.offline.output import Output
+
+NOT_ASKED_FOR = "not asked for"
 
 
 def import_megatron(
@@ -44,37 +49,42 @@ def import_megatron(
 
     From ``mp_rank_*`` files, or from ``torch_dist`` with its axes of layers and experts.
 
-    Keys are Megatron's own, layers and experts numbered over all ranks; gate stands before up, and
+    Keys are Megatron's own, with layers and experts numbered over all ranks; gate is before up, and
     the padding rows of the vocabulary are left out. Optimizer state is
     ``optimizer.state.<parameter>.<name>``. Layers are counted over the stages in the order of their
-    chunks; a tied output layer is the word embedding, once.
+    chunks; a tied output layer is stored once, as the word embedding.
 
     Args:
         source: The directory of one iteration, or of all with the tracker file.
-        out: The checkpoint's directory, which must not be there. It appears when all is written.
-        preset: Whose names the weights have; ``"megatron_core"``.
-        vocab_size: Rows of the vocabulary without padding; by default what the run's arguments say,
-            and all rows where they say nothing.
-        optimizer: True: an error where its state cannot be imported. False: leave it out. None:
-            import it where it can be, and list it with the reason where not.
-        expert_parallel_size: As in ``megatron_layout``; needed where the directory is ambiguous.
-        expert_tensor_parallel_size: Of the experts, where the files hold no arguments.
-        progress: Told the bytes written, and to be written.
+        out: The checkpoint's directory, which must not exist. It appears when all is written.
+        preset: The preset for the names of the weights; ``"megatron_core"``.
+        vocab_size: Rows of the vocabulary without padding; by default from the run's arguments,
+            and all rows if they do not say.
+        optimizer: True: an error if its state cannot be imported. False: leave it out. None:
+            import it if possible, and otherwise list it with the reason.
+        expert_parallel_size: As in ``megatron_layout``; needed if the directory is ambiguous.
+        expert_tensor_parallel_size: Of the experts, if the files hold no arguments.
+        progress: Called with the bytes written, and those to write.
 
     Returns:
-        What was written, what was found equal, and what was left out.
+        What was written, found equal, and left out.
 
     Raises:
-        CannotLook: No Megatron checkpoint, or a file that cannot be read or is refused; ``out`` is
-            there, or being written.
-        PlacementError: Files that are missing or contradict each other, weights that no rule names,
-            chunks that do not make whole tensors; all of them at once, and nothing is written.
+        CannotLook: There is no Megatron checkpoint, or a file cannot be read or is refused; ``out``
+            exists, or another process is writing it.
+        PlacementError: Files are missing or contradict each other, a weight has no rule, or chunks
+            do not make whole tensors; all of them at once, and nothing is written.
     """
     if preset != "megatron_core":
         raise PlacementError(f"there is no preset {preset!r} for this: use 'megatron_core'")
     with Output(out) as output:
         layout = megatron_layout(source, expert_parallel_size=expert_parallel_size)
-        _check_layout(layout)
+        if layout.layout == "ambiguous":
+            raise PlacementError(f"{layout.path}: {layout.reason}")
+        raise_faults(
+            f"{layout.path} cannot be imported as it is",
+            [Fault("checkpoint", line) for line in layout.mismatches],
+        )
         if layout.format != "torch":
             return _import_dist(layout, output, vocab_size, optimizer, progress)
         layout = _with_expert_cut(layout, expert_tensor_parallel_size)
@@ -94,39 +104,42 @@ def _import_legacy(
     if not isinstance(args, argparse.Namespace):
         args = argparse.Namespace()
     model = learn_model(files, layout.coordinates, layout.sizes, args, vocab_size)
-    refused = "not asked for"
-    if optimizer is not False:
-        refused = _refusal(layout, files)
-        if optimizer and refused:
-            raise PlacementError(f"{layout.path}: the optimizer cannot be imported: {refused}")
-    parts = Parts(layout, files, model, refused)
-    parts.place()
-    raise_faults(f"{layout.path} cannot be put together", parts.faults)
-    parts.compare()
-    raise_faults(f"{layout.path}: files contradict each other", parts.faults)
-    report = parts.report(output.path)
-    write_chunks(output, parts.targets, parts.pieces(), _counted(progress, report.nbytes))
-    return report
+    states, refusal = _optimizer_states(layout, files, optimizer)
+    plan = plan_legacy(layout, files, model, states, refusal)
+    raise_faults(f"{layout.path} cannot be put together", plan.faults)
+    plan.compare_copies()
+    raise_faults(f"{layout.path}: files contradict each other", plan.faults)
+    plan.write(output, progress)
+    notes = model.notes
+    imported = {entry.name for entries in states.values() for entry in entries}
+    if imported and MASTER not in imported:
+        notes += (
+            "the order of the optimizer's tensors is checked by counts and shapes alone: there are "
+            "no float32 copies of weights in the files",
+        )
+    return plan.report(layout, output.path, notes)
 
 
-def _check_layout(layout: MegatronLayout) -> None:
-    if layout.layout == "ambiguous":
-        raise PlacementError(f"{layout.path}: {layout.reason}")
-    raise_faults(
-        f"{layout.path} cannot be imported as it is",
-        [Fault("checkpoint", line) for line in layout.mismatches],
-    )
+def _optimizer_states(
+    layout: MegatronLayout, files: RankFiles, optimizer: bool | None
+) -> tuple[dict[str, list[StateEntry]], str]:
+    """Return the optimizer state in each rank's file, and why it is left out, if it is."""
+    if optimizer is False:
+        return {}, NOT_ASKED_FOR
+    states = {}
+    for name in layout.coordinates:
+        is_flat = (layout.path / name / DISTRIBUTED).is_file()
+        try:
+            states[name] = optimizer_entries(files.open(name), has_flat_files=is_flat)
+        except NotRecoverable as error:
+            if optimizer:
+                raise _optimizer_error(layout, str(error)) from None
+            return {}, str(error)
+    return states, ""
 
 
-def _counted(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
-    done = 0
-
-    def step(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, total)
-
-    return step
+def _optimizer_error(layout: MegatronLayout, why: str) -> PlacementError:
+    return PlacementError(f"{layout.path}: the optimizer cannot be imported: {why}")
 
 
 def _import_dist(
@@ -136,47 +149,31 @@ def _import_dist(
     optimizer: bool | None,
     progress: Callable[[int, int], None],
 ) -> ImportReport:
-    """Import a DCP checkpoint of Megatron's: one key per layer and expert."""
-    checkpoint = Checkpoint(layout.path)
-    left_out = [
-        LeftOut(key, "an object, which is not executed", 1, 0) for key in checkpoint.objects
-    ]
-    left_out += [
-        LeftOut(name, OF_THE_RUN, 1, nbytes)
-        for name, nbytes in checkpoint.other_files.items()
-        if name not in (".metadata", "metadata.json")
-    ]
-    for key in list(checkpoint.tensors):
-        why = None
-        if key.startswith("optimizer.") and optimizer is False:
-            why = "not asked for"
-        elif key.startswith("optimizer.distributed."):
-            why = FLAT
-            if optimizer:
-                raise PlacementError(f"{layout.path}: the optimizer cannot be imported: {why}")
-        if why is not None:
+    """Import a DCP checkpoint of Megatron's."""
+    checkpoint, plan = Checkpoint(layout.path), ImportPlan()
+    for key in checkpoint.objects:
+        plan.leave_out(key, "an object, which is not executed", 0)
+    for name, nbytes in checkpoint.other_files.items():
+        if name not in (".metadata", "metadata.json"):
+            plan.leave_out(name, OF_THE_RUN, nbytes)
+    for key in [key for key in checkpoint.tensors if key.startswith("optimizer.")]:
+        is_flat = key.startswith("optimizer.distributed.")
+        if is_flat and optimizer:
+            raise _optimizer_error(layout, FLAT)
+        if is_flat or optimizer is False:
             tensor = checkpoint.tensors.pop(key)
-            nbytes = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
-            left_out.append(LeftOut(key, why, 1, nbytes))
+            nbytes = prod(tensor.shape) * tensor.dtype.itemsize
+            plan.leave_out(key, FLAT if is_flat else NOT_ASKED_FOR, nbytes)
     with BoxReader(checkpoint) as reader:
-        plan = plan_dist(checkpoint, reader, vocab_size)
-        write_chunks(output, plan.targets, plan.files, _counted(progress, plan.nbytes))
-    return ImportReport(
-        source=str(layout.path),
-        out=str(output.path),
-        layout=layout,
-        keys=tuple(sorted(plan.targets)),
-        nbytes=plan.nbytes,
-        copies=0,
-        tied=0,
-        padding=plan.padding,
-        left_out=tuple(left_out),
-    )
+        plan_dist(plan, checkpoint, reader, vocab_size)
+        raise_faults(f"{checkpoint.path} cannot be put together", plan.faults)
+        plan.write(output, progress)
+    return plan.report(layout, output.path, ())
 
 
 def _with_expert_cut(layout: MegatronLayout, etp: int | None) -> MegatronLayout:
-    """Return the layout with the experts' tensor-parallel size that is given."""
-    known, tp = layout.sizes.etp, layout.sizes.tp or 1
+    """Return the layout with the given tensor-parallel size of the experts."""
+    known, tp = layout.sizes.etp, layout.sizes.tp
     if etp is None or etp == known:
         return layout
     if known is not None or tp % etp:
@@ -187,13 +184,3 @@ def _with_expert_cut(layout: MegatronLayout, etp: int | None) -> MegatronLayout:
     # ETP is innermost and divides TP, so it counts the same ranks anew.
     coordinates = {n: replace(at, etp=at.tp % etp) for n, at in layout.coordinates.items()}
     return replace(layout, sizes=replace(layout.sizes, etp=etp), coordinates=coordinates)
-
-
-def _refusal(layout: MegatronLayout, files: RankFiles) -> str:
-    """Return why the optimizer cannot be imported; empty where it can."""
-    for name in layout.coordinates:
-        try:
-            state_entries(layout, name, files.open(name))
-        except NotRecoverable as error:
-            return str(error)
-    return ""

@@ -1,10 +1,10 @@
 """Which parameter each tensor of a Megatron optimizer belongs to.
 
-A mixed-precision optimizer that is not distributed keeps its tensors by number. The numbers run
-over parameter groups, and in a group over the model's parameters in their own order; the groups are
-those of weight decay or none, of experts or not (Megatron-LM ``core/optimizer/__init__.py``,
-``core/optimizer/optimizer.py``). That order is taken at its word only where counts and shapes agree
-with it, and where each float32 copy rounds to the very weight that it is said to be the copy of.
+A mixed-precision optimizer that is not distributed numbers its tensors. The numbers run over the
+parameter groups, and within a group over the model's parameters in the model's order; groups are
+with or without weight decay, and of experts or not (Megatron-LM ``core/optimizer/__init__.py``,
+``core/optimizer/optimizer.py``). That order is trusted only if counts and shapes agree with it, and
+if each float32 copy rounds to its weight.
 
 A distributed optimizer keeps flat buffers instead, in the order of its gradient buckets, which is
 in no file.
@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
+from dcp_placements.formats.megatron.files import model_chunks
 from dcp_placements.formats.megatron.torch_files import same_bits
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Keys from the top of a file's dict down to a value."""
 
 MASTER = "fp32_param"
-"""What the float32 copy of a weight is called, as in ``torch_dist`` checkpoints."""
+"""The name of the float32 copy of a weight, as in ``torch_dist`` checkpoints."""
 
 FLAT = (
     "a distributed optimizer: its flat buffers are in the order of gradient buckets, which is in "
@@ -41,22 +42,30 @@ class NotRecoverable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter of a file, in the model's order.
+class StateEntry:
+    """One tensor or number of an optimizer.
 
     Attributes:
-        chunk: The model chunk that it is of.
-        name: Its key there.
-        tensor: Its elements.
+        chunk: The model chunk of its parameter.
+        parameter: The parameter's name there.
+        name: The name of the state: ``exp_avg``, ``step``, ``fp32_param``.
+        path: Its keys in the file.
     """
 
+    chunk: int
+    parameter: str
+    name: str
+    path: KeyPath
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
     chunk: int
     name: str
     tensor: torch.Tensor
 
     @property
     def is_of_expert(self) -> bool:
-        """Whether it is one of a routed expert's."""
         return ".mlp.experts." in f".{self.name}"
 
     @property
@@ -64,95 +73,87 @@ class Parameter:
         """Whether weight decay applies, by Megatron's standard rule."""
         return self.tensor.dim() > 1 and not self.name.endswith(".bias")
 
+    def entry(self, name: str, value: Any, path: KeyPath) -> StateEntry:
+        """Return the entry of its state; a tensor must have its shape."""
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape != self.tensor.shape:
+            raise NotRecoverable(
+                f"{name} of {tuple(value.shape)} where {self.name} has "
+                f"{tuple(self.tensor.shape)}, so the order is another one"
+            )
+        return StateEntry(self.chunk, self.name, name, path)
 
-@dataclass(frozen=True, slots=True)
-class StateEntry:
-    """One tensor or number of an optimizer.
 
-    Attributes:
-        parameter: Whose.
-        name: Which: ``exp_avg``, ``step``, ``fp32_param``.
-        path: Where it stands in the file.
+def optimizer_entries(contents: Mapping[str, Any], *, has_flat_files: bool) -> list[StateEntry]:
+    """Return the optimizer state in a file, with the parameter of each tensor.
+
+    Args:
+        contents: Of the file.
+        has_flat_files: Whether files of a distributed optimizer are beside it.
+
+    Raises:
+        NotRecoverable: The tensors cannot be told apart, with the reason.
     """
-
-    parameter: Parameter
-    name: str
-    path: Path
-
-
-def parameters(chunks: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Parameter]:
-    """Return the parameters of a file's model chunks, in the model's order."""
-    return [
-        Parameter(number, name, value)
-        for number, chunk in chunks
+    if "optimizer" not in contents:
+        raise NotRecoverable("there is none in the files")
+    model = [
+        _Parameter(number, name, value)
+        for number, chunk in model_chunks(contents)
         for name, value in chunk.items()
         if isinstance(value, torch.Tensor)
         and not name.endswith("_extra_state")
         and name.rpartition(".")[2] not in _BUFFERS
     ]
-
-
-def optimizer_entries(
-    held: Mapping[str, Any], model: Sequence[Parameter], *, flat_files: bool
-) -> list[StateEntry]:
-    """Return what a file's optimizer holds, each with its parameter.
-
-    Args:
-        held: The file.
-        model: Its parameters.
-        flat_files: Whether files of a distributed optimizer stand beside it.
-
-    Raises:
-        NotRecoverable: They cannot be told apart, with the reason.
-    """
-    if "optimizer" not in held:
-        raise NotRecoverable("there is none in the files")
-    whole = held["optimizer"]
-    parts: list[tuple[Path, Any]] = [(("optimizer",), whole)]
+    whole = contents["optimizer"]
+    parts: list[tuple[KeyPath, Any]] = [(("optimizer",), whole)]
     if isinstance(whole, list):
         parts = [(("optimizer", number), part) for number, part in enumerate(whole)]
-    # A stage without experts has an optimizer of them that holds nothing.
-    parts = [(path, part) for path, part in parts if not _is_stub(part)]
-    found: list[StateEntry] = []
-    groups = [group for _, part in parts for group in _groups(part, flat_files)]
-    split = any(group.get("is_expert_parallel") for group in groups)
-    for path, part in parts:
-        found += _entries_of(part, path, model, split)
-    taken = {(entry.parameter.chunk, entry.parameter.name) for entry in found}
-    left = [p.name for p in model if (p.chunk, p.name) not in taken]
-    if left:
+    # A stage without experts has an empty optimizer for them.
+    parts = [(path, part) for path, part in parts if not _is_empty(part)]
+    groups = [group for _, part in parts for group in _groups(part, has_flat_files)]
+    by_experts = any(group.get("is_expert_parallel") for group in groups)
+    entries = [e for path, part in parts for e in _part_entries(part, path, model, by_experts)]
+    with_state = {(entry.chunk, entry.parameter) for entry in entries}
+    without = [p.name for p in model if (p.chunk, p.name) not in with_state]
+    if without:
         raise NotRecoverable(
-            f"{len(left)} of {len(model)} parameters are in no group, the first {left[0]}"
+            f"{len(without)} of {len(model)} parameters are in no group, the first {without[0]}"
         )
-    return found
+    return entries
 
 
-def _is_stub(part: Any) -> bool:
+def _is_empty(part: Any) -> bool:
     return not part or (isinstance(part, dict) and part.get("optimizer", part) is None)
 
 
-def _groups(part: Any, flat_files: bool) -> list[dict[str, Any]]:
+def _groups(part: Any, has_flat_files: bool) -> list[dict[str, Any]]:
     inner = part.get("optimizer", part) if isinstance(part, dict) else None
-    if isinstance(inner, dict) and ("state" not in inner or flat_files):
+    if isinstance(inner, dict) and ("state" not in inner or has_flat_files):
         raise NotRecoverable(FLAT)
     if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
-        raise NotRecoverable("it is of no form that is known")
+        raise NotRecoverable("its form is unknown")
     return list(inner["param_groups"])
 
 
-def _entries_of(
-    part: Mapping[str, Any], at: Path, model: Sequence[Parameter], split: bool
+def _part_entries(
+    part: Mapping[str, Any], at: KeyPath, model: Sequence[_Parameter], by_experts: bool
 ) -> Iterator[StateEntry]:
+    """Yield the entries of one optimizer.
+
+    Args:
+        part: The optimizer's state.
+        at: Its keys in the file.
+        model: The file's parameters.
+        by_experts: Whether experts have parameter groups of their own.
+    """
     inner, path = (part["optimizer"], (*at, "optimizer")) if "optimizer" in part else (part, at)
-    masters_key = next((key for key in _MASTERS if key in part), None)
-    masters = part[masters_key] if masters_key is not None else None
+    masters_key = next((key for key in _MASTERS if part.get(key) is not None), None)
     for number, group in enumerate(inner["param_groups"]):
         decays = float(group.get("wd_mult", group.get("pre_wd_mult", 1.0))) != 0.0
         members = [
             parameter
             for parameter in model
             if parameter.decays == decays
-            and (not split or parameter.is_of_expert == bool(group.get("is_expert_parallel")))
+            and (not by_experts or parameter.is_of_expert == bool(group.get("is_expert_parallel")))
         ]
         ids = group.get("params", [])
         where = f"group {number} (weight decay {'on' if decays else 'off'})"
@@ -163,31 +164,27 @@ def _entries_of(
         for parameter, key in zip(members, ids, strict=True):
             state = inner["state"].get(key, {})
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    _check_shape(parameter, name, value)
-                yield StateEntry(parameter, name, (*path, "state", key, name))
+                yield parameter.entry(name, value, (*path, "state", key, name))
             if state and "step" not in state and "step" in group:
-                yield StateEntry(parameter, "step", (*path, "param_groups", number, "step"))
-        if masters is not None and masters_key is not None:
-            halves = [p for p in members if p.tensor.dtype in (torch.float16, torch.bfloat16)]
+                yield parameter.entry("step", None, (*path, "param_groups", number, "step"))
+        if masters_key is not None:
+            masters, at_group = part[masters_key], (*at, masters_key, number)
             copies = masters[number] if number < len(masters) else []
-            if len(copies) != len(halves):
-                raise NotRecoverable(
-                    f"{where} has {len(copies)} float32 copies of {len(halves)} weights"
-                )
-            for position, (parameter, copy) in enumerate(zip(halves, copies, strict=True)):
-                _check_shape(parameter, MASTER, copy)
-                if not same_bits(copy.to(parameter.tensor.dtype), parameter.tensor):
-                    raise NotRecoverable(
-                        f"{where}: the float32 copy number {position} does not round to "
-                        f"{parameter.name}, so the order is another one"
-                    )
-                yield StateEntry(parameter, MASTER, (*at, masters_key, number, position))
+            yield from _master_entries(members, copies, at_group, where)
 
 
-def _check_shape(parameter: Parameter, name: str, value: torch.Tensor) -> None:
-    if value.shape != parameter.tensor.shape:
-        raise NotRecoverable(
-            f"{name} of {tuple(value.shape)} where {parameter.name} has "
-            f"{tuple(parameter.tensor.shape)}, so the order is another one"
-        )
+def _master_entries(
+    members: Sequence[_Parameter], copies: Sequence[torch.Tensor], at: KeyPath, where: str
+) -> Iterator[StateEntry]:
+    """Yield the float32 copies of a group's 16-bit weights; each must round to its weight."""
+    halves = [p for p in members if p.tensor.dtype in (torch.float16, torch.bfloat16)]
+    if len(copies) != len(halves):
+        raise NotRecoverable(f"{where} has {len(copies)} float32 copies of {len(halves)} weights")
+    for position, (parameter, copy) in enumerate(zip(halves, copies, strict=True)):
+        entry = parameter.entry(MASTER, copy, (*at, position))
+        if not same_bits(copy.to(parameter.tensor.dtype), parameter.tensor):
+            raise NotRecoverable(
+                f"{where}: the float32 copy number {position} does not round to "
+                f"{parameter.name}, so the order is another one"
+            )
+        yield entry

@@ -1,4 +1,4 @@
-"""What an import of Megatron-LM's files came to, byte for byte."""
+"""The report of an import of Megatron-LM's files, byte for byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LeftOut:
     """Something in the source that is not in the checkpoint.
 
     Attributes:
-        what: Its name in the file, numbers as ``*`` where alike ones are told together.
+        what: Its name in the file.
         why: The reason.
         entries: How many.
         nbytes: Bytes of tensors in them.
@@ -31,19 +31,19 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What an import came to.
+    """The report of an import.
 
     Attributes:
         source: The directory of the iteration.
         out: The checkpoint.
-        layout: What the source is.
+        layout: The layout of the source.
         keys: Of the checkpoint, sorted.
-        nbytes: Written: the bytes of the whole tensors.
-        copies: Bytes found equal to written ones: replicated weights, doubles.
+        nbytes: Bytes written.
+        copies: Bytes found equal to written ones: replicated weights.
         tied: Bytes of output layers found equal to the word embedding.
-        padding: Bytes of vocabulary rows beyond the true ones.
+        padding: Bytes of vocabulary rows that are padding.
         left_out: The rest.
-        notes: What to look at.
+        notes: What to check by hand.
     """
 
     JSON: ClassVar[str] = (
@@ -64,8 +64,8 @@ class ImportReport:
     @property
     def source_nbytes(self) -> int:
         """Bytes of all tensors in the source."""
-        out = sum(part.nbytes for part in self.left_out)
-        return self.nbytes + self.copies + self.tied + self.padding + out
+        left_out = sum(part.nbytes for part in self.left_out)
+        return self.nbytes + self.copies + self.tied + self.padding + left_out
 
     @property
     def tensors(self) -> int:
@@ -84,10 +84,10 @@ class ImportReport:
             lines.append(f"    tied:      {format_nbytes(self.tied)}, equal to the word embedding")
         if self.padding:
             lines.append(f"    padding:   {format_nbytes(self.padding)} of the vocabulary, dropped")
-        alike: dict[str, list[LeftOut]] = {}
+        by_reason: dict[str, list[LeftOut]] = {}
         for part in self.left_out:
-            alike.setdefault(part.why, []).append(part)
-        for why, parts in alike.items():
+            by_reason.setdefault(part.why, []).append(part)
+        for why, parts in by_reason.items():
             nbytes = format_nbytes(sum(part.nbytes for part in parts))
             names = ", ".join(part.what for part in parts)
             lines += [f"    left out:  {names} ({nbytes})", f"               {why}"]
