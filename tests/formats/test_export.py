@@ -331,6 +331,33 @@ def test_tied_weights_are_written_once_when_they_are_equal(tmp_path: Path, run: 
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("head", ["model", "app.model"])
+def test_tensors_beside_the_model_are_no_weights(head: str, tmp_path: Path) -> None:
+    whole = {"norm.weight": arange((6,)), "model.embed.weight": arange((3, 2))}
+    beside = {"rng": [torch.arange(4)], "step": torch.tensor(3)}
+    extra = {"norm._extra_state": {"amax": torch.ones(2)}}
+    saved: dict[str, Any] = {"model": whole | extra, **beside}
+    if head == "app.model":
+        saved = {"app": saved}
+    dcp.save(saved, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    told = export_safetensors(tmp_path / "ckpt", tmp_path / "out")
+    assert_same(read(tmp_path / "out"), whole | {"norm._extra_state.amax": torch.ones(2)})
+    outer = head.removesuffix("model")
+    assert (told.prefix, told.left_out) == (head, (f"{outer}rng.0", f"{outer}step"))
+    assert f"without the prefix {head}.\n    left out: {outer}rng.0, {outer}step" in str(told)
+    export_safetensors(tmp_path / "ckpt", tmp_path / "rng", prefix=f"{outer}rng")
+    assert_same(read(tmp_path / "rng"), {"0": torch.arange(4)})
+    export_safetensors(tmp_path / "ckpt", tmp_path / "all", prefix="")
+    assert len(read(tmp_path / "all")) == 5
+
+
+def test_parts_of_which_none_is_the_model_keep_their_names(tmp_path: Path) -> None:
+    saved = {"teacher": {"w": torch.ones(2)}, "student": {"w": torch.zeros(3)}}
+    dcp.save(saved, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    told = export_safetensors(tmp_path / "ckpt", tmp_path / "out")
+    assert (told.prefix, sorted(read(tmp_path / "out"))) == ("", ["student.w", "teacher.w"])
+
+
 def test_optimizer_state_comes_along_when_asked_for(tmp_path: Path) -> None:
     whole = save(tmp_path / "ckpt")
     export_safetensors(tmp_path / "ckpt", tmp_path / "out", optimizer=True, rename=hub.mixtral)

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are the model's, and what the model calls them."""
+"""Which tensors of a checkpoint are the model's, and the model's names for them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dcp_placements.offline.declared import matcher
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What of a checkpoint is wanted.
+    """The tensors of a checkpoint that are exported.
 
     Attributes:
-        tensors: By the model's own name for it, in the checkpoint's order.
-        prefix: What stands before it in the checkpoint's key; empty for nothing.
+        tensors: By the model's own names, in the checkpoint's order.
+        prefix: The prefix of the names in the checkpoint's keys; may be empty.
         left_out: The checkpoint's other keys, sorted.
     """
 
@@ -40,77 +40,90 @@ def select(
     optimizer: bool = False,
     exclude: Sequence[str] = (),
 ) -> Selection:
-    """Return the tensors of the model, by the names that the model has for them.
+    """Return the tensors of the model, by the model's own names.
 
     Args:
         checkpoint: The checkpoint.
-        prefix: What stands before the names; keys without it are left out. By default what the
-            checkpoint itself says: of ``{"model": model.state_dict()}`` that is ``model``.
-        optimizer: Whether optimizer state comes along, under its key in the checkpoint.
+        prefix: The prefix of the model's names; keys without it are left out. By default that of
+            the saved state dict: ``model`` for ``{"model": model.state_dict(), "rng": ...}``.
+        optimizer: Whether to include optimizer state, under its key in the checkpoint.
         exclude: Patterns of keys to leave out, as in ``PlacementRules``.
 
     Raises:
         CannotLook: A pattern with an empty component.
-        PlacementError: No tensor is left, or what is wanted is not whole.
+        PlacementError: No tensor is left, or a selected tensor is not whole.
     """
     unwanted = [matcher(pattern) for pattern in exclude]
-    wanted = [
-        tensor
-        for fqn, tensor in checkpoint.tensors.items()
-        if not any(matches(fqn) for matches in unwanted)
-    ]
+
+    def is_excluded(fqn: str) -> bool:
+        return any(matches(fqn) for matches in unwanted)
+
     of_optimizer = OptimizerStates({**checkpoint.tensors, **checkpoint.objects})
-    states = [tensor for tensor in wanted if _is_state(tensor.fqn, of_optimizer)]
-    model = [tensor for tensor in wanted if not _is_state(tensor.fqn, of_optimizer)]
-    head = _told_prefix(checkpoint, model) if prefix is None else prefix.rstrip(".")
+    states, model = {}, []
+    for fqn, tensor in checkpoint.tensors.items():
+        if not is_excluded(fqn):
+            if _is_state(fqn, of_optimizer):
+                states[fqn] = tensor
+            else:
+                model.append(tensor)
+    head = _saved_prefix(checkpoint, model) if prefix is None else prefix.rstrip(".")
     start = f"{head}." if head else ""
-    found = {t.fqn.removeprefix(start): t for t in model if t.fqn.startswith(start)}
+    selected = {t.fqn.removeprefix(start): t for t in model if t.fqn.startswith(start)}
     if optimizer:
-        found |= {tensor.fqn: tensor for tensor in states}
-    if not found:
+        selected |= states
+    if not selected:
         raise PlacementError(
-            f"{checkpoint.path}: none of its {len(checkpoint.tensors)} tensors is wanted"
+            f"{checkpoint.path}: none of its {len(checkpoint.tensors)} tensors is selected"
             + (f": no key begins with {start!r}" if model else "")
             + f"\n    it has:      {format_names(list(checkpoint.tensors), 4) or 'no tensors'}"
         )
-    kept = {tensor.fqn for tensor in found.values()}
-    # What an index names and no file has is no tensor of the checkpoint, but it should be one.
-    lost = {f for f in checkpoint.unfound if not any(matches(f) for matches in unwanted)}
-    _check_whole(checkpoint, kept | {fqn for fqn in lost if fqn.startswith(start)})
+    kept = {tensor.fqn for tensor in selected.values()}
+    # Tensors that an index names and no file has.
+    lost = {f for f in checkpoint.unfound if f.startswith(start) and not is_excluded(f)}
+    _check_whole(checkpoint, kept | lost)
     rest = sorted({*checkpoint.tensors, *checkpoint.objects} - kept)
-    return Selection(found, head, tuple(rest))
+    return Selection(selected, head, tuple(rest))
 
 
 def _is_state(fqn: str, states: OptimizerStates) -> bool:
-    """Whether a tensor is an optimizer's; one that is stored alone is told by its first name."""
+    """Whether a tensor is optimizer state; without its parameter, the key's first part decides."""
     if states.of(fqn) is not None or ".param_groups." in f".{fqn}.":
         return True
     return fqn.startswith("optim") and bool(possible_parameters(fqn))
 
 
-def _told_prefix(checkpoint: Checkpoint, tensors: Sequence[StoredTensor]) -> str:
-    """Return under which keys the saved state dict was nested, if it was the same for all."""
-    told = checkpoint.metadata.planner_data
-    heads = set()
+def _saved_prefix(checkpoint: Checkpoint, tensors: Sequence[StoredTensor]) -> str:
+    """Return the keys below which the model was in the saved state dict; may be empty.
+
+    A ``model`` that is a dict is the model, whatever tensors are beside it.
+    """
+    saved = checkpoint.metadata.planner_data
+    parents = set()
     for tensor in tensors:
-        path = told.get(tensor.fqn) if isinstance(told, dict) else None
+        path = saved.get(tensor.fqn) if isinstance(saved, dict) else None
         if not isinstance(path, tuple | list) or ".".join(map(str, path)) != tensor.fqn:
             return ""
-        heads.add(".".join(map(str, path[:-1])))
-    return heads.pop() if len(heads) == 1 else ""
+        parents.add(tuple(map(str, path[:-1])))
+    models = {parent[: parent.index("model") + 1] for parent in parents if "model" in parent}
+    if len(models) == 1:
+        (model,) = models
+        parents = {parent for parent in parents if parent[: len(model)] == model}
+        if len(parents) > 1:
+            return ".".join(model)
+    return ".".join(parents.pop()) if len(parents) == 1 else ""
 
 
 def _check_whole(checkpoint: Checkpoint, kept: set[str]) -> None:
     records = records_by_file(checkpoint)
     faults: list[CheckpointFault] = [*tiling_faults(checkpoint), *place_faults(checkpoint)]
     faults += file_faults(checkpoint, records)
-    told = []
+    lines = []
     for fault in faults:
         names = [fqn for fqn in fault.tensors if fqn in kept]
         if names:
-            told.append(f"{format_names(names, 4)}: {fault.kind}: {fault.message}")
-    if told:
+            lines.append(f"{format_names(names, 4)}: {fault.kind}: {fault.message}")
+    if lines:
         raise PlacementError(
-            f"{checkpoint.path}: what is wanted of it is not whole\n    "
-            + "\n    ".join(sorted(told))
+            f"{checkpoint.path}: the selected tensors are not whole\n    "
+            + "\n    ".join(sorted(lines))
         )
