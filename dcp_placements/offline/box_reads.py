@@ -55,7 +55,7 @@ class _RawReader(ChunkReader):
         super().__init__(target, stored, _no_transform)
         self._tensors = checkpoint.tensors
 
-    def known_head(self, record: Record, part: Part) -> TensorRecord | None:
+    def tensor_record(self, record: Record, part: Part) -> TensorRecord | None:
         index = record.items[0].storage_index
         tensor = self._tensors[index.fqn]
         box = next(box for box in tensor.boxes if box.offsets == index.offset)
@@ -160,7 +160,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             if chunk.start + chunk.nbytes > file.size:
                 raise _unread(tensor.fqn, chunk.file, "it ends too early")
             record = _record(tensor.fqn, chunk, shared, box)
-            known = self._reader.known_head(record, FilePart(file, chunk.start, chunk.nbytes))
+            known = self._reader.tensor_record(record, FilePart(file, chunk.start, chunk.nbytes))
             if known is None or (known.dtype, known.shape) != (tensor.dtype, held.sizes):
                 return None
             skipped = _position(_minus(shared, held), held.sizes) * itemsize

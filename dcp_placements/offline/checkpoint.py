@@ -35,7 +35,6 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata, rank_file_rank
-from dcp_placements.storage.metadata.safe_pickle import RefusedGlobal
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, id_records, writer_of
 from dcp_placements.storage.metadata.shadow_records import shadowed
 from dcp_placements.storage.metadata.table import (
@@ -45,6 +44,7 @@ from dcp_placements.storage.metadata.table import (
     StorageTable,
     rows_of_entries,
 )
+from dcp_placements.storage.restricted_pickle import RefusedGlobal
 from dcp_placements.storage.safetensors_files import LARGEST, Entry, counts, read_header
 
 DCP = "dcp"

@@ -27,13 +27,13 @@ from dcp_placements.storage.copies import Packed
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart
 from dcp_placements.storage.metadata.shadow_records import packed_object
 from dcp_placements.storage.metadata.table import Starts
-from dcp_placements.storage.saved_tensors import load_saved_tensor
 from dcp_placements.storage.tensor_record import (
     CHECK_NBYTES,
     HEADS_NBYTES,
+    RecordHeads,
     TensorRecord,
     is_check,
-    parse_record,
+    load_saved_tensor,
 )
 
 SMALL_NBYTES = 64 << 10
@@ -128,9 +128,7 @@ class ChunkReader:
         self._transformed = transformed
         self._buffer = memoryview(bytearray())
         self._span = memoryview(bytearray())
-        # The bytes before the elements, which are the same for tensors that are alike.
-        self._heads: dict[tuple[int, bytes], TensorRecord] = {}
-        self._head_nbytes: dict[int, int] = {}
+        self._heads = RecordHeads()
 
     def read(self, file: CountedFile, path: str, records: Sequence[Record]) -> None:
         """Read what is wanted of a file.
@@ -257,36 +255,19 @@ class ChunkReader:
 
     def _read_small(self, path: str, record: Record, held: memoryview) -> None:
         part = HeldPart(held)
-        self._deliver(path, record, self.known_head(record, part), part, _any_gap)
+        self._deliver(path, record, self.tensor_record(record, part), part, _any_gap)
 
     def _read_alone(self, file: CountedFile, path: str, record: Record) -> None:
         info = record.info
         part = FilePart(file, info.offset, info.length)
-        known = None if info.transform_descriptors else self.known_head(record, part)
+        known = None if info.transform_descriptors else self.tensor_record(record, part)
         self._deliver(path, record, known, part, cheap_gap)
 
-    def known_head(self, record: Record, part: Part) -> TensorRecord | None:
+    def tensor_record(self, record: Record, part: Part) -> TensorRecord | None:
         """Return where the elements of a record are; None where it is not plain."""
         if all(item.type == LoadItemType.BYTE_IO for item in record.items):
             return None
-        length = record.info.length
-        sizes = (self._head_nbytes.get(length, HEADS_NBYTES[0]), *HEADS_NBYTES)
-        tried = 0
-        for nbytes in sizes:
-            nbytes = min(nbytes, length)
-            if nbytes <= tried:
-                continue
-            head = bytearray(nbytes)
-            part.read_into(memoryview(head), 0)
-            tried = nbytes
-            known = self._heads.get((length, bytes(head)))
-            if known is None:
-                known = parse_record(bytes(head), length)
-            if known is not None:
-                self._heads[length, bytes(head[: known.start])] = known
-                self._head_nbytes[length] = known.start
-                return known
-        return None
+        return self._heads.find(part, record.info.length)
 
     def _deliver(
         self,

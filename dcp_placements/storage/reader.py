@@ -45,7 +45,7 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.metadata.table import StorageTable
 from dcp_placements.storage.protocols import AfterReads, WantsReader
-from dcp_placements.storage.saved_tensors import check_stored
+from dcp_placements.storage.tensor_record import check_stored
 
 
 class PlacementFileSystemReader(FileSystemReader):

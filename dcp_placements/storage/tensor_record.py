@@ -1,36 +1,50 @@
 """One tensor as ``torch.save`` writes it: a zip file with the bytes of its storage uncompressed.
 
-The bytes can therefore be read where they lie, as many of them as are wanted. Nothing is guessed:
-what is not exactly as expected is left to ``torch.load``.
+The bytes can therefore be read in place, as many of them as are wanted: ``RecordHeads`` finds where
+they begin. It reads forwards from the first bytes of a record, because ``zipfile`` begins with the
+directory at the end, three more reads for a tensor of a few KB.
+
+Everything that is not plain (other strides, conjugated, transformed) goes to ``torch.load``, which
+takes as much memory as a record asks for: compressed entries expand, a pickle may call a global
+with a size, and a tensor of stride 0 has more elements than bytes. ``load_saved_tensor`` refuses
+such a record first; ``torch.save`` writes none of these.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 import struct
 import sys
+import zipfile
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from dcp_placements.layout.byte_ranges import c_strides
+from dcp_placements.storage.restricted_pickle import RestrictedUnpickler, StandIn, refusal
 
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
-LOCAL_NBYTES = 30
 
 HEADS_NBYTES = (1 << 10, 16 << 10)
 """Elements begin within the first KiB of what ``torch.save`` writes; with very many dims later."""
 
+PICKLE_NBYTES = 64 << 10
+"""The pickle of one tensor has no more bytes. It bounds how deep tuples nest."""
+
+CHECK_NBYTES = 12
+"""What follows the elements: a mark, their checksum, and their length."""
+
+_LOCAL_HEADER = struct.Struct("<4s2xHH8xI4xHH")
 _DESCRIPTOR_NBYTES = 16
 _SIZES_FOLLOW = 8
+_UTF_8 = 0x800
+_MAX_HEADS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,45 @@ class TensorRecord:
         return prod(self.shape) * self.dtype.itemsize
 
 
+class ReadsInto(Protocol):
+    """The bytes of a record."""
+
+    def read_into(self, buffer: memoryview, position: int) -> None:
+        """Fill ``buffer`` from a position in the record on."""
+
+
+class RecordHeads:
+    """Finds the elements of records; of tensors that are alike the head is parsed once."""
+
+    def __init__(self) -> None:
+        self._parsed: dict[tuple[int, bytes], TensorRecord] = {}
+        self._start_by_length: dict[int, int] = {}
+
+    def find(self, part: ReadsInto, nbytes: int) -> TensorRecord | None:
+        """Return where the elements of a record are; None where the record is not plain.
+
+        Args:
+            part: The record. No more than its head is read.
+            nbytes: Its length.
+        """
+        tried = 0
+        for wanted in (self._start_by_length.get(nbytes, HEADS_NBYTES[0]), *HEADS_NBYTES):
+            wanted = min(wanted, nbytes)
+            if wanted <= tried:
+                continue
+            buffer = bytearray(wanted)
+            part.read_into(memoryview(buffer), 0)
+            tried, head = wanted, bytes(buffer)
+            record = self._parsed.get((nbytes, head)) or parse_record(head, nbytes)
+            if record is not None:
+                if len(self._parsed) > _MAX_HEADS:
+                    self._parsed.clear()
+                self._parsed[nbytes, head[: record.start]] = record
+                self._start_by_length[nbytes] = record.start
+                return record
+        return None
+
+
 def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
     """Return where the elements are; None where the record is not of the plain kind.
 
@@ -61,166 +114,240 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
         nbytes: Length of the whole record.
     """
     try:
-        return _parsed(head, nbytes)
-    except (
-        # All that other bytes do to this parser: they are no reason to stop, torch.load decides.
-        pickle.UnpicklingError,
-        struct.error,
-        AttributeError,
-        DeprecationWarning,
-        EOFError,
-        IndexError,
-        KeyError,
-        MemoryError,
-        OverflowError,
-        TypeError,
-        ValueError,
-    ):
-        return None
-
-
-CHECK_NBYTES = 12
-"""What stands behind the elements: a mark, their checksum, and how many bytes they are."""
-
-
-def is_check(check: memoryview, data: memoryview) -> bool:
-    """Whether what stands behind elements says that these are they."""
-    return bytes(check) == DESCRIPTOR + struct.pack("<II", zlib.crc32(data), data.nbytes)
-
-
-def head_record(read_into: Callable[[memoryview, int], object], nbytes: int) -> TensorRecord | None:
-    """Return where the elements of a record are, reading no more than its head.
-
-    Args:
-        read_into: Fills a buffer from a position in the record on.
-        nbytes: Length of the whole record.
-    """
-    for tried in HEADS_NBYTES:
-        head = bytearray(min(tried, nbytes))
-        read_into(memoryview(head), 0)
-        found = parse_record(bytes(head), nbytes)
-        if found is not None:
-            return found
+        entries = _entries(head)
+        name, start, end = next(entries)
+        prefix, _, last = name.rpartition("/")
+        if last != "data.pkl" or end is None:
+            return None
+        tensor = _TensorUnpickler(head[start:end]).load()
+        if not isinstance(tensor, _PlainTensor):
+            return None
+        for name, start, end in entries:
+            if name == f"{prefix}/data/{tensor.key}":
+                record = TensorRecord(tensor.dtype, tensor.shape, start)
+                return record if start + record.nbytes <= nbytes else None
+            if name.startswith(f"{prefix}/data/"):
+                return None
+            if name == f"{prefix}/byteorder" and head[start:end].decode() != sys.byteorder:
+                return None
+    except (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, ValueError):
+        pass  # not what torch.save writes: torch.load decides
     return None
 
 
-def _parsed(head: bytes, nbytes: int) -> TensorRecord | None:
+def is_check(check: memoryview, data: memoryview) -> bool:
+    """Whether the bytes that follow elements have their checksum and length."""
+    return bytes(check) == DESCRIPTOR + struct.pack("<II", zlib.crc32(data), data.nbytes)
+
+
+class LocalHeader(NamedTuple):
+    """What precedes the contents of an entry in a zip file.
+
+    Attributes:
+        flags: As the format defines them.
+        method: How the contents are compressed; 0 for not.
+        size: Bytes of the contents as they are stored; 0 where a descriptor after them has it.
+        name: Of the entry.
+        nbytes: Length of the header.
+    """
+
+    flags: int
+    method: int
+    size: int
+    name: bytes
+    nbytes: int
+
+
+def local_header(data: bytes | bytearray, position: int = 0) -> LocalHeader:
+    """Return the header of an entry.
+
+    Raises:
+        zipfile.BadZipFile: There is none.
+        struct.error: The data end before.
+    """
+    mark, flags, method, size, name, extra = _LOCAL_HEADER.unpack_from(data, position)
+    if mark != LOCAL:
+        raise zipfile.BadZipFile("a header is not where the directory says")
+    start = position + _LOCAL_HEADER.size
+    return LocalHeader(
+        flags, method, size, bytes(data[start : start + name]), start + name + extra - position
+    )
+
+
+def entry_start(read_into: Callable[[memoryview, int], object], entry: zipfile.ZipInfo) -> int:
+    """Return where the contents of an entry begin.
+
+    The name is in the file twice: ``torch.load`` goes by the header, ``zipfile`` by the directory.
+
+    Raises:
+        zipfile.BadZipFile: The header at the place that the directory gives is of another entry.
+    """
+    name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF_8 else "cp437")
+    head = bytearray(_LOCAL_HEADER.size + len(name))
+    read_into(memoryview(head), entry.header_offset)
+    header = local_header(head)
+    if header.name != name or header.nbytes < len(head):
+        raise zipfile.BadZipFile("a header is not where the directory says")
+    return entry.header_offset + header.nbytes
+
+
+def _entries(head: bytes) -> Iterator[tuple[str, int, int | None]]:
+    """Yield ``(name, start, end)`` of zip entries; end is None where ``head`` ends before it."""
     position = 0
-    saved: _Saved | None = None
-    prefix = ""
     while True:
-        name, start, end, position = _entry(head, position)
-        if saved is None:
-            prefix, _, last = name.rpartition("/")
-            if last != "data.pkl" or end is None:
-                return None
-            told = head[start:end]
-            if not {op.name for op, _, _ in pickletools.genops(told)} <= RECORD_OPCODES:
-                return None
-            saved = _Unpickler(io.BytesIO(told)).load()
-            if not isinstance(saved, _Saved):
-                return None
-        elif name == f"{prefix}/data/{saved.key}":
-            if start + saved.nbytes > nbytes or not saved.is_plain:
-                return None
-            return TensorRecord(saved.dtype, saved.shape, start)
-        elif name == f"{prefix}/byteorder":
-            if head[start:end].decode() != sys.byteorder:
-                return None
-        elif name.startswith(f"{prefix}/data/"):
-            return None
+        header = local_header(head, position)
+        start = position + header.nbytes
+        if header.method != zipfile.ZIP_STORED or start > len(head):
+            raise zipfile.BadZipFile("compressed or cut off")
+        end: int | None = start + header.size
+        position = start + header.size
+        if header.flags & _SIZES_FOLLOW:
+            end = head.find(DESCRIPTOR, start)
+            # The four bytes may be contents; the size that follows them is then another one.
+            while end >= 0 and head[end + 8 : end + 12] != struct.pack("<I", end - start):
+                end = head.find(DESCRIPTOR, end + 1)
+            position = end + _DESCRIPTOR_NBYTES
+            end = None if end < 0 else end
+        yield header.name.decode(), start, end
         if end is None:
-            return None
+            return
 
 
-def _entry(head: bytes, position: int) -> tuple[str, int, int | None, int]:
-    """Return ``(name, start, end, next)`` of a zip entry; end is None where ``head`` ends first."""
-    if head[position : position + 4] != LOCAL:
-        raise ValueError("no zip entry")
-    flags, method = struct.unpack_from("<HH", head, position + 6)
-    name_length, extra_length = struct.unpack_from("<HH", head, position + 26)
-    if method != 0:
-        raise ValueError("compressed")
-    at = position + LOCAL_NBYTES
-    name = head[at : at + name_length].decode()
-    start = at + name_length + extra_length
-    if start > len(head):
-        raise ValueError("cut off")
-    if not flags & _SIZES_FOLLOW:
-        (size,) = struct.unpack_from("<I", head, position + 18)
-        return name, start, start + size, start + size
-    end = head.find(DESCRIPTOR, start)
-    while end >= 0:
-        # The four bytes may be contents; the sizes behind them then are not those of the entry.
-        if head[end + 8 : end + 12] == struct.pack("<I", end - start):
-            return name, start, end, end + _DESCRIPTOR_NBYTES
-        end = head.find(DESCRIPTOR, end + 1)
-    return name, start, None, position
+def load_saved_tensor(stream: Any) -> torch.Tensor:
+    """Return the tensor of a seekable stream that ``torch.save`` wrote.
+
+    Raises:
+        ValueError: It is not one tensor in stored entries, or not of the stream's size.
+        Exception: Whatever else a broken record makes ``torch.load`` raise.
+    """
+    nbytes = int(stream.seek(0, io.SEEK_END))
+    file = _stored_zip(stream)
+    if file is None:
+        raise ValueError("it is no zip file of torch.save")
+    _check_pickle(file)
+    stream.seek(0)
+    loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, torch.Tensor):
+        raise ValueError(f"it holds a {type(loaded).__name__}, and no tensor")
+    if loaded.layout != torch.strided or not loaded.is_cpu:
+        raise ValueError(f"it holds a tensor of {loaded.layout} on {loaded.device}")
+    if loaded.numel() * loaded.element_size() > nbytes:
+        raise ValueError(f"it holds a {tuple(loaded.shape)} tensor in {nbytes} bytes")
+    return loaded
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    dtype: torch.dtype | None
+def check_stored(stream: Any) -> bool:
+    """Return whether a stream is a zip file, after which it is at its beginning again.
+
+    Raises:
+        ValueError: An entry is compressed, or the entries are more bytes than the file.
+    """
+    is_zip = _stored_zip(stream) is not None
+    stream.seek(0)
+    return is_zip
+
+
+def _stored_zip(stream: Any) -> zipfile.ZipFile | None:
+    """Return a stream as a zip file without compressed entries; None where it is none."""
+    if not zipfile.is_zipfile(stream):
+        return None
+    nbytes = int(stream.seek(0, io.SEEK_END))
+    file = zipfile.ZipFile(stream)
+    for entry in file.infolist():
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise ValueError("it has a compressed entry, and torch.save writes none")
+    if sum(entry.file_size for entry in file.infolist()) > nbytes:
+        raise ValueError("its entries overlap or are longer than the file")
+    return file
+
+
+def _check_pickle(file: zipfile.ZipFile) -> None:
+    """Refuse a record whose pickle is not one tensor of the storages beside it."""
+    sizes = {entry.filename: entry.file_size for entry in file.infolist()}
+    names = [name for name in sizes if name.rpartition("/")[2] == "data.pkl"]
+    if len(names) != 1 or sizes[names[0]] > PICKLE_NBYTES:
+        raise ValueError("it has no pickle of one tensor")
+    unpickler = _TensorUnpickler(file.read(names[0]))
+    tensor = unpickler.load()
+    if tensor is not _OTHER_TENSOR and not isinstance(tensor, _PlainTensor):
+        raise ValueError("it holds no tensor")
+    prefix = names[0].rpartition("/")[0]
+    for kind, key, numel in unpickler.storages:
+        held = sizes.get(f"{prefix}/data/{key}", 0)
+        itemsize = _ITEMSIZES.get(kind)
+        if itemsize is None or not 0 <= numel * itemsize <= held:
+            raise ValueError(f"its storage {key!r} has {held} bytes for {numel} elements of {kind}")
+
+
+class _Storage(NamedTuple):
+    kind: str
     key: str
+    numel: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _PlainTensor:
+    """A tensor in C order, from the beginning of its storage."""
+
     dtype: torch.dtype
     key: str
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
-
-    @property
-    def is_plain(self) -> bool:
-        return self.offset == 0 and (
-            0 in self.shape
-            or all(
-                size == 1 or step == wanted
-                for size, step, wanted in zip(
-                    self.shape, self.stride, c_strides(self.shape), strict=True
-                )
-            )
-        )
 
 
-def _rebuild_v2(
-    storage: _Storage,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    hooks: Any,
-) -> _Saved:
-    if storage.dtype is None or hooks:
-        raise ValueError("not a plain tensor")
-    return _Saved(storage.dtype, storage.key, tuple(shape), tuple(stride), offset)
+_OTHER_TENSOR = object()
+"""Stands for any other tensor."""
 
 
-def _rebuild_v3(
-    storage: _Storage,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    hooks: Any,
-    dtype: torch.dtype,
-) -> _Saved:
-    if storage.dtype is not None or hooks:
-        raise ValueError("not a plain tensor")
-    return _Saved(dtype, storage.key, tuple(shape), tuple(stride), offset)
+class _TensorUnpickler(RestrictedUnpickler):
+    """Reads the description of one saved tensor; makes no tensor.
+
+    Attributes:
+        storages: What it names.
+    """
+
+    subject = "a saved tensor"
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.storages: list[_Storage] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name.startswith("_rebuild_"):
+            return _REBUILDS.get(name, _REBUILD_OTHER)
+        value = super().find_class(module, name)
+        if value is None and module in ("torch", "torch.storage") and name != "Tensor":
+            return StandIn(name)  # a storage type or a scheme, which a file may only mention
+        return value
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        tag, kind, key, _, count = pid
+        if tag != "storage" or type(kind) is not StandIn or type(count) is not int:
+            raise refusal("it has a persistent id that is no storage")
+        self.storages.append(_Storage(kind.name, str(key), count))
+        return self.storages[-1]
 
 
-# By name, because to ask these classes for their dtype warns that they are old.
-_STORAGES = {
+def _rebuild(unpickler: RestrictedUnpickler, args: tuple[Any, ...]) -> object:
+    """Return the tensor of ``_rebuild_tensor_v2``; of ``_v3``, which appends the dtype."""
+    storage, offset, shape, strides, _, hooks, *more = args
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise refusal("it has a shape that is no tuple of sizes")
+    dtype = _DTYPES.get(storage.kind)
+    if storage.kind == _UNTYPED and more and isinstance(more[0], torch.dtype):
+        dtype = more.pop(0)
+    plain_strides = zip(shape, strides, c_strides(shape), strict=True)
+    if dtype is None or hooks or more or offset != 0:
+        return _OTHER_TENSOR
+    if 0 in shape or all(size == 1 or step == plain for size, step, plain in plain_strides):
+        return _PlainTensor(dtype, storage.key, shape)
+    return _OTHER_TENSOR
+
+
+_REBUILDS = {name: StandIn(name, _rebuild) for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3")}
+_REBUILD_OTHER = StandIn("a tensor", lambda unpickler, args: _OTHER_TENSOR)
+
+# By name, because these classes warn that they are deprecated when asked for their dtype.
+_DTYPES = {
     "BFloat16Storage": torch.bfloat16,
     "BoolStorage": torch.bool,
     "ByteStorage": torch.uint8,
@@ -234,35 +361,8 @@ _STORAGES = {
     "LongStorage": torch.int64,
     "ShortStorage": torch.int16,
 }
-_REBUILD = {"_rebuild_tensor_v2": _rebuild_v2, "_rebuild_tensor_v3": _rebuild_v3}
-
-
-# What torch.save says of a plain tensor. Others can take memory without end, in a damaged file.
-RECORD_OPCODES = {
-    *("PROTO", "GLOBAL", "BINPUT", "MARK", "BINUNICODE", "BINPERSID", "REDUCE", "STOP"),
-    *("BININT", "BININT1", "BININT2", "LONG1", "NEWFALSE", "NEWTRUE"),
-    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+_UNTYPED = "UntypedStorage"
+_ITEMSIZES = {
+    **{name: dtype.itemsize for name, dtype in _DTYPES.items()},
+    **{_UNTYPED: 1, "QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4},
 }
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads what a saved tensor says of itself; makes no tensor and calls nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils":
-            return _REBUILD[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return None
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and isinstance(getattr(torch, name), torch.dtype):
-            return getattr(torch, name)
-        raise ValueError(f"{module}.{name} is no part of a plain tensor")
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, dtype, key, _, _ = pid
-        if kind != "storage":
-            raise ValueError("no storage")
-        return _Storage(dtype, key)

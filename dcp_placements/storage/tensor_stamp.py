@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dcp_placements.storage.tensor_record import DESCRIPTOR, LOCAL_NBYTES
+from dcp_placements.storage.tensor_record import DESCRIPTOR, local_header
 
 _U64 = (1 << 64) - 1
 
@@ -69,9 +69,8 @@ class Stamp:
         starts: dict[str, int] = {}
         told: dict[str, int] = {}
         for entry in entries:
-            name_length, extra_length = struct.unpack_from("<HH", saved, entry.header_offset + 26)
             last = entry.filename.partition("/")[2]
-            starts[last] = entry.header_offset + LOCAL_NBYTES + name_length + extra_length
+            starts[last] = entry.header_offset + local_header(saved, entry.header_offset).nbytes
             told[last] = directory + 16
             directory += 46 + sum(struct.unpack_from("<HHH", saved, directory + 28))
         order = [entry.filename.partition("/")[2] for entry in entries]

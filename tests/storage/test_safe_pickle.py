@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dcp_placements import PlacementFileSystemWriter
 from dcp_placements.offline import CannotLook, Checkpoint
 from dcp_placements.storage.metadata.file import MAGIC, read_metadata
-from dcp_placements.storage.metadata.safe_pickle import RefusedGlobal, load_restricted
+from dcp_placements.storage.metadata.safe_pickle import load_restricted
+from dcp_placements.storage.restricted_pickle import RefusedGlobal
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_sharded
 from tests.storage_scenes import all_kinds

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_placements import PlacementFileSystemReader
 from dcp_placements.offline import verify
-from dcp_placements.storage.saved_tensors import check_stored, load_saved_tensor
+from dcp_placements.storage.tensor_record import check_stored, load_saved_tensor
 
 
 def saved(value: Any) -> bytes:

@@ -22,16 +22,12 @@ from dcp_placements.offline.checks.structure import Record
 from dcp_placements.storage.digests import full_digest
 from dcp_placements.storage.file_reads import CountedFile, FilePart
 from dcp_placements.storage.metadata.shadow_records import packed_object
-from dcp_placements.storage.saved_tensors import load_saved_tensor
 from dcp_placements.storage.tensor_record import (
-    HEADS_NBYTES,
     LOCAL,
-    LOCAL_NBYTES,
-    TensorRecord,
-    parse_record,
+    RecordHeads,
+    entry_start,
+    load_saved_tensor,
 )
-
-_UTF_8 = 0x800
 
 PIECE_NBYTES = 4 << 20
 """Contents are read in pieces of this size."""
@@ -83,8 +79,7 @@ class RecordChecker:
         self._contents = contents
         self._progress = progress
         self._limit_nbytes = limit_nbytes
-        # The bytes before the elements are the same for tensors that are alike.
-        self._heads: dict[tuple[bytes, int], TensorRecord | None] = {}
+        self._heads = RecordHeads()
 
     def check(self, file: CountedFile, record: Record) -> Iterator[Finding]:
         """Yield what is wrong with a record that lies within its file."""
@@ -104,7 +99,7 @@ class RecordChecker:
         return iter(())
 
     def _check_tensor(self, part: FilePart, record: Record) -> Iterator[Finding]:
-        known = self._known(part, record.chunk.nbytes)
+        known = self._heads.find(part, record.chunk.nbytes)
         if known is None:
             if self._contents:
                 # What breaks the record is more to the point than that it cannot be read.
@@ -194,21 +189,6 @@ class RecordChecker:
             ):
                 yield Finding("digest", "the contents are not those that were saved")
 
-    def _known(self, part: FilePart, length: int) -> TensorRecord | None:
-        for nbytes in HEADS_NBYTES:
-            head = bytearray(min(nbytes, length))
-            part.read_into(memoryview(head), 0)
-            key = bytes(head), length
-            if key not in self._heads:
-                if len(self._heads) > 4096:
-                    # Heads of small records hold their elements, so each is another one.
-                    self._heads.clear()
-                self._heads[key] = parse_record(*key)
-            found = self._heads[key]
-            if found is not None:
-                return found
-        return None
-
     def _checksums(
         self,
         part: FilePart,
@@ -230,7 +210,7 @@ class RecordChecker:
             # torch.serialization.set_crc32_options(False) writes none.
             has_sums = any(entry.CRC for entry in entries)
             for entry in entries:
-                start = _data_start(part, entry)
+                start = entry_start(part.read_into, entry)
                 takes = take if (start, entry.file_size) == elements else None
                 total = 0
                 for piece in _pieces(part, start, entry.file_size):
@@ -307,17 +287,6 @@ def _pieces(part: FilePart, start: int, nbytes: int) -> Iterator[memoryview]:
         piece = buffer[: min(PIECE_NBYTES, nbytes - at)]
         part.read_into(piece, start + at)
         yield piece
-
-
-def _data_start(part: FilePart, entry: zipfile.ZipInfo) -> int:
-    # The name stands in the file twice; torch.load goes by the one, zipfile by the other.
-    name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF_8 else "cp437")
-    held = bytearray(LOCAL_NBYTES + len(name))
-    part.read_into(memoryview(held), entry.header_offset)
-    names, extra = struct.unpack_from("<HH", held, 26)
-    if bytes(held[:4]) != LOCAL or (names, bytes(held[LOCAL_NBYTES:])) != (len(name), name):
-        raise zipfile.BadZipFile("a header is not where the directory says")
-    return entry.header_offset + LOCAL_NBYTES + int(names) + int(extra)
 
 
 def _first_lines(error: Exception) -> str:

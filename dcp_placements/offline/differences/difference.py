@@ -18,7 +18,7 @@ from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.checks.verification import MEMORY_NBYTES, Progress
 from dcp_placements.offline.declared import Rename, check_picked, matcher
 from dcp_placements.offline.differences.comparing import Tally
-from dcp_placements.storage.saved_tensors import check_stored
+from dcp_placements.storage.tensor_record import check_stored
 
 PIECE_NBYTES = 32 << 20
 

@@ -25,7 +25,7 @@ from dcp_placements.rules.patterns import rule_name
 from dcp_placements.rules.placement import format_placement
 from dcp_placements.storage.file_reads import CountedFile, FilePart
 from dcp_placements.storage.metadata.record import record_of
-from dcp_placements.storage.tensor_record import head_record
+from dcp_placements.storage.tensor_record import RecordHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def _elements(checkpoint: Checkpoint, chunk: StoredChunk) -> int | None:
     try:
         with checkpoint.directory.open(chunk.file) as stream:
             part = FilePart(CountedFile(stream), chunk.start, chunk.nbytes)
-            known = head_record(part.read_into, chunk.nbytes)
+            known = RecordHeads().find(part, chunk.nbytes)
     except (OSError, EOFError):
         return None
     return None if known is None else chunk.start + known.start
