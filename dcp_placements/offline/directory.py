@@ -85,14 +85,15 @@ class Directory:
         return f"{self._root}/{name}" if name else self._root
 
 
-def no_checkpoint(directory: Directory, *, inside: list[str]) -> CannotLook:
-    """Return the error of a directory that holds no checkpoint.
-
-    Args:
-        directory: Where nothing was found.
-        inside: Its subdirectories that look like checkpoints.
-    """
+def no_checkpoint(directory: Directory) -> CannotLook:
+    """Return the error of a directory that holds no checkpoint."""
     names = directory.names()
+    marks = (".metadata", "model.safetensors.index.json", "model.safetensors")
+    inside = [
+        name
+        for name in names
+        if any(directory.size(f"{name}/{mark}") is not None for mark in marks)
+    ]
     if any(name.endswith(".distcp") for name in names):
         way = "load an older checkpoint: this save was cut off before it wrote .metadata"
     elif any(name.startswith("mp_rank_") for name in names):

@@ -253,7 +253,7 @@ def test_broken_provenance_is_one_message(tmp_path: Path, run: Run, name: str) -
     for command in ("inspect", "verify"):
         ran = run(command, tmp_path)
         assert (ran.code, ran.out) == (2, "")
-        assert "what it says of its making is broken" in ran.err
+        assert "its provenance is broken" in ran.err
 
 
 @pytest.mark.parametrize("file", ["\ud800", "a\0b"])

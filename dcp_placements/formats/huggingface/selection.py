@@ -79,7 +79,7 @@ def select(
         )
     kept = {tensor.fqn for tensor in selected.values()}
     # Tensors that an index names and no file has.
-    lost = {f for f in checkpoint.unfound if f.startswith(start) and not is_excluded(f)}
+    lost = {f for f in checkpoint.absent if f.startswith(start) and not is_excluded(f)}
     _check_whole(checkpoint, kept | lost)
     rest = sorted({*checkpoint.tensors, *checkpoint.objects} - kept)
     return Selection(selected, head, tuple(rest))

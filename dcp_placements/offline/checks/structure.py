@@ -137,8 +137,8 @@ def place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
         at = "" if offset is None else f" at {offset}"
         message = f"{file} has a chunk{at} that the tensor's metadata do not know"
         yield CheckpointFault("unclaimed", (fqn,), (file,), message)
-    for file in sorted(set(checkpoint.unfound.values())):
-        names = tuple(sorted(fqn for fqn, name in checkpoint.unfound.items() if name == file))
+    for file in sorted(set(checkpoint.absent.values())):
+        names = tuple(sorted(fqn for fqn, name in checkpoint.absent.items() if name == file))
         if checkpoint.directory.size(file) is None:
             yield CheckpointFault("missing_file", names, (file,), "the file is not there")
         else:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook
-from dcp_placements.offline.checkpoint import rank_parts
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.output import Output
+from dcp_placements.offline.readers.dcp import read_rank_parts
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
@@ -36,7 +36,7 @@ def merge_metadata(path: str | os.PathLike[str]) -> Metadata:
     """
     directory = Path(path)
     with quiet_gc():
-        parts = rank_parts(Directory(path))
+        parts = read_rank_parts(Directory(path))
     if not parts:
         raise CannotLook(
             f"{directory}: no __<rank>.metadata files, so there is nothing to merge\n"

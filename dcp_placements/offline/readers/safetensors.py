@@ -1,0 +1,92 @@
+"""Safetensors files described in DCP's terms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from dcp_placements.errors import CannotLook, format_name, format_names
+from dcp_placements.offline.directory import Directory
+from dcp_placements.storage.metadata.table import RowsBuilder, StorageTable
+from dcp_placements.storage.safetensors_files import Entry, read_header
+
+
+def read_safetensors_metadata(
+    directory: Directory, files: Sequence[str]
+) -> tuple[Metadata, dict[str, str]]:
+    """Return the tensors of safetensors files as DCP metadata, and the keys that are not there.
+
+    Args:
+        directory: The files' directory.
+        files: Names of all safetensors files in it. Where there is an index, only the files that
+            it names count: others may be copies (consolidated and sharded) of the same tensors.
+
+    Returns:
+        The metadata; and file by key, for keys that the index names and the file lacks.
+
+    Raises:
+        CannotLook: The index or a header is broken, or files disagree about a tensor.
+    """
+    index = _read_index(directory)
+    entries_of: dict[str, list[tuple[str, Entry]]] = {}
+    for file in files if index is None else sorted(set(index.values())):
+        size = directory.size(file)
+        if size is None:
+            continue
+        with directory.open(file) as stream:
+            for fqn, entry in read_header(stream, f"{directory.path}/{file}", size).items():
+                entries_of.setdefault(fqn, []).append((file, entry))
+    tensors: dict[str, Any] = {}
+    builder = RowsBuilder()
+    for fqn, entries in sorted(entries_of.items()):
+        if len({(entry.dtype, len(entry.box.sizes)) for _, entry in entries}) > 1:
+            raise CannotLook(
+                f"{directory.path}: {format_name(fqn)} differs in dtype or dims between its files: "
+                + format_names([file for file, _ in entries])
+            )
+        boxes = [entry.box for _, entry in entries]
+        ends = zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True)
+        tensors[fqn] = TensorStorageMetadata(
+            TensorProperties(entries[0][1].dtype),
+            torch.Size(map(max, ends)),
+            [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes],
+        )
+        for file, entry in entries:
+            offsets = torch.Size(entry.box.offsets)
+            builder.add(
+                MetadataIndex(fqn, offsets), path=file, start=entry.start, length=entry.nbytes
+            )
+    absent = {
+        fqn: file
+        for fqn, file in (index or {}).items()
+        if file not in [name for name, _ in entries_of.get(fqn, ())]
+    }
+    return Metadata(tensors, storage_data=StorageTable(builder.rows())), absent
+
+
+def _read_index(directory: Directory) -> dict[str, str] | None:
+    """Return file by key, as the index has it; None where there is no index."""
+    names = [name for name in directory.names() if name.endswith(".safetensors.index.json")]
+    if not names:
+        return None
+    try:
+        with directory.open(names[0]) as stream:
+            files = dict(json.loads(stream.read())["weight_map"])
+        if not all(type(k) is str and type(v) is str and "/" not in v for k, v in files.items()):
+            raise ValueError("keys or files that are no plain names")
+    except (*(OSError, ValueError, KeyError, TypeError, AttributeError), RecursionError) as error:
+        raise CannotLook(
+            f"{directory.path}/{names[0]}: this is no index of safetensors files: "
+            f"{format_name(error)}"
+        ) from error
+    return files
