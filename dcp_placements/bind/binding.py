@@ -14,6 +14,7 @@ from typing import Any
 
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut, Layout, LayoutError, Pick, Sharding
+from dcp_placements.names.keys import RenameError
 from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, mesh_axes
 from dcp_placements.rules.placement import (
     CheckpointPlacement,
@@ -177,7 +178,7 @@ def bind(
     return Binding(sharding, tuple(axes), layout, sharding.is_uniform, tuple(homes))
 
 
-def fault_of(error: BindError, fqn: str, rank: int, rule: str | None) -> Fault:
+def fault_of(error: BindError | RenameError, fqn: str, rank: int, rule: str | None) -> Fault:
     """Return the fault that ``error`` is at key ``fqn``."""
     details = error.details if rule is None else (*error.details, f"by rule:     {rule}")
     return Fault(fqn, f"rank {rank} {error.headline}", details)

@@ -8,13 +8,14 @@ once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dcp_placements._torch import DTensor, dtensor_facts, has_hooks, is_dtensor_like
+from dcp_placements.bind.aliases import alias_faults
 from dcp_placements.bind.binding import BindError, Binding, Own, bind, fault_of
+from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.keys import Rename
@@ -29,68 +30,6 @@ from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
 
 
-@dataclass(slots=True)
-class Placed:
-    """One tensor of this rank and its place in the checkpoint.
-
-    Attributes:
-        fqn: The checkpoint's key.
-        tensor: The local tensor itself, no copy.
-        binding: Its place; shared by all tensors that lie alike.
-        chunks: The non-empty pieces, in C order of the local tensor; shared likewise.
-        rule: What to call the rule that spoke; None where none did.
-        mesh: The mesh of its DTensor; None for a plain tensor.
-    """
-
-    fqn: str
-    tensor: torch.Tensor
-    binding: Binding
-    chunks: tuple[Chunk, ...]
-    rule: str | None
-    mesh: Any = None
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """Shape of the checkpoint's tensor."""
-        return self.binding.global_shape
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The local tensors that it stands for: one, unless rows are stacked."""
-        return [self.tensor]
-
-    @property
-    def has_own_key(self) -> bool:
-        """Whether other ranks of its mesh may not have the key at all."""
-        return False
-
-    def view(self, chunk: Chunk) -> torch.Tensor:
-        """Return the piece of the local tensor that ``chunk`` is; a view, no copy."""
-        tensor = self.tensor.detach()
-        for dim, (offset, size) in enumerate(zip(chunk.local_offsets, chunk.sizes, strict=True)):
-            if size != tensor.shape[dim]:
-                tensor = tensor.narrow(dim, offset, size)
-        return tensor
-
-
-@dataclass(slots=True)
-class Placing:
-    """What became of a rank's flat state dict.
-
-    Attributes:
-        placed: By key, the tensors that have a place. Keys that are neither here nor in
-            ``absent`` are left to torch's default planner.
-        absent: Keys whose DTensor mesh this rank is no part of: nothing to save or load here.
-        faults: What does not fit.
-        matched: Rules that spoke, with the number of keys each spoke for.
-    """
-
-    placed: dict[str, Placed] = field(default_factory=dict)
-    absent: set[str] = field(default_factory=set)
-    faults: list[Fault] = field(default_factory=list)
-    matched: dict[str, int] = field(default_factory=dict)
-
-
 def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Placing:
     """Bind every tensor of a flat state dict to its place in the checkpoint.
 
@@ -102,19 +41,19 @@ def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Plac
         rules: The user's; None leaves every tensor its own mesh and placements.
         rank: This process's rank, for messages.
     """
-    placer = Placer(rules, rank)
+    placer = Placer(rules, rank, Placing())
     for fqn, value in state_dict.items():
         placer.add(fqn, value)
     placer.let_states_follow(state_dict)
-    placer.check_aliases(state_dict)
+    placer.placing.faults += alias_faults(state_dict, placer.placing.placed, rank)
     return placer.placing
 
 
 class Placer:
-    def __init__(self, rules: Rules | None, rank: int) -> None:
+    def __init__(self, rules: Rules | None, rank: int, placing: Placing) -> None:
         self.rules = rules
         self.rank = rank
-        self.placing = Placing()
+        self.placing = placing
         # Most tensors lie like another one: keyed by all that a binding is worked out from.
         self._bound: dict[Any, tuple[Binding, tuple[Chunk, ...]] | None] = {}
         self._mesh_number = MeshNumbers()
@@ -226,48 +165,6 @@ class Placer:
         )
         self.placing.faults = [fault for fault in self.placing.faults if fault.fqn != fqn]
 
-    def check_aliases(self, state_dict: Mapping[str, Any]) -> None:
-        """Note two names of one view of a storage that lie differently."""
-        if _all_differ(self.placing.placed, state_dict):
-            return
-        seen: dict[Any, str] = {}
-        at: dict[int, tuple[str, torch.Tensor]] = {}
-        placed_of = self.placing.placed.get
-        for fqn, value in state_dict.items():
-            placed = placed_of(fqn)
-            tensor = placed.tensor if placed is not None else value
-            if placed is None and (not isinstance(tensor, torch.Tensor) or has_hooks(tensor)):
-                continue
-            pointer = _data_ptr(tensor)
-            if not pointer:
-                continue
-            # Nearly always the only one there: its view is looked at when a second comes.
-            name, there = at.setdefault(pointer, (fqn, tensor))
-            if name == fqn:
-                continue
-            seen.setdefault((pointer, _view_of(there)), name)
-            first = seen.setdefault((pointer, _view_of(tensor)), fqn)
-            if first == fqn or not tensor.numel():
-                continue
-            other = self.placing.placed.get(first)
-            if _lies_alike(placed, other):
-                continue
-            ruled, missed = (fqn, first) if other is None or other.rule is None else (first, fqn)
-            rule = self.placing.placed[ruled].rule if ruled in self.placing.placed else None
-            self.placing.faults.append(
-                Fault(
-                    missed,
-                    f"rank {self.rank} has it in one storage with {ruled}, but the two lie "
-                    "differently in the checkpoint",
-                    (
-                        f"{ruled}: {_place_text(self.placing.placed.get(ruled))}",
-                        f"{missed}: {_place_text(self.placing.placed.get(missed))}",
-                        f"likely:      rule {rule} speaks for {ruled} and misses {missed}",
-                        "way out:     name both in the rules, with one placement",
-                    ),
-                )
-            )
-
     def ask(self, fqn: str, value: Any) -> tuple[CheckpointPlacement | None, str | None]:
         """Return what the rules say of a tensor, and what to call the one that spoke."""
         if self.rules is None or not value.shape:
@@ -370,51 +267,3 @@ def _own(value: Any) -> Own:
     if not is_dtensor_like(value):
         return Own(tuple(value.shape))
     return Own(tuple(value.shape), value.device_mesh, tuple(value.placements))
-
-
-def _lies_alike(one: Placed | None, other: Placed | None) -> bool:
-    if one is None or other is None:
-        placed = one or other
-        return placed is None or placed.binding.layout.is_whole
-    return one.binding.layout == other.binding.layout
-
-
-def _place_text(placed: Placed | None) -> str:
-    if placed is None:
-        return "no rule, the whole tensor"
-    axes = placed.binding.axes
-    mesh = ", ".join(f"{axis.name or 'axis'}={axis.size}" for axis in axes)
-    by = "no rule" if placed.rule is None else f"rule {placed.rule}"
-    return f"{by}, part of a {placed.global_shape} tensor over ({mesh})"
-
-
-def _all_differ(placed: Mapping[str, Placed], state_dict: Mapping[str, Any]) -> bool:
-    """Whether no two tensors begin at one address; False also where that is not known."""
-    tensors = [known.tensor for known in placed.values()]
-    tensors += [
-        value
-        for fqn, value in state_dict.items()
-        if fqn not in placed and isinstance(value, torch.Tensor)
-    ]
-    try:
-        pointers = [pointer for tensor in tensors if (pointer := tensor.data_ptr())]
-    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
-        return False
-    return len(set(pointers)) == len(pointers)
-
-
-def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Return which elements from its first on a tensor has, and in which order.
-
-    A tensor and its transpose, or the half of its columns, are other views of one storage.
-    """
-    strides: Sequence[int] = tensor.stride() if tensor.layout is torch.strided else tensor.shape
-    dims = zip(tensor.shape, strides, strict=True)
-    return tuple([(size, 0 if size == 1 else stride) for size, stride in dims])
-
-
-def _data_ptr(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
-        return 0

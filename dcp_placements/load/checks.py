@@ -9,7 +9,7 @@ from typing import Any
 from dcp_placements._torch import Metadata, TensorStorageMetadata, world_size
 from dcp_placements.bind.binding import Binding
 from dcp_placements.bind.lint import unwaived
-from dcp_placements.bind.placing import Placing
+from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault
 from dcp_placements.load.cut_checks import Difference, differences
 from dcp_placements.load.families import Families, packed_numbers, total_faults

@@ -28,7 +28,7 @@ from dcp_placements._torch import (
     group_device,
 )
 from dcp_placements.bind.binding import Binding
-from dcp_placements.bind.placing import Placed, Placing
+from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.layout.sharding import Box, Cut
 from dcp_placements.load.reads import Finders

@@ -30,7 +30,8 @@ from dcp_placements._torch import (
     set_element,
     world_size,
 )
-from dcp_placements.bind.placing import Placing, counted_faults, place
+from dcp_placements.bind.placed import Placing
+from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_names, raise_faults
 from dcp_placements.layout.sharding import Box

@@ -20,7 +20,7 @@ from dcp_placements._torch import (
     has_hooks,
     is_dtensor_like,
 )
-from dcp_placements.bind.placing import Placed, Placing
+from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.alike import BySequence
 from dcp_placements.layout.sharding import Box

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_placements.bind.binding import Binding
-from dcp_placements.bind.placing import Placing
-from dcp_placements.bind.stacking import StackedPlaced
+from dcp_placements.bind.placed import Placing, StackedPlaced
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.layout.sharding import Chunk, Intervals, Layout, Pick, Sharding
 from dcp_placements.load.families import format_numbers

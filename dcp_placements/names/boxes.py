@@ -107,11 +107,12 @@ def renamed_boxes(name: Renamed, shape: Shape, *, rows: int = 1) -> list[Target]
     if isinstance(name, Row):
         return [row_target(name, shape)]
     dim = row_dim(name, shape)
+    if not shape:
+        numbers = range(1 if dim is None else rows)
+        names = [fqn.replace("{}", str(number)) for number in numbers for fqn in name.fqns]
+        return [_equal_target(fqn, ()) for fqn in names]
     if dim is None:
         return part_targets(name, shape)
-    if not shape:
-        numbered = [fqn.replace("{}", str(number)) for number in range(rows) for fqn in name.fqns]
-        return [_equal_target(fqn, ()) for fqn in numbered]
     parts = part_targets(name, removed(shape, dim))
     return [part.of_row(number, dim) for number in range(shape[dim]) for part in parts]
 
@@ -119,7 +120,28 @@ def renamed_boxes(name: Renamed, shape: Shape, *, rows: int = 1) -> list[Target]
 def row_target(row: Row, shape: Shape) -> Target:
     """Return the stack that a tensor is a row of, and the box of that row.
 
+    Raises:
+        RenameError: A stack along a dim that it does not have.
+    """
+    rows = dict(zip(stack_dims(row, shape), row.rows, strict=True))
+    sources = iter(range(len(shape)))
+    origins = [None if dim in rows else next(sources) for dim in range(len(shape) + len(rows))]
+    whole = Box((0,) * len(shape), shape)
+    box = Box(
+        tuple([rows[d].index if d in rows else 0 for d in range(len(origins))]),
+        tuple([1 if origin is None else shape[origin] for origin in origins]),
+    )
+    stack = tuple([rows[d].total if d in rows else size for d, size in enumerate(box.sizes)])
+    return Target(row.fqn, stack, tuple(origins), ((whole, box),))
+
+
+def stack_dims(row: Row, shape: Shape) -> tuple[int, ...]:
+    """Return the dims of a stack of tensors of ``shape`` that each of ``row.rows`` lies along.
+
     A scalar lacks the dims of its parameter: its rows lie along the nearest dim that exists.
+
+    >>> stack_dims(Row("w", 0, 8, within=(Row("w", 0, 4),)), (2, 3))
+    (1, 0)
 
     Raises:
         RenameError: A stack along a dim that it does not have.
@@ -131,16 +153,7 @@ def row_target(row: Row, shape: Shape) -> Target:
         if not -ndim <= dim < ndim:
             raise RenameError(f"cannot stack rows of shape {shape} on dim {dim}")
         dims = [*[known + (known >= dim % ndim) for known in dims], dim % ndim]
-    rows = dict(zip(dims, row.rows, strict=True))
-    sources = iter(range(len(shape)))
-    origins = [None if dim in rows else next(sources) for dim in range(len(shape) + len(rows))]
-    whole = Box((0,) * len(shape), shape)
-    box = Box(
-        tuple([rows[d].index if d in rows else 0 for d in range(len(origins))]),
-        tuple([1 if origin is None else shape[origin] for origin in origins]),
-    )
-    stack = tuple([rows[d].total if d in rows else size for d, size in enumerate(box.sizes)])
-    return Target(row.fqn, stack, tuple(origins), ((whole, box),))
+    return tuple(dims)
 
 
 def row_dim(name: Rows | Parts, shape: Shape) -> int | None:
@@ -167,7 +180,7 @@ def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
     Raises:
         RenameError: The parts do not fit ``shape``.
     """
-    if isinstance(name, Rows) or not shape:
+    if isinstance(name, Rows):
         return [_equal_target(fqn, shape) for fqn in name.fqns]
     if not -len(shape) <= name.dim < len(shape):
         raise RenameError(f"cannot be split: there is no dim {name.dim}, the shape is {shape}")

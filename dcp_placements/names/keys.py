@@ -7,8 +7,8 @@ name that holds for the whole; rules, plans, messages and the file know that one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 
@@ -150,18 +150,27 @@ Renamed = str | Row | Rows | Parts
 Rename = Callable[[str], Renamed]
 
 
-@dataclass(slots=True)
-class Stacked:
-    """Values of this rank that are rows of one of the checkpoint's.
+class StackedRow(NamedTuple):
+    """A value of this rank that is a row of one of the checkpoint's.
 
     Attributes:
-        axes: ``(rows, dim)`` of each stack, from the inside out: how many rows there are, and the
-            dim of that stack that they lie along.
-        rows: ``(row of each, this rank's key, value, its path)`` each.
+        row: The answer of the rename.
+        key: This rank's key.
+        value: The value.
+        path: Its path in the nested dict.
     """
 
-    axes: tuple[tuple[int, int], ...]
-    rows: list[tuple[tuple[int, ...], str, Any, Path | None]] = field(default_factory=list)
+    row: Row
+    key: str
+    value: Any
+    path: Path | None
+
+
+@dataclass(slots=True)
+class Stacked:
+    """Values of this rank that are rows of one of the checkpoint's; all have the same ``axes``."""
+
+    rows: list[StackedRow]
 
 
 @dataclass(slots=True)
@@ -239,22 +248,22 @@ def _add_row(
     source: dict[str, str],
     faults: list[Fault],
 ) -> bool:
-    """Take in one row, if its key is one of rows."""
-    axes = row.axes
+    """Add a row to its stack; whether its key is that of a stack."""
     known = renamed.get(row.fqn)
     if known is None and row.fqn not in source:
-        known = renamed[row.fqn] = Stacked(axes)
+        known = renamed[row.fqn] = Stacked([])
     if not isinstance(known, Stacked):
         return False
-    if known.axes != axes:
+    known.rows.append(StackedRow(row, *held))
+    first = known.rows[0]
+    if first.row.axes != row.axes:
         faults.append(
             Fault(
                 row.fqn,
-                f"rename() stacks {source[row.fqn]} as one of {format_axes(known.axes)}, and "
-                f"{held[0]} as one of {format_axes(axes)}",
+                f"rename() stacks {first.key} as one of {format_axes(first.row.axes)}, and "
+                f"{held[0]} as one of {format_axes(row.axes)}",
             )
         )
-    known.rows.append((row.indices, *held))
     return True
 
 

@@ -21,7 +21,7 @@ import torch
 from dcp_placements._torch import TensorStorageMetadata
 from dcp_placements.bind.binding import BindError, Own, bind
 from dcp_placements.bind.lint import lint
-from dcp_placements.bind.placing import Placed
+from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault, PlacementError, format_names, format_ranks
 from dcp_placements.layout.byte_ranges import segments
 from dcp_placements.layout.sharding import Box, Intervals, Layout, LayoutError, Sharding

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dcp_placements._torch import default_write_items, has_hooks
-from dcp_placements.bind.placing import Placed, Placing
+from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.names.keys import Path
 from dcp_placements.save.key_table import (

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import Metadata, MetadataIndex, SavePlan, WriteItem, WriteItemType
-from dcp_placements.bind.placing import Placing, counted_faults, place
+from dcp_placements.bind.placed import Placing
+from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import PlacementError, raise_faults
 from dcp_placements.layout.sharding import Chunk

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dcp_placements.bind.placing import Placed
+from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.layout.tiling import format_box

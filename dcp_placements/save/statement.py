@@ -10,7 +10,7 @@ from typing import Any
 
 from dcp_placements._torch import named_axes
 from dcp_placements.bind.lint import unwaived
-from dcp_placements.bind.placing import Placing
+from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault
 from dcp_placements.names.keys import Rename
 from dcp_placements.names.optimizer_state import stateless_parameters

@@ -601,8 +601,16 @@ def test_replicas_of_a_row_that_differ_are_refused(tmp_path: Path) -> None:
             lambda key: Row("w", 0 if key < "b" else 1, 2 if key < "b" else 3),
             "one of 2 rows on dim 0, and b.w as one of 3 rows on dim 0",
         ),
-        ({"experts.w": torch.zeros(2)}, Unstack("experts.{}", dim=1), "on dim 1: it has 1 dims"),
-        ({"experts.0.w": torch.zeros(2)}, Stack("experts.{}", 2, dim=2), "rows of 1 dim on dim 2"),
+        (
+            {"experts.w": torch.zeros(2)},
+            Unstack("experts.{}", dim=1),
+            "cannot be unstacked on dim 1: its shape is (2,)",
+        ),
+        (
+            {"experts.0.w": torch.zeros(2)},
+            Stack("experts.{}", 2, dim=2),
+            "rows of shape (2,) on dim 2",
+        ),
         ({"experts.w": torch.tensor(2.0)}, Unstack("experts.{}"), "cannot tell its rows"),
         ({"experts.w.lr": 0.1}, Unstack("experts.{}"), "cannot tell its rows"),
         (

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from dcp_placements.bind.placing import Placed
+from dcp_placements.bind.placed import Placed
 from dcp_placements.rules.mesh import mesh_axes
 
 BALANCE = 1.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dcp_placements.bind.placing import Placing
+from dcp_placements.bind.placed import Placing
 from dcp_placements.report import SaveReport, key_report
 from dcp_placements.save.coordinator.global_plan import WorldPlan
 from dcp_placements.save.key_table import OBJECT

@@ -1,0 +1,110 @@
+"""Two names of one storage: tied weights, of which a rule speaks for one and misses the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import has_hooks
+from dcp_placements.bind.placed import Placed
+from dcp_placements.errors import Fault
+
+
+def alias_faults(
+    state_dict: Mapping[str, Any], placed: Mapping[str, Placed], rank: int
+) -> list[Fault]:
+    """Return a fault for each name of a view of a storage that has two different places.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        placed: The places of its tensors; a tensor without one is whole.
+        rank: This process's rank, for messages.
+    """
+    if _all_differ(placed, state_dict):
+        return []
+    faults = []
+    names: dict[Any, str] = {}
+    first_at: dict[int, tuple[str, torch.Tensor]] = {}
+    for fqn, value in state_dict.items():
+        place = placed.get(fqn)
+        tensor = value if place is None else place.tensor
+        if place is None and (not isinstance(tensor, torch.Tensor) or has_hooks(tensor)):
+            continue
+        pointer = _data_ptr(tensor)
+        if not pointer:
+            continue
+        # Nearly always the only tensor there, so its view is needed only when a second comes.
+        name, there = first_at.setdefault(pointer, (fqn, tensor))
+        if name == fqn:
+            continue
+        names.setdefault((pointer, _view_of(there)), name)
+        first = names.setdefault((pointer, _view_of(tensor)), fqn)
+        other = placed.get(first)
+        if first == fqn or not tensor.numel() or _lie_alike(place, other):
+            continue
+        ruled, missed = (fqn, first) if other is None or other.rule is None else (first, fqn)
+        rule = placed[ruled].rule if ruled in placed else None
+        faults.append(
+            Fault(
+                missed,
+                f"rank {rank} has it in one storage with {ruled}, but the two lie "
+                "differently in the checkpoint",
+                (
+                    f"{ruled}: {_place_text(placed.get(ruled))}",
+                    f"{missed}: {_place_text(placed.get(missed))}",
+                    f"likely:      rule {rule} speaks for {ruled} and misses {missed}",
+                    "way out:     name both in the rules, with one placement",
+                ),
+            )
+        )
+    return faults
+
+
+def _lie_alike(one: Placed | None, other: Placed | None) -> bool:
+    if one is None or other is None:
+        placed = one or other
+        return placed is None or placed.binding.layout.is_whole
+    return one.binding.layout == other.binding.layout
+
+
+def _place_text(placed: Placed | None) -> str:
+    if placed is None:
+        return "no rule, the whole tensor"
+    axes = placed.binding.axes
+    mesh = ", ".join(f"{axis.name or 'axis'}={axis.size}" for axis in axes)
+    by = "no rule" if placed.rule is None else f"rule {placed.rule}"
+    return f"{by}, part of a {placed.global_shape} tensor over ({mesh})"
+
+
+def _all_differ(placed: Mapping[str, Placed], state_dict: Mapping[str, Any]) -> bool:
+    """Whether no two tensors begin at one address; False also where that is not known."""
+    tensors = [place.tensor for place in placed.values()]
+    tensors += [
+        value
+        for fqn, value in state_dict.items()
+        if fqn not in placed and isinstance(value, torch.Tensor)
+    ]
+    try:
+        pointers = [pointer for tensor in tensors if (pointer := tensor.data_ptr())]
+    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
+        return False
+    return len(set(pointers)) == len(pointers)
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Return the size and stride of each dim: which elements of its storage a tensor has.
+
+    A tensor and its transpose, or the half of its columns, are different views of one storage.
+    """
+    strides: Sequence[int] = tensor.stride() if tensor.layout is torch.strided else tensor.shape
+    dims = zip(tensor.shape, strides, strict=True)
+    return tuple([(size, 0 if size == 1 else stride) for size, stride in dims])
+
+
+def _data_ptr(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
+        return 0

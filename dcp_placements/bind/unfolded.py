@@ -1,0 +1,101 @@
+"""A state dict whose renamed values become one value per key of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import is_dtensor_like
+from dcp_placements.bind.placed import Placing
+from dcp_placements.errors import Fault
+from dcp_placements.names.keys import Path, Stacked, Unstacked
+from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.rules.patterns import Rules
+
+
+@dataclass(slots=True)
+class Unfolded:
+    """A flat state dict with one value per key of the checkpoint.
+
+    Attributes:
+        state_dict: The values.
+        mappings: The path of each key in the nested dict.
+        copies: Further paths of an object that several local keys have as one.
+        shared: The name of a scalar or an object whose one value stands for several keys.
+    """
+
+    state_dict: dict[str, Any]
+    mappings: dict[str, Path]
+    copies: dict[str, list[Path]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+
+
+class Unfolding:
+    """One flat state dict while its values are placed under the checkpoint's keys.
+
+    Args:
+        state_dict: Flat, as ``rename_keys`` leaves it.
+        mappings: The path of each key in the nested dict.
+        placing: Takes in places, faults and rules that matched.
+        rules: The user's.
+        rank: This process's rank, for messages.
+        stored: The checkpoint's metadata by key on a load; None on a save.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any],
+        mappings: Mapping[str, Path],
+        placing: Placing,
+        rules: Rules | None,
+        rank: int,
+        stored: Mapping[str, Any] | None,
+    ) -> None:
+        self.state_dict = state_dict
+        self.mappings = mappings
+        self.placing = placing
+        self.rules = rules
+        self.rank = rank
+        self.loading = stored is not None
+        self.stored = stored or {}
+        self.states = _optimizer_states(state_dict)
+        self.unfolded = Unfolded({}, {})
+
+    def add(self, fqn: str, value: Any, path: Path | None) -> None:
+        """Note a value under its key in the checkpoint."""
+        if fqn in self.unfolded.state_dict:
+            self.fault(
+                fqn,
+                "rename= gives this one name to a row and to another value",
+                "way out:     map every key of a rank to a key of its own",
+            )
+        self.unfolded.state_dict[fqn] = value
+        if path is not None:
+            self.unfolded.mappings[fqn] = path
+
+    def fault(self, fqn: str, headline: str, *details: str) -> None:
+        """Note a fault."""
+        self.placing.faults.append(Fault(fqn, headline, details))
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or has the attributes of a DTensor."""
+    return isinstance(value, torch.Tensor) or is_dtensor_like(value)
+
+
+def _optimizer_states(state_dict: Mapping[str, Any]) -> OptimizerStates:
+    """Return which keys are optimizer state, by the names of the stacks or of this rank's keys."""
+    held: dict[str, Any] = {}
+    names: list[str] = []
+    for fqn, value in state_dict.items():
+        if type(value) is Stacked:
+            held[fqn] = value.rows[0].value
+            names += [row.key for row in value.rows]
+        elif type(value) is Unstacked:
+            held[value.name.stacked] = value.value
+        else:
+            held[fqn] = value
+    return OptimizerStates(held, names=names)
