@@ -1,6 +1,6 @@
 """scripts/bench exchange [--rounds N] [--nproc N] [--json FILE]
 
-Loads what several ranks want alike, under torchrun with gloo, and prints a table: bytes read from
+Loads data that several ranks need, under torchrun with gloo, and prints a table: bytes read from
 data files by all ranks over the bytes of the whole tensors, how far apart the ranks are, bytes that
 came from other ranks, and wall seconds of the whole load.
 
@@ -9,8 +9,8 @@ came from other ranks, and wall seconds of the whole load.
     plain     16 tensors [1024, 2048] and 64 of [1024], that every rank has whole
 
 Sides are torch's default planners and file system storage ("stock"), ours with our storage
-("ours"), and the same with exchange=True ("exchange"). Stock knows no place for experts without a
-DTensor, so there it has DTensors that say it. Files are dropped from the page cache before each
+("ours"), and the same with exchange=True ("exchange"). Stock cannot place experts without a
+DTensor, so it is given DTensors there. Files are dropped from the page cache before each
 load. Bytes are those that the system counts while data files are read; where there is an exchange,
 those that the reader counts. Exit status 1 when a goal is missed: unique bytes within 1 %, ranks
 within 5 % of each other.
@@ -248,12 +248,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nproc", type=int, default=4)
     parser.add_argument("--directory", help="where to write (a temporary one)")
-    parser.add_argument("--tiny", action="store_true", help="an eighth of the data, 1 round")
+    parser.add_argument(
+        "--tiny", action="store_true", help="an eighth of the data, 2 ranks, 1 round"
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
-        args.rounds = 1
+        args.rounds, args.nproc = 1, 2
     return args
 
 

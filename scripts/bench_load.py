@@ -401,12 +401,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=("real", "simulated"), default=["real", "simulated"]
     )
-    parser.add_argument("--tiny", action="store_true", help="next to no data, 8 simulated ranks")
+    parser.add_argument("--tiny", action="store_true", help="next to no data, 2 ranks; 8 simulated")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
-        args.ranks = 8
+        args.ranks, args.nproc = 8, 2
     return args
 
 

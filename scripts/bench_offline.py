@@ -1,10 +1,10 @@
 """scripts/bench offline [--nbytes N] [--memory SIZE] [--json FILE]
 
-Saves the same tensors twice, cut by rows from 4 ranks and by columns from 2, and as one safetensors
-file besides; then runs inspect, verify --digests, diff of the two and diff with the safetensors
-file, each in a process of its own with --memory. Prints seconds, the bytes of data that were read
-per second, and the memory of each process at its highest, over that of one that only inspects a
-checkpoint of one element.
+Saves the same tensors sharded by rows over 4 ranks, sharded by columns over 2, and as one
+safetensors file. Then runs inspect, verify --digests, diff of the two, and diff with the
+safetensors file, each in a forked process with --memory. Prints the seconds, the bytes of data read
+per second, the peak growth of each process's memory, and how much more that is than for an inspect
+of a checkpoint of one element.
 
 With --json a file of machine, options, floor_bytes and commands: by name seconds and peak_bytes.
 """
@@ -12,8 +12,8 @@ With --json a file of machine, options, floor_bytes and commands: by name second
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
+import contextlib
+import io
 import tempfile
 import time
 from pathlib import Path
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from bench_common import machine, write_json
+from bench_common import PeakMemory, in_child, machine, write_json
 from safetensors.torch import save_file
 from torch.distributed.tensor import Shard
 
-from dcp_placements import PlacementFileSystemWriter, PlacementSavePlanner
+from dcp_placements import PlacementFileSystemWriter, PlacementSavePlanner, cli
 from dcp_placements.errors import format_nbytes
 from dcp_placements.testing import FakeDTensor, World
 
@@ -64,27 +64,20 @@ def save_all(root: Path, nbytes: int) -> None:
     dcp.save({"w": torch.ones(1)}, checkpoint_id=root / "floor", no_dist=True)
 
 
-CHILD = """
-import sys
-from pathlib import Path
-from dcp_placements.cli import main
-code = main(sys.argv[2:])
-line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
-Path(sys.argv[1]).write_text(line.split()[1])
-sys.exit(code)
-"""
+def run(*arguments: str) -> tuple[float, int]:
+    """Run the command line in a child; return its seconds and the growth of its memory."""
+    return in_child(run_here, *arguments)
 
 
-def run(root: Path, *arguments: str) -> tuple[float, int]:
-    """Run the command line; return seconds, and the bytes of memory at its highest."""
-    peak = root / "peak"
-    command = [sys.executable, "-c", CHILD, str(peak), *arguments]
+def run_here(*arguments: str) -> tuple[float, int]:
+    """Run the command line in this process; return its seconds and the growth of its memory."""
+    memory = PeakMemory()
     started = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    seconds = time.perf_counter() - started
-    if done.returncode:
-        raise RuntimeError(f"{arguments}: exit code {done.returncode}\n{done.stdout}")
-    return seconds, int(peak.read_text()) * 1024
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = cli.main(list(arguments))
+    if code:
+        raise RuntimeError(f"{arguments}: exit code {code}\n{printed.getvalue()}")
+    return time.perf_counter() - started, memory.growth_bytes()
 
 
 def main() -> None:
@@ -98,16 +91,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny:
         options.nbytes, options.memory = 64 << 20, "8MiB"
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "machine": machine(),
         "options": {"nbytes": options.nbytes, "memory": options.memory},
         "commands": {},
     }
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
         root = Path(temporary)
-        save_all(root, options.nbytes)
-        _, floor = run(root, "inspect", str(root / "floor"))
-        told["floor_bytes"] = floor
+        in_child(save_all, root, options.nbytes)
+        # Here once, so that no child has anything left to import.
+        run_here("inspect", str(root / "floor"))
+        _, floor = run("inspect", str(root / "floor"))
+        report["floor_bytes"] = floor
         print(f"{format_nbytes(options.nbytes)} in {TENSORS} tensors, --memory {options.memory}")
         print(f"{'':28}{'seconds':>8}{'read':>14}{'peak':>12}{'over floor':>12}")
         limit = ("--memory", options.memory)
@@ -118,14 +113,14 @@ def main() -> None:
             ("diff columns hf", ("diff", "columns", "hf", *limit), 2),
         ):
             given = [str(root / a) if (root / a).exists() else a for a in arguments]
-            seconds, peak = run(root, *given)
-            told["commands"][name] = {"seconds": seconds, "peak_bytes": peak}
+            seconds, peak = run(*given)
+            report["commands"][name] = {"seconds": seconds, "peak_bytes": peak}
             rate = f"{format_nbytes(int(copies * options.nbytes / seconds))}/s" if copies else "-"
             print(
                 f"{name:28}{seconds:>8.1f}{rate:>14}{format_nbytes(peak):>12}"
                 f"{format_nbytes(max(peak - floor, 0)):>12}"
             )
-    write_json(options.json, told)
+    write_json(options.json, report)
 
 
 if __name__ == "__main__":
