@@ -1,7 +1,7 @@
-"""Rules and renaming for known frameworks: thin tables of what each says of its parameters.
+"""Rules and renames for known frameworks, as thin tables of their conventions.
 
-Each function returns the ``Placements`` of one rank. torchtitan and NeMo AutoModel need
-none: their DTensors say all that there is to say.
+Each function returns the ``Placements`` of one rank. torchtitan and NeMo AutoModel need none: their
+DTensors are complete.
 """
 
 from dcp_placements.presets.megatron import megatron_meshes

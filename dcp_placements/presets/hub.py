@@ -1,12 +1,12 @@
-"""Names of the Hugging Face hub for models whose module has its experts stacked and fused.
+"""Names on the Hugging Face hub of models whose module has its experts stacked and fused.
 
 Facts: transformers 5.23, ``conversion_mapping.py``: what ``from_pretrained`` joins (``Concatenate``
-on dim 1 of ``MergeModulelist`` on dim 0), the other way round. Module: ``mlp.experts.gate_up_proj``
+on dim 1 of ``MergeModulelist`` on dim 0), inverted. Module: ``mlp.experts.gate_up_proj``
 ``(E, 2F, H)``, gate first, and ``mlp.experts.down_proj`` ``(E, H, F)``. Hub: a matrix per expert.
 
-Each of these is a ``rename``: for ``export_safetensors`` from the model's names to the hub's, and
-for a planner on a model that is to read or write files with those names. Rules speak of the
-module's names all the same.
+Each of these is a ``rename``: for ``export_safetensors``, from the model's names to the hub's, and
+for the planners of a model that reads or writes files with those names. Rules still match the
+module's names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dcp_placements.names.stacks import Split, Unstack
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> Renames:
-    # Rules go on speaking of the module's names: what Unstack and Split leave to them stays so.
     return Renames(
         Unstack("mlp.experts.{}.gate_up_proj"),
         Split(

@@ -1,4 +1,4 @@
-"""What Megatron Core and Megatron Lite share: the two meshes of a world, and what cannot run.
+"""Shared by Megatron Core and Megatron Lite: the two meshes of a world, and unsupported sizes.
 
 Facts: the order of ranks is ``tp-cp-ep-dp-pp`` (``megatron/core/parallel_state.py``,
 ``initialize_model_parallel`` and ``RankGenerator``), the fastest first; dense ranks count by TP and
@@ -7,9 +7,14 @@ CP, expert ranks by ETP and EP, and both have the pipeline outermost.
 
 from __future__ import annotations
 
+from math import prod
+
+import numpy as np
+
 from dcp_placements.errors import PlacementError
+from dcp_placements.names.renumber import contiguous
 from dcp_placements.presets.preset import axis_sizes
-from dcp_placements.rules.mesh import Mesh, MeshCoordinate, format_mesh
+from dcp_placements.rules.mesh import Axis, Mesh, MeshCoordinate, format_mesh, mesh_axes
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
@@ -30,7 +35,7 @@ REFUSED = {
         "(distributed/fsdp/mcore_fsdp_adapter.py)",
     ),
 }
-"""What each data-parallel wrapper refuses, by mesh axis, and where it does."""
+"""Axes that each data-parallel wrapper does not support, and the reason."""
 
 
 def megatron_meshes(
@@ -54,7 +59,7 @@ def megatron_meshes(
     Args:
         rank: The global rank.
         world_size: Ranks in all.
-        tp: Tensor parallelism of what is no expert.
+        tp: Tensor parallelism outside the experts.
         cp: Context parallelism: replicas.
         pp: Pipeline stages.
         ep: Expert parallelism.
@@ -70,22 +75,18 @@ def megatron_meshes(
         ("tp x cp x pp", (tp, cp, pp)),
         ("etp x ep x pp", (etp, ep, pp)),
     ):
-        product = sizes[0] * sizes[1] * sizes[2]
-        if min(sizes) < 1 or world_size % product:
+        if min(sizes) < 1 or world_size % prod(sizes):
             raise PlacementError(
                 f"a world of {world_size} ranks cannot be cut by {what} = "
                 f"{' x '.join(map(str, sizes))}: the product must divide it"
             )
     dense = (pp, world_size // (tp * cp * pp), cp, tp)
     expert = (pp, world_size // (etp * ep * pp), ep, etp)
-    return (
-        MeshCoordinate(DENSE, dense, _position(rank, dense)),
-        MeshCoordinate(EXPERT, expert, _position(rank, expert)),
-    )
+    return _mesh(DENSE, dense, rank), _mesh(EXPERT, expert, rank)
 
 
 def check_meshes(dense: Mesh, expert: Mesh | None, data_parallel: str) -> None:
-    """Check that the meshes are of one world, and that such a job can run.
+    """Check that the meshes are of one world, and that Megatron supports such a job.
 
     Raises:
         PlacementError: Missing axes, meshes of different worlds or stages, an unknown wrapper, or a
@@ -98,7 +99,9 @@ def check_meshes(dense: Mesh, expert: Mesh | None, data_parallel: str) -> None:
             f"data_parallel={data_parallel!r} is none of {', '.join(map(repr, REFUSED))}"
         )
     if expert is not None and (
-        _ranks(dense) != _ranks(expert) or _place(dense, "pp") != _place(expert, "pp")
+        prod(dense.shape) != prod(expert.shape)
+        or axis_sizes(dense, "pp") != axis_sizes(expert, "pp")
+        or position(dense, "pp") != position(expert, "pp")
     ):
         raise PlacementError(
             f"the dense mesh {format_mesh(dense)} and the expert mesh {format_mesh(expert)} must "
@@ -106,70 +109,53 @@ def check_meshes(dense: Mesh, expert: Mesh | None, data_parallel: str) -> None:
         )
     wrong = [axis for axis in REFUSED[data_parallel] if sizes.get(axis, 1) > 1]
     if wrong:
+        combination = " and ".join(f"{axis}={sizes[axis]}" for axis in wrong)
+        reasons = dict.fromkeys(f"reason:      {REFUSED[data_parallel][axis]}" for axis in wrong)
+        without = " and ".join(f"{axis}=1" for axis in wrong)
         raise PlacementError(
             "\n    ".join(
                 (
-                    f"data_parallel={data_parallel!r} cannot be combined with "
-                    + " and ".join(f"{axis}={sizes[axis]}" for axis in wrong),
-                    *dict.fromkeys(
-                        f"reason:      {REFUSED[data_parallel][axis]}" for axis in wrong
-                    ),
-                    "way out:     "
-                    + " and ".join(f"{axis}=1" for axis in wrong)
-                    + ', or data_parallel="ddp"',
+                    f"data_parallel={data_parallel!r} cannot be combined with {combination}",
+                    *reasons,
+                    f'way out:     {without}, or data_parallel="ddp"',
                 )
             )
         )
 
 
 def without_axis(mesh: Mesh, name: str) -> MeshCoordinate:
-    """Return ``mesh`` as this rank sees it, one axis left out.
+    """Return ``mesh`` as this rank sees it, without one axis.
 
-    Ranks that differ along it hold tensors of other names, so that a rule says nothing of it.
+    Ranks that differ along it hold tensors with different names, so no rule concerns it.
     """
-    names, sizes, at = mesh.mesh_dim_names or (), tuple(mesh.shape), coordinate(mesh)
-    kept = [axis for axis, found in enumerate(names) if found != name]
+    kept = [axis for axis in _axes(mesh) if axis.name != name]
     return MeshCoordinate(
-        [names[axis] for axis in kept],
-        [sizes[axis] for axis in kept],
-        [at[axis] for axis in kept],
+        [str(axis.name) for axis in kept],
+        [axis.size for axis in kept],
+        [axis.position for axis in kept],
     )
-
-
-def coordinate(mesh: Mesh) -> tuple[int, ...]:
-    """Return this rank's position along every axis of ``mesh``.
-
-    Raises:
-        PlacementError: A rank that is no part of it.
-    """
-    found = mesh.get_coordinate()
-    if found is None:
-        raise PlacementError(
-            f"this rank is no part of mesh {format_mesh(mesh)}: each rank makes its own preset, of "
-            "meshes that it is in"
-        )
-    return tuple(found)
 
 
 def position(mesh: Mesh, name: str) -> int:
     """Return this rank's position along one axis of ``mesh``."""
-    return coordinate(mesh)[(mesh.mesh_dim_names or ()).index(name)]
+    return next(axis.position for axis in _axes(mesh) if axis.name == name)
 
 
-def _position(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    found = []
-    for size in reversed(sizes):
-        found.append(rank % size)
-        rank //= size
-    return tuple(reversed(found))
+def expert_numbers(expert_mesh: Mesh, experts: int) -> range:
+    """Return the numbers of this rank's experts; ``ep`` must divide ``experts``."""
+    ep = axis_sizes(expert_mesh, "ep")["ep"]
+    return contiguous([experts // ep] * ep, at=position(expert_mesh, "ep"))
 
 
-def _ranks(mesh: Mesh) -> int:
-    product = 1
-    for size in mesh.shape:
-        product *= int(size)
-    return product
+def _axes(mesh: Mesh) -> tuple[Axis, ...]:
+    axes = mesh_axes(mesh)
+    if axes is None:
+        raise PlacementError(
+            f"this rank is not in mesh {format_mesh(mesh)}: each rank makes its own preset, of "
+            "meshes that it is in"
+        )
+    return axes
 
 
-def _place(mesh: Mesh, name: str) -> tuple[int, int]:
-    return axis_sizes(mesh, name)[name], position(mesh, name)
+def _mesh(names: tuple[str, ...], sizes: tuple[int, ...], rank: int) -> MeshCoordinate:
+    return MeshCoordinate(names, sizes, [int(at) for at in np.unravel_index(rank, sizes)])

@@ -1,9 +1,10 @@
-"""What the presets share: the table that a model's own facts come to."""
+"""Shared by the presets: from a placement per parameter to rules with few patterns."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.rules.mesh import Mesh, format_mesh
@@ -17,14 +18,14 @@ def axis_sizes(mesh: Mesh, *names: str) -> dict[str, int]:
     Raises:
         PlacementError: A mesh without one of them.
     """
-    found = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    missing = [name for name in names if name not in found]
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    missing = [name for name in names if name not in sizes]
     if missing:
         raise PlacementError(
             f"mesh {format_mesh(mesh)} has no axis {', '.join(map(repr, missing))}: this preset "
             f"needs {', '.join(map(repr, names))}"
         )
-    return {name: int(found[name]) for name in names}
+    return {name: int(sizes[name]) for name in names}
 
 
 def starred(fqn: str) -> str:
@@ -37,33 +38,29 @@ def starred(fqn: str) -> str:
 
 
 def rules_of(placements: Mapping[str, CheckpointPlacement | None]) -> PlacementRules:
-    """Return rules that say of each FQN what ``placements`` says, in few patterns.
+    """Return rules with few patterns that give each FQN its placement.
 
-    FQNs that differ in numbers alone share a pattern; those of them that lie differently from the
-    others keep one of their own, above it, and so do those that the pattern of others would catch.
-    A longer name is asked before a shorter one, which may be a part of it.
+    FQNs that differ only in numbers share a pattern. Those among them with another placement get a
+    pattern of their own, above it, and so do FQNs that the pattern of others would match. A longer
+    pattern comes before a shorter one, which may be a part of it.
     """
+    # One object for equal placements.
+    shared: dict[CheckpointPlacement | None, CheckpointPlacement | None] = {}
+    placements = {fqn: shared.setdefault(kind, kind) for fqn, kind in placements.items()}
     groups: dict[str, list[CheckpointPlacement | None]] = {}
     for fqn, placement in placements.items():
         groups.setdefault(starred(fqn), []).append(placement)
-    # Compared by identity: the presets share one object per kind of placement.
-    common = {
-        pattern: max(kinds, key=lambda kind: sum(other is kind for other in kinds))
-        for pattern, kinds in groups.items()
-    }
+    common = {pattern: Counter(kinds).most_common(1)[0][0] for pattern, kinds in groups.items()}
     patterns: dict[str, CheckpointPlacement | None] = {}
     patterns |= {pattern: kind for pattern, kind in common.items() if kind is not None}
     while True:
-        rules = PlacementRules({pattern: patterns[pattern] for pattern in _longest_first(patterns)})
+        longest_first = sorted(patterns, key=lambda p: (-p.count("."), p.count("*")))
+        rules = PlacementRules({pattern: patterns[pattern] for pattern in longest_first})
         wrong = [fqn for fqn, kind in placements.items() if rules(fqn) is not kind]
         if not wrong:
             return rules
         for fqn in wrong:
-            shared = starred(fqn)
-            # Once for all of a group, where that will do.
-            own = fqn if shared in patterns or common[shared] is not placements[fqn] else shared
+            group = starred(fqn)
+            # One pattern for the group, if its members have one placement.
+            own = fqn if group in patterns or common[group] is not placements[fqn] else group
             patterns[own] = placements[fqn]
-
-
-def _longest_first(patterns: Iterable[str]) -> list[str]:
-    return sorted(patterns, key=lambda pattern: (-pattern.count("."), pattern.count("*")))

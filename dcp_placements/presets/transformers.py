@@ -1,15 +1,15 @@
-"""Hugging Face transformers: a model's own plans of tensor and expert parallelism.
+"""Hugging Face transformers: a model's own plans for tensor and expert parallelism.
 
 Facts: transformers 5.23. Plans are ``model.tp_plan`` and ``model.ep_plan`` (from
 ``base_model_tp_plan`` and ``base_model_ep_plan`` of ``models/*/configuration_*.py``), a style per
-module or parameter, with ``*`` for numbers. What a style does to a parameter is in ``shard_param``
-of ``distributed/tensor_parallel.py`` and ``distributed/expert_parallel.py``; where a module has an
-EP rule it keeps no TP rule (``distributed/mixin.py``, ``_resolve_parallel_plans``). The router
-(``mlp.gate.weight``) and its ``e_score_correction_bias`` are in no plan: they are whole on each
-rank, though their dim 0 is the number of experts.
+module or parameter, with ``*`` for numbers. ``shard_param`` of ``distributed/tensor_parallel.py``
+and ``distributed/expert_parallel.py`` defines the effect of a style; a module with an EP rule keeps
+no TP rule (``distributed/mixin.py``, ``_resolve_parallel_plans``). The router (``mlp.gate.weight``)
+and its ``e_score_correction_bias`` are in no plan: they are replicated, though their dim 0 is the
+number of experts.
 
-A model that transformers itself has distributed holds DTensors that say the same: then the rules
-change nothing, but for fused weights, whose parts a DTensor cannot name.
+If transformers itself has distributed the model, its DTensors have the same placements, and the
+rules change nothing except for fused weights, whose parts a DTensor cannot express.
 """
 
 from __future__ import annotations
@@ -41,34 +41,29 @@ STYLES: dict[str, tuple[Any, Any]] = {
     "embedding_colwise": (Shard(1), None),
     "grouped_gemm": (Shard(0), Shard(0)),
 }
-"""What a style does to a weight, and to a tensor of one dim (a bias); None: whole on each rank."""
+"""The placement of a weight, and of a tensor of one dim (a bias); None: replicated."""
 
 UNCUT = {
-    "all_reduce",
-    "ep_dispatch_experts",
-    "local_params",
-    "mla_kv_a_proj",
-    "moe_identity_expert",
+    *("all_reduce", "ep_dispatch_experts", "local_params", "mla_kv_a_proj", "moe_identity_expert"),
+    *("moe_tp_experts", "replicate", "replicated_with_grad_allreduce", "sequence_parallel"),
 }
-UNCUT |= {"moe_tp_experts", "replicate", "replicated_with_grad_allreduce", "sequence_parallel"}
-"""Styles that are about a module's inputs and outputs alone."""
+"""Styles that concern only a module's inputs and outputs."""
 
 
 def transformers(model: nn.Module, mesh: Mesh, *, tp: str = "tp", ep: str = "ep") -> Placements:
     """Return the placements of a transformers model whose experts or weights are cut over ``mesh``.
 
-    The state dict has the model's names, under any prefix. Axes of ``mesh`` that are neither ``tp``
-    nor ``ep`` hold replicas, or FSDP's shards, of which the DTensors speak.
+    The state dict has the model's names, under any prefix. Axes of ``mesh`` other than ``tp`` and
+    ``ep`` hold replicas, or FSDP's shards, which the DTensors describe.
 
     Args:
         model: The model, before or after FSDP2.
-        mesh: The mesh that it is on, or the part of it that has the two axes.
+        mesh: The model's mesh, or the part of it that has the two axes.
         tp: The axis of tensor parallelism, if there is one.
         ep: The axis of expert parallelism, if there is one.
 
     Raises:
-        PlacementError: An axis of several ranks that the model has no plan for, or a style that is
-            not known here.
+        PlacementError: The model has no plan for an axis of several ranks, or a style is unknown.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if not sizes:
@@ -83,20 +78,13 @@ def transformers(model: nn.Module, mesh: Mesh, *, tp: str = "tp", ep: str = "ep"
             raise PlacementError(
                 f"axis {axis!r} of the mesh has {sizes[axis]} ranks, but "
                 f"{type(model).__name__} has no {kinds[axis]}\n"
-                f"    way out:     model.{kinds[axis]} = {{...}}, or rules of your own"
+                f"    way out:     model.{kinds[axis]} = {{...}}, or your own rules"
             )
-    made: dict[tuple[str, Any], CheckpointPlacement] = {}
     placements: dict[str, CheckpointPlacement | None] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found = _find(plans, name)
-        cut = None if found is None else _cut(found[1], parameter.dim(), name)
-        if found is None or cut is None:
-            placements[name] = None
-            continue
-        key = (found[0], cut)
-        if key not in made:
-            made[key] = CheckpointPlacement(mesh, {found[0]: cut})
-        placements[name] = made[key]
+        axis, style = _axis_and_style(plans, name)
+        cut = _cut(style, parameter.dim(), name)
+        placements[name] = None if cut is None else CheckpointPlacement(mesh, {axis: cut})
     return Placements(rules_of(placements))
 
 
@@ -104,19 +92,19 @@ def _plan(model: nn.Module, kind: str) -> Mapping[str, str]:
     return getattr(model, kind, None) or {}
 
 
-def _find(plans: Mapping[str, Mapping[str, str]], name: str) -> tuple[str, str] | None:
-    """Return the axis that cuts a parameter and its style; expert parallelism is asked first."""
+def _axis_and_style(plans: Mapping[str, Mapping[str, str]], name: str) -> tuple[str, str]:
+    """Return the axis that cuts a parameter, and its style; the plan of the first axis wins."""
     parameter = starred(name)
     module = parameter.rpartition(".")[0]
     for axis, plan in plans.items():
         for entry in (parameter, module):
             if entry in plan:
                 return axis, plan[entry]
-        # Below a module of this plan no other plan speaks.
+        # Below a module of this plan no other plan applies.
         parts = module.split(".")
         if any(".".join(parts[:end]) in plan for end in range(1, len(parts))):
-            return None
-    return None
+            break
+    return "", "replicate"
 
 
 def _cut(style: str, ndim: int, name: str) -> Any:
@@ -124,9 +112,9 @@ def _cut(style: str, ndim: int, name: str) -> Any:
         return None
     if style not in STYLES:
         raise PlacementError(
-            f"{name}: style {style!r} of the model's plan is not known here\n"
+            f"{name}: style {style!r} of the model's plan is not known\n"
             f"    known:       {', '.join(sorted(STYLES))}\n"
-            "    way out:     PlacementRules of your own for this model"
+            "    way out:     your own PlacementRules for this model"
         )
     weight, one_dim = STYLES[style]
     return weight if ndim > 1 else one_dim

@@ -1,14 +1,14 @@
 """VeOmni: its own map from FQN to spec, for the raw state of a model.
 
 Facts: VeOmni ``veomni/distributed/parallel_plan.py``. ``ParallelPlan.apply`` cuts experts over a
-mesh axis (``para_name``, ``"ep"``) by ``placement`` and leaves ``model._fqn2spec_info``: a
-``SpecInfo`` per FQN, an alias's, too. FSDP2 then cuts what is left, on dim 1 by default and on dim
-0 for some optimizers; ``para_fsdp_mesh`` has the axes of both (``ep_replicate`` in front for HSDP).
+mesh axis (``para_name``, ``"ep"``) by ``placement`` and sets ``model._fqn2spec_info``: a
+``SpecInfo`` per FQN, aliases included. FSDP2 then cuts the rest, on dim 1 by default and on dim 0
+for some optimizers; ``para_fsdp_mesh`` has the axes of both (``ep_replicate`` in front for HSDP).
 
-A raw parameter says of FSDP alone. VeOmni's own save restores ``ep`` into the DTensor
-(``veomni/checkpoint/dcp_checkpointer.py``), with FSDP left of it: where both cut one dim, that says
-that FSDP came first, and the file is block-transposed (experts 0 1 4 5 2 3 6 7). No rule can repair
-such a DTensor, so that it is refused.
+A raw parameter describes FSDP alone. VeOmni's own save restores ``ep`` into the DTensor
+(``veomni/checkpoint/dcp_checkpointer.py``), with FSDP left of it: if both cut one dim, the DTensor
+declares FSDP first, and the file is block-transposed (experts 0 1 4 5 2 3 6 7). No rule can repair
+such a DTensor, so it is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dcp_placements.rules.placement import CheckpointPlacement, shard_dim, shard
 def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = None) -> Placements:
     """Return the placements of the raw state of a VeOmni model.
 
-    The state dict is that of the model as FSDP2 holds it, ``model.<fqn>``, before
+    The state dict has the model's parameters as FSDP2 holds them, ``model.<fqn>``, before
     ``restore_extra_parallel_dim``.
 
     Args:
@@ -38,7 +38,7 @@ def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = No
         mesh: The mesh with the axis of each spec's ``para_name``; None: each spec's own.
 
     Raises:
-        PlacementError: A model without specs, or a spec whose axis is in no mesh.
+        PlacementError: The model has no specs, or no mesh has the axis of a spec.
     """
     specs = model_or_specs
     if isinstance(specs, nn.Module):
@@ -49,7 +49,6 @@ def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = No
             "    likely:      ParallelPlan.apply has not run, or this is a wrapper of the model\n"
             "    way out:     the model itself, or its map of FQN to SpecInfo"
         )
-    known: dict[CheckpointPlacement, CheckpointPlacement] = {}
     placements: dict[str, CheckpointPlacement | None] = {}
     for fqn, spec in specs.items():
         own = spec.para_fsdp_mesh if mesh is None else mesh
@@ -57,8 +56,7 @@ def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = No
             placements[fqn] = None
             continue
         axis_sizes(own, spec.para_name)
-        made = CheckpointPlacement(own, {spec.para_name: spec.placement})
-        placements[fqn] = known.setdefault(made, made)
+        placements[fqn] = CheckpointPlacement(own, {spec.para_name: spec.placement})
     return Placements(RawState(rules_of(placements)))
 
 
@@ -66,25 +64,20 @@ class RawState:
     """Rules that refuse a DTensor in which FSDP and another axis cut one dim.
 
     Args:
-        rules: What each FQN's own axis does.
+        rules: The placement of each FQN over its own axis.
     """
 
     def __init__(self, rules: PlacementRules) -> None:
         self.rules = rules
 
     def __call__(self, fqn: str, tensor: Any) -> CheckpointPlacement | None:
-        """Return the placement of ``fqn``; a tensor that is restored already is refused."""
+        """Return the placement of ``fqn``; refuse a tensor whose ``ep`` is restored."""
         placement = self.rules(fqn)
         own = getattr(tensor, "placements", ())
         if placement is None or not own:
             return placement
-        ruled = {
-            name
-            for name, entry in zip(
-                placement.mesh.mesh_dim_names or (), placement.placements, strict=True
-            )
-            if shards(entry)
-        }
+        names = placement.mesh.mesh_dim_names or ()
+        ruled = {n for n, e in zip(names, placement.placements, strict=True) if shards(e)}
         cuts = [
             (name, shard_dim(entry, len(tensor.shape)))
             for name, entry in zip(tensor.device_mesh.mesh_dim_names or (), own, strict=False)
