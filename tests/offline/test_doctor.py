@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from dcp_placements.offline import CannotLook, Checkpoint, diagnose, rescue, ver
 from dcp_placements.offline.repairs.diagnosis import OVERWRITTEN, UNCLEAR, WHOLE, Diagnosis
 from dcp_placements.testing import FakeMesh, World, cut, real_dtensor
 from tests.offline_scenes import Run, save_sharded
+from tests.torchrun import forked, tail
 
 EXPERTS = 12
 WEIGHTS = {"w1": (EXPERTS, 4, 6), "w2": (EXPERTS, 6, 4), "bias": (EXPERTS, 6)}
@@ -324,22 +322,17 @@ def test_a_real_save_of_four_ranks(tmp_path: Path) -> None:
         "import sys\n"
         "import torch.distributed as dist\n"
         "import torch.distributed.checkpoint as dcp\n"
-        "from tests.ranks.leaving import leave\n"
         "from tests.offline.test_doctor import state_dict\n"
         "from dcp_placements.testing import FakeMesh\n"
-        "dist.init_process_group('gloo')\n"
-        "mesh = FakeMesh((2, 2), ('ep', 'edp'), rank=dist.get_rank())\n"
-        "dcp.save(state_dict(mesh, 3), checkpoint_id=sys.argv[1])\n"
-        "leave()\n"
+        "def main():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    mesh = FakeMesh((2, 2), ('ep', 'edp'), rank=dist.get_rank())\n"
+        "    dcp.save(state_dict(mesh, 3), checkpoint_id=sys.argv[1])\n"
+        "    dist.destroy_process_group()\n"
     )
     path = tmp_path / "unaware"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=4", str(program), str(path)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (path / ".metadata").exists(), done.stderr
+    done = forked(program, path)
+    assert done.returncode == 0, tail(done)
     found = diagnose(path, axes={"ep": 2, "edp": 2})
     assert {tensor.verdict for tensor in found.tensors.values()} == {OVERWRITTEN}
     assert_true(path, found)

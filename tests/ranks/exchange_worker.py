@@ -422,10 +422,11 @@ class Losing(PlacementLoadPlanner):
 
 def lost(out: Path, how: str) -> None:
     """Be one of four ranks, of which the last is lost after the reads."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     wholes = {f"w{n}": arange(1024, 900, start=n) for n in range(8)}
     saved(wholes, out / "checkpoint")
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8))
     state = {name: torch.zeros(1024, 900) for name in wholes}
     planner = Losing(exchange=True)
     planner.how, planner.out = how if rank == 3 else "", out
