@@ -216,7 +216,7 @@ def test_a_dtype_is_for_floating_point_of_16_bits_or_more(tmp_path: Path) -> Non
         "w": torch.bfloat16,
     }
     dcp.save({"z": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=tmp_path / "z")
-    with pytest.raises(PlacementError, match=r"z: safetensors files know no torch.complex128"):
+    with pytest.raises(PlacementError, match=r"z: .* have no dtype torch.complex128"):
         export_safetensors(tmp_path / "z", tmp_path / "z-out")
     assert not (tmp_path / "z-out").exists()
 

@@ -1,6 +1,7 @@
-"""A checkpoint as a model's own files: safetensors as Hugging Face has them, or one torch file.
+"""A checkpoint as the files of a model: a Hugging Face directory of safetensors, or one torch file.
 
-What an attempt that was stopped has written is kept, if it was the same export of the same files.
+An interrupted export continues with the files that it has finished, if both its arguments and the
+checkpoint's files are the same.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, TypeVar
 
 import torch
 
@@ -29,24 +29,26 @@ SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
 INDEX = "model.safetensors.index.json"
 
+T = TypeVar("T")
+
 Progress = Callable[[int, int], None]
 """``(done, total)`` in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export came to.
+    """The report of an export.
 
     Attributes:
         source: The checkpoint.
-        out: What was written.
+        out: The directory or file.
         files: Bytes of tensors by file.
-        tensors: How many.
-        prefix: What stood before the names.
-        left_out: Keys of the checkpoint that are not in it, sorted.
-        tied: Names that were found equal to another one's and not written.
+        tensors: Number of tensors.
+        prefix: The prefix that was removed from the names.
+        left_out: Keys of the checkpoint that were not exported, sorted.
+        tied: Names of tensors that are equal to another one and were not written.
         kept: Files of an earlier attempt.
-        directly: Bytes that were copied from file to file as they were.
+        directly: Bytes copied from file to file without change.
     """
 
     JSON: ClassVar[str] = "source out files tensors prefix left_out tied kept"
@@ -90,30 +92,30 @@ def export_safetensors(
     memory: int = MEMORY_NBYTES,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
-    """Write a checkpoint's tensors as a directory of safetensors files, as Hugging Face has it.
+    """Write a checkpoint's tensors as a directory of safetensors files, as on the Hugging Face hub.
 
     Args:
         checkpoint: The checkpoint; its data is read piece by piece.
-        out: The directory, which must not be there.
+        out: The directory, which must not exist.
         max_shard_size: Bytes of tensors in a file; a larger tensor has a file to itself.
-        dtype: What floating-point tensors of 16 bits or more become; None leaves all as they are.
-        rename: The model's name of a tensor to the file's: a name, or a ``Rows`` or ``Parts`` (of
-            an ``Unstack`` or a ``Split``), or a ``Row``. ``presets.hub`` has some.
-        prefix: What stands before the model's names in the checkpoint; keys without it are left
-            out. By default what the checkpoint says: ``model`` of ``{"model": ...}``.
-        tied: Names in the file of tensors that are others', by whose they are: ``{"lm_head.weight":
-            "model.embed_tokens.weight"}``. They are left out, when they are equal bit for bit.
+        dtype: The dtype of floating-point tensors of 16 bits or more; None changes none.
+        rename: From the model's name of a tensor to the file's: to a name, or to a ``Rows`` or
+            ``Parts`` (of an ``Unstack`` or a ``Split``), or a ``Row``. ``presets.hub`` has some.
+        prefix: The prefix of the model's names in the checkpoint; keys without it are left out. By
+            default that of the saved state dict: ``model`` of ``{"model": ..., "rng": ...}``.
+        tied: Names in the file of tensors that share another one's elements, by the other name:
+            ``{"lm_head.weight": "model.embed_tokens.weight"}``. They are left out if they are equal
+            bit for bit.
         optimizer: Whether to write optimizer state too.
         exclude: Patterns of keys to leave out.
         memory: Bytes that data may take.
         progress: Called as files are written.
 
     Raises:
-        CannotLook: There is no checkpoint, or it cannot be read; ``out`` is there, or being
-            written.
-        PlacementError: The checkpoint is not whole; a name is missing or given
-            twice; a dtype that safetensors does not know; tied tensors that differ. All of it is
-            told before anything is written.
+        CannotLook: There is no checkpoint, or it cannot be read; ``out`` exists, or another process
+            is writing it.
+        PlacementError: The checkpoint is not whole; a name is missing or given twice; safetensors
+            has no such dtype; tied tensors differ. All of it before anything is written.
     """
     with Output(out) as output:
         plan = _Plan(checkpoint, rename, dtype, prefix, optimizer, exclude, memory, tied or {})
@@ -124,31 +126,28 @@ def _export_safetensors(
     output: Output, plan: _Plan, max_shard_size: int, memory: int, progress: Progress
 ) -> Exported:
     faults = [
-        Fault(made.fqn, f"safetensors files know no {made.dtype}")
+        Fault(made.fqn, f"safetensors files have no dtype {made.dtype}")
         for made in plan.made
         if made.dtype not in DTYPES.values()
     ]
     raise_faults("the checkpoint cannot be exported", faults)
     shards = _shards(plan.made, max_shard_size)
+    files = {name: sum(made.nbytes for made in tensors) for name, tensors in shards.items()}
+    total = sum(files.values())
     identity = plan.identity({"shards": {k: len(v) for k, v in shards.items()}})
-    total = sum(made.nbytes for made in plan.made)
-    done, kept = 0, []
+    kept = []
     with output.directory(identity) as half, BoxReader(plan.checkpoint) as reader:
-        writer = _Writer(reader, memory)
+        writer = _Writer(reader, memory, progress, total)
         for name, tensors in shards.items():
-            nbytes = sum(made.nbytes for made in tensors)
-            path = half / name
-            if is_own_file(path):
+            if is_own_file(half / name):
                 kept.append(name)
+                writer.advance(files[name])
             else:
-                _write_shard(path, tensors, writer, partial(_step, progress, done, total))
-            done += nbytes
-            progress(done, total)
+                writer.write_file(half / name, tensors)
         if len(shards) > 1:
             weights = {made.fqn: name for name, tensors in shards.items() for made in tensors}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             write_file(half / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-    files = {name: sum(made.nbytes for made in tensors) for name, tensors in shards.items()}
     return plan.exported(output.path, files, kept=tuple(kept), directly=writer.directly)
 
 
@@ -167,17 +166,17 @@ def export_torch(
 
     Args:
         checkpoint: The checkpoint.
-        out: The file, which must not be there.
+        out: The file, which must not exist.
         dtype: As in ``export_safetensors``.
         rename: Likewise.
         prefix: Likewise.
-        tied: Likewise, but such a name is in the file, and shares the other's elements.
+        tied: Likewise, but the file has such a name, which shares the other's elements.
         optimizer: As in ``export_safetensors``.
         exclude: Likewise.
 
     Raises:
         CannotLook: As ``export_safetensors``.
-        PlacementError: Likewise, any dtype being known.
+        PlacementError: Likewise, except that any dtype can be written.
     """
     with Output(out) as output:
         plan = _Plan(
@@ -194,7 +193,7 @@ def export_torch(
 
 
 class _Plan:
-    """What is to be written, proved to be possible before anything is."""
+    """The tensors to write, checked before anything is written."""
 
     def __init__(
         self,
@@ -210,9 +209,7 @@ class _Plan:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)
         self.checkpoint = checkpoint
-        self.selection = select(
-            self.checkpoint, prefix=prefix, optimizer=optimizer, exclude=exclude
-        )
+        self.selection = select(checkpoint, prefix=prefix, optimizer=optimizer, exclude=exclude)
         made, faults = assemble(self.selection.tensors, rename)
         raise_faults("the checkpoint cannot be exported", faults)
         made = [_cast(one, dtype) for one in made]
@@ -226,8 +223,8 @@ class _Plan:
             for name, whose in self.tied.items():
                 missing = [one for one in (name, whose) if one not in made]
                 if missing or whose in self.tied:
-                    told = f"there is no {missing[0]}" if missing else f"{whose} is tied itself"
-                    faults.append(Fault(name, f"cannot be tied to {whose}: {told}"))
+                    why = f"there is no {missing[0]}" if missing else f"{whose} is tied itself"
+                    faults.append(Fault(name, f"cannot be tied to {whose}: {why}"))
                 elif not _are_equal(made[name], made[whose], reader, memory):
                     faults.append(
                         Fault(
@@ -239,7 +236,7 @@ class _Plan:
         raise_faults("tied tensors cannot be written once", faults)
 
     def identity(self, more: Mapping[str, Any]) -> str | None:
-        """Return what tells this export from others; None where the source's age is not known."""
+        """Return a digest of this export and its source files; None if any of them is remote."""
         digest = hashlib.sha256(json.dumps(more, sort_keys=True).encode())
         directory = self.checkpoint.directory
         sources = {b.source.fqn: b.source for one in self.made for b in one.blocks}
@@ -247,8 +244,8 @@ class _Plan:
             local = directory.local(name)
             if local is None:
                 return None
-            known = local.stat()
-            digest.update(_bytes(f"{name} {known.st_size} {known.st_mtime_ns}\n"))
+            stat = local.stat()
+            digest.update(_bytes(f"{name} {stat.st_size} {stat.st_mtime_ns}\n"))
         digest.update(_bytes(directory.path))
         for one in self.made:
             blocks = [(b.box, b.source.fqn, b.at, b.dims) for b in one.blocks]
@@ -277,83 +274,82 @@ def _bytes(text: str) -> bytes:
 
 
 class _Writer:
-    """Writes tensors one after another, straight from file to file where their bytes are there."""
+    """Writes files of tensors; bytes that are in one run of a source file are copied directly."""
 
-    def __init__(self, reader: BoxReader, memory: int) -> None:
+    def __init__(self, reader: BoxReader, memory: int, progress: Progress, total: int) -> None:
         self.directly = 0
         self._reader = reader
-        # A slab, what it is read into, and what it becomes by a cast or a join.
+        # A slab takes four times its bytes: what is read, joined, cast, and written.
         self._limit = max((memory - _BESIDES_NBYTES) // 4, LEAST_NBYTES)
+        self._progress = progress
+        self._done = 0
+        self._total = total
 
-    def write(self, made: Made, stream: IO[bytes], progress: Callable[[int], None]) -> None:
+    def advance(self, nbytes: int) -> None:
+        """Report progress."""
+        self._done += nbytes
+        self._progress(self._done, self._total)
+
+    def write_file(self, path: Path, tensors: Sequence[Made]) -> None:
+        """Write one safetensors file."""
+        entries = [(one.fqn, one.dtype, one.shape) for one in tensors]
+        with whole_file(path, buffering=0) as stream:
+            write_all(stream, memoryview(write_header(entries, {"format": "pt"})))
+            for one in tensors:
+                self._write(one, stream)
+
+    def _write(self, made: Made, stream: IO[bytes]) -> None:
         runs = made.runs(self._reader)
         if runs is None:
             for slab in made.slabs(self._reader, self._limit):
                 write_all(stream, slab.reshape(-1).view(torch.uint8).numpy().data)
-                progress(slab.nbytes)
+                self.advance(slab.nbytes)
             return
         for file, start, nbytes in runs:
             self._reader.copy(file, start, nbytes, stream)
-            progress(nbytes)
+            self.advance(nbytes)
         self.directly += made.nbytes
 
 
 _BESIDES_NBYTES = 64 << 20
 LEAST_NBYTES = 1 << 20
-"""A slab has as many bytes at least, however little memory there is."""
+"""The least size of a slab, whatever the memory."""
 
 
 def _shards(made: Sequence[Made], limit: int) -> dict[str, list[Made]]:
     """Return the tensors of each file, those with the largest elements first."""
-    shards: list[list[Made]] = [[]]
-    filled = 0
-    for one in made:
-        if shards[-1] and filled + one.nbytes > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(one)
-        filled += one.nbytes
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [
-            f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-            for number in range(len(shards))
-        ]
+    shards = packed(((one, one.nbytes) for one in made), limit)
+    count = len(shards)
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     return {
-        name: sorted(held, key=lambda one: -one.dtype.itemsize)
-        for name, held in zip(names, shards, strict=True)
+        name: sorted(tensors, key=lambda one: -one.dtype.itemsize)
+        for name, tensors in zip(names if count > 1 else ["model.safetensors"], shards, strict=True)
     }
 
 
-def _step(progress: Progress, done: int, total: int, nbytes: int) -> None:
-    progress(done + nbytes, total)
+def packed(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
+    """Return items in runs of up to ``limit`` bytes, given ``(item, nbytes)`` of each.
 
-
-def _write_shard(
-    path: Path, tensors: Sequence[Made], writer: _Writer, progress: Callable[[int], None]
-) -> None:
-    header = write_header([(one.fqn, one.dtype, one.shape) for one in tensors], {"format": "pt"})
-    done = 0
-
-    def step(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done)
-
-    with whole_file(path, buffering=0) as stream:
-        write_all(stream, memoryview(header))
-        for one in tensors:
-            writer.write(one, stream, step)
+    >>> packed([("a", 3), ("b", 2), ("c", 9), ("d", 1)], limit=5)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    runs: list[list[T]] = [[]]
+    filled = 0
+    for item, nbytes in items:
+        if runs[-1] and filled + nbytes > limit:
+            runs.append([])
+            filled = 0
+        runs[-1].append(item)
+        filled += nbytes
+    return runs
 
 
 def _cast(made: Made, dtype: torch.dtype | None) -> Made:
-    if dtype is None or made.dtype not in _CAST:
-        return made
-    return Made(made.fqn, made.shape, dtype, made.blocks)
+    return made if dtype is None or made.dtype not in _CAST else replace(made, dtype=dtype)
 
 
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What a dtype applies to. Eight bits have scales beside them, which a cast would leave behind."""
+"""The dtypes that are cast; those of 8 bits have scales in other tensors."""
 
 
 def _are_equal(one: Made, other: Made, reader: BoxReader, memory: int) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from dcp_placements.errors import PlacementError, format_nbytes, raise_faults
 from dcp_placements.formats.huggingface.assembly import Made, Rename, assemble
+from dcp_placements.formats.huggingface.export import packed
 from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
@@ -22,13 +23,13 @@ MEMORY_NBYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ImportedSafetensors:
-    """What an import came to.
+    """The report of an import.
 
     Attributes:
         source: The directory of safetensors files.
         out: The checkpoint.
         keys: Of the checkpoint, in the order of the files' names.
-        nbytes: Written: the bytes of the whole tensors.
+        nbytes: Bytes written.
     """
 
     JSON: ClassVar[str] = "source out keys=tensors nbytes"
@@ -60,59 +61,42 @@ def import_safetensors(
 ) -> ImportedSafetensors:
     """Write safetensors files as a DCP checkpoint; no model is needed, and no process group.
 
-    The tensors keep the files' names. A model that has them stacked or fused loads the checkpoint
-    as it would the files, by ``rename=`` of its planner.
+    The tensors keep the files' names. A model in which they are stacked or fused loads the
+    checkpoint like the files, with ``rename=`` of its planner.
 
     Args:
         source: A directory of ``*.safetensors``, with or without an index.
-        out: The checkpoint's directory, which must not be there.
-        rename: As in ``export_safetensors``: a name of the files to the checkpoint's.
+        out: The checkpoint's directory, which must not exist.
+        rename: As in ``export_safetensors``, from the files' names to the checkpoint's.
         memory: Bytes that data may take.
-        progress: Told ``(done, total)`` bytes as files are written.
+        progress: Called with ``(done, total)`` bytes as files are written.
 
     Raises:
-        CannotLook: There are no safetensors files, or they cannot be read; ``out`` is there, or
-            being written.
-        PlacementError: The files are not whole; a name is missing or given twice. All of it is told
-            before anything is written.
+        CannotLook: There are no safetensors files, or they cannot be read; ``out`` exists, or
+            another process is writing it.
+        PlacementError: The files are not whole; a name is missing or given twice. All of it before
+            anything is written.
     """
     with Output(out) as output:
-        return _import(output, source, rename, memory, progress)
+        checkpoint = Checkpoint(source)
+        if checkpoint.format != SAFETENSORS:
+            raise PlacementError(f"{checkpoint.path}: this is a DCP checkpoint already")
+        made, faults = assemble(select(checkpoint, prefix="", optimizer=True).tensors, rename)
+        raise_faults("the files cannot be imported", faults)
+        with BoxReader(checkpoint) as reader:
+            targets = {one.fqn: Target(one.shape, one.dtype) for one in made}
+            # A piece takes more than its bytes: what is read, joined, and written.
+            files = packed(_pieces(made, reader, max(memory // 4, 1 << 20)), FILE_NBYTES)
+            write_chunks(output, targets, files, progress)
+        nbytes = sum(one.nbytes for one in made)
+        return ImportedSafetensors(checkpoint.path, str(output.path), tuple(targets), nbytes)
 
 
-def _import(
-    output: Output,
-    source: str | os.PathLike[str],
-    rename: Rename | None,
-    memory: int,
-    progress: Callable[[int, int], None],
-) -> ImportedSafetensors:
-    checkpoint = Checkpoint(source)
-    if checkpoint.format != SAFETENSORS:
-        raise PlacementError(f"{checkpoint.path}: this is a DCP checkpoint already")
-    made, faults = assemble(select(checkpoint, prefix="", optimizer=True).tensors, rename)
-    raise_faults("the files cannot be imported", faults)
-    with BoxReader(checkpoint) as reader:
-        targets = {one.fqn: Target(one.shape, one.dtype) for one in made}
-        # What is read, what it is joined into, and what the writer makes of it.
-        files = _files(made, reader, max(memory // 4, 1 << 20))
-        write_chunks(output, targets, files, progress)
-    nbytes = sum(one.nbytes for one in made)
-    return ImportedSafetensors(checkpoint.path, str(output.path), tuple(targets), nbytes)
-
-
-def _files(made: list[Made], reader: BoxReader, limit_nbytes: int) -> list[list[Piece]]:
-    """Return the pieces of each data file."""
-    files: list[list[Piece]] = [[]]
-    filled = 0
+def _pieces(made: list[Made], reader: BoxReader, limit_nbytes: int) -> Iterator[tuple[Piece, int]]:
+    """Yield the pieces of all tensors, each with its bytes."""
     for one in made:
-        # Of an empty tensor there is no piece to write, and a chunk without elements.
+        # An empty tensor has one chunk, without elements.
         boxes = list(pieces(one.whole, max(limit_nbytes // one.dtype.itemsize, 1))) or [one.whole]
         for box in boxes:
-            nbytes = box.numel * one.dtype.itemsize
-            if files[-1] and filled + nbytes > FILE_NBYTES:
-                files.append([])
-                filled = 0
-            files[-1].append(Piece(one.fqn, box, partial(one.read, reader, box)))
-            filled += nbytes
-    return files
+            piece = Piece(one.fqn, box, partial(one.read, reader, box))
+            yield piece, box.numel * one.dtype.itemsize

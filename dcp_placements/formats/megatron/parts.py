@@ -6,6 +6,7 @@ Each file is one rank's part of the model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,9 @@ from dcp_placements.formats.megatron.files import (
     DISTRIBUTED,
     EMBEDDING,
     WEIGHTS,
-    Coordinate,
     RankFiles,
     chunk_number,
+    model_chunks,
 )
 from dcp_placements.formats.megatron.layout import MegatronLayout
 from dcp_placements.formats.megatron.model import MegatronModel
@@ -28,6 +29,7 @@ from dcp_placements.formats.megatron.plan import ImportPlan, Source
 from dcp_placements.formats.megatron.report import OF_THE_RUN
 from dcp_placements.formats.megatron.torch_files import tensors_in
 from dcp_placements.layout.sharding import Box
+from dcp_placements.names.renames import Renames
 from dcp_placements.offline.chunk_writer import Target
 from dcp_placements.rules.patterns import PlacementRules
 
@@ -60,7 +62,8 @@ def plan_legacy(
     for name, at in layout.coordinates.items():
         contents = files.open(name)
         nbytes += _nbytes(contents)
-        part = _Part(plan, files, model, name, at)
+        renames = {number: model.rename(at, number) for number, _ in model_chunks(contents)}
+        part = _Part(plan, files, model, name, model.rules(at), renames)
         for top, value in contents.items():
             number = chunk_number(top, value)
             if number is not None:
@@ -84,36 +87,34 @@ def plan_legacy(
     return plan
 
 
+@dataclass(frozen=True, slots=True)
 class _Part:
     """One rank's part of the model, placed in the whole.
 
-    Args:
-        plan: Where the chunks are noted.
+    Attributes:
+        plan: Receives the chunks.
         files: The files.
         model: The model that they make.
         name: The rank's directory.
-        at: The rank's position.
+        rules: Of the rank.
+        renames: Of the rank's model chunks.
     """
 
-    def __init__(
-        self, plan: ImportPlan, files: RankFiles, model: MegatronModel, name: str, at: Coordinate
-    ) -> None:
-        self.plan = plan
-        self.files = files
-        self.model = model
-        self.name = name
-        self.at = at
-        self.rules: PlacementRules = model.rules(at)
+    plan: ImportPlan
+    files: RankFiles
+    model: MegatronModel
+    name: str
+    rules: PlacementRules
+    renames: Mapping[int, Renames]
 
     def place_chunk(self, top: str, chunk: Mapping[str, Any], number: int) -> None:
         """Place the weights of one model chunk."""
-        rename = self.model.rename(self.at, number)
         for key, value in chunk.items():
             if key.endswith(_EXTRA_STATE) or value is None:
                 why = "private state of Transformer Engine, one per rank"
                 self.plan.leave_out(_EXTRA_STATE, why, _nbytes(value))
             elif isinstance(value, torch.Tensor):
-                self._place((top, key), rename.name(key), "", value)
+                self._place((top, key), self.renames[number].name(key), "", value)
             else:
                 self.plan.fault(
                     key,
@@ -126,7 +127,7 @@ class _Part:
         imported = set()
         for entry in states:
             imported.add(".".join(map(str, entry.path)))
-            parameter = self.model.rename(self.at, entry.chunk).name(entry.parameter)
+            parameter = self.renames[entry.chunk].name(entry.parameter)
             self._place(entry.path, parameter, entry.name, _value_at(contents, entry.path))
         self.plan.leave_out("optimizer: hyperparameters", OF_THE_RUN, 0)
         for where, tensor in tensors_in(contents["optimizer"], ("optimizer",)):

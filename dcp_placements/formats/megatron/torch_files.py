@@ -1,9 +1,9 @@
-"""A ``torch.save`` file of somebody else's, read so that it can do nothing, and mapped, not copied.
+"""Untrusted ``torch.save`` files, mapped into memory, without executing anything from them.
 
-torch's restricted unpickler makes tensors and plain values only. A training run keeps more beside
-its weights: arguments, enumerations, random states. What of that comes from a module of the
-training stack becomes a ``StandIn``, an empty shell that remembers what it was made of; the module
-is not imported. Anything else is refused before anything is made.
+torch's restricted unpickler makes tensors and plain values only. A training run saves more with its
+weights: arguments, enumerations, random states. An object of a class of the training stack becomes
+a ``StandIn``, which keeps its arguments and state; the class's module is not imported. Any other
+class is refused before an object is created.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ INERT_MODULES = (
     *("megatron", "transformer_engine", "transformer_engine_torch", "modelopt", "numpy", "signal"),
     *("pathlib", "datetime", "_io", "torch.torch_version"),
 )
-"""Modules whose names become stand-ins, with all that is below them."""
+"""Modules whose classes, and those of their submodules, become stand-ins."""
 
 INERT_NAMES = ("builtins.bytes", "builtins.frozenset", "builtins.slice", "builtins.range")
-"""Single names that become stand-ins; an empty stream is made of ``bytes()``."""
+"""Single names that become stand-ins; an empty stream needs ``bytes()``."""
 
 
 class RefusedFile(CannotLook):
-    """A file that asks for what no checkpoint needs. Nothing of it has been made or called."""
+    """A file that needs a class or function that is not admitted. Nothing of it was executed."""
 
 
 class UnreadableFile(CannotLook):
-    """A file that is no ``torch.save`` file, or not all of one.
+    """A file that is not a ``torch.save`` file, or incomplete.
 
     Args:
         path: The file.
-        reason: What reading it came to.
+        reason: The error of reading it.
     """
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
-            f"{path}: this cannot be read\n"
+            f"{path}: cannot be read\n"
             f"    found:       {reason}\n"
-            "    likely:      cut off while it was written or copied, or written by torch < 1.6"
+            "    likely:      truncated while it was written or copied, or written by torch < 1.6"
         )
         self.reason = reason
 
 
 class StandIn:
-    """Stands for an object of a class that is not imported.
+    """Replaces an object of a class that is not imported.
 
     Attributes:
-        args: What it was made of.
-        state: What was to be set on it; None where nothing was.
+        args: The arguments of the class.
+        state: The state of the object, if any.
     """
 
     source = ""
@@ -62,12 +62,12 @@ class StandIn:
     state: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
+        stand_in = super().__new__(cls)
+        stand_in.args, stand_in.state = args, None
+        return stand_in
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take anything: what there is to keep is kept already."""
+        """Accept the arguments that ``__new__`` keeps."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -77,18 +77,18 @@ class StandIn:
 
 
 def load_torch_file(path: Path) -> Any:
-    """Return what a ``torch.save`` file holds; tensors are mapped, and read when looked at.
+    """Return the contents of a ``torch.save`` file; tensors are mapped, not read.
 
     Raises:
-        RefusedFile: It asks for a class or function that is not admitted.
-        UnreadableFile: It is not there, cut off, or of another format.
+        RefusedFile: It needs a class or function that is not admitted.
+        UnreadableFile: It is missing, truncated, or of another format.
     """
     try:
-        asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        refused = [name for name in sorted(asked) if not _is_admitted(name)]
+        needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        refused = [name for name in sorted(needed) if not _is_admitted(name)]
         if not refused:
             admitted: list[Any] = [argparse.Namespace]
-            admitted += [(_stand_in(name), name) for name in asked if name != _NAMESPACE]
+            admitted += [(_stand_in(name), name) for name in needed if name != _NAMESPACE]
             with torch.serialization.safe_globals(admitted):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -99,10 +99,10 @@ def load_torch_file(path: Path) -> Any:
     except (OSError, ValueError, RuntimeError, EOFError) as error:
         raise UnreadableFile(path, _first_line(error)) from None
     raise RefusedFile(
-        f"{path}: refused, nothing of it was run\n"
+        f"{path}: refused, nothing of it was executed\n"
         f"    asks for:    {format_names(refused)}\n"
-        "    way out:     if you trust the file, load it where its classes are, and save it anew "
-        "without these objects"
+        "    way out:     if you trust the file, load it where its classes are installed, and save "
+        "it again without these objects"
     )
 
 
@@ -131,8 +131,7 @@ def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, to
         for key, inner in value.items():
             yield from tensors_in(inner, (*path, key))
     elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from tensors_in(inner, (*path, number))
+        yield from tensors_in(dict(enumerate(value)), path)
     elif isinstance(value, StandIn):
         yield from tensors_in([value.args, value.state], path)
     elif isinstance(value, argparse.Namespace):
