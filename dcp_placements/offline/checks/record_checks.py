@@ -1,7 +1,7 @@
-"""What the data files say of themselves, against what the metadata say of them.
+"""Records in data files, compared with the metadata, their checksums and the stored digests.
 
 A record of a ``.distcp`` file is a zip file that ``torch.save`` wrote. Its first bytes tell shape
-and dtype, and it has a checksum of every part, which ``torch.load`` does not look at.
+and dtype, and every part of it has a checksum, which ``torch.load`` does not compare.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 
 import torch
 import xxhash
 
 from dcp_placements._torch import MetadataIndex
-from dcp_placements.offline.checks.structure import Record
+from dcp_placements.offline.box_reads import BoxReader
+from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
+from dcp_placements.offline.checks.structure import CheckpointFault, Record, fqns_of
 from dcp_placements.storage.digests import full_digest
 from dcp_placements.storage.file_reads import CountedFile, FilePart
+from dcp_placements.storage.metadata.provenance import stored_digest
 from dcp_placements.storage.metadata.shadow_records import packed_object
 from dcp_placements.storage.tensor_record import (
     LOCAL,
@@ -32,162 +34,190 @@ from dcp_placements.storage.tensor_record import (
 PIECE_NBYTES = 4 << 20
 """Contents are read in pieces of this size."""
 
+_OTHER_CONTENTS = "digest", "the contents are not those that were saved"
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What is wrong with a record.
-
-    Attributes:
-        kind: ``wrong_record``, ``checksum`` or ``digest``.
-        message: What was found.
-    """
-
-    kind: str
-    message: str
+Finding = tuple[str, str]
+"""The kind of a fault, and its message without the record's name."""
 
 
 class RecordChecker:
     """Checks the records of a checkpoint's files.
 
     Args:
-        raw: Whether a record is the elements alone (safetensors).
-        load: Reads a whole chunk through the library, for what is not plain.
-        digest_of: The stored digest of a chunk or an object; None where there is none.
-        contents: Whether to read everything and compare checksums, and digests where there are
-            some.
-        progress: Called with the bytes of every piece read.
+        checkpoint: The checkpoint.
+        reader: Reads chunks that went through transforms.
+        contents: Whether to read everything and compare checksums.
+        digests: Whether to compare stored digests as well.
         limit_nbytes: Records that cannot be checked in pieces are skipped above this size.
+        progress: Called with the bytes checked so far, after every piece.
 
     Attributes:
-        skipped: Names of the records that were not checked for that.
+        nbytes: Bytes of contents that were checked.
+        digests: Stored digests that were compared.
+        skipped: Names of the records above ``limit_nbytes``.
     """
 
     def __init__(
         self,
+        checkpoint: Checkpoint,
+        reader: BoxReader,
         *,
-        raw: bool,
-        load: Callable[[Record], torch.Tensor],
-        digest_of: Callable[[MetadataIndex], bytes | None],
         contents: bool,
-        progress: Callable[[int], None],
+        digests: bool,
         limit_nbytes: int,
+        progress: Callable[[int], None],
     ) -> None:
+        self.nbytes = 0
+        self.digests = 0
         self.skipped: list[str] = []
-        self._raw = raw
-        self._load = load
-        self._digest_of = digest_of
-        self._contents = contents
-        self._progress = progress
+        self._checkpoint = checkpoint
+        self._reader = reader
+        self._contents = contents or digests
+        self._provenance = (checkpoint.provenance or {}) if digests else {}
         self._limit_nbytes = limit_nbytes
+        self._progress = progress
         self._heads = RecordHeads()
 
-    def check(self, file: CountedFile, record: Record) -> Iterator[Finding]:
-        """Yield what is wrong with a record that lies within its file."""
-        part = FilePart(file, record.start, record.chunk.nbytes)
+    def check_file(self, file: str, records: Sequence[Record]) -> list[CheckpointFault]:
+        """Return the faults of those records of one file that lie within it."""
+        size = self._checkpoint.directory.size(file)
+        if size is None:
+            return []
+        faults: list[CheckpointFault] = []
+        changed: list[Record] = []
+        try:
+            with self._checkpoint.directory.open(file) as stream:
+                counted = CountedFile(stream)
+                for record in records:
+                    if record.end > size:
+                        continue
+                    part = FilePart(counted, record.start, record.chunk.nbytes)
+                    for kind, message in self._check(part, record):
+                        if kind == "digest":
+                            changed.append(record)
+                            continue
+                        message = f"{record.name} in {file}: {message}"
+                        faults.append(CheckpointFault(kind, fqns_of([record]), (file,), message))
+        except OSError as error:
+            message = f"it cannot be read: {error}"
+            return [CheckpointFault("missing_file", fqns_of(records), (file,), message)]
+        if changed:
+            # Their own checksums are right, so the file was not damaged: it was written later.
+            message = (
+                f"{len(changed)} records in {file} are whole, and not those that were saved with "
+                "the metadata: of another save, which was cut off, or changed with new checksums"
+            )
+            fault = CheckpointFault("mixed_generations", fqns_of(changed), (file,), message)
+            faults.append(fault)
+        return faults
+
+    def _check(self, part: FilePart, record: Record) -> Iterator[Finding]:
         if record.chunk.transforms:
-            yield from self._check_loaded(record, part)
+            yield from self._check_loaded(part, record)
+        elif record.tensor is None and record.copied:
+            yield from self._check_copied_objects(part, record)
         elif record.tensor is None:
             yield from self._check_object(part, record)
-        elif self._raw:
-            yield from self._check_raw(record)
+        elif self._checkpoint.format == SAFETENSORS:
+            # Nothing but the header describes these bytes, and the metadata are the header.
+            self._advance(record.chunk.nbytes)
         else:
             yield from self._check_tensor(part, record)
 
-    def _check_raw(self, record: Record) -> Iterator[Finding]:
-        # A header of safetensors says where its bytes are; there is no second word on it.
-        self._progress(record.chunk.nbytes)
-        return iter(())
-
     def _check_tensor(self, part: FilePart, record: Record) -> Iterator[Finding]:
-        known = self._heads.find(part, record.chunk.nbytes)
-        if known is None:
+        head = self._heads.find(part, record.chunk.nbytes)
+        if head is None:
             if self._contents:
-                # What breaks the record is more to the point than that it cannot be read.
+                # Which checksum is wrong says more than that the record cannot be read.
                 broken = list(self._checksums(part, record.chunk.nbytes))
                 if broken:
                     yield from broken
                     return
-            yield from self._check_loaded(record, part)
+            yield from self._check_loaded(part, record)
             return
-        yield from _mismatch(record, known.shape, known.dtype)
+        yield from _mismatch(record, head.shape, head.dtype)
         if not self._contents:
             return
-        nbytes = known.dtype.itemsize * prod(known.shape)
-        if record.copied:
-            # One digest after another, of what lies one after another.
-            hasher = _Hashers(nbytes // len(record.copied))
-            told = [self._digest_of(index) for index in _copied(record)]
-        else:
-            hasher = _Hashers(nbytes)
-            told = [self._digest_of(_index(record))]
+        nbytes = head.dtype.itemsize * prod(head.shape)
+        stored = self._stored_digests(record)
+        # Copies of several tensors follow each other, with a digest each.
+        hasher = _Hashers(nbytes // len(stored))
         broken = list(
-            self._checksums(part, record.chunk.nbytes, (known.start, nbytes), hasher.update)
+            self._checksums(part, record.chunk.nbytes, (head.start, nbytes), hasher.update)
         )
         yield from broken
-        if not broken and any(
-            one is not None and one != found
-            for one, found in zip(told, hasher.digests(), strict=False)
-        ):
-            yield Finding("digest", "the contents are not those that were saved")
+        if not broken and _differ(stored, hasher.digests()):
+            yield _OTHER_CONTENTS
 
     def _check_object(self, part: FilePart, record: Record) -> Iterator[Finding]:
         nbytes = record.chunk.nbytes
         if not self._contents:
             return
-        if record.copied:
-            yield from self._check_copied_objects(part, record)
-            return
         hasher = xxhash.xxh3_128()
         for piece in _pieces(part, 0, nbytes):
             hasher.update(piece)
-        told = self._digest_of(_index(record))
-        head = bytearray(min(nbytes, len(LOCAL)))
-        part.read_into(memoryview(head), 0)
+        stored = self._stored_digests(record)
+        start = bytearray(min(nbytes, len(LOCAL)))
+        part.read_into(memoryview(start), 0)
         # An object may be written in any way; if it is a zip file, it has checksums.
-        broken = list(self._checksums(part, nbytes)) if bytes(head) == LOCAL else []
+        broken = list(self._checksums(part, nbytes)) if bytes(start) == LOCAL else []
         yield from broken
-        if not broken and told is not None and hasher.digest() != told:
-            yield Finding("digest", "the contents are not those that were saved")
+        if not broken and _differ(stored, [hasher.digest()]):
+            yield _OTHER_CONTENTS
 
     def _check_copied_objects(self, part: FilePart, record: Record) -> Iterator[Finding]:
-        held = memoryview(bytearray(record.chunk.nbytes))
-        part.read_into(held, 0)
-        self._progress(held.nbytes)
-        count = len(record.copied)
-        for position, fqn in enumerate(record.copied):
+        if not self._contents:
+            return
+        content = memoryview(bytearray(record.chunk.nbytes))
+        part.read_into(content, 0)
+        self._advance(content.nbytes)
+        stored = self._stored_digests(record)
+        for position, digest in enumerate(stored):
             try:
-                found = packed_object(held, position, count)
+                copy = packed_object(content, position, len(stored))
             except ValueError as error:
-                yield Finding("wrong_record", str(error))
+                yield "wrong_record", str(error)
                 return
-            told = self._digest_of(MetadataIndex(fqn))
-            if told is not None and xxhash.xxh3_128_digest(found) != told:
-                yield Finding("digest", f"{fqn}: the contents are not those that were saved")
+            if _differ([digest], [xxhash.xxh3_128_digest(copy)]):
+                yield _OTHER_CONTENTS
 
-    def _check_loaded(self, record: Record, part: FilePart) -> Iterator[Finding]:
-        """Check what is not plain: other strides, transforms."""
+    def _check_loaded(self, part: FilePart, record: Record) -> Iterator[Finding]:
+        """Check a record that is not plain: other strides, or transforms."""
         if record.tensor is None:
             return
         if record.chunk.nbytes > self._limit_nbytes:
             self.skipped.append(record.name)
             return
         try:
-            found = self._load(record) if record.chunk.transforms else _saved(part, record)
+            if record.chunk.transforms:
+                tensor = self._reader.read(record.tensor, record.chunk.box)
+            else:
+                # Not through the reader, which converts to the dtype of the metadata.
+                content = bytearray(record.chunk.nbytes)
+                part.read_into(memoryview(content), 0)
+                tensor = load_saved_tensor(io.BytesIO(content))
         except Exception as error:
-            # Whatever a broken file makes torch.load say.
-            yield Finding("wrong_record", _first_lines(error))
+            # torch.load of a broken file can raise anything.
+            yield "wrong_record", _first_lines(error)
             return
-        yield from _mismatch(record, tuple(found.shape), found.dtype)
+        yield from _mismatch(record, tuple(tensor.shape), tensor.dtype)
         if self._contents:
-            self._progress(record.chunk.nbytes)
-            parts = list(found) if record.copied else [found]
-            indices = _copied(record) if record.copied else [_index(record)]
-            told = [self._digest_of(index) for index in indices]
-            if any(
-                one is not None and full_digest(part) != one
-                for one, part in zip(told, parts, strict=False)
-            ):
-                yield Finding("digest", "the contents are not those that were saved")
+            self._advance(record.chunk.nbytes)
+            stored = self._stored_digests(record)
+            if any(stored):
+                parts = list(tensor) if record.copied else [tensor]
+                if _differ(stored, map(full_digest, parts)):
+                    yield _OTHER_CONTENTS
+
+    def _advance(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._progress(self.nbytes)
+
+    def _stored_digests(self, record: Record) -> list[bytes | None]:
+        """Return the stored digest of each tensor or object in a record; None for none."""
+        digests = [stored_digest(self._provenance, index) for index in _indices(record)]
+        self.digests += sum(digest is not None for digest in digests)
+        return digests
 
     def _checksums(
         self,
@@ -196,13 +226,13 @@ class RecordChecker:
         elements: tuple[int, int] = (0, 0),
         take: Callable[[memoryview], object] | None = None,
     ) -> Iterator[Finding]:
-        """Yield the parts of a record that are not what its checksums say.
+        """Yield the parts of a record that do not match their checksums.
 
         Args:
             part: The record.
             nbytes: Its length.
             elements: Where its elements begin, and their length.
-            take: Is given the elements, in pieces.
+            take: Called with the elements, in pieces.
         """
         try:
             with zipfile.ZipFile(part.stream()) as file:
@@ -212,54 +242,50 @@ class RecordChecker:
             for entry in entries:
                 start = entry_start(part.read_into, entry)
                 takes = take if (start, entry.file_size) == elements else None
-                total = 0
+                checksum = 0
                 for piece in _pieces(part, start, entry.file_size):
-                    total = zlib.crc32(piece, total)
-                    self._progress(piece.nbytes)
+                    checksum = zlib.crc32(piece, checksum)
+                    self._advance(piece.nbytes)
                     if takes is not None:
                         takes(piece)
-                if has_sums and total != entry.CRC:
-                    part_name = entry.filename.partition("/")[2]
-                    what = "the elements" if takes is not None else f"its {part_name}"
-                    yield Finding(
-                        "checksum",
-                        f"{what}: checksum {total:08x}, where {entry.CRC:08x} was saved",
-                    )
+                if has_sums and checksum != entry.CRC:
+                    name = entry.filename.partition("/")[2]
+                    what = "the elements" if takes is not None else f"its {name}"
+                    message = f"{what}: checksum {checksum:08x}, where {entry.CRC:08x} was saved"
+                    yield "checksum", message
         except (zipfile.BadZipFile, EOFError, struct.error, ValueError, NotImplementedError) as e:
-            yield Finding("wrong_record", f"this is no whole file of torch.save: {e}")
-
-
-def _saved(part: FilePart, record: Record) -> torch.Tensor:
-    """Return a record as it is: what a load makes of it has the dtype that the metadata say."""
-    data = bytearray(record.chunk.nbytes)
-    part.read_into(memoryview(data), 0)
-    return load_saved_tensor(io.BytesIO(data))
+            yield "wrong_record", f"this is no whole file of torch.save: {e}"
 
 
 def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Finding]:
     assert record.tensor is not None
-    wanted = record.chunk.box.sizes
-    if shape != wanted or dtype != record.tensor.dtype:
-        yield Finding(
-            "wrong_record",
+    declared = record.chunk.box.sizes
+    if shape != declared or dtype != record.tensor.dtype:
+        message = (
             f"a {shape} {dtype} tensor is at byte {record.start}, where the metadata say "
-            f"{wanted} {record.tensor.dtype}",
+            f"{declared} {record.tensor.dtype}"
         )
+        yield "wrong_record", message
 
 
-def _index(record: Record) -> MetadataIndex:
-    offsets = None if record.tensor is None else torch.Size(record.chunk.box.offsets)
-    return MetadataIndex(record.fqn, offsets)
+def _indices(record: Record) -> list[MetadataIndex]:
+    """Return the chunks or objects of a record; of a shadow, those that it has copies of."""
+    offsets = None if record.tensor is None else record.chunk.box.offsets
+    if not record.copied:
+        return [MetadataIndex(record.fqn, None if offsets is None else torch.Size(offsets))]
+    # The first offset of a shadow is the number of its writer.
+    canonical = None if offsets is None else torch.Size(offsets[1:])
+    return [MetadataIndex(fqn, canonical) for fqn in record.copied]
 
 
-def _copied(record: Record) -> list[MetadataIndex]:
-    """Return what the tensors of a shadow are copies of."""
-    offset = torch.Size(record.chunk.box.offsets[1:])
-    return [MetadataIndex(fqn, offset) for fqn in record.copied]
+def _differ(stored: Sequence[bytes | None], digests: Iterable[bytes | None]) -> bool:
+    return any(
+        one is not None and one != other for one, other in zip(stored, digests, strict=False)
+    )
 
 
 class _Hashers:
-    """Digests of stretches of equal length, given piece by piece."""
+    """Digests of stretches of equal length, fed piece by piece."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

@@ -1,4 +1,4 @@
-"""What the metadata alone prove: whether chunks tile their tensors, and files hold them."""
+"""Faults that the metadata and the sizes of files prove: holes, overlaps, missing files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dcp_placements.layout.tiling import contains, format_box, overlaps, tiles, 
 from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.storage.metadata.save_ids import id_in_name
 
-BOXES_TOLD = 4
+MAX_BOXES = 4
+"""Boxes that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,13 @@ class CheckpointFault:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the metadata say of one stretch of a file.
+    """One stretch of a file, as the metadata describe it.
 
     Attributes:
         fqn: The key that it belongs to.
         chunk: Its chunk; of an object a chunk without dims.
         tensor: Its tensor; None for an object.
-        copied: The keys of what it holds copies of, where it is a shadow.
+        copied: Of a shadow: the keys that it holds copies of.
     """
 
     fqn: str
@@ -60,7 +61,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The key, and which part of the tensor where it is not all of it."""
+        """The key, with the box where it is a part of the tensor."""
         if self.copied:
             return f"the copy of {format_names(self.copied, 2)}"
         if self.tensor is None or len(self.tensor.boxes) == 1:
@@ -69,27 +70,32 @@ class Record:
 
 
 def records_by_file(checkpoint: Checkpoint) -> dict[str, list[Record]]:
-    """Return what every file holds, in file order; files sorted by name."""
-    found: dict[str, list[Record]] = defaultdict(list)
+    """Return the records of every file, in file order; files sorted by name."""
+    by_file: dict[str, list[Record]] = defaultdict(list)
     for fqn, tensor in checkpoint.tensors.items():
         for chunk in tensor.chunks:
             if chunk.file is not None:
-                found[chunk.file].append(Record(fqn, chunk, tensor))
-    for fqn, told in checkpoint.objects.items():
-        if told.file is not None:
-            chunk = StoredChunk(Box((), ()), told.file, told.start, told.nbytes)
-            found[told.file].append(Record(fqn, chunk, None))
+                by_file[chunk.file].append(Record(fqn, chunk, tensor))
+    for fqn, stored in checkpoint.objects.items():
+        if stored.file is not None:
+            chunk = StoredChunk(Box((), ()), stored.file, stored.start, stored.nbytes)
+            by_file[stored.file].append(Record(fqn, chunk, None))
     for key, pack in checkpoint.shadows.items():
         for chunk in pack.copies:
             assert chunk.file is not None
-            found[chunk.file].append(Record(key, chunk, pack.tensor, pack.fqns))
-    for records in found.values():
+            by_file[chunk.file].append(Record(key, chunk, pack.tensor, pack.fqns))
+    for records in by_file.values():
         records.sort(key=lambda record: (record.start, record.end))
-    return dict(sorted(found.items()))
+    return dict(sorted(by_file.items()))
+
+
+def fqns_of(records: Iterable[Record]) -> tuple[str, ...]:
+    """Return the keys of what records hold, or hold copies of; sorted."""
+    return tuple(sorted({fqn for record in records for fqn in record.copied or (record.fqn,)}))
 
 
 def tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
-    """Yield holes, overlaps, and chunks out of bounds; tensors that are cut alike are told once."""
+    """Yield holes, overlaps, and chunks out of bounds: one fault for tensors that are cut alike."""
     alike: dict[tuple[tuple[int, ...], int], list[StoredTensor]] = defaultdict(list)
     for tensor in checkpoint.tensors.values():
         alike[tensor.shape, tensor.cut].append(tensor)
@@ -100,7 +106,7 @@ def tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 
 
 def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
-    """Yield ``(kind, message)`` of what keeps boxes from covering a tensor once."""
+    """Yield ``(kind, message)`` of the holes and overlaps of boxes that should tile a tensor."""
     shape = whole.sizes
     counts = Counter(box for box in boxes if box.numel)
     if not whole.numel and not counts:
@@ -109,62 +115,63 @@ def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
         return
     outside = [box for box in counts if not contains(whole, box)]
     if outside:
-        yield "out_of_bounds", f"{_told(outside, None)} of a {shape} tensor"
+        yield "out_of_bounds", f"{_format_boxes(outside, None)} of a {shape} tensor"
     twice = [box for box, count in counts.items() if count > 1]
     if twice:
-        yield "overlap", f"{_told(twice, shape)} of {shape} is there more than once"
-    pairs = overlaps(list(counts), limit=BOXES_TOLD)
+        yield "overlap", f"{_format_boxes(twice, shape)} of {shape} is there more than once"
+    pairs = overlaps(list(counts), limit=MAX_BOXES)
     if pairs:
-        told = "; ".join(f"{format_box(a, shape)} and {format_box(b, shape)}" for a, b in pairs)
-        yield "overlap", f"chunks of {shape} overlap: {told}"
-    holes = uncovered(whole, list(counts), limit=2 * BOXES_TOLD)
+        text = "; ".join(f"{format_box(a, shape)} and {format_box(b, shape)}" for a, b in pairs)
+        yield "overlap", f"chunks of {shape} overlap: {text}"
+    holes = uncovered(whole, list(counts), limit=2 * MAX_BOXES)
     if holes:
-        yield "hole", f"no chunk holds {_told(holes, shape)} of {shape}"
+        yield "hole", f"no chunk holds {_format_boxes(holes, shape)} of {shape}"
 
 
 def place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
-    """Yield chunks without a place, places without a chunk, and what an index names in vain."""
+    """Yield chunks without a place, places without a chunk, and keys of an index without either."""
     for fqn, tensor in checkpoint.tensors.items():
-        lost = [chunk.box for chunk in tensor.chunks if chunk.file is None]
-        if lost:
-            told = f"the metadata say of no file that it holds {_told(lost, tensor.shape)}"
-            yield CheckpointFault("unplaced", (fqn,), (), f"{told} of {tensor.shape}")
-    for fqn, told_object in checkpoint.objects.items():
-        if told_object.file is None:
-            message = "the metadata say of no file that it holds this object"
+        unplaced = [chunk.box for chunk in tensor.chunks if chunk.file is None]
+        if unplaced:
+            boxes = _format_boxes(unplaced, tensor.shape)
+            message = f"the metadata name no file for {boxes} of {tensor.shape}"
+            yield CheckpointFault("unplaced", (fqn,), (), message)
+    for fqn, stored in checkpoint.objects.items():
+        if stored.file is None:
+            message = "the metadata name no file for this object"
             yield CheckpointFault("unplaced", (fqn,), (), message)
     for fqn, offset, file in checkpoint.unclaimed():
         at = "" if offset is None else f" at {offset}"
-        message = f"{file} has a chunk{at} that the tensor's metadata do not know"
+        message = f"{file} has a chunk{at} that the tensor's metadata do not list"
         yield CheckpointFault("unclaimed", (fqn,), (file,), message)
     for file in sorted(set(checkpoint.absent.values())):
         names = tuple(sorted(fqn for fqn, name in checkpoint.absent.items() if name == file))
         if checkpoint.directory.size(file) is None:
             yield CheckpointFault("missing_file", names, (file,), "the file is not there")
         else:
-            message = "the index says that the file has them, and it has not"
+            message = "the index names this file for them, and the file lacks them"
             yield CheckpointFault("unplaced", names, (file,), message)
 
 
 def id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
-    """Yield files that another save wrote, by the ids that they begin with."""
+    """Yield files that another save wrote, by the id that each begins with."""
     for file, record in checkpoint.id_records.items():
         if checkpoint.directory.size(file) is None:
             continue
         if record.info.transform_descriptors:
-            continue  # what undoes them is not known here
+            continue  # transforms are undone by extensions, which are not at hand here
         try:
             with checkpoint.directory.open(file) as stream:
                 stream.seek(record.info.offset)
                 fault = record.fault(stream.read(record.nbytes))
         except OSError:
-            continue  # told of where its other records are read
+            continue  # its other records cannot be read either, which is a fault of its own
         if fault is not None:
             yield CheckpointFault("mixed_generations", (), (file,), f"it {fault.headline}")
 
 
 def files_without_id(checkpoint: Checkpoint) -> list[str]:
-    """Return the files that do not say which save wrote them, sorted."""
+    """Return the files that have no id of the save that wrote them, sorted."""
     own = checkpoint.id_records
     return [file for file in checkpoint.files if file not in own and id_in_name(file) is None]
 
@@ -173,23 +180,23 @@ def file_faults(
     checkpoint: Checkpoint, records: dict[str, list[Record]]
 ) -> Iterator[CheckpointFault]:
     """Yield files that are missing or too short, and records that share bytes."""
-    for file, held in records.items():
+    for file, in_file in records.items():
         size = checkpoint.directory.size(file)
         if size is None:
             why = checkpoint.directory.why_barred(file) or "the file is not there"
-            yield CheckpointFault("missing_file", _names(held), (file,), why)
+            yield CheckpointFault("missing_file", fqns_of(in_file), (file,), why)
             continue
-        beyond = [record for record in held if record.end > size]
+        beyond = [record for record in in_file if record.end > size]
         if beyond:
             needed = max(record.end for record in beyond)
             message = (
-                f"{size} bytes, and {needed} are needed: {len(beyond)} of {len(held)} records end "
-                "beyond its end"
+                f"{size} bytes, and {needed} are needed: {len(beyond)} of {len(in_file)} records "
+                "end beyond its end"
             )
-            yield CheckpointFault("truncated_file", _names(beyond), (file,), message)
+            yield CheckpointFault("truncated_file", fqns_of(beyond), (file,), message)
         reached: Record | None = None
-        for record in held:
-            # Two keys of one record may be meant so; of a part of one they are not.
+        for record in in_file:
+            # Two keys may share one whole record; that they share a part of one is a fault.
             if reached is not None and reached.start < record.start < reached.end:
                 message = (
                     f"bytes {record.start}-{reached.end} belong to {reached.name} and to "
@@ -201,9 +208,5 @@ def file_faults(
                 reached = record
 
 
-def _names(records: Iterable[Record]) -> tuple[str, ...]:
-    return tuple(sorted({fqn for record in records for fqn in record.copied or (record.fqn,)}))
-
-
-def _told(boxes: list[Box], shape: tuple[int, ...] | None) -> str:
-    return format_names([format_box(box, shape) for box in boxes], BOXES_TOLD)
+def _format_boxes(boxes: list[Box], shape: tuple[int, ...] | None) -> str:
+    return format_names([format_box(box, shape) for box in boxes], MAX_BOXES)

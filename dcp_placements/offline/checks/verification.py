@@ -14,7 +14,7 @@ from dcp_placements._torch import MetadataIndex
 from dcp_placements.errors import format_names
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
-from dcp_placements.offline.checks.record_checks import Finding, RecordChecker
+from dcp_placements.offline.checks.record_checks import RecordChecker
 from dcp_placements.offline.checks.structure import (
     CheckpointFault,
     Record,
@@ -25,7 +25,6 @@ from dcp_placements.offline.checks.structure import (
     records_by_file,
     tiling_faults,
 )
-from dcp_placements.storage.file_reads import CountedFile
 from dcp_placements.storage.metadata.provenance import stored_digest
 
 Progress = Callable[[int, int], None]
@@ -34,7 +33,7 @@ Progress = Callable[[int, int], None]
 MEMORY_NBYTES = 2 << 30
 
 AFTER_S = 1.0
-"""A data file this much younger than ``.metadata`` is worth a note."""
+"""A data file that is younger than ``.metadata`` by more than this is noted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,8 @@ class Verification:
     Attributes:
         path: Where it is.
         faults: What is wrong, sorted by kind, file and key.
-        notes: What is no fault and ought to be known.
-        tensors: Tensors that were looked at.
+        notes: Observations that prove no fault.
+        tensors: Tensors that were checked.
         chunks: Their chunks.
         nbytes: Bytes of records whose contents were read and compared.
         digests: Chunks and objects that were compared with a stored digest.
@@ -103,51 +102,33 @@ def verify(
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     records = records_by_file(checkpoint)
-    faults = [*tiling_faults(checkpoint), *place_faults(checkpoint)]
-    faults += file_faults(checkpoint, records)
-    faults += id_faults(checkpoint)
-    told = checkpoint.provenance or {}
+    faults = [
+        *tiling_faults(checkpoint),
+        *place_faults(checkpoint),
+        *file_faults(checkpoint, records),
+        *id_faults(checkpoint),
+    ]
     if digests:
-        faults += _digest_gaps(told, records)
-    total = sum(record.chunk.nbytes for held in records.values() for record in held)
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(min(done, total), total)
-
-    compared = 0
-
-    def digest_of(index: MetadataIndex) -> bytes | None:
-        nonlocal compared
-        found = stored_digest(told, index) if digests else None
-        compared += found is not None
-        return found
-
+        faults += _digest_gaps(checkpoint.provenance or {}, records)
+    total = sum(record.chunk.nbytes for in_file in records.values() for record in in_file)
     with BoxReader(checkpoint) as reader:
-
-        def load(record: Record) -> torch.Tensor:
-            assert record.tensor is not None
-            return reader.read(record.tensor, record.chunk.box)
-
         checker = RecordChecker(
-            raw=checkpoint.format == SAFETENSORS,
-            load=load,
-            digest_of=digest_of,
-            contents=contents or digests,
-            progress=advance,
+            checkpoint,
+            reader,
+            contents=contents,
+            digests=digests,
             limit_nbytes=memory // 3,
+            progress=lambda done: progress(min(done, total), total),
         )
-        for file, held in records.items():
-            faults += _checked(checkpoint, checker, file, held)
+        for file, in_file in records.items():
+            faults += checker.check_file(file, in_file)
     notes = _notes(checkpoint)
     if contents and checkpoint.format == SAFETENSORS:
         notes.append("safetensors files have no checksums: nothing speaks for their contents")
     if checker.skipped:
         notes.append(
-            f"not plain, and larger than a third of --memory, so not looked into: "
-            f"{', '.join(checker.skipped[:4])}"
+            f"not plain, and larger than a third of --memory, so not read: "
+            f"{format_names(checker.skipped, 4)}"
         )
     return Verification(
         path=checkpoint.path,
@@ -155,72 +136,28 @@ def verify(
         notes=tuple(notes),
         tensors=len(checkpoint.tensors),
         chunks=sum(len(tensor.boxes) for tensor in checkpoint.tensors.values()),
-        nbytes=done if contents or digests else 0,
-        digests=compared,
+        nbytes=checker.nbytes if contents or digests else 0,
+        digests=checker.digests,
     )
 
 
-def _checked(
-    checkpoint: Checkpoint, checker: RecordChecker, file: str, held: list[Record]
-) -> list[CheckpointFault]:
-    """Return what is wrong with the records of one file."""
-    size = checkpoint.directory.size(file)
-    if size is None:
-        return []
-    found: list[tuple[Record, Finding]] = []
-    try:
-        with checkpoint.directory.open(file) as stream:
-            counted = CountedFile(stream)
-            for record in held:
-                if record.end <= size:
-                    found += [(record, finding) for finding in checker.check(counted, record)]
-    except OSError as error:
-        names = tuple(sorted({fqn for record in held for fqn in record.copied or (record.fqn,)}))
-        return [CheckpointFault("missing_file", names, (file,), f"it cannot be read: {error}")]
-    return _diagnosed(file, found)
-
-
-def _diagnosed(file: str, found: list[tuple[Record, Finding]]) -> list[CheckpointFault]:
-    """Return the faults of one file; records of another save are told of as one."""
-    faults = [
-        CheckpointFault(
-            finding.kind,
-            tuple(sorted(record.copied)) or (record.fqn,),
-            (file,),
-            f"{record.name} in {file}: {finding.message}",
-        )
-        for record, finding in found
-        if finding.kind != "digest"
-    ]
-    # Their own checksums are right: nothing was damaged on the way, something else was saved.
-    other = [record for record, finding in found if finding.kind == "digest"]
-    if other:
-        names = tuple(sorted({fqn for record in other for fqn in record.copied or (record.fqn,)}))
-        message = (
-            f"{len(other)} records in {file} are whole, and not those that were saved with the "
-            "metadata: of another save, which was cut off, or changed with new checksums"
-        )
-        faults.append(CheckpointFault("mixed_generations", names, (file,), message))
-    return faults
-
-
 def _digest_gaps(
-    told: Mapping[str, Any], records: Mapping[str, list[Record]]
+    provenance: Mapping[str, Any], records: Mapping[str, list[Record]]
 ) -> list[CheckpointFault]:
-    """Return what has no digest."""
-    if not told.get("digests"):
+    """Return the tensors and objects that have no stored digest."""
+    if not provenance.get("digests"):
         message = (
             "the checkpoint stores no digests, so that its contents cannot be proved; "
             "save with PlacementSavePlanner(digests='full')"
         )
         return [CheckpointFault("no_digest", (), (), message)]
     without: dict[str, set[str]] = defaultdict(set)
-    for file, held in records.items():
-        for record in held:
+    for file, in_file in records.items():
+        for record in in_file:
             if record.copied:
                 continue
             offsets = torch.Size(record.chunk.box.offsets) if record.tensor is not None else None
-            if stored_digest(told, MetadataIndex(record.fqn, offsets)) is None:
+            if stored_digest(provenance, MetadataIndex(record.fqn, offsets)) is None:
                 without[record.fqn].add(file)
     return [
         CheckpointFault("no_digest", (fqn,), tuple(sorted(files)), "no digest of it is stored")
@@ -229,7 +166,7 @@ def _digest_gaps(
 
 
 def _notes(checkpoint: Checkpoint) -> list[str]:
-    """Return signs that prove nothing: a copy looks the same."""
+    """Return signs of damage that prove none: a copy of a checkpoint has them as well."""
     notes = []
     without = files_without_id(checkpoint)
     if 0 < len(without) < len(checkpoint.files):
@@ -240,7 +177,7 @@ def _notes(checkpoint: Checkpoint) -> list[str]:
     directory = checkpoint.directory
     for name in checkpoint.other_files:
         if name.endswith((".tmp", ".partial")):
-            notes.append(f"{name} was left over by something that was cut off")
+            notes.append(f"{name} was left over by a process that was cut off")
     written = directory.modified(".metadata") if directory.size(".metadata") is not None else None
     if written is not None:
         younger = [
