@@ -44,7 +44,7 @@ _HOMES = {
     "inspect": "dcp_placements.offline.views.inspection",
     "megatron_layout": "dcp_placements.formats.megatron.layout",
     "merge_metadata": "dcp_placements.offline.repairs.merging",
-    "rehearse": "dcp_placements.offline.rehearsal",
+    "rehearse": "dcp_placements.offline.rehearsals.rehearsal",
     "rescue": "dcp_placements.offline.repairs.rescue",
     "save_figure": "dcp_placements.offline.views.picture",
     "to_json": "dcp_placements.offline.as_json",

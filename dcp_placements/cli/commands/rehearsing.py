@@ -24,7 +24,7 @@ from dcp_placements.cli.printing import (
 from dcp_placements.errors import format_faults, format_ranks
 from dcp_placements.offline import CannotLook
 from dcp_placements.offline.declared import parse_mesh, resolve
-from dcp_placements.offline.rehearsal import RankRehearsal, Rehearsal
+from dcp_placements.offline.rehearsals.rehearsal import RankRehearsal, Rehearsal
 
 MAX_ROWS = 16
 MAX_RANKS_WIDTH = 16

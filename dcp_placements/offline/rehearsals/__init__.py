@@ -1,0 +1,4 @@
+"""``rehearse``: whether a checkpoint loads into a topology, and at what cost.
+
+Imports what ``offline`` may.
+"""

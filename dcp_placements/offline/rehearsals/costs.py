@@ -1,0 +1,216 @@
+"""What the parts of a rank cost to read: bytes, read items and files.
+
+Tensors of one shape and dtype that are stored alike are one class, and all ranks that hold the same
+box of a class have the same need. So costs are computed once per need, not per tensor and rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_placements._torch import TensorStorageMetadata
+from dcp_placements.layout.byte_ranges import segments
+from dcp_placements.layout.sharding import Box, Intervals, Layout
+from dcp_placements.layout.tiling import tiles, uncovered
+from dcp_placements.load.reads import StoredChunks
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.storage.chunk_reads import SMALL_NBYTES, cheap_gap
+from dcp_placements.storage.metadata.table import Array
+from dcp_placements.storage.tensor_record import HEADS_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What the tensors of a part cost every rank that holds one box of them.
+
+    Attributes:
+        wanted: Bytes of the elements.
+        memory: Bytes of the local tensors, padding included.
+        slices: Bytes that ``PlacementFileSystemReader`` reads.
+        chunks: Bytes that torch's ``FileSystemReader`` reads.
+        reads: Read items.
+        files: Numbers of the files.
+        holes: Boxes of each tensor that no chunk covers.
+        placeless: Keys of tensors with a chunk that has no file.
+    """
+
+    wanted: int
+    memory: int
+    slices: int
+    chunks: int
+    reads: int
+    files: Array
+    holes: tuple[Box, ...]
+    placeless: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class TensorClass:
+    """Tensors of one shape and dtype that are stored as the same boxes.
+
+    Attributes:
+        shape: Of the whole tensors.
+        dtype: Of their elements.
+        stored: Their chunks.
+        fqns: Their keys.
+        files: The file's number, by tensor and chunk; -1 where the metadata name no file.
+        nbytes: The length of the record, by tensor and chunk.
+        example: A meta tensor of that shape and dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: StoredChunks
+    fqns: list[str]
+    files: Array
+    nbytes: Array
+    example: torch.Tensor
+    _needs: dict[tuple[tuple[Intervals, ...], bytes], Need] = field(default_factory=dict)
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all whole tensors."""
+        return len(self.fqns) * prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tensors of one class under one rule, by their positions in the class."""
+
+    tensors: TensorClass
+    members: Array
+
+    @property
+    def fqn(self) -> str:
+        """The first key, which stands for all."""
+        return self.tensors.fqns[int(self.members[0])]
+
+    @property
+    def fqns(self) -> list[str]:
+        """All keys."""
+        return [self.tensors.fqns[member] for member in self.members.tolist()]
+
+    def need(self, layout: Layout) -> Need:
+        """Return what a rank with this layout needs."""
+        key = (layout.intervals, self.members.tobytes())
+        needs = self.tensors._needs
+        if key not in needs:
+            needs[key] = _need(self, layout)
+        return needs[key]
+
+
+def tensor_classes(
+    checkpoint: Checkpoint, expected: set[str], file_numbers: Mapping[str, int]
+) -> list[TensorClass]:
+    """Return the tensors of a checkpoint by class.
+
+    Args:
+        checkpoint: The checkpoint.
+        expected: Keys to include.
+        file_numbers: The number of every file, by name.
+    """
+    by_kind: dict[Any, list[StoredTensor]] = {}
+    for fqn, tensor in checkpoint.tensors.items():
+        if fqn in expected:
+            by_kind.setdefault((tensor.shape, tensor.dtype, tensor.cut), []).append(tensor)
+    classes = []
+    for tensors in by_kind.values():
+        first = tensors[0]
+        chunks = [tensor.chunks for tensor in tensors]
+        files = [[-1 if c.file is None else file_numbers[c.file] for c in row] for row in chunks]
+        nbytes = [[chunk.nbytes for chunk in row] for row in chunks]
+        shape = (len(tensors), len(first.boxes))  # also of tensors without chunks
+        stored = checkpoint.metadata.state_dict_metadata[first.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        classes.append(
+            TensorClass(
+                first.shape,
+                first.dtype,
+                StoredChunks(stored),
+                [tensor.fqn for tensor in tensors],
+                np.array(files, np.int64).reshape(shape),
+                np.array(nbytes, np.int64).reshape(shape),
+                torch.empty(first.shape, dtype=first.dtype, device="meta"),
+            )
+        )
+    return classes
+
+
+def parts_by_rule(
+    classes: Sequence[TensorClass],
+    rule_of: Callable[[str, TensorClass], Any],
+    holds: Callable[[str], bool] | None,
+) -> list[Part]:
+    """Return the tensors of each class that a rank has, by rule.
+
+    Args:
+        classes: All classes.
+        rule_of: The rule of a key, hashable. It is not called for scalars, which have none.
+        holds: Whether the rank has a key; None for all keys.
+    """
+    parts = []
+    for tensors in classes:
+        by_rule: dict[Any, list[int]] = {}
+        for member, fqn in enumerate(tensors.fqns):
+            if holds is None or holds(fqn):
+                rule = rule_of(fqn, tensors) if tensors.shape else None
+                by_rule.setdefault(rule, []).append(member)
+        parts += [Part(tensors, np.array(members, np.int64)) for members in by_rule.values()]
+    return parts
+
+
+def _need(part: Part, layout: Layout) -> Need:
+    tensors, itemsize = part.tensors, part.tensors.dtype.itemsize
+    members = len(part.members)
+    pieces_of: dict[int, tuple[Box, list[Box]]] = {}  # by chunk: its box, and what is read of it
+    holes: list[Box] = []
+    destinations = [chunk.box for chunk in layout.chunks()]
+    for box in destinations:
+        met = tensors.stored.meeting(box)
+        for index, chunk, piece in met:
+            pieces_of.setdefault(index, (chunk, []))[1].append(piece)
+        pieces = [piece for _, _, piece in met]
+        if pieces != [box] and not tiles(box, pieces):
+            holes += uncovered(box, pieces)
+    indices = np.array(list(pieces_of), np.int64)
+    files = tensors.files[part.members][:, indices]
+    nbytes = tensors.nbytes[part.members][:, indices]
+    items = np.array([len(pieces) for _, pieces in pieces_of.values()], np.int64)
+    slices = 0
+    for column, (chunk, pieces) in enumerate(pieces_of.values()):
+        exact = sum(piece.numel for piece in pieces) * itemsize
+        lengths = nbytes[:, column]
+        # The reader reads a small record whole if it needs most of it.
+        whole = (lengths <= SMALL_NBYTES) & (2 * (exact + HEADS_NBYTES[0]) >= lengths)
+        slices += int(np.where(whole, lengths, _slices_nbytes(chunk, pieces, itemsize)).sum())
+    placeless = np.flatnonzero((files < 0).any(axis=1)).tolist()
+    return Need(
+        wanted=sum(box.numel for box in destinations) * itemsize * members,
+        memory=prod(layout.local_shape) * itemsize * members,
+        slices=slices,
+        chunks=int((nbytes * items).sum()),
+        reads=int(items.sum()) * members,
+        files=np.unique(files[files >= 0]),
+        holes=tuple(holes),
+        placeless=tuple(tensors.fqns[int(part.members[row])] for row in placeless),
+    )
+
+
+def _slices_nbytes(stored: Box, pieces: Sequence[Box], itemsize: int) -> int:
+    """Return the bytes that are read for pieces of a stored chunk, one after another."""
+    return sum(
+        segments(
+            stored.sizes,
+            offsets=[a - b for a, b in zip(piece.offsets, stored.offsets, strict=True)],
+            lengths=piece.sizes,
+            itemsize=itemsize,
+            gap=cheap_gap,
+        ).total_nbytes
+        for piece in pieces
+    )
