@@ -23,8 +23,9 @@ from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import StoredChunks
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
-from dcp_placements.storage.chunk_reads import ChunkReader, Part, Record
-from dcp_placements.storage.file_reads import CountedFile, FilePart
+from dcp_placements.storage.chunk_reads import ChunkReader
+from dcp_placements.storage.file_reads import CountedFile, FilePart, Part
+from dcp_placements.storage.record_contents import Record
 from dcp_placements.storage.tensor_record import TensorRecord
 
 MAX_OPEN_FILES = 32
@@ -56,7 +57,7 @@ class _RawReader(ChunkReader):
         self._tensors = checkpoint.tensors
 
     def tensor_record(self, record: Record, part: Part) -> TensorRecord | None:
-        index = record.items[0].storage_index
+        index = record.item.storage_index
         tensor = self._tensors[index.fqn]
         box = next(box for box in tensor.boxes if box.offsets == index.offset)
         return TensorRecord(tensor.dtype, box.sizes, 0)
@@ -238,7 +239,7 @@ def _record(fqn: str, chunk: StoredChunk, shared: Box, box: Box) -> Record:
     )
     assert chunk.file is not None
     info = StorageInfo(chunk.file, chunk.start, chunk.nbytes, list(chunk.transforms) or None)
-    return Record(info, [item], [None])
+    return Record(info, [(item, None)])
 
 
 def _minus(box: Box, origin: Box) -> torch.Size:

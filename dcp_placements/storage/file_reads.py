@@ -252,6 +252,10 @@ class HeldPart:
         return io.BytesIO(self._held)
 
 
+Part = FilePart | HeldPart
+"""The bytes of a record."""
+
+
 class _View(io.RawIOBase):
     def __init__(self, file: CountedFile, start: int, length: int) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ from dcp_placements._torch import (
 from dcp_placements.errors import PlacementError, format_faults, format_name, raise_faults
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
-from dcp_placements.storage.chunk_reads import ChunkReader, Record
+from dcp_placements.storage.chunk_reads import ChunkReader
 from dcp_placements.storage.copies import Copies
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
 from dcp_placements.storage.metadata.file import read_metadata
@@ -45,6 +45,7 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.metadata.table import StorageTable
 from dcp_placements.storage.protocols import AfterReads, WantsReader
+from dcp_placements.storage.record_contents import Record
 from dcp_placements.storage.tensor_record import check_stored
 
 
@@ -150,7 +151,7 @@ class PlacementFileSystemReader(FileSystemReader):
                 place = (info.offset, info.length)
                 if place not in records:
                     records[place] = Record(info)
-                records[place].add(item, packed)
+                records[place].reads.append((item, packed))
         ids = {record.file: record for record in speaking_for(wanted, self._ids)}
         for path in ids:
             wanted.setdefault(path, {})

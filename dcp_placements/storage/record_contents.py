@@ -1,0 +1,259 @@
+"""The contents of one record, delivered to a planner: only the bytes that are wanted.
+
+Elements go straight into the planner's tensor where its memory allows that, otherwise through a
+buffer of bounded size. A record that is not plain goes through ``torch.load``.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import (
+    LoadItemType,
+    LoadPlanner,
+    ReadItem,
+    StorageInfo,
+    narrow_tensor_by_index,
+)
+from dcp_placements.errors import Fault, PlacementError, format_faults
+from dcp_placements.layout.byte_ranges import Gap, halves, segments
+from dcp_placements.storage.copies import Packed
+from dcp_placements.storage.file_reads import Part
+from dcp_placements.storage.metadata.shadow_records import packed_object
+from dcp_placements.storage.tensor_record import TensorRecord, load_saved_tensor
+
+NEAR_NBYTES = 64 << 10
+"""Reads this near to each other are announced, so that the pages between come along: to fetch them
+takes less time than a second request."""
+
+BUFFER_NBYTES = 16 << 20
+"""The largest buffer for elements that cannot be read in place."""
+
+Transformed = Callable[[ReadItem, Sequence[str], Any], Any]
+"""Undoes the transforms of a record's stream."""
+
+DAMAGED = (
+    "likely:      the file was damaged or cut short, or a later save into the same directory was "
+    "cut off and left files of two saves",
+    "way out:     load an older checkpoint; this one is not sound",
+)
+
+
+@dataclass(slots=True)
+class Record:
+    """A stored chunk or object, and what is wanted of it.
+
+    Attributes:
+        info: Where it is.
+        reads: Each item, and where in the record its chunk is; None where it is all of it.
+    """
+
+    info: StorageInfo
+    reads: list[tuple[ReadItem, Packed | None]] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file."""
+        return int(self.info.offset + self.info.length)
+
+    @property
+    def item(self) -> ReadItem:
+        """The first item; all items of a record are of one type."""
+        return self.reads[0][0]
+
+    @property
+    def is_object(self) -> bool:
+        """Whether it is no tensor."""
+        return bool(self.item.type == LoadItemType.BYTE_IO)
+
+
+class Delivery:
+    """Delivers the contents of records to a planner.
+
+    Args:
+        planner: The planner.
+        transformed: Undoes the transforms of a record's stream.
+    """
+
+    def __init__(self, planner: LoadPlanner, transformed: Transformed) -> None:
+        self._planner = planner
+        self._transformed = transformed
+        self._buffer = memoryview(bytearray())
+
+    def deliver(
+        self, record: Record, tensor: TensorRecord | None, part: Part, gap: Gap, path: str
+    ) -> None:
+        """Deliver a record, item by item.
+
+        Args:
+            record: The record.
+            tensor: Where its elements are; None where it is not plain.
+            part: Its bytes.
+            gap: How many bytes between two runs cost less to read than another call.
+            path: Name of its file, for messages.
+
+        Raises:
+            PlacementError: It does not hold what the metadata says.
+        """
+        packed_dims = record.reads[0][1] is not None
+        if record.is_object:
+            self._deliver_objects(record, part, path)
+        elif tensor is None or len(tensor.shape) != len(record.item.lengths) + packed_dims:
+            self._deliver_loaded(record, part, path)
+        else:
+            for item, packed in record.reads:
+                self._deliver_plain(item, packed, tensor, part, gap, path)
+
+    def target(self, item: ReadItem, sizes: tuple[int, ...], path: str) -> torch.Tensor:
+        """Return the planner's tensor for an item of which elements of these sizes were read."""
+        target = self._planner.resolve_tensor(item).detach()
+        if tuple(target.size()) != sizes:
+            problem = f"a {sizes} tensor was read, where {tuple(target.size())} is to be filled"
+            raise damaged(item, problem, NOT_AS_DESCRIBED)
+        return target
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """Return a buffer, used again by every call."""
+        if self._buffer.nbytes < nbytes:
+            self._buffer = memoryview(bytearray(nbytes))
+        return self._buffer[:nbytes]
+
+    def _deliver_objects(self, record: Record, part: Part, path: str) -> None:
+        contents = memoryview(self._stream(record, part).read(-1))
+        for item, packed in record.reads:
+            value = contents
+            if packed is not None:
+                try:
+                    value = packed_object(contents, packed.position, packed.count)
+                except ValueError as error:
+                    problem = f"what {path} holds of it is no copy: {error}"
+                    raise damaged(item, problem) from error
+            self._planner.load_bytes(item, io.BytesIO(value))
+
+    def _deliver_loaded(self, record: Record, part: Part, path: str) -> None:
+        stream = self._stream(record, part)
+        loaded = _load(stream, record.item, path)
+        for item, packed in record.reads:
+            if packed is not None and packed.count != len(loaded):
+                raise _misfit(item, tuple(loaded.size()), path)
+            chunk = loaded if packed is None else loaded[packed.position]
+            source = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
+            target = self.target(item, tuple(source.size()), path)
+            target.copy_(source)
+            self._planner.commit_tensor(item, target)
+
+    def _deliver_plain(
+        self,
+        item: ReadItem,
+        packed: Packed | None,
+        tensor: TensorRecord,
+        part: Part,
+        gap: Gap,
+        path: str,
+    ) -> None:
+        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        if packed is not None:
+            offsets, lengths = (packed.position, *offsets), (1, *lengths)
+        ends = zip(offsets, lengths, tensor.shape, strict=True)
+        if any(offset + length > size for offset, length, size in ends) or (
+            packed is not None and packed.count != tensor.shape[0]
+        ):
+            raise _misfit(item, tensor.shape, path)
+        target = self.target(item, tuple(item.lengths), path)
+        if target.numel():
+            whole = target if packed is None else target.unsqueeze(0)
+            self._fill(whole, offsets, lengths, tensor, part, gap)
+        self._planner.commit_tensor(item, target)
+
+    def _stream(self, record: Record, part: Part) -> Any:
+        transforms = record.info.transform_descriptors or ()
+        return self._transformed(record.item, transforms, part.stream())
+
+    def _fill(
+        self,
+        target: torch.Tensor,
+        offsets: tuple[int, ...],
+        lengths: tuple[int, ...],
+        tensor: TensorRecord,
+        part: Part,
+        gap: Gap,
+    ) -> None:
+        """Read a slice of a plain record into ``target``."""
+        itemsize = tensor.dtype.itemsize
+        memory = memory_of(target) if target.dtype == tensor.dtype else None
+        if memory is not None and lengths == tensor.shape:
+            part.read_into(memory, tensor.start)
+            return
+        todo = [(offsets, lengths)]
+        while todo:
+            at, sizes = todo.pop()
+            plan = segments(tensor.shape, offsets=at, lengths=sizes, itemsize=itemsize, gap=gap)
+            direct = memory is not None and plan.exact and sizes == lengths
+            if not direct and plan.total_nbytes > BUFFER_NBYTES:
+                todo += reversed(halves(at, sizes))
+                continue
+            buffer = memory if direct else self.buffer(plan.total_nbytes)
+            assert buffer is not None
+            near = 0 < plan.distance <= NEAR_NBYTES
+            part.read_each(buffer, plan.nbytes, plan.positions(tensor.start), near=near)
+            if not direct:
+                elements = torch.frombuffer(buffer, dtype=tensor.dtype)
+                place = zip(at, offsets, sizes, strict=True)
+                block = target[tuple(slice(a - o, a - o + n) for a, o, n in place)]
+                block.copy_(elements.as_strided(sizes, plan.strides))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview | None:
+    """Return the memory of a tensor's elements; None where they are not contiguous host memory."""
+    plain = (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+    if not plain:
+        return None
+    # A tensor of one element is contiguous with any stride; a row of bytes needs stride 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _load(stream: Any, item: ReadItem, path: str) -> torch.Tensor:
+    """Return the tensor of a record by way of ``torch.load``."""
+    seekable = stream if stream.seekable() else io.BytesIO(stream.read(-1))
+    try:
+        return load_saved_tensor(seekable)
+    except Exception as error:
+        # Only the first sentence: torch goes on with advice for other situations.
+        sentence = (str(error).splitlines() or [""])[0].partition(". ")[0]
+        fault = Fault(
+            item.storage_index.fqn,
+            f"what {path} holds of it is no tensor",
+            (f"found:       {type(error).__name__}: {sentence}", *DAMAGED),
+        )
+        raise PlacementError(format_faults("the checkpoint is damaged", [fault])) from error
+
+
+NOT_AS_DESCRIBED = "the checkpoint is not what it says"
+
+
+def _misfit(item: ReadItem, shape: tuple[int, ...], path: str) -> PlacementError:
+    problem = (
+        f"{path} holds a {shape} tensor, where the metadata says that "
+        f"{tuple(item.lengths)} can be read at {tuple(item.storage_offsets)}"
+    )
+    return damaged(item, problem, NOT_AS_DESCRIBED)
+
+
+def damaged(
+    item: ReadItem, problem: str, headline: str = "the checkpoint is damaged"
+) -> PlacementError:
+    """Return the error for a record that does not hold what the metadata says."""
+    return PlacementError(
+        format_faults(headline, [Fault(item.storage_index.fqn, problem, DAMAGED)])
+    )
