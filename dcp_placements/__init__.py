@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcp_placements.errors import PlacementError
+    from dcp_placements.installation import installed
     from dcp_placements.load.planner import PlacementLoadPlanner
     from dcp_placements.names.keys import Parts, Row, Rows
     from dcp_placements.names.renames import Renames
@@ -49,6 +50,7 @@ __all__ = [
     "Unstack",
     "check",
     "contiguous",
+    "installed",
 ]
 
 # Names are fetched when asked for, so that the layout algebra and a mesh can be had without torch.
@@ -77,6 +79,7 @@ _HOMES = {
     "Unstack": "names.stacks",
     "check": "save.check",
     "contiguous": "names.renumber",
+    "installed": "installation",
 }
 
 

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint import CheckpointException, _version
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    _version,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import get_element, set_element, traverse_state_dict
 from torch.distributed.checkpoint.default_planner import (
@@ -67,10 +74,13 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
 __all__ = [
+    "ASYNC_EXECUTORS",
     "CURRENT_DCP_VERSION",
     "DEFAULT_SUFFIX",
+    "LOAD",
     "METADATA_CLASSES",
     "METADATA_HELPERS",
+    "SAVE",
     "BytesStorageMetadata",
     "CheckpointException",
     "ChunkStorageMetadata",
@@ -88,6 +98,7 @@ __all__ = [
     "ReadItem",
     "SavePlan",
     "SavePlanner",
+    "Seam",
     "SerializationFormat",
     "ShardedTensor",
     "StorageInfo",
@@ -151,6 +162,33 @@ METADATA_HELPERS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch.serialization", "_get_layout"): _get_layout,
 }
 """What it has called, all of them look-ups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A global of one of torch's modules, which the functions there look up at each call."""
+
+    module: ModuleType
+    name: str
+
+    def get(self) -> Any:
+        """Return what is there."""
+        return getattr(self.module, self.name)
+
+    def set(self, value: Any) -> None:
+        """Put another value there."""
+        setattr(self.module, self.name, value)
+
+
+SAVE = Seam(state_dict_saver, "_save_state_dict")
+"""Behind ``save`` and ``save_state_dict``; takes ``planner`` and ``storage_writer``."""
+LOAD = Seam(state_dict_loader, "_load_state_dict")
+"""Behind ``load`` and ``load_state_dict``; takes ``planner`` and ``storage_reader``."""
+ASYNC_EXECUTORS = (
+    Seam(state_dict_saver, "_ThreadBasedAsyncCheckpointExecutor"),
+    Seam(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),
+)
+"""Behind ``async_save``: classes whose ``execute_save`` takes ``planner``."""
 
 
 def is_dtensor_like(value: Any) -> bool:

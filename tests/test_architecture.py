@@ -26,6 +26,7 @@ FLOORS = (
     {"storage"},
     {"save", "load"},
     {"placements"},
+    {"installation"},
     {"presets"},
     {"offline"},
     {"formats"},

@@ -1,0 +1,170 @@
+"""One of four gloo ranks: a framework's own functions save and load an expert-parallel model.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 4 \\
+        tests/ranks/frameworks_worker.py OUT FRAMEWORK save|load [stock]
+
+``save`` trains a model (expert parallel 2, FSDP2 2), saves it by the framework, and writes what
+each rank holds to ``OUT/held_<rank>.pt``. ``load`` makes the model anew with other weights, loads
+by the framework, and writes ``OUT/loaded_<rank>.pt``. ``stock`` leaves ``installed`` out.
+``test_frameworks.py`` compares the two.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import CheckpointPlacement, Placements, installed
+from tests.ranks.leaving import leave
+
+EXPERTS, WIDTH = 6, 4
+
+
+class Experts(nn.Module):
+    """This rank's experts, all in one tensor ``[experts, width, width]``."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bw,ewv->bv", x, self.weight).tanh()
+
+
+class Model(nn.Module):
+    """A dense layer that all ranks share, and experts that differ by ``ep``."""
+
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.experts = Experts(EXPERTS // ep_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts(self.dense(x))
+        return out
+
+
+def model_on(mesh: DeviceMesh, world: DeviceMesh, seed: int) -> Model:
+    """Return the model under FSDP2, with weights that differ by expert-parallel rank."""
+    model = Model(mesh["ep"].size())
+    for number, parameter in enumerate(model.parameters()):
+        ep_rank = mesh.get_local_rank("ep") if number else 0
+        generator = torch.Generator().manual_seed(seed + 10 * number + ep_rank)
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    fully_shard(model.experts, mesh=mesh["fsdp"])
+    fully_shard(model, mesh=world)
+    return model
+
+
+def train(model: Model, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    torch.manual_seed(dist.get_rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(3, WIDTH)).square().sum().backward()
+        optimizer.step()
+
+
+def held(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return this rank's part of every weight and moment, by name."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        values = {"weight": parameter, **optimizer.state[parameter]}
+        for kind, value in values.items():
+            local = value.to_local() if hasattr(value, "to_local") else value
+            found[f"{name}/{kind}"] = local.detach().clone()
+    return found
+
+
+class Accelerate:
+    """accelerate's functions for FSDP2, which pass torch's default planners."""
+
+    def __init__(self, path: Path) -> None:
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+        self.path = path
+        self.plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", reshard_after_forward=True
+        )
+        self.accelerator = Accelerator(cpu=True)
+
+    def save(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+        save_fsdp_model(self.plugin, self.accelerator, model, str(self.path))
+        save_fsdp_optimizer(self.plugin, self.accelerator, optimizer, model, str(self.path))
+
+    def load(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from accelerate.utils import load_fsdp_model, load_fsdp_optimizer
+
+        load_fsdp_model(self.plugin, self.accelerator, model, str(self.path))
+        load_fsdp_optimizer(self.plugin, self.accelerator, optimizer, model, str(self.path))
+
+
+class Lightning:
+    """Fabric's ``ModelParallelStrategy``, which passes no planner."""
+
+    def __init__(self, path: Path) -> None:
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies import ModelParallelStrategy
+
+        self.path = path
+        self.wrapped: tuple[Any, Any] | None = None
+        strategy = ModelParallelStrategy(
+            parallelize_fn=lambda module, mesh: module,
+            data_parallel_size=4,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=True,
+        )
+        self.fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy)
+        self.fabric.launch()
+
+    def _state(self, model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": model, "optimizer": optimizer, "step": 2}
+
+    def save(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self.fabric.strategy.save_checkpoint(self.path, self._state(model, optimizer))
+
+    def load(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self.fabric.strategy.load_checkpoint(self.path, self._state(model, optimizer))
+
+
+FRAMEWORKS: dict[str, Callable[[Path], Any]] = {"accelerate": Accelerate, "lightning": Lightning}
+
+
+def main(out: Path, name: str, act: str, *, stock: bool) -> None:
+    framework = FRAMEWORKS[name](out / "checkpoint")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    model = model_on(mesh, world, seed=1 if act == "save" else 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    placement = CheckpointPlacement(mesh, [Shard(0), Replicate()])
+    placements = Placements({"experts.weight": placement})
+    context: AbstractContextManager[None] = nullcontext() if stock else installed(placements)
+    if act == "save":
+        train(model, optimizer, steps=2)
+        torch.save(held(model, optimizer), out / f"held_{dist.get_rank()}.pt")
+        with context:
+            framework.save(model, optimizer)
+    else:
+        train(model, optimizer, steps=1)
+        with context:
+            framework.load(model, optimizer)
+        torch.save(held(model, optimizer), out / f"loaded_{dist.get_rank()}.pt")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], stock="stock" in sys.argv[4:])
+    leave()
