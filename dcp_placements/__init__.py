@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcp_placements.bind.annotate import annotate
     from dcp_placements.errors import PlacementError
     from dcp_placements.installation import installed
     from dcp_placements.load.planner import PlacementLoadPlanner
@@ -48,6 +49,7 @@ __all__ = [
     "Split",
     "Stack",
     "Unstack",
+    "annotate",
     "check",
     "contiguous",
     "installed",
@@ -77,6 +79,7 @@ _HOMES = {
     "Split": "names.stacks",
     "Stack": "names.stacks",
     "Unstack": "names.stacks",
+    "annotate": "bind.annotate",
     "check": "save.check",
     "contiguous": "names.renumber",
     "installed": "installation",

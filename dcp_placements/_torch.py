@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import (
@@ -120,6 +121,7 @@ __all__ = [
     "files_by_name",
     "filled",
     "flatten_as_2_3",
+    "flatten_state_dict",
     "get_element",
     "global_rank",
     "group_device",
@@ -184,6 +186,8 @@ SAVE = Seam(state_dict_saver, "_save_state_dict")
 """Behind ``save`` and ``save_state_dict``; takes ``planner`` and ``storage_writer``."""
 LOAD = Seam(state_dict_loader, "_load_state_dict")
 """Behind ``load`` and ``load_state_dict``; takes ``planner`` and ``storage_reader``."""
+HAS_CHECKPOINTABLE_TENSOR = hasattr(dcp, "CheckpointableTensor")
+"""Whether torch's default planners place tensors by their own attributes."""
 ASYNC_EXECUTORS = (
     Seam(state_dict_saver, "_ThreadBasedAsyncCheckpointExecutor"),
     Seam(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),

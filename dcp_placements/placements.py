@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -11,12 +10,8 @@ from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.keys import Rename
 from dcp_placements.rules.options import check_rename, check_rules, check_waivers
-from dcp_placements.rules.patterns import PlacementRules, Rules
-from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
 from dcp_placements.save.planner import PlacementSavePlanner
-
-RuleTable = Mapping[str | re.Pattern[str], CheckpointPlacement | None]
-"""What ``PlacementRules`` are made of."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

@@ -19,6 +19,9 @@ from dcp_placements.rules.placement import CheckpointPlacement
 Rules = Callable[[str, Any], CheckpointPlacement | None]
 """What the planners take: ``(fqn, tensor) -> CheckpointPlacement or None``."""
 
+RuleTable = Mapping[str | re.Pattern[str], CheckpointPlacement | None]
+"""What ``PlacementRules`` are made of."""
+
 
 class PlacementRules:
     """Patterns and the placements that they stand for.
@@ -42,7 +45,7 @@ class PlacementRules:
 
     def __init__(
         self,
-        rules: Mapping[str | re.Pattern[str], CheckpointPlacement | None],
+        rules: RuleTable,
         *,
         optional: bool = False,
     ) -> None:

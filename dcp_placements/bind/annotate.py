@@ -1,0 +1,114 @@
+"""A state dict that torch's own planners place right: ``CheckpointableTensor`` attributes by rules.
+
+torch 2.14 and newer store a plain tensor with ``global_shape``, ``global_offsets``,
+``local_offsets`` and ``local_sizes`` at its place in the whole tensor. The rules know these
+numbers, so that a framework that takes no planner can be given a state dict instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import (
+    HAS_CHECKPOINTABLE_TENSOR,
+    flatten_state_dict,
+    global_rank,
+    set_element,
+)
+from dcp_placements.bind.placing import Placed, counted_faults, place
+from dcp_placements.errors import Fault, PlacementError, raise_faults
+from dcp_placements.names.keys import (
+    Rename,
+    Stacked,
+    Unstacked,
+    checkpoint_path,
+    rename_keys,
+)
+from dcp_placements.rules.options import check_rename, check_rules
+from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
+
+
+def annotate(
+    state_dict: Mapping[str, Any],
+    rules: Rules | RuleTable | None,
+    *,
+    rename: Rename | None = None,
+) -> dict[str, Any]:
+    """Return a state dict for torch's own planners, with every tensor's place set on it.
+
+    ``dcp.save(annotate(state_dict, rules))`` writes the whole tensors, without a planner of this
+    package, under torch 2.14 or newer. Tensors are views of the same memory: a ``dcp.load`` into
+    the result fills the model. A DTensor becomes its local tensor.
+
+    Stock planners do not do what needs more than one rank or more than one tensor: they do not
+    compare replicas, they check only the number of elements and not that chunks tile the tensor,
+    and they neither record nor compare how a checkpoint was cut. A rename that stacks, unstacks
+    or splits tensors needs our planners.
+
+    Args:
+        state_dict: Of one rank, nested or flat; not changed.
+        rules: As for ``PlacementSavePlanner``, or the mapping that ``PlacementRules`` are made of.
+        rename: This rank's key to the checkpoint's key, a string for a string.
+
+    Returns:
+        A new nested dict. Tensors that neither a rule nor a DTensor speaks for, and all other
+        values, are those of ``state_dict``. Without the keys whose mesh this rank is no part of.
+
+    Raises:
+        PlacementError: A torch whose planners would ignore the attributes; tensors and rules that
+            do not fit; a rename that gives anything but names.
+    """
+    if not HAS_CHECKPOINTABLE_TENSOR:
+        raise PlacementError(
+            f"annotate() needs torch 2.14 or newer, and this is torch {torch.__version__}: its "
+            "planners would ignore the annotations and take shards for replicas\n"
+            "    way out:     pass planner=PlacementSavePlanner(rules); or "
+            "installed(Placements(rules)) where a framework takes no planner"
+        )
+    rules = PlacementRules(rules) if isinstance(rules, Mapping) else rules
+    check_rules(rules)
+    check_rename(rename)
+    rank = global_rank()
+    flat, paths = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
+    placing = place(flat, rules, rank)
+    faults = [*placing.faults, *counted_faults(flat, placing, rename), *_reshaped(flat)]
+    raise_faults(f"rank {rank} cannot be annotated", faults)
+    annotated: dict[str, Any] = {}
+    for key, value in flat.items():
+        if key not in placing.absent:
+            placed = placing.placed.get(key)
+            leaf = value if placed is None else _annotated(placed)
+            set_element(annotated, checkpoint_path(key, paths[key]), leaf)
+    return annotated
+
+
+def _reshaped(state_dict: Mapping[str, Any]) -> list[Fault]:
+    return [
+        Fault(
+            key,
+            "is made of other tensors by the rename, which stock planners cannot do",
+            ("way out:     Placements(rules, rename=...) and its planners",),
+        )
+        for key, value in state_dict.items()
+        if isinstance(value, Stacked | Unstacked)
+    ]
+
+
+def _annotated(placed: Placed) -> torch.Tensor:
+    """Return a view of the local tensor that says where it lies."""
+    tensor = placed.tensor.detach()
+    if 0 in placed.global_shape:
+        return tensor.new_empty(placed.global_shape)
+    chunks = {chunk.offsets: chunk for chunk in reversed(placed.chunks)}.values()
+    places = {
+        "global_shape": placed.global_shape,
+        "global_offsets": tuple(chunk.offsets for chunk in chunks),
+        "local_offsets": tuple(chunk.local_offsets for chunk in chunks),
+        "local_sizes": tuple(chunk.sizes for chunk in chunks),
+    }
+    for name, value in places.items():
+        setattr(tensor, name, value)
+    return tensor
