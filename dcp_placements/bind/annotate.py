@@ -18,7 +18,8 @@ from dcp_placements._torch import (
     global_rank,
     set_element,
 )
-from dcp_placements.bind.placing import Placed, counted_faults, place
+from dcp_placements.bind.placed import Placed
+from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.keys import (
     Rename,

@@ -1,19 +1,19 @@
 """One of four gloo ranks: a framework's own functions save and load an expert-parallel model.
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 \\
-        tests/ranks/frameworks_worker.py OUT FRAMEWORK save|load [stock]
+        tests/ranks/frameworks_worker.py OUT FRAMEWORK save|load
 
-``save`` trains a model (expert parallel 2, FSDP2 2), saves it by the framework, and writes what
-each rank holds to ``OUT/held_<rank>.pt``. ``load`` makes the model anew with other weights, loads
-by the framework, and writes ``OUT/loaded_<rank>.pt``. ``stock`` leaves ``installed`` out.
-``test_frameworks.py`` compares the two.
+``save`` trains a model (expert parallel 2, FSDP2 2), saves it by the framework inside ``installed``
+and again without, and writes what each rank holds to ``OUT/held_<rank>.pt``. ``load`` makes the
+model anew with other weights, loads both, and writes ``OUT/ours_<rank>.pt`` and
+``OUT/stock_<rank>.pt``. ``test_frameworks.py`` compares them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,37 +88,34 @@ def held(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 class Accelerate:
     """accelerate's functions for FSDP2, which pass torch's default planners."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-        self.path = path
         self.plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", reshard_after_forward=True
         )
         self.accelerator = Accelerator(cpu=True)
 
-    def save(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
         from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 
-        save_fsdp_model(self.plugin, self.accelerator, model, str(self.path))
-        save_fsdp_optimizer(self.plugin, self.accelerator, optimizer, model, str(self.path))
+        save_fsdp_model(self.plugin, self.accelerator, model, str(path))
+        save_fsdp_optimizer(self.plugin, self.accelerator, optimizer, model, str(path))
 
-    def load(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    def load(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
         from accelerate.utils import load_fsdp_model, load_fsdp_optimizer
 
-        load_fsdp_model(self.plugin, self.accelerator, model, str(self.path))
-        load_fsdp_optimizer(self.plugin, self.accelerator, optimizer, model, str(self.path))
+        load_fsdp_model(self.plugin, self.accelerator, model, str(path))
+        load_fsdp_optimizer(self.plugin, self.accelerator, optimizer, model, str(path))
 
 
 class Lightning:
     """Fabric's ``ModelParallelStrategy``, which passes no planner."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
         from lightning.fabric import Fabric
         from lightning.fabric.strategies import ModelParallelStrategy
 
-        self.path = path
-        self.wrapped: tuple[Any, Any] | None = None
         strategy = ModelParallelStrategy(
             parallelize_fn=lambda module, mesh: module,
             data_parallel_size=4,
@@ -131,18 +128,18 @@ class Lightning:
     def _state(self, model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {"model": model, "optimizer": optimizer, "step": 2}
 
-    def save(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        self.fabric.strategy.save_checkpoint(self.path, self._state(model, optimizer))
+    def save(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self.fabric.strategy.save_checkpoint(path, self._state(model, optimizer))
 
-    def load(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        self.fabric.strategy.load_checkpoint(self.path, self._state(model, optimizer))
-
-
-FRAMEWORKS: dict[str, Callable[[Path], Any]] = {"accelerate": Accelerate, "lightning": Lightning}
+    def load(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self.fabric.strategy.load_checkpoint(path, self._state(model, optimizer))
 
 
-def main(out: Path, name: str, act: str, *, stock: bool) -> None:
-    framework = FRAMEWORKS[name](out / "checkpoint")
+FRAMEWORKS: dict[str, Callable[[], Any]] = {"accelerate": Accelerate, "lightning": Lightning}
+
+
+def main(out: Path, name: str, act: str) -> None:
+    framework = FRAMEWORKS[name]()
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
@@ -151,20 +148,18 @@ def main(out: Path, name: str, act: str, *, stock: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     placement = CheckpointPlacement(mesh, [Shard(0), Replicate()])
     placements = Placements({"experts.weight": placement})
-    context: AbstractContextManager[None] = nullcontext() if stock else installed(placements)
+    train(model, optimizer, steps=2 if act == "save" else 1)
     if act == "save":
-        train(model, optimizer, steps=2)
         torch.save(held(model, optimizer), out / f"held_{dist.get_rank()}.pt")
+    contexts = {"stock": nullcontext(), "ours": installed(placements)}
+    for planners, context in contexts.items():
         with context:
-            framework.save(model, optimizer)
-    else:
-        train(model, optimizer, steps=1)
-        with context:
-            framework.load(model, optimizer)
-        torch.save(held(model, optimizer), out / f"loaded_{dist.get_rank()}.pt")
+            getattr(framework, act)(out / f"{planners}_checkpoint", model, optimizer)
+        if act == "load":
+            torch.save(held(model, optimizer), out / f"{planners}_{dist.get_rank()}.pt")
     dist.barrier()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], stock="stock" in sys.argv[4:])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
     leave()
