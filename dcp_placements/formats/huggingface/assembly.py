@@ -1,4 +1,4 @@
-"""Tensors of one checkpoint made of boxes of another's: renamed, split, unstacked, stacked.
+"""Tensors assembled from boxes of stored ones: renamed, split, unstacked, stacked.
 
 The boxes of every rename (``renamed_boxes``) become blocks: which box of the new tensor is which
 box of which stored one. Nothing is read for that, so every fault is reported before anything is
@@ -29,12 +29,12 @@ Rename = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of a tensor, and the elements that belong there.
+    """A box of a tensor, and the box of a stored tensor that has its elements.
 
     Attributes:
-        box: In the tensor.
-        source: Where its elements are.
-        at: Which of them.
+        box: The box in the tensor.
+        source: The stored tensor.
+        at: The box in the stored tensor.
         dims: For each dim of the tensor the source's, ascending; None for one that the source
             lacks. The source's other dims have one element in ``at``.
     """
@@ -45,7 +45,7 @@ class Block:
     dims: tuple[int | None, ...]
 
     def source_box(self, piece: Box) -> Box:
-        """Return which box of the source belongs into a piece of ``box``."""
+        """Return the box of the source for a piece of ``box``."""
         offsets, sizes = list(self.at.offsets), [1] * len(self.at.sizes)
         for dim, origin in enumerate(self.dims):
             if origin is not None:
@@ -55,14 +55,14 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A tensor to be made.
+class AssembledTensor:
+    """A tensor to write.
 
     Attributes:
         fqn: Its key.
-        shape: Whole.
-        dtype: Its elements'.
-        blocks: They tile it.
+        shape: Its whole shape.
+        dtype: Its dtype.
+        blocks: The blocks that tile it.
     """
 
     fqn: str
@@ -92,28 +92,28 @@ class Made:
             if shared is None:
                 continue
             read = reader.read(block.source, block.source_box(shared))
-            found = read.reshape(shared.sizes).to(self.dtype)
+            elements = read.reshape(shared.sizes).to(self.dtype)
             if shared == piece:
-                return found.contiguous()
+                return elements.contiguous()
             if into is None:
                 into = torch.empty(piece.sizes, dtype=self.dtype)
             spans = zip(shared.offsets, piece.offsets, shared.sizes, strict=True)
-            into[tuple(slice(a - b, a - b + n) for a, b, n in spans)] = found
+            into[tuple(slice(a - b, a - b + n) for a, b, n in spans)] = elements
         return torch.empty(piece.sizes, dtype=self.dtype) if into is None else into
 
     def slabs(self, reader: BoxReader, limit_nbytes: int) -> Iterator[torch.Tensor]:
-        """Yield its elements in C order, piece by piece; what is read takes three times that."""
+        """Yield its elements in C order, piece by piece; reading takes three times that memory."""
         wide = max((block.source.dtype.itemsize for block in self.blocks), default=1)
         wide = max(wide, self.dtype.itemsize)
         for piece in pieces(self.whole, max(limit_nbytes // wide, 1)):
             yield self.read(reader, piece)
 
     def runs(self, reader: BoxReader) -> list[tuple[str, int, int]] | None:
-        """Return ``(file, start, bytes)`` in whose order the elements stand in files already.
+        """Return ``(file, start, bytes)`` of the runs in files that hold the elements in C order.
 
-        None where they do not, or are of another dtype, or in runs too short to be worth it.
+        None if there are no such runs, if the dtypes differ, or if the runs are too short.
         """
-        found: list[tuple[int, str, int, int]] = []
+        runs: list[tuple[int, str, int, int]] = []
         for block in self.blocks:
             if block.source.dtype != self.dtype or not is_run(block.box.sizes, self.shape):
                 return None
@@ -121,15 +121,15 @@ class Made:
             read = reader.runs(block.source, block.at)
             if read is None:
                 return None
-            found += [(start + at, *run) for at, *run in read]  # type: ignore[misc]
-        found.sort()
-        if len(found) * SHORT_NBYTES > self.nbytes and len(found) > 1:
+            runs += [(start + at, *run) for at, *run in read]  # type: ignore[misc]
+        runs.sort()
+        if len(runs) * SHORT_NBYTES > self.nbytes and len(runs) > 1:
             return None
-        return [(file, start, nbytes) for _, file, start, nbytes in found]
+        return [(file, start, nbytes) for _, file, start, nbytes in runs]
 
 
 SHORT_NBYTES = 64 << 10
-"""Runs shorter than this on average are read and put together in memory."""
+"""Runs shorter than this on average are read and assembled in memory."""
 
 
 def _offset(offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
@@ -138,13 +138,13 @@ def _offset(offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 def assemble(
     tensors: Mapping[str, StoredTensor], rename: Rename | None
-) -> tuple[list[Made], list[Fault]]:
-    """Return the tensors that renamed ones make, in their order, and what is wrong with the names.
+) -> tuple[list[AssembledTensor], list[Fault]]:
+    """Return the tensors that a rename makes of stored ones, in their order, and its faults.
 
     Args:
-        tensors: By the names that ``rename`` is asked about.
+        tensors: By the names that are renamed.
         rename: Name to name, or to a ``Row``, ``Rows`` or ``Parts``; None changes nothing. A name
-            without an answer (an exception of its own, None, or an empty one) is a fault.
+            without an answer (a ``LookupError`` or ``ValueError``, None, or "") is a fault.
     """
     return _Assembler(rename).assemble(tensors)
 
@@ -161,7 +161,9 @@ class _Assembler:
         self.states = OptimizerStates()
         self.faults: list[Fault] = []
 
-    def assemble(self, tensors: Mapping[str, StoredTensor]) -> tuple[list[Made], list[Fault]]:
+    def assemble(
+        self, tensors: Mapping[str, StoredTensor]
+    ) -> tuple[list[AssembledTensor], list[Fault]]:
         self.states = OptimizerStates(tensors)
         answers: list[tuple[str, StoredTensor, Renamed]] = []
         for name, tensor in tensors.items():
@@ -173,12 +175,13 @@ class _Assembler:
         for name, tensor, answer in answers:
             for target in self._targets(name, tensor, answer):
                 self._add((name, tensor, answer, target))
-        made = {fqn: one for fqn in self.entries if (one := self._made(fqn)) is not None}
         place = {name: at for at, name in enumerate(tensors)}
-        return sorted(made.values(), key=lambda m: place[self.entries[m.fqn][0][0]]), self.faults
+        ordered = sorted(self.entries, key=lambda fqn: place[self.entries[fqn][0][0]])
+        assembled = [self._assembled(fqn) for fqn in ordered]
+        return [tensor for tensor in assembled if tensor is not None], self.faults
 
     def _answer(self, name: str) -> Renamed | None:
-        """Return the answer of the rename; None, with a fault, where it has none."""
+        """Return the answer of the rename; None, with a fault, if it has none."""
         try:
             new = name if self.rename is None else self.rename(name)
         except RenameError as error:
@@ -215,8 +218,8 @@ class _Assembler:
             return
         entries.append(entry)
 
-    def _made(self, fqn: str) -> Made | None:
-        """Return a tensor of all its entries; None, with a fault, where rows do not fit or lack."""
+    def _assembled(self, fqn: str) -> AssembledTensor | None:
+        """Return a tensor of all its entries; None, with a fault, if its rows do not make it."""
         entries = self.entries[fqn]
         kinds = {
             (answer.axes if isinstance(answer, Row) else (), tensor.dtype, tensor.shape)
@@ -250,7 +253,7 @@ class _Assembler:
             for _, tensor, _, target in entries
             for at, box in target.boxes
         ]
-        return Made(fqn, entries[0][3].shape, dtype, tuple(blocks))
+        return AssembledTensor(fqn, entries[0][3].shape, dtype, tuple(blocks))
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(fqn, headline, details))

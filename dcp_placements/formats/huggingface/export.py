@@ -17,7 +17,7 @@ from typing import IO, Any, ClassVar, TypeVar
 import torch
 
 from dcp_placements.errors import Fault, format_name, format_names, format_nbytes, raise_faults
-from dcp_placements.formats.huggingface.assembly import Made, Rename, assemble
+from dcp_placements.formats.huggingface.assembly import AssembledTensor, Rename, assemble
 from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint
@@ -126,13 +126,13 @@ def _export_safetensors(
     output: Output, plan: _Plan, max_shard_size: int, memory: int, progress: Progress
 ) -> Exported:
     faults = [
-        Fault(made.fqn, f"safetensors files have no dtype {made.dtype}")
-        for made in plan.made
-        if made.dtype not in DTYPES.values()
+        Fault(tensor.fqn, f"safetensors files have no dtype {tensor.dtype}")
+        for tensor in plan.tensors
+        if tensor.dtype not in DTYPES.values()
     ]
     raise_faults("the checkpoint cannot be exported", faults)
-    shards = _shards(plan.made, max_shard_size)
-    files = {name: sum(made.nbytes for made in tensors) for name, tensors in shards.items()}
+    shards = _shards(plan.tensors, max_shard_size)
+    files = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in shards.items()}
     total = sum(files.values())
     identity = plan.identity({"shards": {k: len(v) for k, v in shards.items()}})
     kept = []
@@ -145,7 +145,7 @@ def _export_safetensors(
             else:
                 writer.write_file(half / name, tensors)
         if len(shards) > 1:
-            weights = {made.fqn: name for name, tensors in shards.items() for made in tensors}
+            weights = {t.fqn: name for name, tensors in shards.items() for t in tensors}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             write_file(half / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return plan.exported(output.path, files, kept=tuple(kept), directly=writer.directly)
@@ -183,12 +183,12 @@ def export_torch(
             checkpoint, rename, dtype, prefix, optimizer, exclude, MEMORY_NBYTES, tied or {}
         )
         with BoxReader(plan.checkpoint) as reader:
-            state_dict = {made.fqn: made.read(reader, made.whole) for made in plan.made}
+            state_dict = {t.fqn: t.read(reader, t.whole) for t in plan.tensors}
         for name, whose in plan.tied.items():
             state_dict[name] = state_dict[whose]
         with output.file() as stream:
             torch.save(state_dict, stream)
-    files = {output.path.name: sum(made.nbytes for made in plan.made)}
+    files = {output.path.name: sum(tensor.nbytes for tensor in plan.tensors)}
     return plan.exported(output.path, files)
 
 
@@ -210,22 +210,22 @@ class _Plan:
             checkpoint = Checkpoint(checkpoint)
         self.checkpoint = checkpoint
         self.selection = select(checkpoint, prefix=prefix, optimizer=optimizer, exclude=exclude)
-        made, faults = assemble(self.selection.tensors, rename)
+        assembled, faults = assemble(self.selection.tensors, rename)
         raise_faults("the checkpoint cannot be exported", faults)
-        made = [_cast(one, dtype) for one in made]
+        tensors = {tensor.fqn: _cast(tensor, dtype) for tensor in assembled}
         self.tied = dict(tied)
-        self._check_tied({one.fqn: one for one in made}, memory)
-        self.made = [one for one in made if one.fqn not in self.tied]
+        self._check_tied(tensors, memory)
+        self.tensors = [tensor for fqn, tensor in tensors.items() if fqn not in self.tied]
 
-    def _check_tied(self, made: Mapping[str, Made], memory: int) -> None:
+    def _check_tied(self, tensors: Mapping[str, AssembledTensor], memory: int) -> None:
         faults = []
         with BoxReader(self.checkpoint) as reader:
             for name, whose in self.tied.items():
-                missing = [one for one in (name, whose) if one not in made]
+                missing = [fqn for fqn in (name, whose) if fqn not in tensors]
                 if missing or whose in self.tied:
                     why = f"there is no {missing[0]}" if missing else f"{whose} is tied itself"
                     faults.append(Fault(name, f"cannot be tied to {whose}: {why}"))
-                elif not _are_equal(made[name], made[whose], reader, memory):
+                elif not _are_equal(tensors[name], tensors[whose], reader, memory):
                     faults.append(
                         Fault(
                             name,
@@ -239,7 +239,7 @@ class _Plan:
         """Return a digest of this export and its source files; None if any of them is remote."""
         digest = hashlib.sha256(json.dumps(more, sort_keys=True).encode())
         directory = self.checkpoint.directory
-        sources = {b.source.fqn: b.source for one in self.made for b in one.blocks}
+        sources = {b.source.fqn: b.source for tensor in self.tensors for b in tensor.blocks}
         for name in sorted({file for source in sources.values() for file in source.files}):
             local = directory.local(name)
             if local is None:
@@ -247,9 +247,9 @@ class _Plan:
             stat = local.stat()
             digest.update(_bytes(f"{name} {stat.st_size} {stat.st_mtime_ns}\n"))
         digest.update(_bytes(directory.path))
-        for one in self.made:
-            blocks = [(b.box, b.source.fqn, b.at, b.dims) for b in one.blocks]
-            digest.update(_bytes(f"{one.fqn} {one.shape} {one.dtype} {blocks}\n"))
+        for tensor in self.tensors:
+            blocks = [(b.box, b.source.fqn, b.at, b.dims) for b in tensor.blocks]
+            digest.update(_bytes(f"{tensor.fqn} {tensor.shape} {tensor.dtype} {blocks}\n"))
         for fqn, source in sources.items():
             chunks = [(chunk.box, chunk.file, chunk.start) for chunk in source.chunks]
             digest.update(_bytes(f"{fqn} {source.dtype} {chunks}\n"))
@@ -261,7 +261,7 @@ class _Plan:
             source=self.checkpoint.path,
             out=str(out),
             files=files,
-            tensors=len(self.made),
+            tensors=len(self.tensors),
             prefix=self.selection.prefix,
             left_out=self.selection.left_out,
             tied=tuple(self.tied),
@@ -290,25 +290,25 @@ class _Writer:
         self._done += nbytes
         self._progress(self._done, self._total)
 
-    def write_file(self, path: Path, tensors: Sequence[Made]) -> None:
+    def write_file(self, path: Path, tensors: Sequence[AssembledTensor]) -> None:
         """Write one safetensors file."""
-        entries = [(one.fqn, one.dtype, one.shape) for one in tensors]
+        entries = [(tensor.fqn, tensor.dtype, tensor.shape) for tensor in tensors]
         with whole_file(path, buffering=0) as stream:
             write_all(stream, memoryview(write_header(entries, {"format": "pt"})))
-            for one in tensors:
-                self._write(one, stream)
+            for tensor in tensors:
+                self._write(tensor, stream)
 
-    def _write(self, made: Made, stream: IO[bytes]) -> None:
-        runs = made.runs(self._reader)
+    def _write(self, tensor: AssembledTensor, stream: IO[bytes]) -> None:
+        runs = tensor.runs(self._reader)
         if runs is None:
-            for slab in made.slabs(self._reader, self._limit):
+            for slab in tensor.slabs(self._reader, self._limit):
                 write_all(stream, slab.reshape(-1).view(torch.uint8).numpy().data)
                 self.advance(slab.nbytes)
             return
         for file, start, nbytes in runs:
             self._reader.copy(file, start, nbytes, stream)
             self.advance(nbytes)
-        self.directly += made.nbytes
+        self.directly += tensor.nbytes
 
 
 _BESIDES_NBYTES = 64 << 20
@@ -316,14 +316,14 @@ LEAST_NBYTES = 1 << 20
 """The least size of a slab, whatever the memory."""
 
 
-def _shards(made: Sequence[Made], limit: int) -> dict[str, list[Made]]:
+def _shards(tensors: Sequence[AssembledTensor], limit: int) -> dict[str, list[AssembledTensor]]:
     """Return the tensors of each file, those with the largest elements first."""
-    shards = packed(((one, one.nbytes) for one in made), limit)
+    shards = packed(((tensor, tensor.nbytes) for tensor in tensors), limit)
     count = len(shards)
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     return {
-        name: sorted(tensors, key=lambda one: -one.dtype.itemsize)
-        for name, tensors in zip(names if count > 1 else ["model.safetensors"], shards, strict=True)
+        name: sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
+        for name, shard in zip(names if count > 1 else ["model.safetensors"], shards, strict=True)
     }
 
 
@@ -344,15 +344,17 @@ def packed(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
     return runs
 
 
-def _cast(made: Made, dtype: torch.dtype | None) -> Made:
-    return made if dtype is None or made.dtype not in _CAST else replace(made, dtype=dtype)
+def _cast(tensor: AssembledTensor, dtype: torch.dtype | None) -> AssembledTensor:
+    return tensor if dtype is None or tensor.dtype not in _CAST else replace(tensor, dtype=dtype)
 
 
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that are cast; those of 8 bits have scales in other tensors."""
 
 
-def _are_equal(one: Made, other: Made, reader: BoxReader, memory: int) -> bool:
+def _are_equal(
+    one: AssembledTensor, other: AssembledTensor, reader: BoxReader, memory: int
+) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     limit = max(memory // 8 // one.dtype.itemsize, 1)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import ClassVar
 
 from dcp_placements.errors import PlacementError, format_nbytes, raise_faults
-from dcp_placements.formats.huggingface.assembly import Made, Rename, assemble
+from dcp_placements.formats.huggingface.assembly import AssembledTensor, Rename, assemble
 from dcp_placements.formats.huggingface.export import packed
 from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.offline.box_reads import BoxReader, pieces
@@ -81,22 +81,27 @@ def import_safetensors(
         checkpoint = Checkpoint(source)
         if checkpoint.format != SAFETENSORS:
             raise PlacementError(f"{checkpoint.path}: this is a DCP checkpoint already")
-        made, faults = assemble(select(checkpoint, prefix="", optimizer=True).tensors, rename)
+        selection = select(checkpoint, prefix="", optimizer=True)
+        tensors, faults = assemble(selection.tensors, rename)
         raise_faults("the files cannot be imported", faults)
         with BoxReader(checkpoint) as reader:
-            targets = {one.fqn: Target(one.shape, one.dtype) for one in made}
+            targets = {tensor.fqn: Target(tensor.shape, tensor.dtype) for tensor in tensors}
             # A piece takes more than its bytes: what is read, joined, and written.
-            files = packed(_pieces(made, reader, max(memory // 4, 1 << 20)), FILE_NBYTES)
+            files = packed(_pieces(tensors, reader, max(memory // 4, 1 << 20)), FILE_NBYTES)
             write_chunks(output, targets, files, progress)
-        nbytes = sum(one.nbytes for one in made)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
         return ImportedSafetensors(checkpoint.path, str(output.path), tuple(targets), nbytes)
 
 
-def _pieces(made: list[Made], reader: BoxReader, limit_nbytes: int) -> Iterator[tuple[Piece, int]]:
+def _pieces(
+    tensors: list[AssembledTensor], reader: BoxReader, limit_nbytes: int
+) -> Iterator[tuple[Piece, int]]:
     """Yield the pieces of all tensors, each with its bytes."""
-    for one in made:
+    for tensor in tensors:
         # An empty tensor has one chunk, without elements.
-        boxes = list(pieces(one.whole, max(limit_nbytes // one.dtype.itemsize, 1))) or [one.whole]
+        boxes = list(pieces(tensor.whole, max(limit_nbytes // tensor.dtype.itemsize, 1))) or [
+            tensor.whole
+        ]
         for box in boxes:
-            piece = Piece(one.fqn, box, partial(one.read, reader, box))
-            yield piece, box.numel * one.dtype.itemsize
+            piece = Piece(tensor.fqn, box, partial(tensor.read, reader, box))
+            yield piece, box.numel * tensor.dtype.itemsize
