@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint that puts every shard where it belongs.
+"""Planners for torch.distributed.checkpoint that put every shard at its true global place.
 
-A ``SavePlanner``/``LoadPlanner`` pair: the user names, per parameter, the checkpoint's mesh and
-placements; the planners put every shard at its true place in the whole tensor.
+The user declares a mesh and placements per parameter; from these the ``SavePlanner`` and the
+``LoadPlanner`` compute the offsets of every local tensor in the whole one.
 """
 
 from importlib import import_module
@@ -55,7 +55,7 @@ __all__ = [
     "installed",
 ]
 
-# Names are fetched when asked for, so that the layout algebra and a mesh can be had without torch.
+# Names are imported on first access, so that the layout algebra and a mesh need no torch.
 _HOMES = {
     "CheckpointPlacement": "rules.placement",
     "FusedShard": "rules.placement",

@@ -1,6 +1,6 @@
-"""Every name of torch that is private or may move: reached here and nowhere else.
+"""Every name of torch that is private or may move: imported here and nowhere else.
 
-A new torch breaks this file only. What is here says little and decides nothing.
+A new torch breaks this file only. Its functions are thin wrappers and make no decisions.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import (
-    _create_chunk_list,
-    _create_write_items,
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as chunk_list
+from torch.distributed.checkpoint.planner_helpers import _create_write_items as default_write_items
+from torch.distributed.checkpoint.state_dict_saver import (
+    _stateful_to_state_dict as state_dicts_of_statefuls,
 )
-from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -127,7 +127,6 @@ __all__ = [
     "group_device",
     "has_hooks",
     "is_dtensor_like",
-    "known_world_size",
     "leaves",
     "local_tensor",
     "named_axes",
@@ -145,8 +144,8 @@ _OLDER = "torch.distributed._shard.sharded_tensor.metadata"
 
 METADATA_CLASSES: dict[tuple[str, str], type[Any]] = {
     **{
-        (_METADATA, made.__name__): made
-        for made in (
+        (_METADATA, kind.__name__): kind
+        for kind in (
             *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
             *(TensorProperties, TensorStorageMetadata),
         )
@@ -163,7 +162,7 @@ METADATA_HELPERS: dict[tuple[str, str], Callable[..., Any]] = {
     (_OLDER, "MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
     ("torch.serialization", "_get_layout"): _get_layout,
 }
-"""What it has called, all of them look-ups."""
+"""The functions that a ``.metadata`` file calls, by module and name; all are look-ups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ ASYNC_EXECUTORS = (
 
 
 def is_dtensor_like(value: Any) -> bool:
-    """Whether ``value`` is a DTensor, or has what is asked of one."""
+    """Whether ``value`` is a DTensor, or has the attributes that this package uses of one."""
     return isinstance(value, DTensor) or (
         not isinstance(value, torch.Tensor | ShardedTensor)
         and all(hasattr(value, name) for name in ("to_local", "device_mesh", "placements", "shape"))
@@ -204,7 +203,7 @@ def is_dtensor_like(value: Any) -> bool:
 
 
 def has_hooks(value: Any) -> bool:
-    """Whether ``value`` tells DCP its chunks itself (its own ``__create_write_items__``)."""
+    """Whether ``value`` creates its own write items for DCP (``__create_write_items__``)."""
     if isinstance(value, DTensor):
         return hasattr(value._local_tensor, "__create_write_items__")
     return hasattr(value, "__create_write_items__") or isinstance(value, ShardedTensor)
@@ -223,7 +222,7 @@ def local_tensor(value: Any) -> torch.Tensor:
 def dtensor_facts(value: Any) -> tuple[torch.Tensor, Any, tuple[Any, ...], torch.Size]:
     """Return ``(local tensor, mesh, placements, shape)`` of a DTensor or DTensor-like."""
     if type(value) is DTensor:
-        # A plan asks thousands of tensors: the properties would double its time.
+        # A plan reads thousands of tensors: the properties would double its time.
         spec, local = value._spec, value._local_tensor
         if type(local) is torch.Tensor and spec.tensor_meta is not None:
             return local, spec.mesh, spec.placements, spec.tensor_meta.shape
@@ -232,30 +231,20 @@ def dtensor_facts(value: Any) -> tuple[torch.Tensor, Any, tuple[Any, ...], torch
 
 
 def filled(kind: type[T], attributes: dict[str, Any]) -> T:
-    """Return a frozen dataclass of torch's with these attributes, which have to be all it has.
+    """Return a frozen dataclass of torch's with ``attributes``, which must be complete.
 
-    A constructor of one takes twice the time, and a load plan has thousands.
+    Its constructor takes twice the time, and a load plan has thousands.
     """
-    made = object.__new__(kind)
-    object.__setattr__(made, "__dict__", attributes)
-    return made
-
-
-def default_write_items(fqn: str, value: Any) -> list[WriteItem]:
-    """Return the write items that torch's default planner makes for ``value``."""
-    return _create_write_items(fqn, value)
-
-
-def chunk_list(value: Any) -> list[ChunkStorageMetadata]:
-    """Return the chunks that torch's default planner reads into ``value``."""
-    return _create_chunk_list(value)
+    instance = object.__new__(kind)
+    object.__setattr__(instance, "__dict__", attributes)
+    return instance
 
 
 def leaves(state_dict: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield ``(path, value)`` of a nested state dict as DCP's flattening meets them."""
-    found: list[tuple[tuple[str | int, ...], Any]] = []
-    traverse_state_dict(state_dict, lambda path, value: found.append((path, value)))
-    return iter(found)
+    """Yield ``(path, value)`` of a nested state dict in the order of DCP's flattening."""
+    pairs: list[tuple[tuple[str | int, ...], Any]] = []
+    traverse_state_dict(state_dict, lambda path, value: pairs.append((path, value)))
+    return iter(pairs)
 
 
 @contextmanager
@@ -275,41 +264,41 @@ def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def global_rank() -> int:
-    """Return this process's rank; 0 where no process group is up."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of processes; 1 where no process group is up."""
+    """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def named_axes(mesh: Any) -> dict[str, tuple[int, int]]:
-    """Return ``{name: (position, size)}`` of a mesh's axes and of those it is a slice of."""
-    found: dict[str, tuple[int, int]] = {}
+    """Return ``{name: (position, size)}`` of the axes of a mesh and of its root mesh."""
+    axes: dict[str, tuple[int, int]] = {}
     root = getattr(mesh, "_get_root_mesh", None)
-    for known in (mesh, mesh if root is None else root()):
-        coordinate = known.get_coordinate()
-        if coordinate is not None and known.mesh_dim_names:
-            found.update(
-                zip(known.mesh_dim_names, zip(coordinate, known.shape, strict=True), strict=True)
+    for each in (mesh, mesh if root is None else root()):
+        coordinate = each.get_coordinate()
+        if coordinate is not None and each.mesh_dim_names:
+            axes.update(
+                zip(each.mesh_dim_names, zip(coordinate, each.shape, strict=True), strict=True)
             )
-    return found
+    return axes
 
 
 def axis_group(mesh: Any, axis: int) -> dist.ProcessGroup | None:
-    """Return the process group along one axis of a ``DeviceMesh``; None where there is none."""
+    """Return the process group along one axis of a ``DeviceMesh``; None if it has none."""
     if not isinstance(mesh, DeviceMesh):
         return None
     try:
         group = mesh.get_group(axis)
-    except (RuntimeError, KeyError, IndexError):  # a mesh made without groups
+    except (RuntimeError, KeyError, IndexError):  # a mesh without process groups
         return None
     return group if dist.get_rank(group) >= 0 else None
 
 
 def group_device(group: dist.ProcessGroup | None, wanted: torch.device) -> torch.device:
-    """Return the device to send from: ``wanted``, if the group's backends send from there."""
+    """Return the device to send from: ``wanted``, if the group's backends support it."""
     if wanted.type in _device_capability(group):
         return wanted
     device = torch.device(_get_object_coll_device(group))
@@ -319,9 +308,9 @@ def group_device(group: dist.ProcessGroup | None, wanted: torch.device) -> torch
 
 
 def files_by_name(storage_data: Any) -> bool:
-    """Whether a writer put ``storage_data`` into a plan whose files know a tensor by name alone.
+    """Whether the writer that put ``storage_data`` into a plan stores tensors by name alone.
 
-    ``HuggingFaceStorageWriter`` puts a dict there, ``FileSystemWriter`` a prefix.
+    ``HuggingFaceStorageWriter`` does and puts a dict there; ``FileSystemWriter`` puts a prefix.
     """
     return isinstance(storage_data, dict)
 
@@ -332,23 +321,13 @@ def agreed(
     on_rank: Callable[[], T],
     on_coordinator: Callable[[list[T]], R],
 ) -> R:
-    """Return on all ranks what the coordinator makes of what they send: one gather, one answer.
+    """Return ``on_coordinator`` of the results of all ranks' ``on_rank``, on every rank.
 
     Raises:
-        CheckpointException: On all ranks, where any of them fails.
+        CheckpointException: On all ranks, if any of them fails.
     """
     wrapper = _DistWrapper(process_group, world_size() > 1, 0)
     return wrapper.all_reduce(step, on_rank, on_coordinator)
-
-
-def state_dicts_of_statefuls(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict with every ``Stateful`` asked for its own, as ``dcp.save`` does."""
-    return _stateful_to_state_dict(state_dict)
-
-
-def known_world_size() -> int | None:
-    """Return the number of processes; None where no process group says so."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
 
 
 def cpu_tensors(
@@ -361,8 +340,8 @@ def cpu_tensors(
 ) -> Iterator[tuple[torch.Tensor, WriteItem]]:
     """Yield the tensors of ``items`` on the CPU, each in a storage of its own size.
 
-    On a machine with an accelerator one thread copies while the tensors before are written, as
-    torch's writer does; the smallest come first then.
+    With an accelerator and one thread, as in torch's writer, copies to the CPU overlap with
+    writing, and the smallest tensors come first.
     """
     backend = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
     accelerated = torch.cuda.is_available() or (backend is not None and backend.is_available())

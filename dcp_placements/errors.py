@@ -1,8 +1,8 @@
-"""The one error that refuses, and the form of its text.
+"""The root of all errors of this package, and the format of their messages.
 
-A refusal is read by somebody whose job has stopped. So it says where first (the FQN), then what was
-found against what was declared, each fact on a line of its own, then the way out. Everything found
-in one pass is told in one error, sorted by FQN.
+Somebody whose job has stopped reads them. A message therefore begins with the FQN, then compares
+what was found with what was declared, one fact per line, and ends with the way out. One error
+carries all faults of one pass, sorted by FQN.
 """
 
 from __future__ import annotations
@@ -11,36 +11,38 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-MAX_FAULTS_TOLD = 40
-"""Different faults told in full; beyond, the error counts the rest by FQN."""
+MAX_FAULTS = 40
+"""Different faults that one message describes; of the rest it lists the FQNs."""
 
-MAX_NAMES_TOLD = 20
-"""Keys named that share one fault."""
+MAX_NAMES = 20
+"""Keys that a message lists for one fault."""
 
 
 class PlacementError(ValueError):
-    """The root of every refusal of this package.
+    """The root of all errors of this package.
 
-    Raised inside ``dcp.save`` or ``dcp.load`` it arrives wrapped in torch's
-    ``CheckpointException`` (a ``BaseException``); it is then ``e.failures[rank][0]``.
+    ``dcp.save`` and ``dcp.load`` wrap it in torch's ``CheckpointException`` (a ``BaseException``);
+    it is then ``e.failures[rank][0]``.
     """
 
 
 class CannotLook(PlacementError):
-    """There is nothing to look at, or it is not to be read: no such path, no checkpoint in it,
-    metadata that is refused. Said of the question, where faults are said of the checkpoint."""
+    """A checkpoint cannot be examined: no such path, no checkpoint in it, or refused metadata.
+
+    It is about the request; a ``Fault`` is about the checkpoint.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing found wrong.
+    """One fault of a plan or a checkpoint.
 
     Attributes:
-        fqn: The checkpoint key that it is about; also what faults are sorted by.
+        fqn: The checkpoint key that is wrong; faults are sorted by it.
         headline: What is wrong, in one line, without the key.
-        details: Causes and the way out, one per line. Keys with one headline and one set of
-            details are told together.
-        place: Facts that are this key's alone; told of the first of several keys.
+        details: Causes and the way out, one per line. Faults with equal headlines and details
+            become one entry of a message, with all their keys.
+        place: Facts about this key alone. An entry with several keys shows those of the first.
     """
 
     JSON: ClassVar[str] = "fqn headline details=facts"
@@ -56,7 +58,7 @@ class Fault:
         return (*self.place, *self.details)
 
     def __str__(self) -> str:
-        return _told([self.fqn], self)
+        return _format_fault([self.fqn], self)
 
 
 def format_faults(opening: str, faults: Iterable[Fault], noun: str = "fault") -> str:
@@ -67,28 +69,27 @@ def format_faults(opening: str, faults: Iterable[Fault], noun: str = "fault") ->
         alike.setdefault((fault.headline, fault.details), []).append(fault)
     groups = list(alike.values())
     lines = [f"{opening} ({len(ordered)} {noun}{'s' if len(ordered) != 1 else ''})"]
-    lines += [_told([f.fqn for f in group], group[0]) for group in groups[:MAX_FAULTS_TOLD]]
-    untold = [fault.fqn for group in groups[MAX_FAULTS_TOLD:] for fault in group]
-    if untold:
-        lines.append(f"... and {len(untold)} more, at: {format_names(list(dict.fromkeys(untold)))}")
+    lines += [_format_fault([f.fqn for f in group], group[0]) for group in groups[:MAX_FAULTS]]
+    rest = [fault.fqn for group in groups[MAX_FAULTS:] for fault in group]
+    if rest:
+        lines.append(f"... and {len(rest)} more, at: {format_names(list(dict.fromkeys(rest)))}")
     return "\n".join(lines)
 
 
-def _told(fqns: Sequence[str], fault: Fault) -> str:
+def _format_fault(fqns: Sequence[str], fault: Fault) -> str:
     place = list(fault.place)
     if place and len(fqns) > 1:
         place[0] += f" (of {fqns[0]})"
-    lines = [f"{fault.headline}", *place, *fault.details]
-    # What names of files and keys are in them, is not known here.
-    headline, *details = map(format_name, lines)
-    return "\n    ".join([f"{format_names(fqns, MAX_NAMES_TOLD)}: {headline}", *details])
+    # Any line may contain names of files or keys, so all of them are escaped.
+    headline, *details = map(format_name, [fault.headline, *place, *fault.details])
+    return "\n    ".join([f"{format_names(fqns, MAX_NAMES)}: {headline}", *details])
 
 
 def raise_faults(opening: str, faults: Iterable[Fault]) -> None:
-    """Raise one ``PlacementError`` for all ``faults``; return quietly when there are none."""
-    found = list(faults)
-    if found:
-        raise PlacementError(format_faults(opening, found))
+    """Raise one ``PlacementError`` for all ``faults``; do nothing when there are none."""
+    faults = list(faults)
+    if faults:
+        raise PlacementError(format_faults(opening, faults))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -106,10 +107,10 @@ def format_ranks(ranks: Iterable[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    told = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:12]]
+    texts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:12]]
     if len(runs) > 12:
-        told.append(f"... ({len(ordered)} in all)")
-    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(told)
+        texts.append(f"... ({len(ordered)} in all)")
+    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts)
 
 
 def format_names(names: Sequence[str], limit: int = 8) -> str:
@@ -118,14 +119,14 @@ def format_names(names: Sequence[str], limit: int = 8) -> str:
     >>> format_names(["a", "b", "c"], limit=2)
     'a, b and 1 more'
     """
-    told = ", ".join([format_name(name) for name in names[:limit]])
-    return told if len(names) <= limit else f"{told} and {len(names) - limit} more"
+    text = ", ".join([format_name(name) for name in names[:limit]])
+    return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
 
 
 def format_name(name: object) -> str:
-    """Return a name, or any text from a file, as text of one line that a terminal only shows.
+    """Return a name, or any text from a file, as one line that is safe to print.
 
-    Line breaks, escape sequences and whatever else is not printable are escaped.
+    Line breaks, terminal control sequences and other unprintable characters are escaped.
 
     >>> print(format_name("layers.0.w"), format_name("w\\nall sound\\x1b[2K"))
     layers.0.w w\\nall sound\\x1b[2K

@@ -1,7 +1,7 @@
-"""A plan's items, made where they are needed.
+"""A plan's items, created on first access and never pickled.
 
-In the process that made a plan its items are there as soon as anybody looks; sent to another
-process they stay behind, because that process can make its own.
+A rank's plan stays small when it is sent: the coordinator needs no items, and each rank creates the
+items of its final plan itself.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class LazyItems(Sequence[T]):
-    """A plan's items, made when they are first looked at; pickled without them.
+    """A plan's items, created on first access; pickled without them.
 
     Args:
-        make: Makes the items; None where they were left behind in another process.
+        make: Returns the items; None after unpickling.
     """
 
     __slots__ = ("_made", "_make")

@@ -1,7 +1,7 @@
-"""Quiet for the garbage collector while many small objects are made.
+"""Pauses the garbage collector while many small objects are created.
 
-Planning makes millions of small objects that all stay. The collector looks at all of them again
-and again, and finds nothing: measured, nine tenths of the time of unpickling a large plan.
+Planning creates millions of small objects, and none of them is garbage. The collector nevertheless
+traverses all of them again and again: nine tenths of the time of unpickling a large plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_gc() -> Iterator[None]:
-    """Keep the cyclic garbage collector off inside; whatever happens it is put back as it was."""
+    """Disable the cyclic garbage collector inside; enable it again if it was enabled."""
     was_on = gc.isenabled()
     gc.disable()
     try:

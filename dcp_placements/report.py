@@ -1,4 +1,4 @@
-"""What a save or a load came to: plain numbers and names that print well."""
+"""The reports on a save and on a load: plain numbers and names that print well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KeyReport:
     Attributes:
         shape: Of the whole tensor.
         dtype: Its torch name without ``torch.``.
-        chunks: Different boxes that it is stored as.
+        chunks: Distinct boxes that it is stored as.
         unique_nbytes: Bytes of those boxes, each counted once.
         whole_nbytes: Bytes of the whole tensor; equal to ``unique_nbytes`` in a sound save.
         copies: Bytes that the ranks hold of it, as a multiple of the whole.
@@ -39,7 +39,7 @@ def key_report(
     Args:
         shape: Of the whole tensor.
         dtype: Its torch dtype.
-        chunks: Different boxes.
+        chunks: Distinct boxes.
         unique: Elements in those boxes.
         held: Elements that the ranks hold, replicas included.
     """
@@ -58,21 +58,21 @@ def key_report(
 class SaveReport:
     """What a save plans to write.
 
-    On the coordinator it speaks for all ranks; on the others, which see no plan but their own,
-    ``ranks`` is 1 and the numbers are this rank's, replicas included.
+    The coordinator's report covers all ranks. Every other rank sees only its own plan: ``ranks`` is
+    1, and the numbers are those of this rank, replicas included.
 
     Attributes:
-        ranks: Ranks that it speaks for.
+        ranks: Number of ranks that the report covers.
         keys: One entry per tensor.
-        objects: Keys that are no tensors.
-        rules: Rules that spoke, with the number of keys of the rank where they spoke most.
+        objects: Keys that are not tensors.
+        rules: Rules that matched, with the number of keys on the rank where each matched most.
         unmatched: Patterns that matched no key on any rank.
-        partial_keys: Keys that only some ranks have, with those ranks; right for pipeline stages
-            and per-rank experts, so not a fault.
-        stateless: Parameters that have no optimizer state while others have.
-        waived: Patterns whose lint warnings were silenced, with the reason given.
-        warnings: What was let pass but ought to be known; each was logged as a warning, too.
-        planned: Whether anything was planned; without it the numbers tell nothing.
+        partial_keys: Keys that only some ranks have, with those ranks. Not a fault: pipeline
+            stages and per-rank experts have such keys.
+        stateless: Parameters without optimizer state, where others have it.
+        waived: Patterns whose lint warnings are waived, with the reason given.
+        warnings: What does not refuse the save but may be wrong; each is also issued as a warning.
+        planned: Whether a plan was made; if not, the numbers mean nothing.
     """
 
     ranks: int = 1
@@ -131,12 +131,12 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a load moved.
+    """What a load read and received.
 
     Attributes:
         opens: Data files opened.
         storage_nbytes: Bytes read from them.
-        exchanged_nbytes: Bytes that came from ranks that had read them.
+        exchanged_nbytes: Bytes received from the ranks that read them.
     """
 
     opens: int = 0
@@ -144,10 +144,10 @@ class Traffic:
     exchanged_nbytes: int = 0
 
     def __str__(self) -> str:
-        told = f"{format_nbytes(self.storage_nbytes)} of {_count(self.opens, 'file')}"
+        text = f"{format_nbytes(self.storage_nbytes)} of {_count(self.opens, 'file')}"
         if self.exchanged_nbytes:
-            told += f", {format_nbytes(self.exchanged_nbytes)} from other ranks"
-        return told
+            text += f", {format_nbytes(self.exchanged_nbytes)} from other ranks"
+        return text
 
 
 @dataclass(slots=True)
@@ -155,28 +155,28 @@ class LoadReport:
     """What a load plans to read on this rank.
 
     Attributes:
-        wanted_nbytes: Bytes of the destination tensors, padding left out.
-        read_nbytes: Bytes of the stored chunks' parts that fill them.
-        items: Read items.
-        missing: Keys that the checkpoint lacks and that keep what they have.
-        stateless: Parameters whose optimizer state the checkpoint lacks as a whole; it stays as
+        wanted_nbytes: Bytes of the destination tensors, without padding.
+        read_nbytes: Bytes of the parts of stored chunks that fill them.
+        items: Number of read items.
+        missing: Keys that the checkpoint lacks; their values are left unchanged.
+        stateless: Parameters without any optimizer state in the checkpoint; theirs stays as
             initialised, ``step`` at 0.
-        unread: Keys of the checkpoint that this rank did not ask for; other ranks may have
+        unread: Keys of the checkpoint that this rank does not request; other ranks may
             (pipeline stages, experts).
-        padded: Keys with padding, and how many elements of it keep what they have.
+        padded: Keys with padding, and the number of padding elements, which are left unchanged.
         casts: Keys whose dtype changes, as ``"float32 -> bfloat16"``.
-        verified: Chunks whose digest was compared after reading; the rest were read in part.
-        unverified: Chunks read in part, or cast, so that no digest speaks for them.
-        copies: Keys whose destination is no live parameter's storage.
-        traffic: What this rank moved, as ``PlacementFileSystemReader`` counts it.
-        all_traffic: What all ranks moved, files counted by each; known after an exchange only,
-            since nothing else is sent for a report.
-        compared: Whether this load is declared as the checkpoint was saved; ``"no record"`` where
-            the checkpoint does not say how that was. Counted are the keys that both sides cut.
-        waived: Patterns of keys that were let pass, with the reason given.
-        unmatched: Patterns that matched no key on any rank; on the coordinator.
-        warnings: What was let pass but ought to be known.
-        planned: Whether anything was planned; without it the numbers tell nothing.
+        verified: Chunks whose digest was compared after reading.
+        unverified: Chunks read in part, or cast, so that no digest can be compared.
+        copies: Keys whose destination does not share storage with a live parameter.
+        traffic: What this rank read and received, as ``PlacementFileSystemReader`` counts it.
+        all_traffic: The same for all ranks, a file counted once per rank that opens it. Only
+            after an exchange; other loads do not send it.
+        compared: Whether this load is declared as the save was, with the number of keys that
+            both shard; ``"no record"`` if the checkpoint has no record of its save.
+        waived: Patterns of keys whose differences are waived, with the reason given.
+        unmatched: Patterns that matched no key on any rank; on the coordinator only.
+        warnings: What does not refuse the load but may be wrong.
+        planned: Whether a plan was made; if not, the numbers mean nothing.
     """
 
     wanted_nbytes: int = 0
@@ -218,7 +218,7 @@ class LoadReport:
                     kept = sum(self.padded.values())
                     lines[-1] += f"; {_count(kept, 'element')} of padding kept"
         for cast in sorted(set(self.casts.values())):
-            names = [key for key, told in self.casts.items() if told == cast]
+            names = [key for key, of_key in self.casts.items() if of_key == cast]
             lines.append(f"    {'cast:':<12}{cast} for {len(names)}: {format_names(names, 4)}")
         lines.append(f"    {'compared:':<12}{self.compared}")
         if self.unmatched:

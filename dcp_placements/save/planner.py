@@ -22,7 +22,6 @@ from dcp_placements._torch import (
     files_by_name,
     filled,
     global_rank,
-    known_world_size,
     world_size,
 )
 from dcp_placements.errors import (
@@ -199,7 +198,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             save.place(self.rules, self.rename, rank, flat=self.flatten_state_dict)
             local_plan = save.local_plan(
                 rank=rank,
-                world=known_world_size() or 1,
+                world=world_size(),
                 rules=self.rules,
                 rename=self.rename,
                 waived=self.waive,
