@@ -1,6 +1,6 @@
 """From a tensor and its rule to its layout: which source speaks for which axis.
 
-Two sources say how a tensor is cut. The rule speaks for the axes that the tensor's own DTensor
+Two sources describe how a tensor is cut. The rule speaks for the axes that the tensor's own DTensor
 does not shard; the DTensor for those that it does. The rule's cuts come first, because FSDP cuts
 the model-parallel part: that holds whatever position its axis has in the checkpoint's mesh.
 """
@@ -19,11 +19,9 @@ from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, mesh_axes
 from dcp_placements.rules.placement import (
     CheckpointPlacement,
     FusedShard,
-    IndexShard,
     cut_of,
     format_placement,
     format_placements,
-    shard_dim,
     shards,
 )
 
@@ -39,7 +37,7 @@ class BindError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What a tensor says of itself: its DTensor mesh and placements, or just its shape.
+    """The tensor's own description: its DTensor mesh and placements, or just its shape.
 
     Attributes:
         shape: The shape over ``mesh``; a plain tensor's own shape.
@@ -65,16 +63,16 @@ class Own:
 class Binding:
     """A tensor bound to its place in the checkpoint's tensor.
 
-    Bindings that are equal are one in every table; what they hash to is worked out once.
+    Bindings are keys of many tables, so the hash is computed once.
 
     Attributes:
-        sharding: How the whole tensor is cut over all the axes that either source knows.
+        sharding: How the whole tensor is cut, over the axes of both sources.
         axes: Those axes seen from this rank, in the order of ``sharding.axis_sizes``.
         layout: Where this rank's local tensor lies.
         is_uniform: Whether the same sharding describes all ranks (no ``IndexShard``).
-        homes: For each axis the mesh that it is of, and its position there.
-        is_exact: Whether ``sharding`` is what makes the layout, but for the rows of an
-            ``IndexShard``; not so of a part of a fused dim that an axis cuts.
+        homes: For each axis its mesh and its position there.
+        is_exact: Whether ``sharding`` yields the layout, except for the rows of an
+            ``IndexShard``; false for a part of a fused dim that an axis cuts.
     """
 
     sharding: Sharding
@@ -92,9 +90,9 @@ class Binding:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Names hash to something else in another process.
-        said = self.sharding, self.axes, self.layout, self.is_uniform, self.homes, self.is_exact
-        return Binding, said
+        # The hash of a string differs between processes.
+        args = self.sharding, self.axes, self.layout, self.is_uniform, self.homes, self.is_exact
+        return Binding, args
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -115,9 +113,9 @@ def bind(
     """Return where a local tensor lies in the checkpoint, or None on a rank that holds no part.
 
     Args:
-        own: What the tensor says of itself.
-        local_shape: The shape that this rank really holds.
-        placement: What the rule says; None keeps the tensor's own mesh and placements.
+        own: The tensor's own description.
+        local_shape: The shape of this rank's local tensor, in elements.
+        placement: The placement of its rule; None keeps the tensor's own mesh and placements.
 
     Raises:
         BindError: The two contradict each other, or do not yield ``local_shape``.
@@ -132,20 +130,18 @@ def bind(
     own_cuts = _own_cuts(own, own_axes, ndim)
     rule_cuts, replaced = _rule_cuts(placement, rule_axes, own_axes, own_cuts, ndim)
 
-    # All axes that anybody knows, the rule's first; an axis known to both stands once.
+    # The axes of both sources, the rule's first; an axis that both have stands once.
     axes = list(rule_axes)
     homes = [(None if placement is None else placement.mesh, j) for j in range(len(axes))]
     own_position = []
     for i, axis in enumerate(own_axes):
-        same = next((j for j, known in enumerate(rule_axes) if known.is_same(axis)), None)
+        same = next((j for j, other in enumerate(rule_axes) if other.is_same(axis)), None)
         own_position.append(len(axes) if same is None else same)
         if same is None:
             axes.append(axis)
             homes.append((own.mesh, i))
-    cuts: list[Cut | Pick] = list(rule_cuts)
-    cuts += [
-        replace(cut, axis=own_position[cut.axis]) for cut in _without(own_cuts, replaced, own_axes)
-    ]
+    kept = _without(own_cuts, replaced, own_axes)
+    cuts = (*rule_cuts, *[replace(cut, axis=own_position[cut.axis]) for cut in kept])
 
     product = list(own.shape)
     for cut in rule_cuts:
@@ -158,24 +154,39 @@ def bind(
         raise BindError(
             f"the tensor has {ndim} dims, but global_shape={global_shape} has {len(global_shape)}"
         )
-    sharding = Sharding(
-        global_shape, tuple([axis.size for axis in axes]), tuple(cuts), padded_shape
-    )
+    sizes = tuple([axis.size for axis in axes])
+    sharding = Sharding(global_shape, sizes, cuts, padded_shape)
+    layout = _layout(sharding, axes, own, local_shape, placement)
+    return Binding(sharding, tuple(axes), layout, sharding.is_uniform, tuple(homes))
+
+
+def _layout(
+    sharding: Sharding,
+    axes: Sequence[Axis],
+    own: Own,
+    local_shape: tuple[int, ...],
+    placement: CheckpointPlacement | None,
+) -> Layout:
+    """Return this rank's layout, which must have the local shape.
+
+    Raises:
+        BindError: A cut that does not fit, or another local shape.
+    """
     try:
         layout = sharding.at([axis.position for axis in axes])
     except LayoutError as error:
         raise BindError(str(error), *_sources(own, placement, axes)) from None
     # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
     empty = not math.prod(layout.local_shape) and not math.prod(local_shape)
-    if layout.local_shape != local_shape and not (empty and len(local_shape) == ndim):
+    if layout.local_shape != local_shape and not (empty and len(local_shape) == len(own.shape)):
         raise BindError(
             f"holds a {local_shape} tensor where {layout.local_shape} was declared",
             *_sources(own, placement, axes),
             f"that makes:  whole tensor {sharding.cut_shape}, cut by "
             + (_format_cuts(sharding, axes) or "nothing"),
-            *_mismatch_advice(own, placement, local_shape, layout.local_shape),
+            *_mismatch_advice(own, placement),
         )
-    return Binding(sharding, tuple(axes), layout, sharding.is_uniform, tuple(homes))
+    return layout
 
 
 def fault_of(error: BindError | RenameError, fqn: str, rank: int, rule: str | None) -> Fault:
@@ -206,7 +217,9 @@ def _own_cuts(own: Own, axes: Sequence[Axis], ndim: int) -> list[Cut]:
                 "way out:     redistribute it to Replicate or Shard before saving",
             )
         if shards(placement):
-            cuts.append(cut_of(placement, ndim, i))
+            cut = cut_of(placement, ndim, i)
+            assert isinstance(cut, Cut)
+            cuts.append(cut)
     return cuts
 
 
@@ -223,22 +236,10 @@ def _rule_cuts(
     if placement is None:
         return cuts, replaced
     for j, (axis, entry) in enumerate(zip(rule_axes, placement.placements, strict=True)):
-        same = next((i for i, known in enumerate(own_axes) if known.is_same(axis)), None)
-        if same is not None and own_axes[same].size != axis.size:
-            raise BindError(
-                f"has axis {_axis_name(axis)} of size {own_axes[same].size} in the tensor's own "
-                f"mesh, but of size {axis.size} in the rule's",
-                "way out:     name a mesh of this model-parallel setup in the rule",
-            )
-        is_cut = shards(entry) or any(cut.axis == same for cut in own_cuts)
-        if same is not None and is_cut and own_axes[same].position != axis.position:
-            raise BindError(
-                f"is at {own_axes[same].position} of axis {_axis_name(axis)} in the tensor's own "
-                f"mesh, but at {axis.position} in the rule's",
-                "likely:      two meshes of the same axis names that lay out the ranks differently",
-                "way out:     in the rule the mesh that the tensor's was sliced from; or other "
-                "names, where the two axes are not the same",
-            )
+        same = next((i for i, other in enumerate(own_axes) if other.is_same(axis)), None)
+        own_cut = next((cut for cut in own_cuts if cut.axis == same), None)
+        if same is not None:
+            _check_axis(axis, own_axes[same], is_cut=shards(entry) or own_cut is not None)
         if not shards(entry):
             continue
         if not -ndim <= entry.dim < ndim:
@@ -248,40 +249,59 @@ def _rule_cuts(
                 "way out:     a more specific pattern above this rule, with its own placement or "
                 "None",
             )
-        dim = shard_dim(entry, ndim)
-        own_cut = next((cut for cut in own_cuts if cut.axis == same), None)
-        if isinstance(entry, IndexShard):
-            if own_cut is not None and axis.size > 1:
-                raise BindError(
-                    f"has axis {_axis_name(axis)} sharded by its own DTensor on dim {own_cut.dim}, "
-                    f"but the rule says {format_placement(entry)}",
-                    "way out:     the DTensor speaks for that axis: leave it out of the rule; or "
-                    "hold a plain tensor, or a DTensor over the other axes alone, and let the rule "
-                    "speak",
-                )
-            cuts.append(Pick(dim, entry.indices, j))
-            continue
-        if own_cut is None:
-            cuts.append(cut_of(entry, ndim, j))
-            continue
-        if own_cut.dim != dim and axis.size > 1:
-            raise BindError(
-                f"has axis {_axis_name(axis)} sharded on dim {own_cut.dim} by its own DTensor, but "
-                f"on dim {dim} by the rule",
-                "way out:     the DTensor speaks for that axis; leave it out of the rule",
-            )
-        if isinstance(entry, FusedShard) and own_cut.dim == dim:
+        cut = cut_of(entry, ndim, j)
+        if own_cut is not None and axis.size > 1:
+            _check_both_cut(axis, entry, cut, own_cut)
+        if own_cut is None or isinstance(cut, Pick):
+            cuts.append(cut)
+        elif isinstance(entry, FusedShard) and own_cut.dim == cut.dim:
             assert same is not None
-            cuts.append(cut_of(entry, ndim, j))
+            cuts.append(cut)
             replaced.add(same)
     return cuts, replaced
 
 
-def _without(own_cuts: Sequence[Cut], replaced: set[int], axes: Sequence[Axis]) -> list[Cut]:
-    """Return the own cuts that are left when the rule makes those of axes ``replaced``.
+def _check_axis(axis: Axis, own: Axis, *, is_cut: bool) -> None:
+    """Refuse one axis that the rule's mesh and the tensor's own have differently."""
+    if own.size != axis.size:
+        raise BindError(
+            f"has axis {_axis_name(axis)} of size {own.size} in the tensor's own mesh, but of size "
+            f"{axis.size} in the rule's",
+            "way out:     name a mesh of this model-parallel setup in the rule",
+        )
+    if is_cut and own.position != axis.position:
+        raise BindError(
+            f"is at {own.position} of axis {_axis_name(axis)} in the tensor's own mesh, but at "
+            f"{axis.position} in the rule's",
+            "likely:      two meshes of the same axis names that lay out the ranks differently",
+            "way out:     in the rule the mesh that the tensor's was sliced from; or other "
+            "names, where the two axes are not the same",
+        )
 
-    ``_StridedShard(dim, split_factor=k)`` says "inside the k parts that axes further right make".
-    Where one of those axes now cuts first, as the rule says, the factor loses its size.
+
+def _check_both_cut(axis: Axis, entry: Any, cut: Cut | Pick, own_cut: Cut) -> None:
+    """Refuse a rule that cuts an axis in another way than the tensor's own DTensor."""
+    if isinstance(cut, Pick):
+        raise BindError(
+            f"has axis {_axis_name(axis)} sharded by its own DTensor on dim {own_cut.dim}, "
+            f"but the rule says {format_placement(entry)}",
+            "way out:     the DTensor speaks for that axis: leave it out of the rule; or "
+            "hold a plain tensor, or a DTensor over the other axes alone, and let the rule "
+            "speak",
+        )
+    if own_cut.dim != cut.dim:
+        raise BindError(
+            f"has axis {_axis_name(axis)} sharded on dim {own_cut.dim} by its own DTensor, but "
+            f"on dim {cut.dim} by the rule",
+            "way out:     the DTensor speaks for that axis; leave it out of the rule",
+        )
+
+
+def _without(own_cuts: Sequence[Cut], replaced: set[int], axes: Sequence[Axis]) -> list[Cut]:
+    """Return the own cuts that remain when the rule replaces those of axes ``replaced``.
+
+    ``_StridedShard(dim, split_factor=k)`` cuts inside the k parts that axes further right make.
+    Where the rule makes one of those axes cut first, the factor is divided by its size.
     """
     kept = []
     for cut in own_cuts:
@@ -313,23 +333,18 @@ def _sources(
 
 
 def _format_cuts(sharding: Sharding, axes: Sequence[Axis]) -> str:
-    told = []
+    texts = []
     for cut in sharding.cuts:
         if isinstance(cut, Pick):
-            told.append(f"{len(cut.indices)} picked rows on dim {cut.dim}")
+            texts.append(f"{len(cut.indices)} listed rows on dim {cut.dim}")
         else:
             axis = axes[cut.axis]
             inside = "" if cut.parts == 1 else f" inside parts {cut.parts}"
-            told.append(f"{_axis_name(axis)} (x{axis.size}) on dim {cut.dim}{inside}")
-    return ", then ".join(told)
+            texts.append(f"{_axis_name(axis)} (x{axis.size}) on dim {cut.dim}{inside}")
+    return ", then ".join(texts)
 
 
-def _mismatch_advice(
-    own: Own,
-    placement: CheckpointPlacement | None,
-    found: tuple[int, ...],
-    declared: tuple[int, ...],
-) -> tuple[str, ...]:
+def _mismatch_advice(own: Own, placement: CheckpointPlacement | None) -> tuple[str, ...]:
     rows = "IndexShard(dim, rows) with global_shape= in the rule says which rows this rank holds"
     if own.mesh is not None:
         return (

@@ -6,12 +6,13 @@ in a key, so that optimizer state is renamed with its parameter.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dcp_placements.names.keys import Parts, Rename, Renamed, RenameError, Row
 from dcp_placements.names.renumber import Numbered, ReadyRename, Renumber, Replace
 
 
+@dataclass(frozen=True, slots=True, init=False)
 class Renames(ReadyRename):
     """Renames by several functions, one after the other.
 
@@ -30,10 +31,10 @@ class Renames(ReadyRename):
             it makes.
     """
 
-    __slots__ = ("steps",)
+    steps: tuple[Rename, ...]
 
     def __init__(self, *steps: Rename) -> None:
-        self.steps = steps
+        object.__setattr__(self, "steps", steps)
 
     def __call__(self, key: str) -> Renamed:
         name: Renamed = key
@@ -73,12 +74,6 @@ class Renames(ReadyRename):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))
-
-    def __repr__(self) -> str:
-        return f"Renames({', '.join(map(repr, self.steps))})"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Renames, self.steps
 
 
 def _row_of(row: Row, renamed: Renamed, step: Rename) -> Row:

@@ -69,6 +69,7 @@ class ReadyRename(ABC):
         return "\n".join(f"{key:{width}} -> {new}" for key, new in changed)
 
 
+@dataclass(frozen=True, slots=True)
 class Renumber(ReadyRename):
     """Renames a local number in a key to the number that it has in the whole.
 
@@ -100,9 +101,14 @@ class Renumber(ReadyRename):
         PlacementError: A pattern without ``{}``, or numbers outside ``0 .. total - 1``.
     """
 
-    __slots__ = ("_by", "_maps", "_regex", "ids", "pattern", "total")
+    pattern: str
+    ids: Ids | Mapping[int | str, Ids] = field(hash=False)
+    total: int | None
+    _by: str | None = field(init=False, repr=False, compare=False)
+    _maps: dict[str, dict[str, str]] = field(init=False, repr=False, compare=False)
 
-    def __init__(self, pattern: str, ids: Ids | Mapping[int | str, Ids], total: int | None) -> None:
+    def __post_init__(self) -> None:
+        pattern, total = self.pattern, self.total
         placeholders = re.findall(r"\{(\w*)\}", pattern)
         selectors = [name for name in placeholders if name]
         if placeholders.count("") != 1 or len(selectors) > 1:
@@ -110,35 +116,33 @@ class Renumber(ReadyRename):
                 f"pattern {pattern!r} must have one {{}} where the number stands, and at most one "
                 "{name} beside it, as in 'layers.{layer}.experts.{}'"
             )
-        if bool(selectors) != isinstance(ids, Mapping):
+        if bool(selectors) != isinstance(self.ids, Mapping):
             wanted = "needs ids by what {name} stands for" if selectors else "needs ids as a list"
-            raise PlacementError(f"pattern {pattern!r} {wanted}, not {ids!r}")
-        self.pattern = pattern
-        self.ids = ids
-        self.total = total
-        self._by = selectors[0] if selectors else None
-        self._regex = compile_with_number(pattern, self._by)
-        by = {str(k): v for k, v in ids.items()} if isinstance(ids, Mapping) else {"": ids}
-        for known in by.values():
-            for number in known:
-                if number < 0 or (total is not None and number >= total):
-                    among = "0 and up" if total is None else f"0 .. {total - 1}"
-                    raise PlacementError(f"number {number} of {pattern!r} is not among {among}")
-        self._maps = {
-            selector: {str(local): str(number) for local, number in enumerate(known)}
-            for selector, known in by.items()
+            raise PlacementError(f"pattern {pattern!r} {wanted}, not {self.ids!r}")
+        ids = self.ids if isinstance(self.ids, Mapping) else {"": self.ids}
+        for number in [number for each in ids.values() for number in each]:
+            if number < 0 or (total is not None and number >= total):
+                among = "0 and up" if total is None else f"0 .. {total - 1}"
+                raise PlacementError(f"number {number} of {pattern!r} is not among {among}")
+        ids = {key: each if isinstance(each, range) else tuple(each) for key, each in ids.items()}
+        maps = {
+            str(selector): {str(local): str(number) for local, number in enumerate(each)}
+            for selector, each in ids.items()
         }
+        object.__setattr__(self, "ids", ids if selectors else ids[""])
+        object.__setattr__(self, "_by", selectors[0] if selectors else None)
+        object.__setattr__(self, "_maps", maps)
+        compile_with_number(pattern, self._by)
 
     def __call__(self, key: str) -> str:
-        found = self._regex.search("." + key)
-        if found is None:
+        match = compile_with_number(self.pattern, self._by).search("." + key)
+        if match is None:
             return key
-        selector = found["by"] if self._by else ""
-        known = self._maps.get(selector)
-        number = None if known is None else known.get(found[NUMBER])
+        selector = match["by"] if self._by else ""
+        number = self._maps.get(selector, {}).get(match[NUMBER])
         if number is None:
-            raise self._unknown(selector, found[NUMBER])
-        start, stop = found.span(NUMBER)
+            raise self._unknown(selector, match[NUMBER])
+        start, stop = match.span(NUMBER)
         return f"{key[: start - 1]}{number}{key[stop - 1 :]}"
 
     def _unknown(self, selector: str, local: str) -> RenameError:
@@ -191,14 +195,8 @@ class Renumber(ReadyRename):
             for selector, known in self._maps.items()
         )
 
-    def __repr__(self) -> str:
-        return f"Renumber({self.pattern!r}, {self.ids!r}, total={self.total})"
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return Renumber, (self.pattern, self.ids, self.total)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Replace(ReadyRename):
     """Renames a run of components, or drops it: a stage's prefix that the whole does not have.
 
@@ -214,27 +212,21 @@ class Replace(ReadyRename):
 
     pattern: str
     by: str
-    _regex: re.Pattern[str] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_regex", compile_pattern(self.pattern))
+        compile_pattern(self.pattern)
 
     def __call__(self, key: str) -> str:
-        found = self._regex.search("." + key)
-        if found is None:
-            return key
-        return replace_run(key, found, self.by)
+        match = compile_pattern(self.pattern).search("." + key)
+        return key if match is None else replace_run(key, match, self.by)
 
     def __str__(self) -> str:
         return f"{self.pattern} -> {self.by or 'dropped'}"
 
-    def __repr__(self) -> str:
-        return f"Replace({self.pattern!r}, {self.by!r})"
 
-
-def replace_run(key: str, found: re.Match[str], by: str) -> str:
-    """Return a key with other components, or none, for the run found in ``"." + key``."""
-    start, stop = found.span()
+def replace_run(key: str, match: re.Match[str], by: str) -> str:
+    """Return a key with other components, or none, for the run matched in ``"." + key``."""
+    start, stop = match.span()
     return ".".join([part for part in (key[: max(start - 1, 0)], by, key[stop:]) if part])
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.names.keys import Parts, Renamed, RenameError, Row, Rows
-from dcp_placements.names.numbers import NUMBER, check_one_number, compile_with_number
+from dcp_placements.names.numbers import (
+    NUMBER,
+    check_one_number,
+    compile_with_number,
+    compile_without_number,
+    is_component,
+)
 from dcp_placements.names.renumber import ReadyRename, replace_run
 from dcp_placements.rules.patterns import compile_pattern
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Stack(ReadyRename):
     """Stores tensors that differ by a number in their names as one, with a dim more.
 
@@ -38,19 +43,17 @@ class Stack(ReadyRename):
     pattern: str
     total: int
     dim: int = field(default=0, kw_only=True)
-    _regex: re.Pattern[str] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         check_one_number(self.pattern)
-        object.__setattr__(self, "_regex", compile_with_number(self.pattern, None))
 
     def __call__(self, key: str) -> Renamed:
         dotted = "." + key
-        found = self._regex.search(dotted)
-        if found is None:
+        match = compile_with_number(self.pattern, None).search(dotted)
+        if match is None:
             return key
-        start, stop = found.span(NUMBER)
-        number = int(found[NUMBER])
+        start, stop = match.span(NUMBER)
+        number = int(match[NUMBER])
         if number >= self.total:
             raise RenameError(
                 f"number {number} of {self.pattern} is beyond the {self.total} rows of the stack",
@@ -64,11 +67,8 @@ class Stack(ReadyRename):
     def __str__(self) -> str:
         return f"{self.pattern} -> one tensor of {self.total} rows on dim {self.dim}"
 
-    def __repr__(self) -> str:
-        return f"Stack({self.pattern!r}, {self.total}, dim={self.dim})"
 
-
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Unstack(ReadyRename):
     """Stores the rows of a tensor as tensors of their own, with a number in their names.
 
@@ -89,36 +89,24 @@ class Unstack(ReadyRename):
 
     pattern: str
     dim: int = field(default=0, kw_only=True)
-    _regex: re.Pattern[str] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         check_one_number(self.pattern)
-        # A component of its own comes with its dot; both are where the empty group stands.
-        regex = compile_pattern(self.pattern.replace("{}", "\0")).pattern
-        regex = regex.replace("\\.\0" if self._is_component else "\0", f"(?P<{NUMBER}>)")
-        object.__setattr__(self, "_regex", re.compile(regex))
-
-    @property
-    def _is_component(self) -> bool:
-        """Whether the number is a component by itself, not a part of one."""
-        return "{}" in self.pattern.split(".")
 
     def __call__(self, key: str) -> Renamed:
         dotted = "." + key
-        found = self._regex.search(dotted)
-        if found is None:
+        match = compile_without_number(self.pattern).search(dotted)
+        if match is None:
             return key
-        at = found.start(NUMBER)
-        name = f"{dotted[:at]}{'.' if self._is_component else ''}{{}}{dotted[at:]}"
+        at = match.start(NUMBER)
+        name = f"{dotted[:at]}{'.' if is_component(self.pattern) else ''}{{}}{dotted[at:]}"
         return Rows(name.removeprefix("."), key, self.dim)
 
     def __str__(self) -> str:
         return f"rows of dim {self.dim} -> {self.pattern}"
 
-    def __repr__(self) -> str:
-        return f"Unstack({self.pattern!r}, dim={self.dim})"
 
-
+@dataclass(frozen=True, slots=True, init=False)
 class Split(ReadyRename):
     """Stores the parts of a fused tensor as tensors of their own.
 
@@ -142,7 +130,11 @@ whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
         PlacementError: No names, or not as many sizes, or sizes or groups that count nothing.
     """
 
-    __slots__ = ("_regex", "dim", "groups", "names", "pattern", "sizes")
+    pattern: str
+    names: tuple[str, ...]
+    dim: int
+    sizes: tuple[int, ...]
+    groups: int
 
     def __init__(
         self,
@@ -153,37 +145,24 @@ whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
         sizes: Sequence[int] | None = None,
         groups: int = 1,
     ) -> None:
-        self.pattern = pattern
-        self.names = tuple(names)
-        self.dim = dim
-        self.sizes = (1,) * len(self.names) if sizes is None else tuple(sizes)
-        self.groups = groups
+        object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "names", tuple(names))
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "sizes", (1,) * len(names) if sizes is None else tuple(sizes))
+        object.__setattr__(self, "groups", groups)
         if not self.names or len(self.sizes) != len(self.names) or min(*self.sizes, groups) < 1:
             raise PlacementError(
                 f"parts of {pattern!r} need a name and a size from 1 on each: {self.names}, "
                 f"sizes {self.sizes}, {groups} groups"
             )
-        self._regex = compile_pattern(pattern)
+        compile_pattern(pattern)
 
     def __call__(self, key: str) -> Renamed:
-        found = self._regex.search("." + key)
-        if found is None:
+        match = compile_pattern(self.pattern).search("." + key)
+        if match is None:
             return key
-        fqns = [replace_run(key, found, name) for name in self.names]
+        fqns = [replace_run(key, match, name) for name in self.names]
         return Parts(tuple(fqns), key, self.dim, self.sizes, self.groups)
 
     def __str__(self) -> str:
         return f"{self.pattern} -> {' + '.join(self.names)} of dim {self.dim}"
-
-    def __repr__(self) -> str:
-        options = f"dim={self.dim}, sizes={self.sizes}, groups={self.groups}"
-        return f"Split({self.pattern!r}, {self.names}, {options})"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _make_split, (self.pattern, self.names, self.dim, self.sizes, self.groups)
-
-
-def _make_split(
-    pattern: str, names: tuple[str, ...], dim: int, sizes: tuple[int, ...], groups: int
-) -> Split:
-    return Split(pattern, names, dim=dim, sizes=sizes, groups=groups)

@@ -52,9 +52,9 @@ def megatron_meshes(
 
     >>> dense, expert = megatron_meshes(5, 8, tp=2, pp=2, ep=2, etp=1)
     >>> dense
-    MeshCoordinate(('pp', 'dp', 'cp', 'tp'), (2, 2, 1, 2), (1, 0, 0, 1))
+    MeshCoordinate(names=('pp', 'dp', 'cp', 'tp'), sizes=(2, 2, 1, 2), coordinate=(1, 0, 0, 1))
     >>> expert
-    MeshCoordinate(('pp', 'edp', 'ep', 'etp'), (2, 2, 2, 1), (1, 0, 1, 0))
+    MeshCoordinate(names=('pp', 'edp', 'ep', 'etp'), sizes=(2, 2, 2, 1), coordinate=(1, 0, 1, 0))
 
     Args:
         rank: The global rank.

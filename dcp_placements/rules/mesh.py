@@ -21,6 +21,7 @@ class Mesh(Protocol):
     def get_coordinate(self) -> Sequence[int] | None: ...
 
 
+@dataclass(frozen=True, slots=True)
 class MeshCoordinate:
     """A mesh seen from one coordinate, without a process group.
 
@@ -40,56 +41,42 @@ class MeshCoordinate:
         PlacementError: Lengths that differ, a repeated name, or a position outside its axis.
     """
 
-    __slots__ = ("_coordinate", "_names", "_sizes")
+    names: Sequence[str]
+    sizes: Sequence[int]
+    coordinate: Sequence[int]
 
-    def __init__(self, names: Sequence[str], sizes: Sequence[int], coordinate: Sequence[int]):
-        self._names = tuple(names)
-        self._sizes = tuple(sizes)
-        self._coordinate = tuple(coordinate)
-        if not len(self._names) == len(self._sizes) == len(self._coordinate):
+    def __post_init__(self) -> None:
+        for name in ("names", "sizes", "coordinate"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not len(self.names) == len(self.sizes) == len(self.coordinate):
             raise PlacementError(
-                f"a mesh needs as many names as sizes and coordinates, not names {self._names}, "
-                f"sizes {self._sizes}, coordinate {self._coordinate}"
+                f"a mesh needs as many names as sizes and coordinates, not names {self.names}, "
+                f"sizes {self.sizes}, coordinate {self.coordinate}"
             )
-        if len(set(self._names)) != len(self._names):
-            raise PlacementError(f"axis names of a mesh must differ, but got {self._names}")
-        for name, size, position in zip(self._names, self._sizes, self._coordinate, strict=True):
+        if len(set(self.names)) != len(self.names):
+            raise PlacementError(f"axis names of a mesh must differ, but got {self.names}")
+        for name, size, position in zip(self.names, self.sizes, self.coordinate, strict=True):
             if not 0 <= position < size:
                 raise PlacementError(f"position {position} is outside axis {name} of size {size}")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Ranks along each axis."""
-        return self._sizes
+        return tuple(self.sizes)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
         """One name per axis."""
-        return self._names
+        return tuple(self.names)
 
     @property
     def ndim(self) -> int:
         """Number of axes."""
-        return len(self._sizes)
+        return len(self.sizes)
 
     def get_coordinate(self) -> tuple[int, ...]:
         """Return this rank's position along each axis."""
-        return self._coordinate
-
-    def __repr__(self) -> str:
-        return f"MeshCoordinate({self._names}, {self._sizes}, {self._coordinate})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MeshCoordinate) and self._state() == other._state()
-
-    def __hash__(self) -> int:
-        return hash(self._state())
-
-    def _state(self) -> tuple[Any, ...]:
-        return self._names, self._sizes, self._coordinate
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MeshCoordinate, self._state()
+        return tuple(self.coordinate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from dcp_placements.errors import PlacementError
@@ -123,6 +124,7 @@ def _matches(name: str, regex: re.Pattern[str], fqn: str) -> bool:
     return regex.search(fqn if name.startswith("re:") else "." + fqn) is not None
 
 
+@lru_cache(maxsize=1 << 12)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Return the regular expression of a dotted pattern, to be searched in ``"." + key``.
 

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.layout.sharding import Cut
+from dcp_placements.layout.sharding import Cut, Pick
 from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
 
 
@@ -216,15 +216,18 @@ def shard_parts(placement: Any) -> tuple[int | tuple[int, ...], bool]:
     return int(getattr(placement, "split_factor", 1)), False
 
 
-def cut_of(placement: Any, ndim: int, axis: int) -> Cut:
+def cut_of(placement: Any, ndim: int, axis: int) -> Cut | Pick:
     """Return what a placement that splits a dim does, over the axis at that position.
 
     Raises:
         PlacementError: A dim that a tensor of ``ndim`` dims does not have.
     """
+    dim = shard_dim(placement, ndim)
+    if isinstance(placement, IndexShard):
+        return Pick(dim, placement.indices, axis)
     parts, interleaved = shard_parts(placement)
     strided = parts != 1 and hasattr(placement, "split_factor")
-    return Cut(shard_dim(placement, ndim), axis, parts, interleaved, strided)
+    return Cut(dim, axis, parts, interleaved, strided)
 
 
 def format_placement(placement: Any) -> str:

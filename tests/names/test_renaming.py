@@ -26,6 +26,7 @@ from dcp_placements import (
     Renames,
     Renumber,
     Replace,
+    Split,
     Stack,
     Unstack,
     contiguous,
@@ -133,13 +134,21 @@ RENAMES: list[Rename] = [
     Renames(Renumber("model{chunk}.layers.{}", {0: [0], 1: [2]}, total=4), Replace("model*", "")),
     Stack("layers.{}", 4, dim=-1),
     Renames(Unstack("experts.{}", dim=1), Replace("model*", "model")),
+    Split("qkv", ["q", "k", "v"], sizes=[4, 1, 1]),
 ]
+
+
+def test_renames_of_equal_options_are_equal() -> None:
+    assert Renumber("e.{}", [1, 0], total=2) == Renumber("e.{}", (1, 0), total=2)
+    assert Renumber("e.{}", [1, 0], total=2) != Renumber("e.{}", [0, 1], total=2)
+    assert Split("w", ["a", "b"]) == Split("w", ("a", "b"), sizes=(1, 1))
+    assert len({*RENAMES, *RENAMES}) == len(RENAMES)
 
 
 @pytest.mark.parametrize("rename", RENAMES, ids=repr)
 def test_renames_can_be_pickled_and_seen(rename: Any) -> None:
     again = pickle.loads(pickle.dumps(rename))
-    assert repr(again) == repr(rename)
+    assert (again, hash(again), repr(again)) == (rename, hash(rename), repr(rename))
     assert str(again) == str(rename)
     for key in ("model1.layers.0.w", "layers.0.experts.0.w", "other"):
         assert again(key) == rename(key)

@@ -11,13 +11,7 @@ from math import prod
 
 from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.layout.sharding import Cut, Layout, Pick, Sharding
-from dcp_placements.rules.placement import (
-    CheckpointPlacement,
-    IndexShard,
-    cut_of,
-    shard_dim,
-    shards,
-)
+from dcp_placements.rules.placement import CheckpointPlacement, cut_of, shards
 
 
 def known_axes(axes: Mapping[str, int], fsdp: Sequence[str]) -> list[str]:
@@ -74,14 +68,8 @@ def whole_sharding(
             )
         padded = placement.padded_shape
         sizes += placement.mesh.shape
-        for axis, entry in enumerate(placement.placements):
-            if not shards(entry):
-                continue
-            dim = shard_dim(entry, len(shape))
-            if isinstance(entry, IndexShard):
-                cuts.append(Pick(dim, entry.indices, axis))
-            else:
-                cuts.append(cut_of(entry, len(shape), axis))
+        entries = enumerate(placement.placements)
+        cuts += [cut_of(entry, len(shape), axis) for axis, entry in entries if shards(entry)]
     if own:
         cuts.append(Cut(0, len(sizes)))
     return Sharding(shape, (*sizes, prod(axes[name] for name in own)), tuple(cuts), padded)
