@@ -25,8 +25,8 @@ from dcp_placements import (
     Renumber,
     Stack,
 )
-from dcp_placements.formats.megatron.torch_files import same_bits
 from dcp_placements.offline import CannotLook, import_megatron, inspect, megatron_layout, verify
+from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.testing import World, cut
 from dcp_placements.testing.megatron import MegatronModel, Wholes, padded
 from dcp_placements.testing.megatron_dist import write_torch_dist

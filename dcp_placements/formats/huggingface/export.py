@@ -21,6 +21,7 @@ from dcp_placements.formats.huggingface.assembly import AssembledTensor, Rename,
 from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.offline.output import Output, is_own_file, whole_file, write_file
 from dcp_placements.storage.file_reads import write_all
 from dcp_placements.storage.safetensors_files import DTYPES, write_header
@@ -359,7 +360,6 @@ def _are_equal(
         return False
     limit = max(memory // 8 // one.dtype.itemsize, 1)
     for piece in pieces(one.whole, limit):
-        a, b = one.read(reader, piece), other.read(reader, piece)
-        if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+        if not same_bits(one.read(reader, piece), other.read(reader, piece)):
             return False
     return True

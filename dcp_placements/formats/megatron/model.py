@@ -140,6 +140,13 @@ class _ModelReader:
     def fault(self, where: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(where, headline, details))
 
+    def check_equal(self, where: str, headline: str, values: ByFile) -> None:
+        if len(values) > 1:
+            files = "; ".join(
+                f"{value} in {format_names(names)}" for value, names in values.items()
+            )
+            self.fault(where, f"{headline}: {files}")
+
     def declared(self, argument: str) -> int | None:
         """Return an argument of the run, if it is a number."""
         value = getattr(self.args, argument, None)
@@ -179,9 +186,8 @@ class _ModelReader:
     def number_layers(self) -> tuple[dict[tuple[str, int, int], int], dict[str, int]]:
         """Return the first layer of each ``(block, stage, chunk)``, and each block's layers."""
         for (block, stage, chunk), counts in self.layer_counts.items():
-            if len(counts) > 1:
-                differ = f"stage {stage}, chunk {chunk} has different numbers: {_by_file(counts)}"
-                self.fault(f"{block}.layers", differ)
+            headline = f"stage {stage}, chunk {chunk} has different numbers"
+            self.check_equal(f"{block}.layers", headline, counts)
         first: dict[tuple[str, int, int], int] = {}
         layers: dict[str, int] = {}
         # Chunk 0 of all stages comes first, then chunk 1 of all stages.
@@ -197,8 +203,7 @@ class _ModelReader:
     def count_experts(self) -> int:
         """Return the number of experts of an MoE layer."""
         counts = self.local_experts
-        if len(counts) > 1:
-            self.fault("experts", f"differ in number from file to file: {_by_file(counts)}")
+        self.check_equal("experts", "differ in number from file to file", counts)
         if not counts:
             return 0
         experts = int(max(counts)) * self.sizes.ep
@@ -231,10 +236,8 @@ class _ModelReader:
     def vocabulary(self, vocab_size: int | None) -> tuple[int, int, int] | None:
         """Return rows without and with padding, and hidden size; None if no row is dropped."""
         shapes = self.vocabulary_shapes
-        if not shapes:
-            return None
-        if len(shapes) > 1:
-            self.fault("embedding", f"differs in shape from file to file: {_by_file(shapes)}")
+        self.check_equal("embedding", "differs in shape from file to file", shapes)
+        if len(shapes) != 1:
             return None
         ((local, hidden),) = shapes
         padded = local * self.sizes.tp
@@ -271,7 +274,3 @@ def _gated_keys(chunk: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
                 yield key, True
             elif len(value) == second.shape[1]:
                 yield key, False
-
-
-def _by_file(values: ByFile) -> str:
-    return "; ".join(f"{value} in {format_names(names)}" for value, names in values.items())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dcp_placements.formats.megatron.files import model_chunks
-from dcp_placements.formats.megatron.torch_files import same_bits
+from dcp_placements.offline.differences.comparing import same_bits
 
 KeyPath = tuple[str | int, ...]
 """Keys from the top of a file's dict down to a value."""

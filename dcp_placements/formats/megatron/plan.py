@@ -14,10 +14,10 @@ import torch
 from dcp_placements.errors import Fault
 from dcp_placements.formats.megatron.layout import MegatronLayout
 from dcp_placements.formats.megatron.report import ImportReport, LeftOut
-from dcp_placements.formats.megatron.torch_files import same_bits
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, tiles, uncovered
 from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
+from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.offline.output import Output
 
 

@@ -136,16 +136,3 @@ def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, to
         yield from tensors_in([value.args, value.state], path)
     elif isinstance(value, argparse.Namespace):
         yield from tensors_in(vars(value), path)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit: NaNs too, and -0.0 is not 0.0."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    bits = _BITS.get(one.itemsize)
-    if bits is None:
-        one, other, bits = torch.view_as_real(one), torch.view_as_real(other), torch.int64
-    return torch.equal(one.view(bits), other.view(bits))
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -84,6 +84,12 @@ class Tally:
                 self.first = index, _value(a[at]), _value(b[at])
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit: also NaNs, and -0.0 is not 0.0."""
+    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return alike and torch.equal(_bits(one), _bits(other))
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of a contiguous tensor's elements as integers; two of a complex128."""
     flat = tensor.reshape(-1)
