@@ -23,14 +23,14 @@ def to_json(result: Any) -> Any:
         result: What a function of ``dcp_placements.offline`` returns, or a part of it.
     """
     if is_dataclass(result):
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key, attribute, is_optional in _names(result.__class__):
             value = to_json(getattr(result, attribute))
             if key == "box":
-                found |= value
+                values |= value
             elif value is not None or not is_optional:
-                found[key] = value
-        return found
+                values[key] = value
+        return values
     if isinstance(result, Box):
         return {"offsets": list(result.offsets), "sizes": list(result.sizes)}
     if isinstance(result, Mapping):
@@ -47,9 +47,9 @@ def _names(kind: type[Any]) -> tuple[tuple[str, str, bool], ...]:
     """Return ``(key, attribute, whether None leaves it out)`` of each entry of a class."""
     listed = getattr(kind, "JSON", None)
     names = listed.split() if listed else [field.name for field in fields(kind)]
-    found = []
+    entries = []
     for name in names:
         key, _, attribute = name.partition("=")
         bare = key.removesuffix("?")
-        found.append((bare.replace("nbytes", "bytes"), attribute or bare, key != bare))
-    return tuple(found)
+        entries.append((bare.replace("nbytes", "bytes"), attribute or bare, key != bare))
+    return tuple(entries)

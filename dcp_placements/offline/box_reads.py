@@ -33,11 +33,7 @@ MAX_OPEN_FILES = 32
 
 @dataclass
 class _Target:
-    """Stands where the reader expects a planner: everything goes into one tensor.
-
-    Attributes:
-        tensor: Where to.
-    """
+    """The part of a planner that the reader needs; every item goes into ``tensor``."""
 
     tensor: torch.Tensor
 
@@ -46,11 +42,11 @@ class _Target:
         return self.tensor[tuple(slice(start, start + size) for start, size in spans)]
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do: what was resolved is a view."""
+        """Do nothing: ``resolve_tensor`` returned a view."""
 
 
 class _RawReader(ChunkReader):
-    """Reads records that are the elements and nothing else."""
+    """Reads records that consist of the elements alone."""
 
     def __init__(self, target: Any, stored: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         super().__init__(target, stored, _no_transform)
@@ -80,7 +76,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.nbytes = 0
         self._checkpoint = checkpoint
-        # Of the tensor that was read last: it is read piece by piece.
+        # The chunks of the tensor that was read last: tensors are read piece by piece.
         self._last: tuple[StoredTensor, tuple[StoredChunk, ...]] | None = None
         self._finders: dict[int, StoredChunks] = {}  # by cut
         self._files: OrderedDict[str, tuple[Any, CountedFile]] = OrderedDict()
@@ -90,7 +86,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         if checkpoint.format == SAFETENSORS:
             self._reader: ChunkReader = _RawReader(planner, stored, checkpoint)
         else:
-            # Of torch's reader only what undoes the transforms of streams.
+            # Torch's reader serves to undo the transforms of streams.
             transforms = FileSystemReader(".").transforms
             self._reader = ChunkReader(planner, stored, transforms.transform_load_stream)
 
@@ -131,26 +127,27 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             except PlacementError:
                 raise
             except Exception as error:
-                # Of any type: extensions undo the transforms of streams.
-                told = f"{type(error).__name__}: {error}"
-                raise _unread(tensor.fqn, name, told) from error
+                # Extensions undo the transforms of streams, and can raise anything.
+                reason = f"{type(error).__name__}: {error}"
+                raise _unread(tensor.fqn, name, reason) from error
             finally:
                 self.nbytes += file.nbytes - before
         return into
 
     def runs(self, tensor: StoredTensor, box: Box) -> list[tuple[int, str, int, int]] | None:
-        """Return where files hold a box's elements in C order, one run after another.
+        """Return the contiguous runs of file bytes that a box consists of.
 
-        As ``(bytes from the box's first element, file, start, bytes)``; None where any of them is
-        not to be found so: a chunk whose part of the box is no run of both, a record that is not
-        plain, a file that is not on a local disk.
+        Returns:
+            ``(bytes from the box's first element, file, start, bytes)`` of each run; None where
+            there is none for some element: a chunk that overlaps the box in no contiguous run of
+            both, or a record that is not plain.
 
         Raises:
             PlacementError: A file is missing or too short.
         """
         itemsize = tensor.dtype.itemsize
         chunks = self._chunks(tensor)
-        found = []
+        runs = []
         for at, held, shared in self._finder(tensor).meeting(box):
             chunk = chunks[at]
             if chunk.file is None or chunk.transforms:
@@ -161,14 +158,14 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             if chunk.start + chunk.nbytes > file.size:
                 raise _unread(tensor.fqn, chunk.file, "it ends too early")
             record = _record(tensor.fqn, chunk, shared, box)
-            known = self._reader.tensor_record(record, FilePart(file, chunk.start, chunk.nbytes))
-            if known is None or (known.dtype, known.shape) != (tensor.dtype, held.sizes):
+            head = self._reader.tensor_record(record, FilePart(file, chunk.start, chunk.nbytes))
+            if head is None or (head.dtype, head.shape) != (tensor.dtype, held.sizes):
                 return None
             skipped = _position(_minus(shared, held), held.sizes) * itemsize
             start = _position(_minus(shared, box), box.sizes) * itemsize
-            begin = chunk.start + known.start + skipped
-            found.append((start, chunk.file, begin, shared.numel * itemsize))
-        return found
+            begin = chunk.start + head.start + skipped
+            runs.append((start, chunk.file, begin, shared.numel * itemsize))
+        return runs
 
     def copy(self, name: str, start: int, nbytes: int, into: IO[bytes]) -> None:
         """Append bytes of a file to another, which is open without a buffer of its own.
@@ -189,12 +186,11 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         return self._last[1]
 
     def _finder(self, tensor: StoredTensor) -> StoredChunks:
-        known = self._finders.get(tensor.cut)
-        if known is None:
-            told = self._checkpoint.metadata.state_dict_metadata[tensor.fqn]
-            assert isinstance(told, TensorStorageMetadata)
-            known = self._finders[tensor.cut] = StoredChunks(told)
-        return known
+        if tensor.cut not in self._finders:
+            stored = self._checkpoint.metadata.state_dict_metadata[tensor.fqn]
+            assert isinstance(stored, TensorStorageMetadata)
+            self._finders[tensor.cut] = StoredChunks(stored)
+        return self._finders[tensor.cut]
 
     def _open(self, name: str, fqn: str) -> CountedFile:
         if name in self._files:
@@ -246,8 +242,8 @@ def _minus(box: Box, origin: Box) -> torch.Size:
     return torch.Size([a - b for a, b in zip(box.offsets, origin.offsets, strict=True)])
 
 
-def _unread(fqn: str, name: str, told: str) -> PlacementError:
-    fault = Fault(fqn, f"{name} cannot be read: {told}")
+def _unread(fqn: str, name: str, reason: str) -> PlacementError:
+    fault = Fault(fqn, f"{name} cannot be read: {reason}")
     return PlacementError(format_faults("the checkpoint is damaged", [fault]))
 
 

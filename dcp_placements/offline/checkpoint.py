@@ -1,7 +1,7 @@
 """A checkpoint as its files describe it: DCP's or safetensors.
 
-Both are described in DCP's terms: tensors made of chunks, and for each chunk a place in a file. So
-whatever examines checkpoints examines one kind.
+Both are described in DCP's terms: tensors made of chunks, and for each chunk a place in a file. The
+other modules of this folder see one kind of checkpoint.
 """
 
 from __future__ import annotations
@@ -176,17 +176,17 @@ class Checkpoint:
             self._cuts: dict[tuple[Box, ...], int] = {}
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredObject] = {}
-            # Tensors that are cut alike share their chunks: their boxes are made once.
-            known: BySequence[tuple[tuple[Box, ...], int]] = BySequence(_ends)
+            # Tensors that are cut alike share their chunks: their boxes are created once.
+            cuts: BySequence[tuple[tuple[Box, ...], int]] = BySequence(_ends)
             for fqn, entry in self.metadata.state_dict_metadata.items():
                 if isinstance(entry, BytesStorageMetadata):
                     place = self._places.by_offset(fqn).get(None)
                     self.objects[fqn] = StoredObject(fqn, *(place or (None,))[:3])
                     continue
-                cut = known.get(entry.chunks)
+                cut = cuts.get(entry.chunks)
                 if cut is None:
                     boxes = tuple([Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks])
-                    cut = known.put(entry.chunks, (boxes, self._cut(boxes)))
+                    cut = cuts.put(entry.chunks, (boxes, self._cut(boxes)))
                 self.tensors[fqn] = StoredTensor(
                     fqn, tuple(entry.size), entry.properties.dtype, *cut, self._places
                 )

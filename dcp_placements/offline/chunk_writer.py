@@ -103,12 +103,12 @@ def _plans(
     for held in files:
         items = []
         for piece in held:
-            told = stored[piece.fqn]
+            tensor = stored[piece.fqn]
             chunk = ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes))
-            index = MetadataIndex(piece.fqn, chunk.offsets, len(told.chunks))
-            told.chunks.append(chunk)
+            index = MetadataIndex(piece.fqn, chunk.offsets, len(tensor.chunks))
+            tensor.chunks.append(chunk)
             pieces[index] = piece
-            data = TensorWriteData(chunk, told.properties, told.size)
+            data = TensorWriteData(chunk, tensor.properties, tensor.size)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         plans.append(SavePlan(items))
     # Where each key stands in a nested dict: at the top.

@@ -1,4 +1,4 @@
-"""Rules and renames that the command line is given by name, as ``MODULE:FUNC``."""
+"""Rules, renames, meshes and patterns as the arguments of commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MeshAxes = dict[str, int]
 
 
 def resolve(spec: str) -> Callable[..., Any]:
-    """Return the function that ``MODULE:FUNC`` names; the working directory is looked in first.
+    """Return the function that ``MODULE:FUNC`` names; the working directory is searched first.
 
     Raises:
         CannotLook: There is no such module or function, or importing it fails.
@@ -32,24 +32,24 @@ def resolve(spec: str) -> Callable[..., Any]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = import_module(module_name)
+        function: Any = import_module(module_name)
     except Exception as error:
-        # Whatever somebody's module raises while it is imported.
+        # A user's module can raise anything while it is imported.
         raise CannotLook(
             f"{spec}: module {module_name} cannot be imported: {type(error).__name__}: {error}\n"
             f"    looked in:   {here} and the installed packages"
         ) from error
     for name in path.split("."):
-        found = getattr(found, name, None)
-    if not callable(found):
+        function = getattr(function, name, None)
+    if not callable(function):
         raise CannotLook(f"{spec}: {module_name} has no function {path}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def rules_at(
     function: Callable[..., Any], axes: MeshAxes, rank: int
 ) -> tuple[Rules, Callable[[str], Any] | None, Mapping[str, str]]:
-    """Return the rules of one rank, its rename where they come with one, and its waivers.
+    """Return one rank's rules, its rename if it has one, and its waivers.
 
     Args:
         function: ``mesh -> rules``: called with a ``MeshCoordinate`` of the rank. It returns
@@ -61,23 +61,21 @@ def rules_at(
         CannotLook: The function fails, or returns something else.
     """
     mesh = mesh_at(axes, rank)
+    name = getattr(function, "__qualname__", function)
     try:
-        found = function(mesh)
+        rules = function(mesh)
     except PlacementError:
         raise
     except Exception as error:
+        raise CannotLook(f"{name} fails for {mesh}: {type(error).__name__}: {error}") from error
+    if not (isinstance(rules, Placements | Mapping) or callable(rules)):
         raise CannotLook(
-            f"{getattr(function, '__qualname__', function)} fails for {mesh}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not (isinstance(found, Placements | Mapping) or callable(found)):
-        raise CannotLook(
-            f"{getattr(function, '__qualname__', function)} returns {found!r}, which are no rules\n"
+            f"{name} returns {rules!r}, which are no rules\n"
             "    way out:     a function mesh -> Placements, or mesh -> PlacementRules"
         )
-    placements = found if isinstance(found, Placements) else Placements(found)
-    rules = PlacementRules({}) if placements.rules is None else placements.rules
-    return rules, placements.rename, placements.waive
+    placements = rules if isinstance(rules, Placements) else Placements(rules)
+    bound = PlacementRules({}) if placements.rules is None else placements.rules
+    return bound, placements.rename, placements.waive
 
 
 def parse_mesh(text: str) -> MeshAxes:
@@ -91,10 +89,10 @@ def parse_mesh(text: str) -> MeshAxes:
     """
     axes: MeshAxes = {}
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part)
-        if found is None or found[1] in axes:
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part)
+        if match is None or match[1] in axes:
             raise CannotLook(f"{text!r} is no mesh: write axis=size,..., as in ep=8,edp=2")
-        axes[found[1]] = int(found[2])
+        axes[match[1]] = int(match[2])
     return axes
 
 
@@ -113,25 +111,28 @@ def mesh_at(axes: MeshAxes, rank: int) -> MeshCoordinate:
     return MeshCoordinate(tuple(axes), tuple(axes.values()), tuple(reversed(coordinate)))
 
 
-def check_picked(pattern: str | None, found: Iterable[str], keys: Iterable[str]) -> None:
-    """Refuse a pattern that picks no key: nothing would be looked at, and found sound.
+def matching_keys(pattern: str | None, keys: Iterable[str]) -> set[str]:
+    """Return the keys that match a pattern of ``PlacementRules``; all of them for None.
 
     Raises:
-        CannotLook: ``found`` is empty, and there is a pattern.
+        CannotLook: No key matches the pattern, or the pattern has an empty component.
     """
-    if pattern is not None and not list(found):
+    if pattern is None:
+        return set(keys)
+    matches = matcher(pattern)
+    matching = {key for key in keys if matches(key)}
+    if not matching:
         there = format_names(sorted(keys), 3) or "none"
         raise CannotLook(f"no key matches {pattern!r}\n    there are:   {there}")
+    return matching
 
 
-def matcher(pattern: str | None) -> Callable[[str], bool]:
-    """Return whether a key matches a pattern of ``PlacementRules``; every key does for None.
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a key matches a pattern of ``PlacementRules``.
 
     Raises:
         CannotLook: The pattern has an empty component.
     """
-    if pattern is None:
-        return lambda fqn: True
     try:
         compiled = compile_pattern(pattern)
     except PlacementError as error:

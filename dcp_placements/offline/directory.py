@@ -49,15 +49,15 @@ class Directory:
         return sorted(os.path.basename(str(p).rstrip("/")) for p in self._fs.ls(self._root, False))
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file; None where there is none that may be opened."""
+        """Return the bytes of a file; None where no file of that name may be opened."""
         if name not in self._sizes:
             path = self._path(name)
             if self._fs is None:
                 plain = os.path.isfile(path) and self.why_barred(name) is None
-                found = os.path.getsize(path) if plain else None
+                self._sizes[name] = os.path.getsize(path) if plain else None
             else:
-                found = int(self._fs.size(path)) if self._fs.isfile(path) else None
-            self._sizes[name] = found
+                is_file = self._fs.isfile(path)
+                self._sizes[name] = int(self._fs.size(path)) if is_file else None
         return self._sizes[name]
 
     def why_barred(self, name: str) -> str | None:
@@ -65,7 +65,7 @@ class Directory:
         return None if self._fs is not None else why_barred(self._root, name)
 
     def modified(self, name: str) -> float | None:
-        """Return when a file was last written, in seconds since 1970; None where nobody knows."""
+        """Return when a file was last written, in seconds since 1970; None for a URL."""
         return os.path.getmtime(self._path(name)) if self._fs is None else None
 
     def open(self, name: str) -> IO[bytes]:
@@ -104,7 +104,8 @@ def no_checkpoint(directory: Directory) -> CannotLook:
         way = "give another directory, this one is empty"
     else:
         way = "give a directory with .metadata, or with *.safetensors files"
-    found = format_names(names, 6) if names else "nothing"
     return CannotLook(
-        f"{directory.path}: no checkpoint in it\n    found:       {found}\n    way out:     {way}"
+        f"{directory.path}: no checkpoint in it\n"
+        f"    found:       {format_names(names, 6) or 'nothing'}\n"
+        f"    way out:     {way}"
     )

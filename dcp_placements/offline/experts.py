@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from dcp_placements.layout.sharding import Box
@@ -20,11 +20,11 @@ _LAYER_AXIS = re.compile(r"(^|\.)layers\.(?!\d)")
 
 @dataclass(frozen=True, slots=True)
 class ExpertKey:
-    """What the key of an expert's tensor says.
+    """The parts of the key of an expert's tensor.
 
     Attributes:
-        layer: The part of the key up to the experts; what layers are told apart by.
-        index: The expert; None where all of a layer are stacked in one tensor.
+        layer: The key up to the experts, different for each layer.
+        index: The expert; None where all experts of a layer are stacked in one tensor.
         name: The rest of the key.
         dim: The dim along which experts are stacked.
     """
@@ -36,21 +36,21 @@ class ExpertKey:
 
 
 def expert_key(fqn: str) -> ExpertKey | None:
-    """Return what a key says of experts; None where it is not one of theirs.
+    """Return the parts of an expert's key; None for other keys.
 
     >>> expert_key("layers.0.mlp.experts.3.w1.weight")
     ExpertKey(layer='layers.0.mlp.experts', index=3, name='w1.weight', dim=0)
     >>> expert_key("layers.0.shared_experts.w1") is None
     True
 
-    Megatron stacks layers, too (``decoder.layers.mlp.experts...``, without a number): experts are
-    the second dim there.
+    Megatron also stacks layers (``decoder.layers.mlp.experts...``, without a number). Experts are
+    then the second dim.
     """
-    found = _KEY.match(fqn)
-    if found is None:
+    match = _KEY.match(fqn)
+    if match is None:
         return None
-    index = None if found["index"] is None else int(found["index"])
-    return ExpertKey(found["layer"], index, found["name"], 1 if _LAYER_AXIS.search(fqn) else 0)
+    index = None if match["index"] is None else int(match["index"])
+    return ExpertKey(match["layer"], index, match["name"], 1 if _LAYER_AXIS.search(fqn) else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class ExpertLayer:
 
     Attributes:
         layer: The part of the keys up to the experts.
-        stacked: Whether all of them are in one tensor; otherwise they have keys of their own.
+        stacked: Whether they are in one tensor; otherwise each has keys of its own.
         tensors: Names of the tensors that an expert has.
-        experts: Those that have all of these tensors, complete.
-        gaps: Those that lack some or all of them, below the highest index that any layer has.
-        doubles: Those of which some element is stored twice.
+        experts: Those with every element of all of these tensors.
+        gaps: Those that lack some or all elements, up to the highest index of any layer.
+        doubles: Those with an element that is stored twice.
     """
 
     JSON: ClassVar[str] = "stacked tensors experts gaps doubles"
@@ -76,42 +76,41 @@ class ExpertLayer:
     doubles: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class _Tally:
+    """What the tensors of one layer hold; the experts by index."""
+
+    names: set[str] = field(default_factory=set)
+    complete: Counter[int] = field(default_factory=Counter)
+    doubles: set[int] = field(default_factory=set)
+
+
 def find_experts(tensors: Iterable[StoredTensor]) -> tuple[ExpertLayer, ...]:
     """Return the experts of every layer that has any, in the order of the keys."""
-    layers: dict[tuple[str, bool], dict[str, list[tuple[ExpertKey, StoredTensor]]]] = {}
+    layers: dict[tuple[str, bool], _Tally] = {}
+    count = 0
     for tensor in tensors:
         key = expert_key(tensor.fqn)
         if key is None or (key.index is None and len(tensor.shape) <= key.dim):
             continue
-        names = layers.setdefault((key.layer, key.index is None), {})
-        names.setdefault(key.name, []).append((key, tensor))
-    whole: dict[tuple[str, bool], Counter[int]] = {}
-    twice: dict[tuple[str, bool], set[int]] = {}
-    counts: dict[tuple[str, bool], int] = {}
-    for place, names in layers.items():
-        found = whole[place] = Counter()
-        doubles = twice[place] = set()
-        for members in names.values():
-            for key, tensor in members:
-                if key.index is None:
-                    lacking, double = _stacked(tensor, key.dim)
-                    indices: Iterable[int] = range(tensor.shape[key.dim])
-                    counts[place] = max(counts.get(place, 0), tensor.shape[key.dim])
-                else:
-                    lacking, double = _alone(tensor, key.index)
-                    indices = (key.index,)
-                    counts[place] = max(counts.get(place, 0), key.index + 1)
-                found.update(set(indices) - lacking)
-                doubles |= double
-    highest = max(counts.values(), default=0)
-    made = []
-    for place, names in layers.items():
-        held = tuple(i for i in range(highest) if whole[place][i] == len(names))
-        gaps = tuple(sorted(set(range(highest)) - set(held)))
-        made.append(
-            ExpertLayer(*place, tuple(sorted(names)), held, gaps, tuple(sorted(twice[place])))
-        )
-    return tuple(made)
+        if key.index is None:
+            indices = range(tensor.shape[key.dim])
+            lacking, doubles = _stacked(tensor, key.dim)
+        else:
+            indices = range(key.index, key.index + 1)
+            lacking, doubles = _alone(tensor, key.index)
+        tally = layers.setdefault((key.layer, key.index is None), _Tally())
+        tally.names.add(key.name)
+        tally.complete.update(set(indices) - lacking)
+        tally.doubles |= doubles
+        count = max(count, indices.stop)
+    result = []
+    for (layer, stacked), tally in layers.items():
+        experts = tuple(i for i in range(count) if tally.complete[i] == len(tally.names))
+        gaps = tuple(sorted({*range(count)} - {*experts}))
+        names, twice = tuple(sorted(tally.names)), tuple(sorted(tally.doubles))
+        result.append(ExpertLayer(layer, stacked, names, experts, gaps, twice))
+    return tuple(result)
 
 
 def _stacked(tensor: StoredTensor, dim: int) -> tuple[set[int], set[int]]:

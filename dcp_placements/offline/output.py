@@ -1,9 +1,9 @@
-"""Outputs that are there as a whole or not at all, and one writer of each.
+"""Atomic outputs: each appears whole or not at all, and has one writer.
 
-A file or directory is written under a name of its own beside the one asked for, and renamed when
-all of it is on disk. A lock beside it keeps a second process out meanwhile. The lock is the
-system's (``flock``), which ends with its process; the lock file says who holds it. New files never
-replace what somebody put in their place, and links are not followed.
+A file or directory is written under a temporary name beside its own, and renamed when all of it is
+on disk. Meanwhile a lock beside it keeps other processes out. The lock is the system's (``flock``),
+which ends with its process; the lock file names the holder. A new file never replaces one that
+appeared meanwhile, and links are not followed.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from typing import IO, Any
 from dcp_placements.errors import CannotLook, format_name
 
 IDENTITY = "identity"
-"""The file in an unfinished directory that says what it is to become."""
+"""The file in an unfinished directory that identifies the output."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What ``flock`` says where a file system has no locks."""
+"""The errors of ``flock`` on file systems without locks."""
 
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 _LOCK_NBYTES = 4096
+_HOLDER: dict[str, type[int] | type[str]] = {"pid": int, "host": str, "since": str}
 _SAYS_AFTER_S = 0.5
 """How long a process may have a lock before it has written who it is."""
 
 
 class Output:
-    """The right to make one file or directory, from the first look to the rename.
+    """The right to create one file or directory, from the first check to the rename.
 
     Args:
-        path: What is to be there.
-        replace: Whether a file that is there may be replaced. Otherwise nothing may be there but
-            an empty directory.
+        path: Of the output.
+        replace: Whether to replace an existing file. Otherwise the path must not exist, or be an
+            empty directory.
 
     Attributes:
-        path: What is to be there.
+        path: Of the output.
 
     Raises:
-        CannotLook: Something is there, another process is writing it, or it is a URL.
+        CannotLook: The path exists, another process is writing it, or it is a URL.
         OSError: Nothing can be written there.
     """
 
@@ -65,7 +66,7 @@ class Output:
         try:
             self._lock.take()
             if not self._replace:
-                # Somebody may have finished between the first look and the lock.
+                # Another process may have finished between the first check and the lock.
                 absent(self.path)
         except BaseException:
             self.__exit__()
@@ -76,15 +77,15 @@ class Output:
         self._lock.release()
         for parent in self._parents:
             with suppress(OSError):
-                parent.rmdir()  # still empty: nothing came of it
+                parent.rmdir()  # still empty, as after an error
 
     @contextmanager
     def directory(self, identity: str | None = None) -> Iterator[Path]:
         """Yield a directory to write into; it becomes the output when the block ends.
 
         Args:
-            identity: What tells this output from others. With it the directory outlasts a block
-                that raises, and is yielded again, files and all, to one of the same identity.
+            identity: Different for different outputs. With it the directory outlasts a block that
+                raises, and the next block of the same identity gets it with its files.
         """
         if not self._resumes(identity):
             _remove(self._partial)
@@ -114,7 +115,7 @@ class Output:
                 _sync_directory(self.path.parent)
                 return
             if self.path.is_dir():
-                self.path.rmdir()  # an empty one, as is known
+                self.path.rmdir()  # empty, as ``absent`` checked
             self._link()
         finally:
             _remove(self._partial)
@@ -156,10 +157,10 @@ class Output:
 
 
 def absent(path: str | os.PathLike[str]) -> Path:
-    """Return where an output is to be, which is nowhere yet, or an empty directory.
+    """Return the path of an output, which does not exist yet or is an empty directory.
 
     Raises:
-        CannotLook: Something is there, or it is no path of this machine.
+        CannotLook: It exists, or it is no path of this machine.
     """
     out = Path(path)
     if "://" in os.fspath(path):
@@ -196,7 +197,7 @@ def new_file(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def whole_file(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
-    """Yield a file of an unfinished directory to write into; it gets its name when it is whole."""
+    """Yield a new file of an unfinished directory; it gets its name when it is whole."""
     partial = path.with_name(f".{path.name}.partial")
     _remove(partial)
     with new_file(partial, buffering=buffering) as stream:
@@ -220,7 +221,7 @@ def is_own_file(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove what is there; of a link the link."""
+    """Remove a file, a directory with its content, or a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -232,7 +233,7 @@ def _sync_directory(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        pass  # some file systems have no such thing
+        pass  # some file systems cannot sync directories
     finally:
         os.close(descriptor)
 
@@ -240,8 +241,8 @@ def _sync_directory(path: Path) -> None:
 class _Lock:
     """A lock file, held by at most one process.
 
-    Of a process that died the system has dropped the lock. Where a file system's locks reach no
-    other host, the file itself is the lock, and stays until it is removed.
+    The system drops the lock of a process that died. On file systems whose locks do not reach other
+    hosts the file itself is the lock, until somebody removes it.
     """
 
     def __init__(self, target: Path, path: Path) -> None:
@@ -270,10 +271,10 @@ class _Lock:
                         continue
                     raise self._busy(holder)
                 if not self._is_ours(descriptor):
-                    continue  # its holder removed it meanwhile: what we locked is no file now
-                told = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
+                    continue  # its holder removed it meanwhile: we locked an unlinked file
+                holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(told).encode(), 0)
+                os.pwrite(descriptor, json.dumps(holder).encode(), 0)
                 self._descriptor, descriptor = descriptor, -1
                 return
             finally:
@@ -283,7 +284,7 @@ class _Lock:
     def release(self) -> None:
         """Give the lock back."""
         if self._descriptor is not None:
-            # Removed first: who opens it now makes a file of his own.
+            # Removed before it is unlocked: whoever opens it next creates a new file.
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
@@ -320,10 +321,10 @@ class _Lock:
 
 
 def _holder(descriptor: int) -> dict[str, Any]:
-    """Return what a lock file says of its holder; nothing where it does not say."""
+    """Return the holder that a lock file names; nothing where it names none."""
     try:
-        told = json.loads(os.pread(descriptor, _LOCK_NBYTES, 0))
-        return {"pid": int(told["pid"]), "host": str(told["host"]), "since": str(told["since"])}
+        holder = json.loads(os.pread(descriptor, _LOCK_NBYTES, 0))
+        return {key: kind(holder[key]) for key, kind in _HOLDER.items()}
     except (ValueError, TypeError, KeyError, RecursionError):
         return {}
 

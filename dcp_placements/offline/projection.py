@@ -56,7 +56,7 @@ class Projection:
         lines: Where ``across`` breaks into lines, from 0 to its end; two numbers for one line.
         edges: Of the dims that are drawn, where boxes begin and end.
         panels: The pictures.
-        untold: Panels that there would be beyond these.
+        undrawn: The number of panels beyond these.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Projection:
     lines: tuple[int, ...]
     edges: dict[int, tuple[int, ...]]
     panels: tuple[Panel, ...]
-    untold: int
+    undrawn: int
 
     @property
     def width(self) -> int:
@@ -118,16 +118,16 @@ def project(shape: Sequence[int], boxes: Sequence[Box]) -> Projection:
         : 2 - len(drawn)
     ]
     down, across = [None, None, *sorted(drawn)][-2:]
-    panels, untold = _panels(extent, edges, [dim for dim in cut if dim not in drawn])
+    panels, undrawn = _panels(extent, edges, [dim for dim in cut if dim not in drawn])
     lines = (0, 1) if across is None else (0, extent[across])
-    return Projection(extent, across, down, lines, edges, panels, untold)
+    return Projection(extent, across, down, lines, edges, panels, undrawn)
 
 
 def _edges(size: int, boxes: Sequence[Box], dim: int) -> tuple[int, ...]:
-    found = {0, size}
+    edges = {0, size}
     for box in boxes:
-        found |= {box.offsets[dim], box.offsets[dim] + box.sizes[dim]}
-    return tuple(sorted(found))
+        edges |= {box.offsets[dim], box.offsets[dim] + box.sizes[dim]}
+    return tuple(sorted(edges))
 
 
 def _nearest(drawn: Sequence[int]) -> Callable[[int], tuple[int, int]]:

@@ -150,7 +150,7 @@ def test_rectangles_cover_what_boxes_do(shape: list[int], cuts: list[tuple[int, 
 def test_more_panels_than_there_is_room_for_are_counted() -> None:
     made = pieces((64, 64, 64), (8, 16, 20), (Cut(0, 0), Cut(1, 1), Cut(2, 2)))
     projection = project((64, 64, 64), [piece.box for piece in made])
-    assert len(projection.panels) + projection.untold == 8
+    assert len(projection.panels) + projection.undrawn == 8
 
 
 @pytest.mark.parametrize(

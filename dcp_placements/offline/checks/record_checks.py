@@ -128,7 +128,7 @@ class RecordChecker:
         head = self._heads.find(part, record.chunk.nbytes)
         if head is None:
             if self._contents:
-                # Which checksum is wrong says more than that the record cannot be read.
+                # A wrong checksum is more specific than a record that cannot be read.
                 broken = list(self._checksums(part, record.chunk.nbytes))
                 if broken:
                     yield from broken
@@ -262,7 +262,7 @@ def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Ite
     declared = record.chunk.box.sizes
     if shape != declared or dtype != record.tensor.dtype:
         message = (
-            f"a {shape} {dtype} tensor is at byte {record.start}, where the metadata say "
+            f"a {shape} {dtype} tensor is at byte {record.start}, where the metadata have "
             f"{declared} {record.tensor.dtype}"
         )
         yield "wrong_record", message

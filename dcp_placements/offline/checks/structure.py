@@ -24,7 +24,7 @@ class CheckpointFault:
         kind: What it is, in one word that stays; README.md lists them.
         tensors: Keys that it is about, sorted.
         files: Files that it is about, sorted.
-        message: What was found against what was declared.
+        message: The numbers in the files against those declared.
     """
 
     kind: str

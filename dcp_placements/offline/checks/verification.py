@@ -86,8 +86,8 @@ def verify(
 ) -> Verification:
     """Return what is wrong with a checkpoint.
 
-    Without ``contents`` and ``digests`` only the head of every record is read: whether chunks tile
-    their tensors, files are there and long enough, and records are what the metadata say.
+    Without ``contents`` and ``digests`` only the head of every record is read. Checked are then:
+    chunks tile their tensors, files exist and are long enough, records match the metadata.
 
     Args:
         path: The checkpoint.

@@ -16,7 +16,7 @@ from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredTensor
 from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.checks.verification import MEMORY_NBYTES, Progress
-from dcp_placements.offline.declared import Rename, check_picked, matcher
+from dcp_placements.offline.declared import Rename, matching_keys
 from dcp_placements.offline.differences.comparing import Tally
 from dcp_placements.storage.tensor_record import check_stored
 
@@ -127,10 +127,8 @@ def diff(
     """
     left = one if isinstance(one, Checkpoint) else Checkpoint(one)
     right = other if isinstance(other, Checkpoint) else Checkpoint(other)
-    wanted = matcher(fqn)
     names = _renamed([*left.tensors, *left.objects], rename)
-    keys = sorted(key for key in {*names, *right.tensors, *right.objects} if wanted(key))
-    check_picked(fqn, keys, {*names, *right.tensors, *right.objects})
+    keys = sorted(matching_keys(fqn, {*names, *right.tensors, *right.objects}))
     notes = []
     if SAFETENSORS in (left.format, right.format):
         objects = {key for key in keys if names.get(key) in left.objects or key in right.objects}

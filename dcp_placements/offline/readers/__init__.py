@@ -1,4 +1,4 @@
-"""Readers of what checkpoints say about themselves: DCP metadata, safetensors headers.
+"""Readers of checkpoint metadata: DCP's, and the headers of safetensors files.
 
 Imports what ``offline`` may.
 """

@@ -27,8 +27,8 @@ class RankPart:
 
     Attributes:
         part: The tensors.
-        placement: What the rank's rule says of them; None for no rule.
-        rule: The rule's name; None for no rule.
+        placement: By the rank's rule; None without a rule.
+        rule: The rule's name; None without a rule.
         key: Of all that decides how the tensors are cut, equal on all ranks that cut them alike.
         own: The axes over which FSDP cuts them.
         sharding: How they are cut.

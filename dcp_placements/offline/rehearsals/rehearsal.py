@@ -1,7 +1,7 @@
 """Whether a checkpoint loads into a topology, and at what cost: only planning, for every rank.
 
 There is no model, so what a rank needs is derived from the checkpoint: each of its tensors, cut
-over the mesh as the rules say.
+over the mesh by the rules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a load would be refused for because it is declared otherwise than the checkpoint was saved.
+"""The comparison of a load's declarations with those of the save, without a load.
 
-The same functions judge as in a load. Here no rank has keys of its own: it is taken to ask for the
-checkpoint's, as its rename says.
+The functions are those of a load. No rank has keys of its own here: by its rename it requests the
+checkpoint's keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dcp_placements.storage.metadata.record import cuts_of, record_of
 
 
 class RehearsedRecord:
-    """What all ranks' declarations come to beside the save's.
+    """The declarations of all ranks, compared with the record of the save.
 
     Args:
         metadata: The checkpoint's.
@@ -46,22 +46,22 @@ class RehearsedRecord:
         rule: str | None,
         waive: Mapping[str, str],
     ) -> list[Fault]:
-        """Return how axes cut keys in another way than the save had it.
+        """Return the axes that cut keys in another way than in the save.
 
         Args:
-            fqns: Keys that lie alike.
-            sharding: How.
-            placement: What the rule says.
-            own: The axes of FSDP, which are one in ``sharding``, the last.
-            rule: What to call it.
-            waive: Patterns of keys that are known to be right.
+            fqns: Keys that are cut alike.
+            sharding: How they are cut.
+            placement: By the rule; None without a rule.
+            own: The axes of FSDP, flattened into the last axis of ``sharding``.
+            rule: The rule's name.
+            waive: Patterns of keys whose differences are accepted.
         """
         if self._record is None or not sharding.cuts:
             return []
         names: list[str | None] = []
         if placement is not None:
             names += placement.mesh.mesh_dim_names or [None] * len(placement.mesh.shape)
-        # Several axes flattened into one are called in no way that a save would know.
+        # Several axes flattened into one have no name that a save could have recorded.
         names.append(own[0] if len(own) == 1 else None)
         loaded = cuts_of(sharding, names)
         excuses = _excuses(waive)
@@ -70,9 +70,9 @@ class RehearsedRecord:
             if group := self._record.group_of.get(fqn, 0):
                 groups.setdefault(group, []).append(fqn)
         return [
-            cut_fault(fqn, found, rule, _ANY)
+            cut_fault(fqn, difference, rule, _ANY)
             for group, members in groups.items()
-            for found in differences(self._record.groups[group], loaded, sharding.global_shape)
+            for difference in differences(self._record.groups[group], loaded, sharding.global_shape)
             for fqn in members
             if not excuses.waive(fqn)
         ]
@@ -80,14 +80,14 @@ class RehearsedRecord:
     def rename_faults(
         self, rank: int, fqns: Iterable[str], rename: Any, waive: Mapping[str, str], key: Any
     ) -> list[Fault]:
-        """Return the totals that are others than the save's, and keep what a rank asks for.
+        """Return the totals of renames that differ from the save's, and keep a rank's request.
 
         Args:
             rank: The rank.
-            fqns: Keys of tensors that it has.
+            fqns: Keys of its tensors.
             rename: Its rename.
-            waive: Patterns of keys that are known to be right.
-            key: The same for ranks that have the same of all these.
+            waive: Patterns of keys whose differences are accepted.
+            key: Equal for ranks with equal arguments.
         """
         checks = self._checks.get(key)
         if checks is None:
@@ -98,7 +98,7 @@ class RehearsedRecord:
         return checks.faults
 
     def asking_faults(self) -> list[Fault]:
-        """Return what all ranks' keys and rows together show."""
+        """Return the faults that only the keys and rows of all ranks together show."""
         rows = self._packed_rows()
         messages = [replace(one, rows=rows.get(one.rank, b"")) for one in self._messages]
         return asking_faults(messages, self._record, self._metadata)
@@ -112,14 +112,14 @@ class RehearsedRecord:
         rule: str | None,
         waive: Mapping[str, str],
     ) -> None:
-        """Keep which rows of keys that lie alike a rank asks for."""
+        """Keep the rows that a rank requests of keys that are cut alike."""
         rows = None
         if any(isinstance(cut, Pick) for cut in sharding.cuts):
             rows = rows_of(sharding, layout, layout.chunks())
         self._lists.append((rank, fqns, None if rows is None else Listed(*rows, rule), waive))
 
     def _packed_rows(self) -> dict[int, bytes]:
-        """Return by rank what its rows are; nothing where no rule lists any."""
+        """Return the packed rows of every rank; nothing where no rule lists rows."""
         if all(listed is None for _, _, listed, _ in self._lists):
             return {}
         states = OptimizerStates(dict.fromkeys(self._metadata.state_dict_metadata, UNSEEN))

@@ -93,7 +93,7 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[P
     told = [f"{tuple(shape)} {dtype}", f"{counted} of {writers}"]
     told += [f"{_omitted(projection)} not cut"] if _omitted(projection) else []
     told += ["numbers: writer ranks"] if numbers and len(unnamed) < len(colors) else []
-    told += [f"{projection.untold} more panels are not drawn"] if projection.untold else []
+    told += [f"{projection.undrawn} more panels are not drawn"] if projection.undrawn else []
     if 0 in shape:
         figure.text(0.5, 0.5, "no elements", ha="center", va="center", fontsize=9, color=GREY)
     _title(figure, fqn, told)
