@@ -12,27 +12,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_placements.load import exchange
-from dcp_placements.load.exchange import batches
-from dcp_placements.load.shares import SHARE_NBYTES, Claim, Claims, Wanted, shares, verdicts
+from dcp_placements.load import broadcast
+from dcp_placements.load.broadcast import batches
+from dcp_placements.load.shares import SHARE_NBYTES, Claim, Claims, Destination, shares, verdicts
 
 MIB = 1 << 20
 
 
 @st.composite
-def wanted_boxes(draw: st.DrawFn) -> tuple[list[Wanted], int]:
+def destinations(draw: st.DrawFn) -> tuple[list[Destination], int]:
     members = draw(st.integers(2, 6))
-    near = st.none() | st.integers(0, members - 1)
+    writer = st.none() | st.integers(0, members - 1)
     boxes = []
     for _ in range(draw(st.integers(1, 30))):
         rows = draw(st.integers(1, 300))
         row_nbytes = draw(st.sampled_from([2, 24, 4096, 40 << 10]))
-        boxes.append(Wanted(rows * row_nbytes, rows, draw(near)))
+        boxes.append(Destination(rows * row_nbytes, rows, draw(writer)))
     return boxes, members
 
 
-@given(wanted_boxes())
-def test_every_row_is_read_once(case: tuple[list[Wanted], int]) -> None:
+@given(destinations())
+def test_every_row_is_read_once(case: tuple[list[Destination], int]) -> None:
     boxes, members = case
     for box, split in zip(boxes, shares(boxes, members), strict=True):
         rows = [row for share in split for row in range(share.start, share.stop)]
@@ -40,11 +40,11 @@ def test_every_row_is_read_once(case: tuple[list[Wanted], int]) -> None:
         assert all(0 <= share.member < members for share in split)
 
 
-@given(wanted_boxes())
-def test_what_is_large_is_read_evenly(case: tuple[list[Wanted], int]) -> None:
+@given(destinations())
+def test_what_is_large_is_read_evenly(case: tuple[list[Destination], int]) -> None:
     boxes, members = case
     # 20 MiB per member in boxes that can be split are enough for 5 %, whatever else there is.
-    boxes = [*boxes, *[Wanted(members * 5 * MIB, 1280, None)] * 4]
+    boxes = [*boxes, *[Destination(members * 5 * MIB, 1280, None)] * 4]
     load = [0] * members
     for box, split in zip(boxes, shares(boxes, members), strict=True):
         for share in split:
@@ -53,12 +53,12 @@ def test_what_is_large_is_read_evenly(case: tuple[list[Wanted], int]) -> None:
 
 
 def test_what_a_member_wrote_it_reads() -> None:
-    boxes = [Wanted(3 * MIB, 4, near) for near in (1, 0, 1, 0)]
+    boxes = [Destination(3 * MIB, 4, writer) for writer in (1, 0, 1, 0)]
     assert shares(boxes, 2) == [[(1, 0, 4)], [(0, 0, 4)], [(1, 0, 4)], [(0, 0, 4)]]
 
 
 def test_what_one_wrote_alone_is_read_by_all() -> None:
-    boxes = [Wanted(4 * MIB, 1024, 0)] * 3
+    boxes = [Destination(4 * MIB, 1024, 0)] * 3
     load = [0, 0]
     for split in shares(boxes, 2):
         for share in split:
@@ -67,33 +67,33 @@ def test_what_one_wrote_alone_is_read_by_all() -> None:
 
 
 def test_little_is_read_by_one_that_has_it() -> None:
-    boxes = [Wanted(SHARE_NBYTES // 8, 16, 5)] * 12
+    boxes = [Destination(SHARE_NBYTES // 8, 16, 5)] * 12
     assert {share.member for split in shares(boxes, 64) for share in split} == {5}
 
 
 def test_some_is_read_by_few_that_are_spread() -> None:
-    boxes = [Wanted(SHARE_NBYTES // 2, 1024, None)] * 8
+    boxes = [Destination(SHARE_NBYTES // 2, 1024, None)] * 8
     assert {share.member for split in shares(boxes, 64) for share in split} == {0, 16, 32, 48}
 
 
 def grid(*sizes: int, content: int = 7) -> list[Claims]:
     """Return the claims of a whole world that is one replica set of these axes."""
-    told = []
+    sent = []
     for position, at in enumerate(product(*map(range, sizes))):
         lines = tuple(hash((axis, at[:axis], at[axis + 1 :])) for axis in range(len(sizes)))
         claim = Claim(content, lines, sizes, at)
-        told.append(Claims(1, prod(sizes), position, (claim,), hooked=True))
-    return told
+        sent.append(Claims(1, prod(sizes), position, (claim,), hooked=True))
+    return sent
 
 
-def changed(told: list[Claims], rank: int, **changes: Any) -> list[Claims]:
+def changed(sent: list[Claims], rank: int, **changes: Any) -> list[Claims]:
     """Return the claims with one rank's changed."""
-    claim = told[rank].claims[0]._replace(**changes)
-    return [*told[:rank], replace(told[rank], claims=(claim,)), *told[rank + 1 :]]
+    claim = sent[rank].claims[0]._replace(**changes)
+    return [*sent[:rank], replace(sent[rank], claims=(claim,)), *sent[rank + 1 :]]
 
 
-def granted(told: list[Any]) -> list[tuple[int, ...]]:
-    return [verdict.numbers for verdict in verdicts(told)]
+def granted(sent: list[Any]) -> list[tuple[int, ...]]:
+    return [verdict.numbers for verdict in verdicts(sent)]
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 3, 2)])
@@ -106,20 +106,20 @@ def test_a_whole_grid_that_agrees_is_granted(sizes: tuple[int, ...]) -> None:
     "changes", [{"content": 8}, {"sizes": (2, 1)}, {"coordinate": (0, 0)}, {"lines": (5, 6)}]
 )
 def test_one_rank_that_differs_keeps_all_from_it(changes: dict[str, Any]) -> None:
-    told = verdicts(changed(grid(2, 2), 3, **changes))
-    assert [verdict.numbers for verdict in told] == [(-1,)] * 4
-    assert not any(verdict.active or verdict.why for verdict in told)
+    sent = verdicts(changed(grid(2, 2), 3, **changes))
+    assert [verdict.numbers for verdict in sent] == [(-1,)] * 4
+    assert not any(verdict.active or verdict.why for verdict in sent)
 
 
 def test_sets_are_numbered_alike_on_all_ranks() -> None:
     """Two sets of two: each goes by its own number, and one that fails leaves the other be."""
-    told = []
+    sent = []
     for rank in range(4):
         line = rank // 2
         good = Claim(line, (10 + line,), (2,), (rank % 2,))
         other = Claim(rank, (20 + rank % 2,), (2,), (line,))
-        told.append(Claims(1, 4, rank, (other, good), hooked=True))
-    assert granted(told) == [(-1, 0), (-1, 0), (-1, 1), (-1, 1)]
+        sent.append(Claims(1, 4, rank, (other, good), hooked=True))
+    assert granted(sent) == [(-1, 0), (-1, 0), (-1, 1), (-1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -133,19 +133,19 @@ def test_sets_are_numbered_alike_on_all_ranks() -> None:
     ],
 )
 def test_what_keeps_all_from_it_is_said(rank: int, other: dict[str, Any] | None, why: str) -> None:
-    told: list[Any] = list(grid(4))
-    told[rank] = None if other is None else replace(told[rank], **other)
-    found = verdicts(told)
+    sent: list[Any] = list(grid(4))
+    sent[rank] = None if other is None else replace(sent[rank], **other)
+    found = verdicts(sent)
     assert len(found) == 4
     assert all(not verdict.active and why in verdict.why for verdict in found)
 
 
-def test_one_process_alone_is_told_nothing() -> None:
+def test_one_process_alone_is_sent_nothing() -> None:
     assert [(v.active, v.why) for v in verdicts(grid(4)[:1])] == [(False, "")]
 
 
 def test_batches_are_alike_whatever_the_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "BATCH_NBYTES", 1000)
+    monkeypatch.setattr(broadcast, "BATCH_NBYTES", 1000)
     shapes = [(3, 4), (), (50, 20), (1, 1, 700), (5,), (2, 3, 100)]
     rows = [torch.zeros(shape) for shape in shapes]
     columns = [torch.zeros(shape[::-1]).permute(tuple(range(len(shape)))[::-1]) for shape in shapes]

@@ -1,0 +1,277 @@
+"""The replica sets that a rank belongs to: ranks that need the same boxes, and which boxes.
+
+Ranks need the same along every mesh axis that does not shard a tensor. Tensors with the same such
+axes form one set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from dcp_placements._torch import (
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    TensorStorageMetadata,
+    axis_group,
+    filled,
+)
+from dcp_placements.bind.binding import Binding
+from dcp_placements.bind.placed import Placed, Placing
+from dcp_placements.layout.sharding import Box, Cut
+from dcp_placements.load.broadcast import Line
+from dcp_placements.load.reads import Finders
+from dcp_placements.load.shares import Claim, Destination, Share
+from dcp_placements.storage.metadata.save_ids import writer_of
+
+
+class Target(NamedTuple):
+    """A destination box of this rank that other ranks need, too.
+
+    Attributes:
+        fqn: The checkpoint's key.
+        at: Its number among the tensor's chunks.
+        box: The box, in the checkpoint's tensor.
+        itemsize: Of the stored elements, in bytes.
+        tensor: The local tensor that it is part of.
+    """
+
+    fqn: str
+    at: int
+    box: Box
+    itemsize: int
+    tensor: torch.Tensor
+
+    @property
+    def dim(self) -> int:
+        """The first dim longer than 1, along which the box is split; 0 where there is none."""
+        return next((dim for dim, size in enumerate(self.box.sizes) if size > 1), 0)
+
+    def nbytes(self, share: Share) -> int:
+        """Return how many bytes of the local tensor a share fills."""
+        rows = self.box.sizes[self.dim] if self.box.sizes else 1
+        return self.box.numel // rows * (share.stop - share.start) * self.tensor.dtype.itemsize
+
+    def view(self, share: Share, lookup: Callable[[MetadataIndex], torch.Tensor]) -> torch.Tensor:
+        """Return a share as a view of the memory that ``lookup`` returns for the box."""
+        index = MetadataIndex(self.fqn, torch.Size(self.box.offsets), self.at)
+        whole = lookup(index).detach()
+        if not self.box.sizes:
+            return whole
+        return whole.narrow(self.dim, share.start, share.stop - share.start)
+
+
+@dataclass(slots=True)
+class ReplicaSet:
+    """Ranks that need the same boxes: a grid, with one line per axis.
+
+    Attributes:
+        label: The names of the axes.
+        lines: This rank's line along each axis.
+        targets: The boxes.
+    """
+
+    label: str
+    lines: tuple[Line, ...]
+    targets: list[Target] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple([len(line.ranks) for line in self.lines])
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        return tuple([line.position for line in self.lines])
+
+    @property
+    def member(self) -> int:
+        """This rank's number: its place in the grid, the last axis fastest."""
+        number = 0
+        for position, size in zip(self.coordinate, self.sizes, strict=True):
+            number = number * size + position
+        return number
+
+    def coordinate_of(self, member: int) -> tuple[int, ...]:
+        """Return a member's place in the grid."""
+        places = []
+        for size in reversed(self.sizes):
+            member, position = divmod(member, size)
+            places.append(position)
+        return tuple(reversed(places))
+
+    def claim(self) -> Claim:
+        """Return what this rank sends the coordinator for the set."""
+        content = xxhash.xxh3_64()
+        for target in self.targets:
+            facts = (target.fqn, *target.box, target.tensor.dtype, target.tensor.device.type)
+            content.update(repr(facts).encode())
+        lines = tuple([line.hash(self.label) for line in self.lines])
+        return Claim(content.intdigest(), lines, self.sizes, self.coordinate)
+
+
+def replica_sets(
+    state_dict: Mapping[str, Any],
+    placing: Placing,
+    metadata: Metadata,
+    *,
+    world: Line,
+    excluded: Callable[[str], bool],
+) -> list[ReplicaSet]:
+    """Return the replica sets of a rank.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        placing: Its tensors' places.
+        metadata: The checkpoint's.
+        world: All ranks of the load.
+        excluded: Whether this rank reads a key for itself alone.
+    """
+    sets: dict[tuple[str, tuple[Line, ...]], ReplicaSet] = {}
+    lines_of: dict[Binding, tuple[str, tuple[Line, ...]]] = {}
+    for fqn in sorted(state_dict):
+        stored = metadata.state_dict_metadata.get(fqn)
+        if not isinstance(stored, TensorStorageMetadata) or excluded(fqn):
+            continue
+        placed = placing.placed.get(fqn)
+        value = state_dict[fqn] if placed is None else placed.tensor
+        if not _has_plain_bytes(value):
+            continue
+        label = "plain tensors" if value.dim() else "scalars"
+        lines: tuple[Line, ...] = (world,)
+        boxes = [Box((0,) * value.dim(), tuple(value.shape))]
+        if placed is not None:
+            # A tensor of stacked rows is no single piece of memory.
+            if type(placed) is not Placed:
+                continue
+            if placed.binding not in lines_of:
+                lines_of[placed.binding] = _replicated_lines(placed.binding)
+            label, lines = lines_of[placed.binding]
+            boxes = [chunk.box for chunk in placed.chunks]
+        if math.prod(len(line.ranks) for line in lines) == 1:
+            continue
+        replicas = sets.setdefault((label, lines), ReplicaSet(label, lines))
+        itemsize = stored.properties.dtype.itemsize
+        replicas.targets += [
+            Target(fqn, at, box, itemsize, value) for at, box in enumerate(boxes) if box.numel
+        ]
+    return [replicas for replicas in sets.values() if replicas.targets]
+
+
+def _replicated_lines(binding: Binding) -> tuple[str, tuple[Line, ...]]:
+    """Return the names of the axes that replicate a tensor, and this rank's line along each."""
+    names: list[str] = []
+    lines: list[Line] = []
+    if binding.is_uniform and binding.homes:
+        sharded = {cut.axis for cut in binding.sharding.cuts if isinstance(cut, Cut)}
+        for at, (axis, home) in enumerate(zip(binding.axes, binding.homes, strict=True)):
+            if at in sharded or axis.size == 1:
+                continue
+            group = axis_group(*home)
+            if group is not None and dist.get_world_size(group) == axis.size:
+                names.append(str(axis.name))
+                lines.append(Line.of(group))
+    return " x ".join(names), tuple(lines)
+
+
+def _has_plain_bytes(value: Any) -> bool:
+    """Whether the bytes of a value can be sent as they are."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+        and not (value.is_conj() or value.is_neg() or value.is_quantized)
+    )
+
+
+class Writers:
+    """Which rank wrote a box, from the names of the checkpoint's files."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._finders = Finders()
+        self._latest: dict[tuple[int, int], int] = {}
+
+    def destinations(self, replicas: ReplicaSet) -> list[Destination]:
+        """Return the boxes of a set as the shares are computed from them."""
+        # Only of a single line does a rank know all members.
+        ranks = replicas.lines[0].ranks if len(replicas.lines) == 1 else ()
+        found = []
+        for target in replicas.targets:
+            rows = target.box.sizes[target.dim] if target.box.sizes else 1
+            writer = self._writer(target) if ranks else None
+            member = ranks.index(writer) if writer in ranks else None
+            found.append(Destination(target.box.numel * target.itemsize, rows, member))
+        return found
+
+    def _writer(self, target: Target) -> int | None:
+        """Return the rank that wrote a box; None where no stored chunk is exactly that box."""
+        stored = self._metadata.state_dict_metadata[target.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        chunks = stored.chunks
+        # Tensors of one layout have the chunk at one index.
+        key = (target.at, hash(target.box))
+        at = self._latest.get(key, -1)
+        if not (0 <= at < len(chunks) and _is_box(chunks[at], target.box)):
+            meeting = self._finders.of(stored).meeting(target.box)
+            if len(meeting) != 1 or meeting[0][1] != target.box:
+                return None
+            at = self._latest[key] = meeting[0][0]
+        index = MetadataIndex(target.fqn, chunks[at].offsets, at)
+        info = (self._metadata.storage_data or {}).get(index)
+        return writer_of(str(getattr(info, "relative_path", "")))
+
+
+def _is_box(chunk: Any, box: Box) -> bool:
+    return bool(chunk.offsets == box.offsets and chunk.sizes == box.sizes)
+
+
+def own_reads(
+    items: Sequence[ReadItem], shares: Mapping[tuple[str, int], Sequence[tuple[int, Share]]]
+) -> list[ReadItem]:
+    """Return the reads that are left to this rank.
+
+    Args:
+        items: All that it needs.
+        shares: By key and number of the destination, the dim that it is split along and a share;
+            several where this rank reads several. Destinations that are not here are read whole.
+    """
+    kept: list[ReadItem] = []
+    for item in items:
+        own = shares.get((item.dest_index.fqn, item.dest_index.index or 0))
+        if own is None:
+            kept.append(item)
+        else:
+            parts = [_clipped(item, dim, share) for dim, share in own]
+            kept += [part for part in parts if part is not None]
+    return kept
+
+
+def _clipped(item: ReadItem, dim: int, share: Share) -> ReadItem | None:
+    """Return the part of a read that falls into a share; None where there is none."""
+    if not item.lengths:
+        return item
+    begin = item.dest_offsets[dim]
+    start = max(begin, share.start)
+    stop = min(begin + item.lengths[dim], share.stop)
+    if start >= stop:
+        return None
+    if (start, stop) == (begin, begin + item.lengths[dim]):
+        return item
+    offsets = list(item.dest_offsets)
+    stored_offsets = list(item.storage_offsets)
+    lengths = list(item.lengths)
+    offsets[dim], lengths[dim] = start, stop - start
+    stored_offsets[dim] += start - begin
+    changed = {
+        "dest_offsets": torch.Size(offsets),
+        "storage_offsets": torch.Size(stored_offsets),
+        "lengths": torch.Size(lengths),
+    }
+    return filled(ReadItem, {**item.__dict__, **changed})
