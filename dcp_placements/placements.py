@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.keys import Rename
-from dcp_placements.rules.options import check_rename, check_rules, check_waivers
+from dcp_placements.rules.options import check_declaration
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
 from dcp_placements.save.planner import PlacementSavePlanner
 
@@ -18,8 +18,8 @@ from dcp_placements.save.planner import PlacementSavePlanner
 class Placements:
     """What a rank's tensors are in the checkpoint, declared once for saves and loads.
 
-    Both planners are made of the same rules and the same ``rename``, so that a load cannot lack
-    what the save had. Each call makes a new planner.
+    Both planners get the same rules and the same ``rename``, so that a load cannot lack what the
+    save had. Each call returns a new planner.
 
     >>> placements = Placements({"experts": None})
     >>> placements.save_planner(digests="full").rules is placements.load_planner().rules
@@ -28,8 +28,8 @@ class Placements:
     Attributes:
         rules: As for the planners; a mapping that was given has become ``PlacementRules``.
         rename: This rank's key to the checkpoint's; None where the two are equal.
-        waive: ``{pattern: reason}`` of keys of which both planners let pass what they would warn of
-            or refuse by name and kind of cut.
+        waive: ``{pattern: reason}`` of keys that both planners accept although they would warn of,
+            or refuse, their name and kind of cut.
     """
 
     rules: Rules | None
@@ -47,21 +47,20 @@ class Placements:
 
         Args:
             rules: ``PlacementRules``, the mapping ``{pattern: CheckpointPlacement or None}`` that
-                they are made of, or any ``(fqn, tensor) -> CheckpointPlacement or None``. None:
+                takes, or any ``(fqn, tensor) -> CheckpointPlacement or None``. None:
                 every tensor keeps its own mesh and placements.
             rename: As for ``PlacementSavePlanner``.
             waive: As for the planners, each of which takes more.
 
         Raises:
-            PlacementError: Rules or a rename that cannot be asked, or a waiver without a reason.
+            PlacementError: Rules or a rename that cannot be called, or a waiver without a reason.
         """
         resolved = PlacementRules(rules) if isinstance(rules, Mapping) else rules
-        check_rules(resolved)
-        check_rename(rename)
+        waivers = check_declaration(resolved, rename, waive)
         # The instance is frozen for everybody else.
         object.__setattr__(self, "rules", resolved)
         object.__setattr__(self, "rename", rename)
-        object.__setattr__(self, "waive", check_waivers(waive))
+        object.__setattr__(self, "waive", waivers)
 
     def save_planner(self, **options: Any) -> PlacementSavePlanner:
         """Return a planner for ``dcp.save``.

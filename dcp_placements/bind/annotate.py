@@ -28,7 +28,7 @@ from dcp_placements.names.keys import (
     checkpoint_path,
     rename_keys,
 )
-from dcp_placements.rules.options import check_rename, check_rules
+from dcp_placements.rules.options import check_declaration
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
 
 
@@ -70,8 +70,7 @@ def annotate(
             "installed(Placements(rules)) where a framework takes no planner"
         )
     rules = PlacementRules(rules) if isinstance(rules, Mapping) else rules
-    check_rules(rules)
-    check_rename(rename)
+    check_declaration(rules, rename)
     rank = global_rank()
     flat, paths = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
     placing = place(flat, rules, rank)

@@ -1,18 +1,21 @@
 """What a load may do to a dtype.
 
-``copy_`` casts whatever it is given, so a float checkpoint loaded into an int template becomes its
-integer part without a word. A load that changes what a number means is refused; one that only
-loses digits is the user's choice.
+``copy_`` casts silently, so a float checkpoint loaded into an int tensor becomes its integer part.
+A load that changes what a number means is refused; one that only loses digits is the user's choice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from dcp_placements.errors import Fault, format_names
 
 CASTS = ("error", "warn", "allow")
 
 
-def cast_kind(stored: torch.dtype, wanted: torch.dtype) -> str:
+def cast_kind(stored: torch.dtype, needed: torch.dtype) -> str:
     """Return ``"same"``, ``"widening"``, ``"narrowing"`` or ``"wrong"``.
 
     >>> cast_kind(torch.float32, torch.bfloat16), cast_kind(torch.bfloat16, torch.float32)
@@ -20,30 +23,58 @@ def cast_kind(stored: torch.dtype, wanted: torch.dtype) -> str:
     >>> cast_kind(torch.float32, torch.int32), cast_kind(torch.int32, torch.float32)
     ('wrong', 'narrowing')
     """
-    if stored == wanted:
+    if stored == needed:
         return "same"
-    if _rank(stored) > _rank(wanted):
+    # Never from complex to real, from float to int, nor from a number to bool.
+    if not torch.can_cast(stored, needed):
         return "wrong"
-    return "widening" if _fits(stored, wanted) else "narrowing"
+    return "widening" if _fits(stored, needed) else "narrowing"
 
 
-def _rank(dtype: torch.dtype) -> int:
-    if dtype.is_complex:
-        return 3
-    if dtype.is_floating_point:
-        return 2
-    return 0 if dtype == torch.bool else 1
-
-
-def _fits(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether every value of ``stored`` has an exact one in ``wanted``."""
-    if _rank(stored) == 0:
+def _fits(stored: torch.dtype, needed: torch.dtype) -> bool:
+    """Whether ``needed`` represents every value of ``stored`` exactly."""
+    if stored == torch.bool:
         return True
-    if _rank(stored) == 1 and _rank(wanted) == 1:
-        one, other = torch.iinfo(stored), torch.iinfo(wanted)
-        return other.min <= one.min and one.max <= other.max
-    if _rank(stored) == 1:
+    if stored.is_floating_point or stored.is_complex:
+        low, high = torch.finfo(stored), torch.finfo(needed)
+        return high.max >= low.max and high.eps <= low.eps
+    if needed.is_floating_point or needed.is_complex:
         # eps is the distance from 1 to the next value, so integers are exact up to 2 / eps.
-        return torch.iinfo(stored).max <= 2 / torch.finfo(wanted).eps
-    low, high = torch.finfo(stored), torch.finfo(wanted)
-    return high.max >= low.max and high.eps <= low.eps
+        return torch.iinfo(stored).max <= 2 / torch.finfo(needed).eps
+    one, other = torch.iinfo(stored), torch.iinfo(needed)
+    return other.min <= one.min and one.max <= other.max
+
+
+def format_cast(stored: torch.dtype, needed: torch.dtype) -> str:
+    """Return a change of dtype as text.
+
+    >>> format_cast(torch.float32, torch.bfloat16)
+    'float32 -> bfloat16'
+    """
+    return f"{stored} -> {needed}".replace("torch.", "")
+
+
+def cast_fault(fqn: str, stored: torch.dtype, needed: torch.dtype, rank: int) -> Fault:
+    """Return the refusal of a cast."""
+    is_wrong = cast_kind(stored, needed) == "wrong"
+    effect = "changes what the numbers mean" if is_wrong else "loses precision"
+    way_out = f"give rank {rank} a {str(stored).removeprefix('torch.')} tensor"
+    return Fault(
+        fqn,
+        f"loading {format_cast(stored, needed)} {effect}",
+        (f"way out:     {way_out}" + ("" if is_wrong else ', or cast="allow"'),),
+    )
+
+
+def narrowing_note(fqns: Sequence[str], cast: str) -> Fault:
+    """Return the note of keys that are loaded with less precision than stored.
+
+    Args:
+        fqns: The keys.
+        cast: The cast of the first, as text.
+    """
+    return Fault(
+        format_names(fqns, 3),
+        f"loaded with less precision than stored ({cast})",
+        ('way out:     cast="allow" where this is intended, cast="error" to refuse it',),
+    )

@@ -22,8 +22,8 @@ from dcp_placements.load.broadcast import Buffers, Line, Sender
 from dcp_placements.load.replica_sets import (
     ReplicaSet,
     Target,
-    Writers,
-    own_reads,
+    clipped,
+    destinations,
     replica_sets,
 )
 from dcp_placements.load.shares import Claims, Share, Verdict, shares
@@ -83,21 +83,24 @@ class Exchange:
 
     def share(self, items: Sequence[ReadItem], metadata: Metadata) -> list[ReadItem]:
         """Return this rank's part of the reads, by the sets that the coordinator granted."""
+        reads: dict[tuple[str, int], list[ReadItem]] = {}
+        for item in items:
+            reads.setdefault((item.dest_index.fqn, item.dest_index.index or 0), []).append(item)
         granted = [
             (number, replicas)
             for number, replicas in zip(self.verdict.numbers, self._sets, strict=True)
             if number >= 0
         ]
-        writers = Writers(metadata)
-        own: dict[tuple[str, int], list[tuple[int, Share]]] = {}
         for _, replicas in sorted(granted, key=lambda each: each[0]):
-            parts = shares(writers.destinations(replicas), math.prod(replicas.sizes))
+            boxes = destinations(replicas, reads, metadata)
+            parts = shares(boxes, math.prod(replicas.sizes))
             self._granted.append((replicas, parts))
             for target, split in zip(replicas.targets, parts, strict=True):
-                own[target.fqn, target.at] = [
-                    (target.dim, share) for share in split if share.member == replicas.member
-                ]
-        return own_reads(items, own)
+                own = [share for share in split if share.member == replicas.member]
+                whole = reads[target.fqn, target.at]
+                clips = [clipped(item, target.dim, share) for share in own for item in whole]
+                reads[target.fqn, target.at] = [item for item in clips if item is not None]
+        return [item for kept in reads.values() for item in kept]
 
     def finish(
         self,

@@ -1,7 +1,7 @@
-"""Do the reads end in the model: destinations against live storage.
+"""``live=``: do the reads end in the model?
 
-A state dict that was cast, gathered or copied on its way takes every byte that is read, and the
-model never sees them.
+A state dict that was cast, gathered or copied takes every byte that is read, and the model never
+sees them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def live_faults(
 ) -> list[Fault]:
     """Return the copies of ``live``'s tensors; those of optimizer state are in the report only.
 
-    A tensor is part of it when its memory lies in the storage of one of its parameters, buffers
-    or tensors. Tensors without elements are. What is no part of it is a copy if its key names a
-    parameter or buffer. Where there are no names (of an iterable), or none that the state dict
-    has, it is one if it has the shape and the kind of dtype of a tensor of ``live``.
+    A tensor is part of ``live`` when its memory is within the storage of a parameter, buffer or
+    tensor of ``live``, or when it has no elements. Any other tensor is a copy if its key names a
+    parameter or buffer. Where ``live`` has no names (an iterable), or none that the state dict has,
+    it is a copy if it has the shape and the kind of dtype of a tensor of ``live``.
 
     Args:
         state_dict: Flat, with the checkpoint's keys.
         placing: Its tensors' places.
         live: What the load is for.
         report: Takes in the copies.
-        mappings: Where each key stands in the nested state dict, which tells this rank's own name.
+        mappings: Each key's path in the nested state dict, which gives this rank's own name.
     """
     names = _names(live) if isinstance(live, torch.nn.Module) else set()
     tensors = (
@@ -68,8 +68,8 @@ def live_faults(
                     (
                         "likely:      the state dict was cast, gathered or cloned after it was "
                         "taken from the model",
-                        "way out:     take it anew; or load without live=, and put it into the "
-                        "model yourself",
+                        "way out:     take it from the model again; or load without live=, and put "
+                        "it into the model yourself",
                     ),
                 )
             )
@@ -78,10 +78,10 @@ def live_faults(
 
 
 def _names(live: torch.nn.Module) -> set[str]:
-    """Return what its parameters and buffers are called, without the wrappers around modules."""
-    found = [name for name, _ in live.named_parameters(remove_duplicate=False)]
-    found += [name for name, _ in live.named_buffers(remove_duplicate=False)]
-    return {_unwrapped(name) for name in found}
+    """Return the names of parameters and buffers, without the wrappers around modules."""
+    names = [name for name, _ in live.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in live.named_buffers(remove_duplicate=False)]
+    return {_unwrapped(name) for name in names}
 
 
 def _unwrapped(name: str) -> str:
@@ -89,7 +89,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _is_named(fqn: str, path: Path | None, names: set[str]) -> bool:
-    """Whether a key, of the checkpoint or of this rank, is one of these names or ends in it."""
+    """Whether a key of the checkpoint, or of this rank, is one of the names or ends in one."""
     for key in (fqn, *([] if path is None else [".".join(map(str, path))])):
         run = _unwrapped(key)
         while run:
@@ -100,7 +100,7 @@ def _is_named(fqn: str, path: Path | None, names: set[str]) -> bool:
 
 
 def _kinds(tensor: Any) -> set[tuple[tuple[int, ...], Any]]:
-    """Return shape and kind of dtype, of a DTensor those of the whole and of the local one."""
+    """Return shape and kind of dtype; of a DTensor those of the whole and of the local tensor."""
     dtype = "float" if tensor.dtype.is_floating_point else tensor.dtype
     local = local_tensor(tensor) if is_dtensor_like(tensor) else tensor
     return {(tuple(tensor.shape), dtype), (tuple(local.shape), dtype)}
@@ -112,7 +112,7 @@ _WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoi
 def fleeting_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fault]:
     """Return the DTensor-likes whose ``to_local()`` makes another tensor each time.
 
-    What is read into such a one is gone when the load ends.
+    Bytes that are read into such a tensor are lost when the load ends.
     """
     return [
         Fault(
@@ -120,7 +120,7 @@ def fleeting_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fau
             f"to_local() of this {type(value).__name__} makes a copy: what is read would be lost",
             (
                 "likely:      it casts, gathers or unpacks what it holds",
-                "way out:     load into the tensor that it holds, and let it make its copy after",
+                "way out:     load into the tensor that it holds, and make the copy afterwards",
             ),
         )
         for fqn, value in state_dict.items()

@@ -1,7 +1,7 @@
 """Which stored chunks fill a rank's tensors, and the proof that they do.
 
-Every destination chunk must be tiled by what is read into it. Stock planners do not look, so a
-chunk that nobody stored leaves old values behind.
+The reads must tile every destination chunk. Stock planners do not check this: where the checkpoint
+lacks a chunk, they leave old values.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dcp_placements.layout.tiling import intersection, tiles, uncovered
 
 
 class Read(NamedTuple):
-    """A part of a stored chunk and where it goes; the same for all tensors that lie alike.
+    """A part of a stored chunk and where it goes; the same for all tensors of one layout.
 
     Attributes:
-        position: Which destination.
+        position: The number of the destination.
         dest: Where the destination begins in the checkpoint's tensor.
         dest_offsets: Where in the destination the part begins.
-        at: Which stored chunk.
+        at: The index of the stored chunk.
         stored: The stored chunk.
         stored_offsets: Where in the stored chunk the part begins.
         lengths: Sizes of the part.
@@ -48,10 +48,10 @@ class Read(NamedTuple):
 
 
 class StoredChunks:
-    """The stored chunks of one tensor, found by where they lie.
+    """The stored chunks of one tensor, searched by position.
 
-    Chunks are sorted along the dim that is cut most, so that the few that a box meets are found
-    without looking at the others.
+    Chunks are sorted along the dim with the most different offsets, so that a search for those that
+    meet a box skips most others.
     """
 
     def __init__(self, metadata: TensorStorageMetadata) -> None:
@@ -72,94 +72,86 @@ class StoredChunks:
     def meeting(self, box: Box) -> list[tuple[int, Box, Box]]:
         """Return ``(chunk index, chunk, shared box)`` of the stored chunks that meet ``box``.
 
-        One that is ``box`` itself is enough: no other is returned then.
+        A chunk that equals ``box`` is returned alone.
         """
         candidates: Sequence[int] = self._order
         if self._dim is not None:
             start = box.offsets[self._dim]
             low = bisect_right(self._starts, start - self._longest)
             candidates = self._order[low : bisect_left(self._starts, start + box.sizes[self._dim])]
-        found = []
+        meeting = []
         for at in candidates:
             stored = _box(self._chunks[at])
             if stored == box:
                 return [(at, box, box)]
             shared = intersection(stored, box)
             if shared is not None:
-                found.append((at, stored, shared))
-        return found
-
-
-class Finders:
-    """What finds the chunks of tensors: one for all that are stored alike."""
-
-    def __init__(self) -> None:
-        self._by_chunks: BySequence[StoredChunks] = BySequence(_ends)
-
-    def of(self, stored: TensorStorageMetadata) -> StoredChunks:
-        """Return what finds the chunks of a tensor."""
-        dims = len(stored.size)
-        chunks = self._by_chunks.get(stored.chunks, dims)
-        return chunks or self._by_chunks.put(stored.chunks, StoredChunks(stored), dims)
+                meeting.append((at, stored, shared))
+        return meeting
 
 
 class Reads:
-    """Finds reads. Tensors that lie alike find their chunks alike, so one search serves many.
+    """Plans reads. Tensors of one layout share a search.
 
-    In a checkpoint of thousands of tensors on thousands of ranks, looking at all chunks of each is
-    what planning a load costs.
+    In a checkpoint of thousands of tensors on thousands of ranks, a search through all chunks of
+    each would dominate the cost of planning a load.
     """
 
     def __init__(self) -> None:
-        self._finders = Finders()
-        self._alike: dict[tuple[Hashable, torch.Size, int], tuple[Read, ...]] = {}
-        self._lately: list[int] = []
+        self._stored: BySequence[StoredChunks] = BySequence(_ends)
+        self._by_layout: dict[tuple[Hashable, torch.Size, int], tuple[Read, ...]] = {}
+        self._latest: list[int] = []
 
     def of(
         self,
         stored: TensorStorageMetadata,
         destinations: Sequence[Box],
         *,
-        like: Hashable = None,
+        layout: Hashable = None,
     ) -> tuple[tuple[Read, ...], list[Box]]:
         """Return the reads that fill ``destinations``, and the boxes that no stored chunk holds.
 
         Args:
             stored: The metadata of the checkpoint's tensor.
             destinations: Boxes of that tensor.
-            like: What tensors with these destinations have in common.
+            layout: Equal for tensors with these destinations; None for a search of its own.
         """
-        key = (like, stored.size, len(stored.chunks))
-        earlier = None if like is None else self._alike.get(key)
-        # That these chunks fill the destinations is proved, whatever the others are.
+        key = (layout, stored.size, len(stored.chunks))
+        earlier = None if layout is None else self._by_layout.get(key)
+        # These chunks were proved to fill the destinations, whatever the others are.
         if earlier is not None and all(
             _is_at(stored.chunks, read.at, read.stored) for read in earlier
         ):
             return earlier, []
-        found: list[Read] = []
+        reads: list[Read] = []
         holes: list[Box] = []
         for position, box in enumerate(destinations):
-            # Often the chunk is stored as it is wanted: found without sorting all the others.
-            at = self._find(stored.chunks, box) if len(destinations) == 1 else None
-            meeting = [(at, box, box)] if at is not None else self._finders.of(stored).meeting(box)
-            found += [_read(position, box, *piece) for piece in meeting]
+            # Often one chunk equals the box; then the others need not be sorted.
+            at = self._index(stored.chunks, box) if len(destinations) == 1 else None
+            meeting = [(at, box, box)] if at is not None else self._chunks(stored).meeting(box)
+            reads += [_read(position, box, *piece) for piece in meeting]
             pieces = [piece for _, _, piece in meeting]
             if pieces != [box] and not tiles(box, pieces):
                 holes += uncovered(box, pieces)
-        reads = tuple(found)
-        if like is not None and not holes:
-            self._alike[key] = reads
-        return reads, holes
+        if layout is not None and not holes:
+            self._by_layout[key] = tuple(reads)
+        return tuple(reads), holes
 
-    def _find(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> int | None:
-        """Return where in the list a box is; first where the last ones were, by rank as a rule."""
-        for at in self._lately:
+    def _chunks(self, stored: TensorStorageMetadata) -> StoredChunks:
+        """Return the chunks of a tensor; the same object for all tensors with equal chunks."""
+        dims = len(stored.size)
+        chunks = self._stored.get(stored.chunks, dims)
+        return chunks or self._stored.put(stored.chunks, StoredChunks(stored), dims)
+
+    def _index(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> int | None:
+        """Return the index of a box in the list; the latest indices, often this rank's, first."""
+        for at in self._latest:
             if _is_at(chunks, at, box):
                 return at
         offsets, sizes = box
         for at, chunk in enumerate(chunks):
             if chunk.offsets == offsets and chunk.sizes == sizes:
-                self._lately = [at, *self._lately[:3]]
+                self._latest = [at, *self._latest[:3]]
                 return at
         return None
 
@@ -196,7 +188,7 @@ def _relative(offsets: Sequence[int], origin: Sequence[int]) -> torch.Size:
 
 
 def read_items(reads: Iterable[tuple[str, Sequence[Read] | None]]) -> list[ReadItem]:
-    """Return torch's items of reads, ``(key, reads)`` each; None for an object."""
+    """Return torch's read items of ``(key, reads)``; the reads of an object are None."""
     items: list[ReadItem] = []
     for fqn, parts in reads:
         if parts is None:

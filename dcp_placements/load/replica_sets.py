@@ -27,9 +27,11 @@ from dcp_placements.bind.binding import Binding
 from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.layout.sharding import Box, Cut
 from dcp_placements.load.broadcast import Line
-from dcp_placements.load.reads import Finders
 from dcp_placements.load.shares import Claim, Destination, Share
 from dcp_placements.storage.metadata.save_ids import writer_of
+
+ReadsOf = Mapping[tuple[str, int], Sequence[ReadItem]]
+"""The reads of each destination, by key and number of the chunk."""
 
 
 class Target(NamedTuple):
@@ -190,70 +192,37 @@ def _has_plain_bytes(value: Any) -> bool:
     )
 
 
-class Writers:
-    """Which rank wrote a box, from the names of the checkpoint's files."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        self._metadata = metadata
-        self._finders = Finders()
-        self._latest: dict[tuple[int, int], int] = {}
-
-    def destinations(self, replicas: ReplicaSet) -> list[Destination]:
-        """Return the boxes of a set as the shares are computed from them."""
-        # Only of a single line does a rank know all members.
-        ranks = replicas.lines[0].ranks if len(replicas.lines) == 1 else ()
-        found = []
-        for target in replicas.targets:
-            rows = target.box.sizes[target.dim] if target.box.sizes else 1
-            writer = self._writer(target) if ranks else None
-            member = ranks.index(writer) if writer in ranks else None
-            found.append(Destination(target.box.numel * target.itemsize, rows, member))
-        return found
-
-    def _writer(self, target: Target) -> int | None:
-        """Return the rank that wrote a box; None where no stored chunk is exactly that box."""
-        stored = self._metadata.state_dict_metadata[target.fqn]
-        assert isinstance(stored, TensorStorageMetadata)
-        chunks = stored.chunks
-        # Tensors of one layout have the chunk at one index.
-        key = (target.at, hash(target.box))
-        at = self._latest.get(key, -1)
-        if not (0 <= at < len(chunks) and _is_box(chunks[at], target.box)):
-            meeting = self._finders.of(stored).meeting(target.box)
-            if len(meeting) != 1 or meeting[0][1] != target.box:
-                return None
-            at = self._latest[key] = meeting[0][0]
-        index = MetadataIndex(target.fqn, chunks[at].offsets, at)
-        info = (self._metadata.storage_data or {}).get(index)
-        return writer_of(str(getattr(info, "relative_path", "")))
-
-
-def _is_box(chunk: Any, box: Box) -> bool:
-    return bool(chunk.offsets == box.offsets and chunk.sizes == box.sizes)
-
-
-def own_reads(
-    items: Sequence[ReadItem], shares: Mapping[tuple[str, int], Sequence[tuple[int, Share]]]
-) -> list[ReadItem]:
-    """Return the reads that are left to this rank.
+def destinations(replicas: ReplicaSet, reads: ReadsOf, metadata: Metadata) -> list[Destination]:
+    """Return the boxes of a set as their shares are computed.
 
     Args:
-        items: All that it needs.
-        shares: By key and number of the destination, the dim that it is split along and a share;
-            several where this rank reads several. Destinations that are not here are read whole.
+        replicas: The set.
+        reads: All that this rank needs.
+        metadata: The checkpoint's.
     """
-    kept: list[ReadItem] = []
-    for item in items:
-        own = shares.get((item.dest_index.fqn, item.dest_index.index or 0))
-        if own is None:
-            kept.append(item)
-        else:
-            parts = [_clipped(item, dim, share) for dim, share in own]
-            kept += [part for part in parts if part is not None]
-    return kept
+    # Only of a single line does a rank know all members.
+    ranks = replicas.lines[0].ranks if len(replicas.lines) == 1 else ()
+    boxes = []
+    for target in replicas.targets:
+        rows = target.box.sizes[target.dim] if target.box.sizes else 1
+        writer = _writer(reads[target.fqn, target.at], metadata) if ranks else None
+        member = ranks.index(writer) if writer in ranks else None
+        boxes.append(Destination(target.box.numel * target.itemsize, rows, member))
+    return boxes
 
 
-def _clipped(item: ReadItem, dim: int, share: Share) -> ReadItem | None:
+def _writer(reads: Sequence[ReadItem], metadata: Metadata) -> int | None:
+    """Return the rank that wrote a destination box, where it is stored as one chunk."""
+    item, *others = reads
+    stored = metadata.state_dict_metadata[item.storage_index.fqn]
+    assert isinstance(stored, TensorStorageMetadata)
+    if others or item.lengths != stored.chunks[item.storage_index.index or 0].sizes:
+        return None
+    info = (metadata.storage_data or {}).get(item.storage_index)
+    return writer_of(str(getattr(info, "relative_path", "")))
+
+
+def clipped(item: ReadItem, dim: int, share: Share) -> ReadItem | None:
     """Return the part of a read that falls into a share; None where there is none."""
     if not item.lengths:
         return item

@@ -1,15 +1,82 @@
-"""Checks of what a planner is given."""
+"""What both planners have in common: options, and the state of one save or load apart from them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.rules.patterns import compile_pattern
 
 F = TypeVar("F", bound=Callable[..., Any])
+Run = TypeVar("Run")
+
+
+class OneRunPlanner(Generic[Run]):
+    """A planner that keeps its options, and in ``_run`` the state of one save or load.
+
+    Pickled it is the options alone: the state of a run is not sent to another process.
+
+    Attributes:
+        run_class: Makes the state of a run that has not begun.
+    """
+
+    run_class: ClassVar[Callable[[], Any]]
+    _run: Run
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_run"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _run=type(self).run_class())
+
+
+class OfRun:
+    """An attribute of torch's planner that belongs to one save or load: it is kept in ``_run``."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, planner: OneRunPlanner[Any] | None, owner: type) -> Any:
+        return self if planner is None else getattr(planner._run, self._name)
+
+    def __set__(self, planner: OneRunPlanner[Any], value: Any) -> None:
+        setattr(planner._run, self._name, value)
+
+
+def check_declaration(
+    rules: Any, rename: Any, waive: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the waivers; refuse rules, a rename or waivers that cannot be used.
+
+    Raises:
+        PlacementError: Rules or a rename that cannot be called; a waiver without a reason, or one
+            for every key.
+    """
+    if hasattr(rules, "save_planner"):
+        raise PlacementError(
+            "a Placements stands in the place of rules\n"
+            "    way out:     its own .save_planner(...) or .load_planner(...)"
+        )
+    if rules is not None and not callable(rules):
+        raise PlacementError(
+            "rules must be PlacementRules, a callable (fqn, tensor) -> CheckpointPlacement or "
+            f"None, or None, not {type(rules).__name__}"
+        )
+    if rename is not None and not callable(rename):
+        raise PlacementError(
+            "rename= must be Renumber, Replace, Renames or another callable key -> key, or None, "
+            f"not {type(rename).__name__}"
+        )
+    waivers = dict(waive or {})
+    for pattern, reason in waivers.items():
+        compile_pattern(pattern)
+        if not reason:
+            raise PlacementError(f"waive={{{pattern!r}: ...}} needs a reason, which is kept")
+        if not pattern.replace("*", "").replace(".", ""):
+            raise PlacementError(f"waive={{{pattern!r}: ...}} would silence every key: name some")
+    return waivers
 
 
 def of_instance(method: F) -> F:
@@ -47,42 +114,7 @@ class _OfInstance:
         return update_wrapper(unbound, self._method)
 
 
-def check_rules(rules: Any) -> None:
-    """Refuse what cannot be asked for a placement."""
-    if hasattr(rules, "save_planner"):
-        raise PlacementError(
-            "a Placements stands in the place of rules\n"
-            "    way out:     its own .save_planner(...) or .load_planner(...)"
-        )
-    if rules is not None and not callable(rules):
-        raise PlacementError(
-            "rules must be PlacementRules, a callable (fqn, tensor) -> CheckpointPlacement or "
-            f"None, or None, not {type(rules).__name__}"
-        )
-
-
-def check_rename(rename: Any) -> None:
-    """Refuse what cannot be called with a key."""
-    if rename is not None and not callable(rename):
-        raise PlacementError(
-            "rename= must be Renumber, Replace, Renames or another callable key -> key, or None, "
-            f"not {type(rename).__name__}"
-        )
-
-
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse an option that there is not."""
+    """Refuse a value that is none of the choices."""
     if value not in choices:
         raise PlacementError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
-
-
-def check_waivers(waive: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the waivers; refuse one without a reason, and one for everything."""
-    checked = dict(waive or {})
-    for pattern, reason in checked.items():
-        compile_pattern(pattern)
-        if not reason:
-            raise PlacementError(f"waive={{{pattern!r}: ...}} needs a reason, which is kept")
-        if not pattern.replace("*", "").replace(".", ""):
-            raise PlacementError(f"waive={{{pattern!r}: ...}} would silence every key: name some")
-    return checked

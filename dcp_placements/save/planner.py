@@ -36,10 +36,10 @@ from dcp_placements.names.keys import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.options import (
+    OfRun,
+    OneRunPlanner,
     check_choice,
-    check_rename,
-    check_rules,
-    check_waivers,
+    check_declaration,
     of_instance,
 )
 from dcp_placements.rules.patterns import Rules
@@ -62,20 +62,7 @@ DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
 
 
-class _OfSave:
-    """An attribute of torch's planner that belongs to one save: it stands in ``RankSave``."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, planner: PlacementSavePlanner | None, owner: type) -> Any:
-        return self if planner is None else getattr(planner._save, self.name)
-
-    def __set__(self, planner: PlacementSavePlanner, value: Any) -> None:
-        setattr(planner._save, self.name, value)
-
-
-class PlacementSavePlanner(DefaultSavePlanner):
+class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
     """Saves every shard at its true place in the whole tensor.
 
     ``dcp.save(state_dict, checkpoint_id=path, planner=PlacementSavePlanner(rules))`` writes an
@@ -112,11 +99,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
         PlacementError: An option with an unknown value.
     """
 
-    state_dict = _OfSave()
-    mappings = _OfSave()
-    plan = _OfSave()
-    global_plan = _OfSave()
-    metadata = _OfSave()
+    run_class = RankSave
+    state_dict = OfRun()
+    mappings = OfRun()
+    plan = OfRun()
+    global_plan = OfRun()
+    metadata = OfRun()
 
     def __init__(
         self,
@@ -134,22 +122,20 @@ class PlacementSavePlanner(DefaultSavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
     ) -> None:
-        self._save = RankSave()
+        self._run = RankSave()
         super().__init__(
             flatten_state_dict=flatten_state_dict,
             flatten_sharded_tensors=flatten_sharded_tensors,
             dedup_replicated_tensors=dedup_replicated_tensors,
             dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
         )
-        check_rules(rules)
-        check_rename(rename)
+        self.waive = check_declaration(rules, rename, waive)
         check_choice("digests", digests, DIGESTS)
         check_choice("on_conflict", on_conflict, ON_CONFLICT)
         self.rules = rules
         self.rename = rename
         self.digests = digests
         self.on_conflict = on_conflict
-        self.waive = check_waivers(waive)
         self.step = step
         self.shadows = check_shadows(shadows)
         if self.shadows is not None and on_conflict == "warn":
@@ -161,7 +147,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
     @property
     def report(self) -> SaveReport:
         """What the save comes to."""
-        save = self._save
+        save = self._run
         if not save.is_planned:
             return SaveReport(planned=False)
         if save.report is None:
@@ -180,9 +166,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
             raise PlacementError(
                 "a PlacementSavePlanner cannot load: dcp.load wants a load planner"
             )
-        self._save = RankSave()
+        self._run = RankSave()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._save.rename(self.rename)
+        self._run.rename(self.rename)
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
@@ -193,7 +179,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         Raises:
             PlacementError: Tensors and rules that do not fit, all of them in one error.
         """
-        rank, save = global_rank(), self._save
+        rank, save = global_rank(), self._run
         with quiet_gc():
             save.place(self.rules, self.rename, rank, flat=self.flatten_state_dict)
             local_plan = save.local_plan(
@@ -218,7 +204,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             PlacementError: Ranks that contradict each other, elements that nobody holds, replicas
                 that differ; all of them in one error.
         """
-        save = self._save
+        save = self._run
         with quiet_gc():
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.
             alone = len(all_plans) == 1 and world_size() > 1
@@ -263,7 +249,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             )
             if isinstance(new_plan.items, LazyItems):
                 with quiet_gc():
-                    items = self._save.items(assignment)
+                    items = self._run.items(assignment)
                 new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
             # A rank that writes nothing makes no file for its id alone.
             if new_plan.items and not (
@@ -271,7 +257,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             ):
                 items = [*id_items(assignment.save_id, global_rank()), *new_plan.items]
                 new_plan = dataclasses.replace(new_plan, items=items)
-        self._save.plan = new_plan
+        self._run.plan = new_plan
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -279,22 +265,15 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             if (record := id_data(write_item.index)) is not None:
                 return record
-            pickled = self._save.objects.get(write_item.index.fqn)
+            pickled = self._run.objects.get(write_item.index.fqn)
             if pickled is not None:
                 return io.BytesIO(pickled.getbuffer())
         return super().resolve_data(write_item)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what stands at ``index``; of a placed tensor a view. Called on every rank."""
-        data = self._save.data(index)
+        data = self._run.data(index)
         return super().lookup_object(index) if data is None else data
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options alone: what a save left behind is not sent to another process."""
-        return {name: value for name, value in vars(self).items() if name != "_save"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _save=RankSave())
 
     def _with_shadows(self, coordinator: Coordinator, alone: bool) -> Sequence[Assignment]:
         """Return the assignments with what they say of shadows."""

@@ -21,7 +21,8 @@ from dcp_placements._torch import (
 from dcp_placements.bind.placing import place
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
-from dcp_placements.load.request import Policy, Request
+from dcp_placements.load.policy import Policy
+from dcp_placements.load.request import Request
 from dcp_placements.report import LoadReport
 from dcp_placements.testing import World
 
@@ -43,7 +44,7 @@ def ask(
         World(4).mesh(RANK, ep=4), {"ep": Shard(0)}, global_shape=(5, 6), padded_shape=SHAPE
     )
     placing = place(state_dict, PlacementRules({"cut": placement, "padded": padded}), RANK)
-    request = Request(state_dict, placing, Metadata(stored), Policy(True, (), cast), RANK)
+    request = Request(state_dict, placing, Metadata(stored), Policy(partial=True, cast=cast), RANK)
     items = request.items().all
     return items, [*placing.faults, *request.faults], request.report
 
@@ -82,13 +83,13 @@ def test_tensors_that_lie_alike_are_judged_each_for_itself(data: st.DataObject) 
     assert report.wanted_nbytes == sum(each.wanted_nbytes for each in reports)
     assert report.read_nbytes == sum(each.read_nbytes for each in reports)
     assert set(report.padded) == {fqn for each in reports for fqn in each.padded}
-    assert report.casts == {fqn: told for each in reports for fqn, told in each.casts.items()}
+    assert report.casts == {fqn: stored for each in reports for fqn, stored in each.casts.items()}
 
 
 def test_items_are_as_torchs_own_constructor_makes_them() -> None:
     chunks = [chunk(Box((0, 0), (3, 6))), chunk(Box((3, 0), (5, 6)))]
-    told = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(SHAPE), chunks)
-    items, _, _ = ask({"cut": torch.zeros(2, 6)}, {"cut": told}, "error")
+    stored = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(SHAPE), chunks)
+    items, _, _ = ask({"cut": torch.zeros(2, 6)}, {"cut": stored}, "error")
     (item,) = items
     index = type(item.dest_index)
     made = ReadItem(

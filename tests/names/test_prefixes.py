@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.load import request
+from dcp_placements.load import missing
 from dcp_placements.names.prefixes import other_names
 
 
@@ -79,13 +79,13 @@ def test_thousands_of_missing_keys_are_refused_without_comparing_all_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = []
-    original = request.get_close_matches
+    original = missing.get_close_matches
 
     def counting(*args: Any) -> list[str]:
         compared.append(args[0])
         return original(*args)
 
-    monkeypatch.setattr(request, "get_close_matches", counting)
+    monkeypatch.setattr(missing, "get_close_matches", counting)
     saved = weights(*(f"model.layers.{i}.w" for i in range(100)))
     refusal(tmp_path, saved, weights(*(f"block{i}.v" for i in range(100))))
     assert len(compared) <= 10

@@ -13,11 +13,15 @@ from typing import Any
 from dcp_placements._torch import Metadata
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Layout, Pick, Sharding
-from dcp_placements.load.checks import Excuses, LoadChecks, compare_renames, cut_fault
-from dcp_placements.load.cut_checks import differences
-from dcp_placements.load.message import LoadMessage, asking_faults
-from dcp_placements.load.request import Policy
-from dcp_placements.load.row_checks import Listed, pack, rows_of, without_numbers
+from dcp_placements.load.comparison.checks import (
+    Asked,
+    LoadChecks,
+    asked_faults,
+    compare_renames,
+)
+from dcp_placements.load.comparison.cuts import differences
+from dcp_placements.load.comparison.rows import ListedRows, pack, rows_of, without_numbers
+from dcp_placements.load.policy import Policy, compiled
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.metadata.record import cuts_of, record_of
@@ -34,8 +38,8 @@ class RehearsedRecord:
         self._metadata = metadata
         self._record = record_of(metadata)
         self._checks: dict[Any, LoadChecks] = {}
-        self._messages: list[LoadMessage] = []
-        self._lists: list[tuple[int, Sequence[str], Listed | None, Mapping[str, str]]] = []
+        self._asked: dict[int, Asked] = {}
+        self._lists: list[tuple[int, Sequence[str], ListedRows | None, Mapping[str, str]]] = []
 
     def cut_faults(
         self,
@@ -64,17 +68,17 @@ class RehearsedRecord:
         # Several axes flattened into one have no name that a save could have recorded.
         names.append(own[0] if len(own) == 1 else None)
         loaded = cuts_of(sharding, names)
-        excuses = _excuses(waive)
+        policy = Policy(waived=compiled(waive))
         groups: dict[int, list[str]] = {}
         for fqn in fqns:
             if group := self._record.group_of.get(fqn, 0):
                 groups.setdefault(group, []).append(fqn)
         return [
-            cut_fault(fqn, difference, rule, _ANY)
+            difference.fault(fqn, rule, _ANY)
             for group, members in groups.items()
             for difference in differences(self._record.groups[group], loaded, sharding.global_shape)
             for fqn in members
-            if not excuses.waive(fqn)
+            if not policy.waives(fqn)
         ]
 
     def rename_faults(
@@ -93,15 +97,16 @@ class RehearsedRecord:
         if checks is None:
             checks = self._checks[key] = LoadChecks(self._record)
             keys = list(fqns)
-            compare_renames(checks, keys, self._metadata, rename, _excuses(waive), _ANY)
-        self._messages.append(LoadMessage(rank, asked=checks.asked, renames=checks.renames))
+            policy = Policy(waived=compiled(waive))
+            compare_renames(checks, keys, self._metadata, rename, policy, _ANY)
+        self._asked[rank] = checks.asked
         return checks.faults
 
     def asking_faults(self) -> list[Fault]:
         """Return the faults that only the keys and rows of all ranks together show."""
         rows = self._packed_rows()
-        messages = [replace(one, rows=rows.get(one.rank, b"")) for one in self._messages]
-        return asking_faults(messages, self._record, self._metadata)
+        asked = {rank: replace(one, rows=rows.get(rank, b"")) for rank, one in self._asked.items()}
+        return asked_faults(asked, self._record, self._metadata)
 
     def list_rows(
         self,
@@ -116,29 +121,25 @@ class RehearsedRecord:
         rows = None
         if any(isinstance(cut, Pick) for cut in sharding.cuts):
             rows = rows_of(sharding, layout, layout.chunks())
-        self._lists.append((rank, fqns, None if rows is None else Listed(*rows, rule), waive))
+        self._lists.append((rank, fqns, None if rows is None else replace(rows, rule=rule), waive))
 
     def _packed_rows(self) -> dict[int, bytes]:
         """Return the packed rows of every rank; nothing where no rule lists rows."""
         if all(listed is None for _, _, listed, _ in self._lists):
             return {}
         states = OptimizerStates(dict.fromkeys(self._metadata.state_dict_metadata, UNSEEN))
-        groups: dict[int, dict[Listed, list[str]]] = {}
+        groups: dict[int, dict[ListedRows, list[str]]] = {}
         others: dict[int, set[str]] = {}
         for rank, fqns, listed, waive in self._lists:
             if listed is None:
                 others.setdefault(rank, set()).update(map(without_numbers, fqns))
                 continue
-            excuses = _excuses(waive)
+            policy = Policy(waived=compiled(waive))
             groups.setdefault(rank, {}).setdefault(listed, []).extend(
-                [fqn for fqn in fqns if states.of(fqn) is None and not excuses.name(fqn)]
+                [fqn for fqn in fqns if states.of(fqn) is None and not policy.excuses(fqn)]
             )
         ranks = groups.keys() | others.keys()
         return {rank: pack(groups.get(rank, {}), others.get(rank, ())) for rank in ranks}
 
 
 _ANY = "a rank"
-
-
-def _excuses(waive: Mapping[str, str]) -> Excuses:
-    return Excuses(waive, Policy(False, (), "warn"))

@@ -1,7 +1,7 @@
-"""Does a load cut a tensor as the save did: by the same axis, the same dim, in the same way.
+"""Does a load shard a tensor as the save did: by the same axis, on the same dim, in the same way?
 
-Only what both sides declare is compared: an axis that one of them does not have, or has on another
-dim, says nothing. Compared are canonical forms, since several declarations mean one layout.
+Only axes that both sides declare on one dim are compared, in a canonical form, since several
+declarations mean one layout.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import LayoutError, part_sizes
 from dcp_placements.storage.metadata.record import FUSED, PLAIN, ROWS, STRIDED, Cuts, SavedCut
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A cut that a load declares otherwise than the save did.
+    """A cut that a load declares in another way than the save did.
 
     Attributes:
-        axes: The axes that it is about: one, or two in another order.
-        saved: How it was saved, in words.
-        loaded: How it would be loaded.
+        axes: The axes: one, or several in another order.
+        saved: How the save declared them, as text.
+        loaded: How the load does.
         way_out: What to declare instead.
     """
 
@@ -29,9 +30,30 @@ class Difference:
     loaded: str
     way_out: str
 
+    def fault(self, fqn: str, rule: str | None, rank_name: str) -> Fault:
+        """Return the fault of a key.
+
+        Args:
+            fqn: The key.
+            rule: The name of the rule that applies; None where none does.
+            rank_name: What messages call the rank.
+        """
+        axes = " and ".join(map(repr, self.axes))
+        return Fault(
+            fqn,
+            f"{rank_name} loads it cut by {axes} in another way than it was saved",
+            (
+                f"saved:       {self.saved}",
+                f"this load:   {self.loaded}",
+                f"by rule:     {rule or 'no rule, its own DTensor'}",
+                "reason:      other rows of the whole would come to each rank, or in another order",
+                f"way out:     {self.way_out}; or waive={{pattern: reason}} where both are right",
+            ),
+        )
+
 
 def differences(saved: Cuts, loaded: Cuts, shape: Sequence[int]) -> Iterator[Difference]:
-    """Yield what a load declares otherwise than the save did.
+    """Yield the cuts that a load declares in another way than the save did.
 
     Args:
         saved: The cuts of the save.
@@ -42,16 +64,15 @@ def differences(saved: Cuts, loaded: Cuts, shape: Sequence[int]) -> Iterator[Dif
         return
     for dim in sorted({cut.dim for cut in saved} & {cut.dim for cut in loaded}):
         one, other = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
-        if any(cut.kind == ROWS for cut in (*one, *other)):
-            continue
-        yield from _dim_differences(canonical(one), canonical(other), shape[dim])
+        if not any(cut.kind == ROWS for cut in (*one, *other)):
+            yield from _dim_differences(canonical(one), canonical(other), shape[dim])
 
 
 def canonical(cuts: Sequence[SavedCut]) -> list[SavedCut]:
     """Return the cuts of one dim as plain and fused ones.
 
-    ``_StridedShard(dim, split_factor=k)`` before plain cuts of ``k`` pieces is a plain cut after
-    them: that is how torch writes FSDP of what ``tp`` or ``ep`` has cut.
+    ``_StridedShard(dim, split_factor=k)`` before plain cuts into ``k`` pieces is a plain cut after
+    them: torch declares FSDP over shards of ``tp`` or ``ep`` so.
     """
     ordered: list[SavedCut] = []
     for cut in reversed(cuts):
@@ -77,17 +98,17 @@ def _dim_differences(
     one = {cut.axis: cut for cut in saved if cut.axis is not None}
     other = {cut.axis: cut for cut in loaded if cut.axis is not None}
     common = [axis for axis in one if axis in other]
-    unlike = [axis for axis in common if not _alike(one[axis], other[axis], size)]
-    for axis in unlike:
+    differing = [axis for axis in common if not _may_be_equal(one[axis], other[axis], size)]
+    for axis in differing:
         yield Difference(
             (axis,),
             str(one[axis]),
             str(other[axis]),
             f'{{"{axis}": {one[axis].placement}}} in the rules of this load, as it was saved',
         )
-    if unlike:
+    if differing:
         return
-    # An axis of size 1 cuts nothing, so it stands nowhere in the order.
+    # An axis of size 1 cuts nothing, so its place in the order does not matter.
     cutting = {axis for axis in common if one[axis].size > 1 and other[axis].size > 1}
     first, second = ([axis for axis in side if axis in cutting] for side in (one, other))
     if first != second:
@@ -104,7 +125,7 @@ def _count(parts: int | tuple[int, ...]) -> int:
     return parts if isinstance(parts, int) else len(parts)
 
 
-def _alike(saved: SavedCut, loaded: SavedCut, size: int) -> bool:
+def _may_be_equal(saved: SavedCut, loaded: SavedCut, size: int) -> bool:
     """Whether two cuts by axes of one name may be the same declaration."""
     if saved.kind != loaded.kind:
         plain = saved if saved.kind == PLAIN else loaded
@@ -115,7 +136,7 @@ def _alike(saved: SavedCut, loaded: SavedCut, size: int) -> bool:
 
 
 def _same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: int) -> bool:
-    """Whether parts are the same ones, of a dim that may be cut by other axes before or padded.
+    """Whether two declarations give the same parts of a dim, which may be padded or cut before.
 
     >>> _same_parts(2, (8, 8), 16), _same_parts((4, 2, 2), (2, 1, 1), 8), _same_parts(2, 3, 6)
     (True, True, False)
@@ -136,11 +157,11 @@ def _same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: 
         return False
     a, b = sum(first), sum(second)
     in_proportion = all(x * b == y * a for x, y in zip(first, second, strict=True))
-    return in_proportion or _begins(first, size) == _begins(second, size)
+    return in_proportion or _ends(first, size) == _ends(second, size)
 
 
-def _begins(sizes: Sequence[int], size: int) -> list[int]:
-    """Return where parts end in a dim, padding behind it left out."""
+def _ends(sizes: Sequence[int], size: int) -> list[int]:
+    """Return where parts end in a dim, without the padding behind it."""
     ends, at = [], 0
     for part in sizes:
         at += part

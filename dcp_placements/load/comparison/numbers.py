@@ -1,0 +1,202 @@
+"""Numbers that a save renamed, and which of them each rank asks for in a load.
+
+A rename gives the local numbers of experts or layers those that they have in the whole model. A
+load that lacks it finds every key that it asks for, but the wrong ones.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.load.comparison.parts import Bits, Part, gap_of
+from dcp_placements.names.numbers import NUMBER, number_finder
+from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.storage.metadata.record import SavedRename, SaveRecord
+
+NUMBERING = ("Renumber", "Unstack", "function")
+"""Renames that leave a number in the checkpoint's keys."""
+
+NumbersByFamily = dict[str, set[int]]
+"""A family is a key up to the component with the number, which ``{}`` stands for."""
+
+
+class Families:
+    """The families of numbers that a save renamed.
+
+    Args:
+        renames: The renames that were in force.
+        stored: The checkpoint's keys, by which optimizer state is recognized.
+    """
+
+    def __init__(self, renames: Iterable[SavedRename], stored: Iterable[str]) -> None:
+        self._states = OptimizerStates(dict.fromkeys(stored, UNSEEN))
+        self._finders: list[tuple[re.Pattern[str], SavedRename]] = [
+            (number_finder(step.pattern), step)
+            for step in renames
+            if step.kind in NUMBERING and step.pattern.count("{}") == 1
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._finders)
+
+    def of(self, fqn: str) -> Iterator[tuple[str, int, SavedRename]]:
+        """Yield each family of a key, its number there, and the rename that gave it.
+
+        Optimizer state has none: that of a parameter may be missing.
+        """
+        dotted = "." + fqn
+        for finder, step in self._finders:
+            match = finder.search(dotted)
+            if match is None:
+                continue
+            if self._states.of(fqn) is not None:
+                return
+            start, stop = match.span(NUMBER)
+            tail = fqn[stop - 1 :].partition(".")[0]
+            yield f"{fqn[: start - 1]}{{}}{tail}", int(match[NUMBER]), step
+
+    def numbers(self, fqns: Iterable[str]) -> NumbersByFamily:
+        """Return the numbers that keys have, by family."""
+        numbers: NumbersByFamily = {}
+        for fqn in fqns:
+            for family, number, _ in self.of(fqn):
+                numbers.setdefault(family, set()).add(number)
+        return numbers
+
+    def step_of(self, family: str) -> SavedRename | None:
+        """Return the rename that gave a family its numbers."""
+        steps = (step for name, _, step in self.of(family.replace("{}", "0")) if name == family)
+        return next(steps, None)
+
+
+def packed_numbers(numbers: NumbersByFamily) -> bytes:
+    """Return numbers packed, for the coordinator; most layers have the same ones."""
+    families: dict[tuple[int, ...], list[str]] = {}
+    for family, members in sorted(numbers.items()):
+        families.setdefault(tuple(sorted(members)), []).append(family)
+    return zlib.compress(pickle.dumps(families), 1) if numbers else b""
+
+
+def number_faults(
+    asked: Mapping[bytes, Sequence[int]],
+    families: Families,
+    keys: Iterable[str],
+    renames: Mapping[int, Sequence[str]],
+) -> list[Fault]:
+    """Return the families of which several ranks ask for one part, and none for the rest.
+
+    Args:
+        asked: The ranks by what they ask for, packed.
+        families: Those of the save.
+        keys: The checkpoint's keys that are tensors.
+        renames: By rank, the renames that are in force in this load.
+    """
+    by_family: dict[str, dict[tuple[int, ...], list[int]]] = {}
+    for packed, ranks in asked.items():
+        numbers: tuple[int, ...]
+        for numbers, names in pickle.loads(zlib.decompress(packed)).items():
+            for family in names:
+                by_family.setdefault(family, {}).setdefault(numbers, []).extend(ranks)
+    stored = families.numbers(keys) if by_family else {}
+    faults = []
+    for family, ranks_of in by_family.items():
+        whole = np.array(sorted(stored.get(family, ())))
+        if set().union(*ranks_of).issuperset(whole.tolist()):
+            continue
+        parts: dict[Part, list[int]] = {}
+        for numbers, ranks in ranks_of.items():
+            bits = np.packbits(np.isin(whole, numbers)).tobytes()
+            parts.setdefault((bits, ()), []).extend(ranks)
+        gap = gap_of(parts, len(whole))
+        if gap is None:
+            continue
+        here = dict.fromkeys(one for rank in gap.ranks for one in renames.get(rank, ()))
+        likely = "rename= of this load gives some ranks the numbers of another rank"
+        if not here:
+            likely = (
+                "rename= was forgotten in this load, so that every rank asks by its local numbers"
+            )
+        faults.append(
+            gap.fault(
+                family,
+                partial(_format_members, whole),
+                of="it",
+                saved=(f"saved with:  rename={families.step_of(family)}",),
+                loaded=f"rename={', '.join(here)}" if here else "no rename=",
+                likely=likely,
+                way_out="the rename= of the save in PlacementLoadPlanner, on each rank with its "
+                "own numbers",
+            )
+        )
+    return faults
+
+
+def _format_members(whole: npt.NDArray[Any], bits: Bits) -> str:
+    return format_numbers(whole[bits].tolist())
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Return numbers as short text.
+
+    >>> format_numbers([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    return format_ranks(numbers).partition(" ")[2]
+
+
+def total_faults(
+    totals: Mapping[str, int | None],
+    record: SaveRecord,
+    fqns: Iterable[str],
+    rank_name: str,
+) -> list[Fault]:
+    """Return the renames of a load that declare another total than the save's did.
+
+    Args:
+        totals: What this load's rename declares, by pattern.
+        record: The checkpoint's.
+        fqns: The checkpoint's keys that this rank asks for.
+        rank_name: What messages call this rank.
+    """
+    saved = {step.pattern: step for step in record.renames if step.kind == "Renumber"}
+    differing = {
+        (pattern, step.pattern): step
+        for pattern, total in totals.items()
+        for step in saved.values()
+        if step.total not in (None, total)
+    }
+    # Patterns of other text are the same declaration where they find the same number of a key.
+    matched = {pair: step for pair, step in differing.items() if pair[0] == pair[1]}
+    others = {pair: step for pair, step in differing.items() if pair[0] not in saved}
+    finders = {pattern: number_finder(pattern) for pair in others for pattern in pair}
+    for fqn in fqns if others else ():
+        for pair, step in others.items():
+            one, other = (finders[pattern].search("." + fqn) for pattern in pair)
+            if one is not None and other is not None and one.span(NUMBER) == other.span(NUMBER):
+                matched[pair] = step
+        if len(matched) == len(differing):
+            break
+    return [
+        Fault(
+            pattern,
+            f"{rank_name} loads it with total={totals[pattern]}, but it was saved as one of "
+            f"{step.total}",
+            (
+                f"saved with:  rename={step}",
+                f"this load:   rename=Renumber({pattern!r}, total={totals[pattern]})",
+                "likely:      the rename= of another model, whose numbers mean other tensors",
+                "way out:     the total= of the save; optional=[pattern] or "
+                "waive={pattern: reason} where this model has another number on purpose",
+            ),
+        )
+        for (pattern, _), step in matched.items()
+    ]

@@ -1,0 +1,201 @@
+"""Keys that the checkpoint lacks: which a load accepts, and what refuses the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import TensorStorageMetadata, has_hooks, is_dtensor_like
+from dcp_placements.errors import Fault, format_names
+from dcp_placements.load.policy import Policy
+from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
+from dcp_placements.names.prefixes import other_names
+
+MAX_COMPARED_NAMES = 10
+MAX_COMPARED_KEYS = 5000
+"""Comparing one name with so many keys is slow, and a few examples show what is wrong."""
+
+
+@dataclass(slots=True)
+class MissingKeys:
+    """The keys of one rank that the checkpoint lacks.
+
+    Attributes:
+        state_dict: Flat, with the checkpoint's keys.
+        stored: The checkpoint's metadata by key.
+        absent: Keys of meshes that the rank is no part of.
+        states: Which keys are optimizer state.
+        policy: What is accepted.
+        rank: The global rank, for messages.
+        kept: The keys that are accepted; their values stay as they are.
+        stateless: By key that is optimizer state, the parameter, where the checkpoint has no state
+            of that parameter at all.
+        faults: What refuses the load.
+        notes: What is accepted with a warning.
+    """
+
+    state_dict: Mapping[str, Any]
+    stored: Mapping[str, Any]
+    absent: AbstractSet[str]
+    states: OptimizerStates
+    policy: Policy
+    rank: int
+    kept: list[str] = field(default_factory=list)
+    stateless: dict[str, str] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[Fault] = field(default_factory=list)
+
+    def settle(self, missing: Sequence[str], *, matched: int, refused: bool) -> None:
+        """Accept or refuse every missing key.
+
+        Args:
+            missing: The keys.
+            matched: The number of keys that the checkpoint has.
+            refused: Whether the load is refused for other reasons.
+        """
+        groups: dict[str, list[str]] = {}
+        for fqn in self.state_dict:
+            state = self.states.of(fqn)
+            if state is not None:
+                groups.setdefault(state.group, []).append(fqn)
+        without_state = _without_state(groups, missing)
+        lacking: list[str] = []
+        for fqn in missing:
+            state = self.states.of(fqn)
+            keys = [] if state is None else groups[state.group]
+            partly_stored = any(key in self.stored for key in keys)
+            # Under a partial load, too, a step count must not outlive its moments.
+            if state is not None and state.group in without_state:
+                self.stateless[fqn] = state.parameter
+            if self.policy.is_optional(fqn) or (self.policy.partial and not partly_stored):
+                self.kept.append(fqn)
+            elif partly_stored:
+                self._refuse_part_of_state(fqn, keys)
+            elif fqn not in self.stateless:
+                lacking.append(fqn)
+        if lacking:
+            self._refuse_all(lacking)
+        if self.kept and not matched and not refused and not self.faults:
+            self._fault(
+                "state dict",
+                f"none of the {len(self.state_dict)} keys of rank {self.rank} is in the "
+                "checkpoint: nothing would be loaded",
+                f"it asks for: {format_names(self.kept, 3)}",
+                f"there are:   {format_names(list(self.stored), 3)}",
+                "likely:      a prefix that one side has and the other has not",
+                "way out:     make the names equal, with rename= if need be",
+            )
+        elif self.kept:
+            self._note_no_tensor()
+
+    def _note_no_tensor(self) -> None:
+        """Note that of the model's tensors, optimizer state left out, none is read."""
+        tensors = [
+            fqn
+            for fqn, value in self.state_dict.items()
+            if is_tensor(value)
+            and len(value.shape)
+            and fqn not in self.absent
+            and self.states.of(fqn) is None
+        ]
+        unread = {fqn for fqn in self.kept if not self.policy.is_optional(fqn)}
+        if not unread.intersection(tensors) or any(fqn in self.stored for fqn in tensors):
+            return
+        there = [
+            fqn
+            for fqn, stored in self.stored.items()
+            if isinstance(stored, TensorStorageMetadata)
+            and stored.size
+            and self.states.of(fqn) is None
+        ]
+        self.notes.append(
+            Fault(
+                "state dict",
+                f"rank {self.rank} asks for {len(tensors)} tensors of the model, and none of them "
+                "is in the checkpoint: they keep their values",
+                (
+                    f"it asks for: {format_names(tensors, 3)}",
+                    f"there are:   {format_names(there, 3) or 'none of one dim or more'}",
+                    "likely:      a prefix that one side has and the other has not; the keys that "
+                    "match are scalars, objects or optimizer state",
+                    "way out:     make the names equal, with rename= if need be; "
+                    "optional=[pattern] for what may be missing",
+                ),
+            )
+        )
+
+    def _refuse_part_of_state(self, fqn: str, keys: Sequence[str]) -> None:
+        names = {key: key.rpartition(".")[2] for key in keys}
+        self._fault(
+            fqn,
+            "the checkpoint lacks this state of a parameter whose other state it has",
+            f"there are:   {', '.join(names[key] for key in keys if key in self.stored)}",
+            f"missing:     {', '.join(names[key] for key in keys if key not in self.stored)}",
+            "way out:     load with the optimizer that was saved; optional=[pattern] where this "
+            "one may be missing",
+        )
+
+    def _refuse_all(self, missing: Sequence[str]) -> None:
+        """Refuse keys, each with the name that the checkpoint likely has for it."""
+        if not self.stored:
+            self._fault(
+                "checkpoint",
+                f"has no tensor and no object, but rank {self.rank} asks for "
+                f"{format_names(missing, 1)}",
+                "likely:      another path, or the storage reader of another format "
+                "(HuggingFaceStorageReader reads *.safetensors alone)",
+                "way out:     the directory that dcp.save wrote, with the reader that fits; "
+                "dcp-placements inspect shows what is in it",
+            )
+            return
+        unread = [key for key in self.stored if key not in self.state_dict]
+        others = other_names(missing, unread)
+        for at, fqn in enumerate(missing):
+            details = list(others.get(fqn, ()))
+            if not details and at < MAX_COMPARED_NAMES and len(unread) < MAX_COMPARED_KEYS:
+                close = get_close_matches(fqn, unread, 2, 0.6)
+                details = [f"it has:      {', '.join(close)}"] if close else []
+            self._refuse(fqn, details)
+
+    def _refuse(self, fqn: str, details: list[str]) -> None:
+        if self.states.of(fqn) is not None:
+            details.append(
+                "note:        it has no state of any parameter that this rank asks for; the state "
+                "of some may be missing, of all it may not"
+            )
+        elif possible_parameters(fqn):
+            details.append(
+                "note:        it is not taken for optimizer state, of which some may be missing: "
+                "neither its parameter nor param_groups that name it are there"
+            )
+        if not any(line.startswith("way out:") for line in details):
+            details.append(
+                "way out:     rename= where the checkpoint has it under another name; "
+                "optional=[pattern] where it may be missing"
+            )
+        self._fault(
+            fqn,
+            f"the checkpoint lacks this key, which rank {self.rank} has "
+            "(torch: Missing key in checkpoint)",
+            *details,
+        )
+
+    def _fault(self, fqn: str, headline: str, *details: str) -> None:
+        self.faults.append(Fault(fqn, headline, details))
+
+
+def _without_state(groups: Mapping[str, Sequence[str]], missing: Sequence[str]) -> set[str]:
+    """Return the groups of optimizer state of which the checkpoint has none, if it has any."""
+    lacking = set(missing)
+    without = {group for group, keys in groups.items() if lacking.issuperset(keys)}
+    return without if len(without) < len(groups) else set()
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value of a state dict is read as a tensor."""
+    return isinstance(value, torch.Tensor) or has_hooks(value) or is_dtensor_like(value)

@@ -1,0 +1,44 @@
+"""What a load accepts, as its user declared it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dcp_placements.rules.patterns import compile_pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a load accepts.
+
+    Attributes:
+        partial: Any key may be missing, as long as one is there; but no part of the optimizer
+            state of a parameter while another part is there.
+        cast: ``"error"``, ``"warn"`` or ``"allow"``, for what loses precision.
+        optional: Patterns of keys that may be missing.
+        waived: Patterns of keys whose differences from the save are right.
+    """
+
+    partial: bool = False
+    cast: str = "warn"
+    optional: tuple[re.Pattern[str], ...] = ()
+    waived: tuple[re.Pattern[str], ...] = ()
+
+    def is_optional(self, fqn: str) -> bool:
+        """Whether a key may be missing by name."""
+        return any(pattern.search(f".{fqn}") for pattern in self.optional)
+
+    def waives(self, fqn: str) -> bool:
+        """Whether a waiver names a key."""
+        return any(pattern.search(f".{fqn}") for pattern in self.waived)
+
+    def excuses(self, fqn: str) -> bool:
+        """Whether a key is waived, or may be missing by name."""
+        return self.waives(fqn) or self.is_optional(fqn)
+
+
+def compiled(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    """Return patterns of keys as ``Policy`` has them."""
+    return tuple([compile_pattern(pattern) for pattern in patterns])

@@ -1,0 +1,375 @@
+"""One load, seen from one rank: all that belongs to it and to no other load."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcp_placements._torch import (
+    LoadPlan,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    flatten_as_2_3,
+    get_element,
+    global_rank,
+    is_dtensor_like,
+    local_tensor,
+    set_element,
+    world_size,
+)
+from dcp_placements.bind.placed import Placing
+from dcp_placements.bind.placing import counted_faults, place
+from dcp_placements.bind.stacking import unfold
+from dcp_placements.errors import Fault, PlacementError, format_faults, format_names, raise_faults
+from dcp_placements.lazy_items import LazyItems
+from dcp_placements.load.comparison.checks import LoadChecks, asked_faults, check_load
+from dcp_placements.load.exchange import Exchange
+from dcp_placements.load.live import fleeting_faults, live_faults
+from dcp_placements.load.message import (
+    LoadMessage,
+    all_notes,
+    packed_notes,
+    unmatched_patterns,
+)
+from dcp_placements.load.policy import Policy
+from dcp_placements.load.request import Request
+from dcp_placements.load.shares import Verdict
+from dcp_placements.load.verification import Verification
+from dcp_placements.names.keys import Path, Rename, rename_keys
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.report import LoadReport
+from dcp_placements.rules.patterns import Rules, expected_patterns
+from dcp_placements.storage.metadata.provenance import stored
+from dcp_placements.storage.metadata.save_ids import IdRecord, id_records, speaking_for
+
+
+@dataclass
+class RankLoad:
+    """The state of one load on one rank.
+
+    Attributes:
+        original_state_dict: The user's, nested.
+        state_dict: Flat, with the checkpoint's keys.
+        mappings: Where each key stands in the nested dict.
+        metadata: The checkpoint's.
+        local_keys: The rank's own keys.
+        placing: The tensors' places.
+        copies: Further places of an object that several local keys have as one.
+        shared: By key, the name of the scalar or object that stands for several keys.
+        collapsed: By scalar of which the checkpoint has one per row, the number of rows.
+        stateless: Optimizer state keys of parameters of which the checkpoint has no state.
+        items: What the rank reads.
+        checks: How the load compares with the save.
+        ids: The records of save ids that are read.
+        verification: Compares digests; None without ``verify="digests"``.
+        exchange: None where nothing can be exchanged.
+        report: The report on the load.
+    """
+
+    original_state_dict: dict[str, Any] = field(default_factory=dict)
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    mappings: dict[str, Path] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=lambda: Metadata({}))
+    local_keys: set[str] = field(default_factory=set)
+    placing: Placing = field(default_factory=Placing)
+    copies: dict[str, list[Path]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    collapsed: Mapping[str, torch.Size] = field(default_factory=dict)
+    stateless: Sequence[str] = ()
+    items: LazyItems[ReadItem] = field(default_factory=LazyItems)
+    checks: LoadChecks = field(default_factory=LoadChecks)
+    ids: Mapping[MetadataIndex, IdRecord] = field(default_factory=dict)
+    verification: Verification | None = None
+    exchange: Exchange | None = None
+    report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
+    # By scalar or object, the first key whose value was read, and the value.
+    _first_values: dict[str, tuple[str, Any]] = field(default_factory=dict)
+
+    def restore(self, values: Iterable[tuple[Path, Any]]) -> None:
+        """Put values of types that torch does not know back; torch replaces them by None."""
+        for path, value in values:
+            set_element(self.original_state_dict, path, value)
+            key = ".".join(map(str, path))
+            if key in self.state_dict:
+                self.state_dict[key] = value
+
+    def rename(self, rename: Rename | None) -> None:
+        """Replace this rank's keys by the checkpoint's."""
+        self.local_keys = set(self.state_dict)
+        self.state_dict, self.mappings = rename_keys(self.state_dict, self.mappings, rename)
+
+    def use_keys_of_torch_2_3(self, rename: Rename | None) -> None:
+        """Take the keys that torch 2.3 and older gave, where the checkpoint has those."""
+        unasked = set(self.metadata.state_dict_metadata) - set(self.state_dict)
+        if not unasked:
+            return
+        flat, mappings = flatten_as_2_3(self.original_state_dict)
+        # Only a key that today's flattening does not make is a sign of an old checkpoint: under
+        # rename=, a local name may well be the checkpoint's name of another rank's tensor.
+        if unasked & (set(flat) - self.local_keys):
+            self.state_dict, self.mappings = rename_keys(flat, mappings, rename)
+
+    def place(self, rules: Rules | None, rename: Rename | None, rank: int) -> None:
+        """Work out the places of the tensors."""
+        self.placing = place(self.state_dict, rules, rank)
+        if rename is not None:
+            stored_keys = self.metadata.state_dict_metadata
+            unfolded = unfold(
+                self.state_dict, self.mappings, self.placing, rules, rank, stored_keys
+            )
+            self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
+            self.copies, self.shared = unfolded.copies, unfolded.shared
+
+    def plan(
+        self,
+        policy: Policy,
+        *,
+        rules: Rules | None,
+        rename: Rename | None,
+        live: torch.nn.Module | Iterable[torch.Tensor] | None,
+        verify: bool,
+        rank: int,
+    ) -> None:
+        """Plan the reads, and compare the load with the save.
+
+        Args:
+            policy: What is accepted.
+            rules: The user's rules.
+            rename: The user's renaming.
+            live: What the load is for.
+            verify: Whether digests are compared.
+            rank: The global rank, for messages.
+
+        Raises:
+            PlacementError: What cannot be filled, or would be filled wrongly; all in one error.
+        """
+        state_dict, placing, metadata = self.state_dict, self.placing, self.metadata
+        request = Request(state_dict, placing, metadata, policy, rank, self.local_keys)
+        self.items = request.items()
+        self.report = report = request.report
+        self.collapsed, self.stateless = request.collapsed, request.stateless
+        faults = [*self._shared_faults(rank), *placing.faults, *request.faults]
+        if verify:
+            self.verification = Verification(metadata, rank, report)
+            faults += self.verification.faults()
+        checks = check_load(state_dict, placing, metadata, rename=rename, policy=policy, rank=rank)
+        self.checks = checks
+        report.compared = checks.compared
+        faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
+        if rename is not None or rules is not None:
+            faults += counted_faults(state_dict, placing, rename)
+        if live is not None:
+            faults += live_faults(state_dict, placing, live, report, self.mappings)
+        raise_faults(f"rank {rank} cannot be loaded from this checkpoint", faults)
+        self.warn(request.notes)
+        # The coordinator warns of these, once for all ranks.
+        report.warnings += tuple(map(str, checks.notes))
+
+    def warn(self, notes: Sequence[Fault]) -> None:
+        """Warn of what is accepted, and keep it in the report."""
+        if notes:
+            self.report.warnings += tuple(map(str, notes))
+            warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
+
+    def message(
+        self, rules: Rules | None, exchange: bool | dist.ProcessGroup, rank: int
+    ) -> LoadMessage | None:
+        """Return what is sent to the coordinator; None where there is nothing to send."""
+        claims = None
+        if exchange is not False and world_size() > 1:
+            self.exchange = Exchange(None if exchange is True else exchange)
+            own = {*self.shared, *self.shared.values(), *self.collapsed}
+            with quiet_gc():
+                claims = self.exchange.claims(
+                    self.state_dict, self.placing, self.metadata, own.__contains__
+                )
+        message = LoadMessage(
+            rank=rank,
+            claims=claims,
+            matched=tuple(self.placing.matched),
+            patterns=expected_patterns(rules),
+            asked=self.checks.asked,
+            notes=packed_notes(self.checks.notes),
+        )
+        return None if message.is_empty else message
+
+    def judge(self, messages: Sequence[LoadMessage], *, complete: bool) -> None:
+        """Refuse, or warn of, what all ranks together show. Called on the coordinator.
+
+        Args:
+            messages: Of the ranks that sent one.
+            complete: Whether all ranks take part in this plan.
+
+        Raises:
+            PlacementError: Ranks that together ask for something else than was saved.
+        """
+        notes = all_notes(messages)
+        if notes:
+            warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
+        if not complete:
+            return
+        asked = {message.rank: message.asked for message in messages}
+        faults = asked_faults(asked, self.checks.record, self.metadata)
+        self.report.unmatched = unmatched_patterns(messages)
+        if self.report.unmatched:
+            note = Fault(
+                ", ".join(map(repr, self.report.unmatched)),
+                "no key on any rank matches",
+                ("way out:     correct the pattern, or drop it",),
+            )
+            # Listed with the faults, too: a mistake in a pattern may be their cause.
+            if faults:
+                faults.append(note)
+            else:
+                self.warn([note])
+        raise_faults("the ranks do not ask for what was saved", faults)
+
+    def take_verdict(self, verdict: Any) -> None:
+        """Take the coordinator's answer on what is exchanged."""
+        if self.exchange is not None:
+            self.exchange.verdict = verdict if isinstance(verdict, Verdict) else Verdict(False)
+
+    @property
+    def active_exchange(self) -> Exchange | None:
+        """The exchange, where the coordinator granted one."""
+        return self.exchange if self.exchange is not None and self.exchange.verdict.active else None
+
+    def finished(self, plan: LoadPlan) -> LoadPlan:
+        """Return what this rank reads, its part of an exchange alone, and reset step counts."""
+        for fqn in self.stateless:
+            self._reset_step(fqn)
+        # Lazy items stayed here: the coordinator changes nothing of what a rank reads.
+        items: Sequence[ReadItem] = plan.items
+        with quiet_gc():
+            if isinstance(items, LazyItems):
+                items = self.items.all
+            if self.active_exchange is not None:
+                items = self.active_exchange.share(items, self.metadata)
+        if self.exchange is not None and self.exchange.verdict.why:
+            self.warn([_without_exchange(self.exchange.verdict)])
+        if self.verification is not None:
+            note = self.verification.note(items, self.state_dict)
+            self.warn([] if note is None else [note])
+        return replace(plan, items=[*self._id_reads(items), *items])
+
+    def _id_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
+        """Return the reads of the save ids in the files that items are read from.
+
+        None where ``storage_data`` is no dict: only the reader of this package has other mappings,
+        and it compares the ids by itself.
+        """
+        files = self.metadata.storage_data
+        if type(files) is not dict or stored(self.metadata) is None:
+            return []
+        self.ids = {record.index: record for record in id_records(files).values()}
+        if not self.ids:
+            return []
+        names = {files[item.storage_index].relative_path for item in items}
+        records = {record.file: record for record in self.ids.values()}
+        return [record.read_item() for record in speaking_for(names, records)]
+
+    def _reset_step(self, fqn: str) -> None:
+        """Set a step count to 0 whose moments keep their initial values."""
+        if fqn.rpartition(".")[2] != "step":
+            return
+        value = self.state_dict[fqn]
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+        elif isinstance(value, int | float):
+            set_element(self.original_state_dict, self.mappings.get(fqn, (fqn,)), type(value)(0))
+
+    def data(self, index: MetadataIndex) -> torch.Tensor | None:
+        """Return the memory to read into at ``index``; None for tensors without a place."""
+        if index.fqn in self.collapsed:
+            return self._scalar(index.fqn).new_empty(self.collapsed[index.fqn])
+        placed = self.placing.placed.get(index.fqn)
+        if placed is None:
+            return None
+        assert index.index is not None
+        return placed.view(placed.chunks[index.index])
+
+    def take_tensor(self, fqn: str, tensor: torch.Tensor) -> None:
+        """Take what was read for a scalar that stands for several rows.
+
+        Raises:
+            PlacementError: The rows differ.
+        """
+        if fqn in self.shared or fqn in self.collapsed:
+            for number in tensor.flatten().tolist():
+                self._take_value(fqn, number)
+                self._scalar(fqn).fill_(number)
+
+    def take_object(self, fqn: str) -> None:
+        """Put an object that was read into all its places.
+
+        Raises:
+            PlacementError: It stands for several rows, and they differ.
+        """
+        if fqn not in self.shared and fqn not in self.copies:
+            return
+        value = get_element(self.original_state_dict, self.mappings[fqn])
+        if fqn in self.shared:
+            self._take_value(fqn, value)
+        for path in self.copies.get(fqn, ()):
+            set_element(self.original_state_dict, path, value)
+
+    def _scalar(self, fqn: str) -> torch.Tensor:
+        value = self.state_dict[fqn]
+        return (local_tensor(value) if is_dtensor_like(value) else value).detach()
+
+    def _take_value(self, fqn: str, value: Any) -> None:
+        """Compare one of several values that become one here with the first of them."""
+        name = self.shared.get(fqn, fqn)
+        first, first_value = self._first_values.setdefault(name, (fqn, value))
+        if first_value == value:
+            return
+        values = f"{first_value!r} and {value!r}"
+        if first != fqn:
+            values = f"{first_value!r} for {first} and {value!r} for {fqn}"
+        fault = Fault(
+            name,
+            f"rank {global_rank()} has one value for all rows, but the checkpoint has {values}",
+            (
+                "likely:      each row had an optimizer state of its own, and their steps differed",
+                "way out:     load it into one tensor per row; or leave this key out",
+            ),
+        )
+        raise PlacementError(format_faults("rows cannot be loaded as one", [fault]))
+
+    def _shared_faults(self, rank: int) -> list[Fault]:
+        """Return the scalars that stand for rows of which the checkpoint has only some."""
+        lacking: dict[str, list[str]] = {}
+        for fqn in self.stateless:
+            if fqn in self.shared:
+                lacking.setdefault(self.shared[fqn], []).append(fqn)
+        rows = Counter(self.shared.values())
+        return [
+            Fault(
+                name,
+                f"the checkpoint has optimizer state of {rows[name] - len(keys)} rows, and none "
+                f"of {len(keys)}, but rank {rank} has one {name.rpartition('.')[2]} for all of "
+                "them",
+                (
+                    f"missing:     {format_names(keys, 4)}",
+                    "likely:      these rows were never stepped",
+                    "way out:     load it into one tensor per row; or leave this state out",
+                ),
+            )
+            for name, keys in lacking.items()
+            if len(keys) < rows[name]
+        ]
+
+
+def _without_exchange(verdict: Verdict) -> Fault:
+    return Fault(
+        "exchange=True",
+        "every rank reads all that it needs by itself",
+        (f"because:     {verdict.why}", f"way out:     {verdict.way_out}"),
+    )
