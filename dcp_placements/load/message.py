@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from dcp_placements.errors import Fault
 from dcp_placements.load.comparison.checks import Asked
-from dcp_placements.load.shares import Claims
+from dcp_placements.load.exchange.shares import Claims
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import PlacementError, raise_faults
 from dcp_placements.load.casting import CASTS
+from dcp_placements.load.exchange.shares import Verdict, verdicts
 from dcp_placements.load.message import LoadMessage
 from dcp_placements.load.policy import Policy, compiled
 from dcp_placements.load.rank_load import RankLoad
-from dcp_placements.load.shares import Verdict, verdicts
 from dcp_placements.load.verification import VERIFY
 from dcp_placements.names.keys import Rename
 from dcp_placements.quiet_gc import quiet_gc
@@ -135,7 +135,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         """Take the state dict to fill, under the checkpoint's keys. Called on every rank."""
         if metadata is not None and not isinstance(metadata, Metadata):  # called by dcp.save
             raise PlacementError(
-                "a PlacementLoadPlanner cannot save: dcp.save needs a save planner"
+                "a PlacementLoadPlanner cannot save: dcp.save wants a save planner"
             )
         objects = [
             (path, value)

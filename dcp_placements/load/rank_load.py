@@ -30,7 +30,8 @@ from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_names, raise_faults
 from dcp_placements.lazy_items import LazyItems
 from dcp_placements.load.comparison.checks import LoadChecks, asked_faults, check_load
-from dcp_placements.load.exchange import Exchange
+from dcp_placements.load.exchange.exchange import Exchange
+from dcp_placements.load.exchange.shares import Verdict
 from dcp_placements.load.live import fleeting_faults, live_faults
 from dcp_placements.load.message import (
     LoadMessage,
@@ -40,7 +41,6 @@ from dcp_placements.load.message import (
 )
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request
-from dcp_placements.load.shares import Verdict
 from dcp_placements.load.verification import Verification
 from dcp_placements.names.keys import Path, Rename, rename_keys
 from dcp_placements.quiet_gc import quiet_gc

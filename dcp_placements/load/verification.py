@@ -34,7 +34,7 @@ class Verification:
     def __init__(self, metadata: Metadata, rank: int, report: LoadReport) -> None:
         self._metadata = metadata
         self._provenance: Mapping[str, Any] = stored(metadata) or {}
-        self._rank = rank
+        self.rank = rank
         self._report = report
 
     def faults(self) -> list[Fault]:
@@ -63,7 +63,7 @@ class Verification:
             return None
         return Fault(
             "verify='digests'",
-            f"rank {self._rank} cannot compare {without} of the {len(items)} chunks that it reads",
+            f"rank {self.rank} cannot compare {without} of the {len(items)} chunks that it reads",
             (
                 "because:     a digest is that of a whole chunk, and these are read in "
                 "part (saved and loaded in different layouts), or cast",
@@ -130,7 +130,7 @@ class Verification:
         )
         fault = Fault(
             index.fqn,
-            f"rank {self._rank} read {what}, and it is not what was saved",
+            f"rank {self.rank} read {what}, and it is not what was saved",
             (
                 f"in file:     {file}",
                 f"saved as:    {saved}",

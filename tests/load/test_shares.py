@@ -12,9 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_placements.load import broadcast
-from dcp_placements.load.broadcast import batches
-from dcp_placements.load.shares import SHARE_NBYTES, Claim, Claims, Destination, shares, verdicts
+from dcp_placements.load.exchange import broadcast
+from dcp_placements.load.exchange.broadcast import batches
+from dcp_placements.load.exchange.shares import (
+    SHARE_NBYTES,
+    Claim,
+    Claims,
+    Destination,
+    shares,
+    verdicts,
+)
 
 MIB = 1 << 20
 

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from dcp_placements._torch import Metadata, MetadataIndex, ReadItem, group_device
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
-from dcp_placements.load.broadcast import Buffers, Line, Sender
-from dcp_placements.load.replica_sets import (
+from dcp_placements.load.exchange.broadcast import Buffers, Line, Sender
+from dcp_placements.load.exchange.replica_sets import (
     ReplicaSet,
     Target,
     clipped,
     destinations,
     replica_sets,
 )
-from dcp_placements.load.shares import Claims, Share, Verdict, shares
+from dcp_placements.load.exchange.shares import Claims, Share, Verdict, shares
 from dcp_placements.report import LoadReport, Traffic
 
 

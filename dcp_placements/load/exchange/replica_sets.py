@@ -26,8 +26,8 @@ from dcp_placements._torch import (
 from dcp_placements.bind.binding import Binding
 from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.layout.sharding import Box, Cut
-from dcp_placements.load.broadcast import Line
-from dcp_placements.load.shares import Claim, Destination, Share
+from dcp_placements.load.exchange.broadcast import Line
+from dcp_placements.load.exchange.shares import Claim, Destination, Share
 from dcp_placements.storage.metadata.save_ids import writer_of
 
 ReadsOf = Mapping[tuple[str, int], Sequence[ReadItem]]
