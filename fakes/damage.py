@@ -134,13 +134,13 @@ def _write(path: Path, metadata: Metadata) -> str:
 
 
 def _chunks(metadata: Metadata, fqn: str) -> list[ChunkStorageMetadata]:
-    told = metadata.state_dict_metadata[fqn]
-    assert isinstance(told, TensorStorageMetadata)
-    return told.chunks
+    entry = metadata.state_dict_metadata[fqn]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry.chunks
 
 
 def _give_chunks(metadata: Metadata, fqn: str, chunks: list[ChunkStorageMetadata]) -> None:
     # Tensors that are cut alike may share one list.
-    told = metadata.state_dict_metadata[fqn]
-    assert isinstance(told, TensorStorageMetadata)
-    metadata.state_dict_metadata[fqn] = TensorStorageMetadata(told.properties, told.size, chunks)
+    entry = metadata.state_dict_metadata[fqn]
+    assert isinstance(entry, TensorStorageMetadata)
+    metadata.state_dict_metadata[fqn] = TensorStorageMetadata(entry.properties, entry.size, chunks)

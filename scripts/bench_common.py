@@ -143,10 +143,10 @@ def three(value: float | None) -> str:
     return f"{value:.{max(digits - 1, 0)}f}"
 
 
-def write_json(path: str | None, told: dict[str, Any]) -> None:
-    """Write ``told`` to a file, if there is one to write to."""
+def write_json(path: str | None, report: dict[str, Any]) -> None:
+    """Write ``report`` to a file, if there is one to write to."""
     if path:
-        Path(path).write_text(json.dumps(told, indent=1) + "\n")
+        Path(path).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def write_measured(args: argparse.Namespace, start: float, **found: Any) -> None:

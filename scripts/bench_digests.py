@@ -136,16 +136,16 @@ def main() -> int:
     for case, entry in cases.items():
         what = f"{case}: {entry['tensors']:,} tensors, {entry['nbytes'] / 1e6:,.0f} MB"
         for kind in KINDS:
-            told = entry[kind]
+            of_kind = entry[kind]
             names = ("whole_percent", "added_percent", "added_cpu_percent")
-            percents = [f"{told[name]:+.2f} %" for name in names]
+            percents = [f"{of_kind[name]:+.2f} %" for name in names]
             rows.append(
                 (
                     what,
                     kind,
-                    three(told["save_s"] * 1e3),
-                    three(told["save_cpu_s"] * 1e3),
-                    three(told["plan_cpu_s"] * 1e3),
+                    three(of_kind["save_s"] * 1e3),
+                    three(of_kind["save_cpu_s"] * 1e3),
+                    three(of_kind["plan_cpu_s"] * 1e3),
                     *(percents if kind != "off" else ("",) * 3),
                 )
             )

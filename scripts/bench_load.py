@@ -129,9 +129,9 @@ class Watched:
 
 def _read_calls() -> tuple[int, int]:
     handle = os.open("/proc/self/io", os.O_RDONLY)
-    told = dict(line.split(b": ") for line in os.read(handle, 4096).splitlines())
+    fields = dict(line.split(b": ") for line in os.read(handle, 4096).splitlines())
     os.close(handle)
-    return int(told[b"syscr"]), int(told[b"rchar"])
+    return int(fields[b"syscr"]), int(fields[b"rchar"])
 
 
 def state_dict(case: str, *, tiny: bool, fill: bool) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def simulated_stock(workload: Workload, *, lowest: bool) -> dict[str, Any]:
         written.append(sum(_nbytes(item) for item in plan.items))
         owner.update((item.index, rank) for item in plan.items)
     opened = [len({owner[item.index] for item in plan.items if _nbytes(item)}) for plan in plans]
-    return _told(opened, written, workload)
+    return _summary(opened, written, workload)
 
 
 def _nbytes(item: Any) -> int:
@@ -279,10 +279,10 @@ def simulated_ours(workload: Workload, path: Path, *, shadows: bool) -> dict[str
     opened = [
         bool(own[rank]) + len({owner[part] for part in parts}) for rank, parts in enumerate(wants)
     ]
-    return _told(opened, written, workload)
+    return _summary(opened, written, workload)
 
 
-def _told(opened: list[int], written: list[int], workload: Workload) -> dict[str, Any]:
+def _summary(opened: list[int], written: list[int], workload: Workload) -> dict[str, Any]:
     return {
         "opens": max(opened),
         "all_opens": sum(opened),
@@ -338,14 +338,14 @@ def missed(cases: dict[str, Any], *, tiny: bool) -> list[str]:
         if not tiny and case != "norms" and ours["written"] > 1.05:
             found.append(f"{case}: {ours['written']:.3f} of the mean written, more than 1.05")
         if case == "norms" and (ours["small_reads"] > 1 or ours["small_ratio"] > 1.1):
-            told = f"{ours['small_reads']:.2f} reads, {ours['small_ratio']:.2f} of the bytes"
-            found.append(f"norms: {told} per small tensor, more than 1 and 1.1")
+            cost = f"{ours['small_reads']:.2f} reads, {ours['small_ratio']:.2f} of the bytes"
+            found.append(f"norms: {cost} per small tensor, more than 1 and 1.1")
         exchange = sides.get("exchange")
         if exchange is not None and not tiny:
             ratio = exchange["all_read_bytes"] / exchange["unique_bytes"]
             if ratio > 1.02 or exchange["read_balance"] > 1.05:
-                told = f"{ratio:.2f} of the bytes, {exchange['read_balance']:.2f} of the mean"
-                found.append(f"{case}: {told} read with exchange=True, more than 1.02 and 1.05")
+                cost = f"{ratio:.2f} of the bytes, {exchange['read_balance']:.2f} of the mean"
+                found.append(f"{case}: {cost} read with exchange=True, more than 1.02 and 1.05")
     return found
 
 
@@ -353,14 +353,14 @@ def show_real(cases: dict[str, Any], nproc: int) -> None:
     """Print the table of real runs."""
     rows = []
     for case, sides in cases.items():
-        for side, told in sides.items():
-            ratio = told["read_bytes"] / told["needed_bytes"]
-            row = [f"{case} {side}", f"{told['opens']:.0f}", f"{told['written']:.2f}"]
-            row += [three(told["reads"]), f"{ratio:.2f}x"]
-            row += [f"{told['all_read_bytes'] / told['unique_bytes']:.2f}x"]
-            row += [f"{told['read_balance']:.2f}"]
-            row += [three(told["small_reads"])]
-            row += ["-" if told["small_ratio"] is None else f"{told['small_ratio']:.2f}x"]
+        for side, cost in sides.items():
+            ratio = cost["read_bytes"] / cost["needed_bytes"]
+            row = [f"{case} {side}", f"{cost['opens']:.0f}", f"{cost['written']:.2f}"]
+            row += [three(cost["reads"]), f"{ratio:.2f}x"]
+            row += [f"{cost['all_read_bytes'] / cost['unique_bytes']:.2f}x"]
+            row += [f"{cost['read_balance']:.2f}"]
+            row += [three(cost["small_reads"])]
+            row += ["-" if cost["small_ratio"] is None else f"{cost['small_ratio']:.2f}x"]
             rows.append(row)
     show(
         f"{nproc} processes: same topology, largest rank",
@@ -376,11 +376,11 @@ def show_simulated(cases: dict[str, Any], ranks: int) -> None:
     """Print the table of the simulated world."""
     rows = []
     for case, sides in cases.items():
-        for side, told in sides.items():
-            whole = told.get("whole_opens")
-            row = [f"{case} {side}", f"{told['tensors']:,}", f"{told['opens']:,}"]
+        for side, cost in sides.items():
+            whole = cost.get("whole_opens")
+            row = [f"{case} {side}", f"{cost['tensors']:,}", f"{cost['opens']:,}"]
             row += ["-" if whole is None else f"~{whole:,}"]
-            row += [f"{told['all_opens']:,}", f"{told['written']:.3f}"]
+            row += [f"{cost['all_opens']:,}", f"{cost['written']:.3f}"]
             rows.append(row)
     show(
         f"{ranks:,} ranks, simulated: same topology, largest rank",

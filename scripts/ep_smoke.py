@@ -98,14 +98,14 @@ def collect(name: str, kind: str, case: Case, work: Path) -> Iterator[dict[str, 
         if "error" in result
     }
     results = phases["save"] + phases["load"]
-    said = sorted({warning for result in results for warning in result.get("warnings", ())})
+    warned = sorted({warning for result in results for warning in result.get("warnings", ())})
     # Where experts are lost there is nothing to continue from.
     lossy = kind == "stock" and case.ep > 1
     for check in ("save_load",) if lossy else ("save_load", "continue"):
         ranks = [{"rank": r, **x.get(check, {})} for r, x in enumerate(phases["load"])]
         entry: dict[str, Any] = {"case": name, "planner": kind, "check": check}
         entry |= {"mesh": asdict(case), "errors": errors}
-        entry |= {"warnings": said, "ranks": ranks}
+        entry |= {"warnings": warned, "ranks": ranks}
         if check == "save_load":
             entry |= {"losses": phases["save"][-1].get("losses")}
             entry |= {"oracle": phases["save"][0].get("oracle")}

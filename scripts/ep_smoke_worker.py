@@ -116,14 +116,14 @@ def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, An
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
-    """Collects what is warned of, but for notices to developers."""
-    said: list[str] = []
+def collected_warnings() -> Iterator[list[str]]:
+    """Collects the texts of warnings, except notices to developers."""
+    texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield said
+        yield texts
     notices = (DeprecationWarning, FutureWarning)
-    said += sorted({str(w.message) for w in caught if not issubclass(w.category, notices)})
+    texts += sorted({str(w.message) for w in caught if not issubclass(w.category, notices)})
 
 
 def ask_oracle(trainer: Trainer, locals_: dict[str, Tensor], path: Path) -> dict[str, Any] | None:
@@ -138,7 +138,7 @@ def ask_oracle(trainer: Trainer, locals_: dict[str, Tensor], path: Path) -> dict
         for key, entry in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    with heard():  # torch points out that it takes this for one process, as it should
+    with collected_warnings():  # torch points out that it takes this for one process, as it should
         dcp.load(stored, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
     return compare(stored, whole_tensors(held))
 
@@ -150,7 +150,7 @@ def save_phase(
     state = state_dict(trainer)
     saved = local_tensors(state)
     saver, _ = planners(kind, trainer.mesh)
-    with heard() as said:
+    with collected_warnings() as texts:
         if how == "now":
             dcp.save(state, checkpoint_id=path, planner=saver)
             losses += trainer.train(STEPS)
@@ -159,7 +159,7 @@ def save_phase(
     oracle = ask_oracle(trainer, saved, path)
     ended = local_tensors(state_dict(trainer))
     torch.save({"step": STEPS, "saved": saved, "ended": ended}, reference)
-    return {"losses": losses, "oracle": oracle, "warnings": said}
+    return {"losses": losses, "oracle": oracle, "warnings": texts}
 
 
 def train_during_save(
@@ -186,7 +186,7 @@ def load_phase(
     wanted = torch.load(reference, weights_only=True)
     state = state_dict(trainer)
     _, loader = planners(kind, trainer.mesh)
-    with heard() as said:
+    with collected_warnings() as texts:
         dcp.load(state, checkpoint_id=path, planner=loader)
     apply_state_dict(trainer, state)
 
@@ -195,7 +195,7 @@ def load_phase(
     steps = {"loaded_step": trainer.step, "saved_step": wanted["step"]}
     trainer.train(STEPS)
     ended = compare(local_tensors(state_dict(trainer)), wanted["ended"])
-    return {"save_load": loaded | steps, "continue": ended | steps, "warnings": said}
+    return {"save_load": loaded | steps, "continue": ended | steps, "warnings": texts}
 
 
 def run_rank(phase: str, jobs: list[str], work: Path, device: str) -> None:

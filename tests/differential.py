@@ -86,7 +86,7 @@ def name_of(family: Family, numbers: dict[str, Any], middle: str, first: str = "
 
     Args:
         family: Of which.
-        numbers: By level, of those that are told apart by name.
+        numbers: By level, of those that names distinguish.
         middle: The part, or what the parts are called together.
         first: The first component, where it is another one.
     """

@@ -76,11 +76,11 @@ def draw_family(draw: Draw, number: int) -> Family:
     while prod(row) * prod(level.total for level in levels) > MAX_NUMEL:
         at = max(set(range(len(row))) - ({part_dim} if parts else set()), key=lambda dim: row[dim])
         row = (*row[:at], row[at] // 2, *row[at + 1 :])
-    odd = not levels and not parts and draw.chance(20)
+    unusual = not levels and not parts and draw.chance(20)
     # Steps of a stack of stacks are not read into one for all rows.
     has_step = draw.chance(40) and sum(level.stacked for level in levels) < 2
     return Family(
-        f"m{number}{draw.choice(ODD_NAMES) if odd else ''}",
+        f"m{number}{draw.choice(ODD_NAMES) if unusual else ''}",
         row,
         draw.choice(DTYPES),
         tuple(levels),
@@ -258,7 +258,7 @@ def draw_cutting(
         name for name, placement in own if type(placement) is not Replicate and draw.chance(15)
     )
     strided_dims = {p.dim for _, p in own if type(p) is _StridedShard}
-    told = (
+    repeated = (
         ()
         if kind == "plain"
         else tuple(
@@ -268,12 +268,12 @@ def draw_cutting(
             and (type(placement) is not FusedShard or placement.dim not in strided_dims)
         )
     )
-    unnamed = bool(own) and not also and not told and draw.chance(10)
+    unnamed = bool(own) and not also and not repeated and draw.chance(10)
     return Cutting(
         tuple(rule),
         tuple(own),
         also,
-        told,
+        repeated,
         kind,
         None if padded == shape else padded,
         not derivable or draw.chance(40),

@@ -154,14 +154,14 @@ def without_warning() -> Iterator[None]:
 @contextmanager
 def warned() -> Iterator[list[str]]:
     """Collect the texts of the warnings that the package gives; there must be one at least."""
-    told: list[str] = []
+    texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield told
+        yield texts
     ours = [w for w in caught if "torch.distributed is disabled" not in str(w.message)]
     assert ours, "no warning was given"
     assert {w.category for w in ours} == {UserWarning}
-    told += [str(w.message) for w in ours]
+    texts += [str(w.message) for w in ours]
 
 
 StateOf = Callable[[int], dict[str, Any]]

@@ -89,8 +89,8 @@ def save_hugging_face(path: Path, tensors: dict[str, torch.Tensor], files: int =
         }
         save_file(part, path / name)
         index.update(dict.fromkeys(part, name))
-    told = {"metadata": {}, "weight_map": index}
-    (path / "model.safetensors.index.json").write_text(json.dumps(told))
+    document = {"metadata": {}, "weight_map": index}
+    (path / "model.safetensors.index.json").write_text(json.dumps(document))
 
 
 def rules_by_ep(mesh: Any) -> PlacementRules:
@@ -117,14 +117,14 @@ Run = Callable[..., Ran]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs the command line in this process; errors nobody foresaw raise."""
+    """Return a function that runs the command line in this process; unexpected errors raise."""
     monkeypatch.setenv("DCP_PLACEMENTS_DEBUG", "1")
 
     def runs(*arguments: Any) -> Ran:
         capsys.readouterr()
         code = main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return Ran(code, told.out, told.err)
+        printed = capsys.readouterr()
+        return Ran(code, printed.out, printed.err)
 
     return runs
 
@@ -139,8 +139,8 @@ def save_torch_dist(path: Path) -> dict[str, torch.Tensor]:
     objects = {f"rng_state/shard_{rank}_2": ("cuda", rank) for rank in range(2)}
     dcp.save({**tensors, **objects}, checkpoint_id=path)
     torch.save({"iteration": 10, "args": ("any", "thing")}, path / "common.pt")
-    told = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (path / "metadata.json").write_text(json.dumps(told))
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (path / "metadata.json").write_text(json.dumps(config))
     # Megatron's metadata are of a class of its own.
     name = "megatron.core.dist_checkpointing.strategies.torch"
     module = types.ModuleType(name)

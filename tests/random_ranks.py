@@ -248,17 +248,17 @@ class Rank:
         padded: Any,
     ) -> CheckpointPlacement:
         mesh: Any = self.mesh(hold)
-        said = along | {
+        declared = along | {
             axis: _moved(_at(placement, self.position(hold, axis)), moved)
             for axis, placement in cutting.rule
         }
-        said |= {axis: Shard(moved[p.dim]) for axis, p in cutting.own if axis in cutting.also}
+        declared |= {axis: Shard(moved[p.dim]) for axis, p in cutting.own if axis in cutting.also}
         if cutting.mesh.startswith("sub"):
-            names = [name for name in mesh.mesh_dim_names if name in said]
+            names = [name for name in mesh.mesh_dim_names if name in declared]
             mesh = mesh[names or mesh.mesh_dim_names]
         if cutting.mesh.endswith("coordinate"):
             mesh = MeshCoordinate(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate())
-        return CheckpointPlacement(mesh, said, global_shape=shape, padded_shape=padded)
+        return CheckpointPlacement(mesh, declared, global_shape=shape, padded_shape=padded)
 
 
 class _Held:
@@ -284,7 +284,7 @@ class _Held:
         self.shape = list(part_of_it.shape)
         own = dict(cutting.own)
         for axis, placement in cutting.rule:
-            if axis in cutting.told:
+            if axis in cutting.repeated:
                 own[axis] = Replicate()
                 if isinstance(placement, FusedShard):
                     own[axis] = Shard(placement.dim)

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Level:
-    """Rows of a family, told apart by a number.
+    """Rows of a family, distinguished by a number.
 
     Attributes:
         word: What stands before the number.
@@ -93,7 +93,7 @@ class Cutting:
         rule: ``(axis, placement)`` of what the rule says, in mesh order.
         own: The same of what the DTensor says and does after the rule.
         also: Axes of ``own`` that the rule names too.
-        told: Axes of ``rule`` of which the DTensor says that they shard the dim, or replicate.
+        repeated: Axes of ``rule`` that the DTensor has, too, as ``Shard`` or ``Replicate``.
         kind: ``"plain"``, ``"fake"`` or ``"real"``.
         padded: The shape that was cut, where it is larger.
         given: Whether the rule says the global shape.
@@ -106,7 +106,7 @@ class Cutting:
     rule: tuple[tuple[str, Any], ...] = ()
     own: tuple[tuple[str, Any], ...] = ()
     also: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
     kind: str = "plain"
     padded: tuple[int, ...] | None = None
     given: bool = True

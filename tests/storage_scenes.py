@@ -93,7 +93,7 @@ def flipped_registry() -> ExtensionRegistry:
 
 
 def all_kinds() -> dict[str, Any]:
-    """Return tensors of every dtype and shape, some of odd strides, and objects."""
+    """Return tensors of every dtype and shape, some with unusual strides, and objects."""
     found: dict[str, Any] = {
         f"{dtype}.{shape}": (torch.randn(shape) * 5).to(dtype)
         for dtype in DTYPES

@@ -74,7 +74,7 @@ def mesh_sizes(
 
 
 def shapes(*, max_dims: int = 3, max_size: int = 11) -> st.SearchStrategy[tuple[int, ...]]:
-    """Draw shapes of tensors that have dims; odd and empty sizes among them."""
+    """Draw shapes of tensors that have dims; uneven and empty sizes among them."""
     return st.lists(st.integers(0, max_size), min_size=1, max_size=max_dims).map(tuple)
 
 

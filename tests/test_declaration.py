@@ -149,15 +149,17 @@ def test_what_is_waived_is_silent_on_both_sides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (dict(rules=3), "rules must be PlacementRules"),
         (dict(rules=Placements(None)), r"way out: +its own \.save_planner"),
         (dict(rules=None, rename="experts"), "rename= must be Renumber"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_at_once(arguments: Any, told: str) -> None:
-    with pytest.raises(PlacementError, match=told):
+def test_arguments_that_contradict_each_other_are_refused_at_once(
+    arguments: Any, message: str
+) -> None:
+    with pytest.raises(PlacementError, match=message):
         Placements(**arguments)
 
 
@@ -199,7 +201,7 @@ def test_it_prints_what_is_declared() -> None:
     ]
     assert repr(full) == (
         f"Placements(PlacementRules({{'experts': {BY_EP.format()}, 'norm': None}}), "
-        "rename=Renumber('experts.{}', [2, 3], total=4), waive={'w': 'a reason'})"
+        "rename=Renumber(pattern='experts.{}', ids=(2, 3), total=4), waive={'w': 'a reason'})"
     )
     assert str(Placements(None)) == (
         "placements\n    rules:   none: every tensor keeps its own mesh and placements"

@@ -226,7 +226,7 @@ def failure(pair: Pair, root: Path) -> BaseException | None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            # Chunks that are read in part: what was asked for and cannot be done is said.
+            # Chunks that are read in part: a warning that their digests cannot be compared.
             warnings.filterwarnings("ignore", r"look at this load \(1 note\)\nverify='digests'")
             run(pair, root)
     except (Exception, dcp.CheckpointException) as error:
@@ -249,7 +249,7 @@ def text_of(value: Any, indent: int = 0) -> str:
     return repr(value)
 
 
-def told(error: BaseException) -> tuple[str, tuple[str, int | None]]:
+def described(error: BaseException) -> tuple[str, tuple[str, int | None]]:
     """Return the text of a failure, and which line raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, dcp.CheckpointException):
@@ -259,7 +259,7 @@ def told(error: BaseException) -> tuple[str, tuple[str, int | None]]:
 
 def kind(error: BaseException) -> tuple[Any, ...]:
     """Return what two failures of one cause have in common: the line, and the longer words."""
-    text, line = told(error)
+    text, line = described(error)
     return line, [word for word in text.split()[:40] if word.isalpha()]
 
 
@@ -281,5 +281,5 @@ def test_any_random_world_loads_what_any_other_saved(seeds: range, tmp_path: Pat
             pair, error = shrunk(pair, error, tmp_path / f"{seed}-smaller")
             pytest.fail(
                 f"world {seed} (again: pytest tests/test_differential.py --worlds 1 "
-                f"--world-seed {seed}):\n{text_of(pair)}\n{told(error)[0]}"
+                f"--world-seed {seed}):\n{text_of(pair)}\n{described(error)[0]}"
             )

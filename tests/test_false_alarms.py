@@ -766,9 +766,9 @@ def test_a_planner_used_for_many_saves_says_nothing_new(tmp_path: Path) -> None:
 
 def test_what_really_differs_is_still_told(tmp_path: Path) -> None:
     """The scenes above pass because they are right, not because nobody looks."""
-    with warned() as told:
+    with warned() as texts:
         save(WORLD, tmp_path, lambda rank: {"rng": ("seed", rank)})
-    assert len(told) == 1
+    assert len(texts) == 1
 
 
 def test_a_rank_without_experts_whose_fsdp_leaves_no_columns_either(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def test_m13_what_changes_the_numbers_meaning_is_refused(
     target = torch.zeros(4, 2, dtype=template)
     with refused() as refusal:
         load(ONE, tmp_path, lambda rank: {"layers": {"w": target}}, cast=cast)
-    told = f"{stored} -> {template}".replace("torch.", "")
-    refusal.says(f"layers.w: loading {told}", "way out:", str(stored).removeprefix("torch."))
+    change = f"{stored} -> {template}".replace("torch.", "")
+    refusal.says(f"layers.w: loading {change}", "way out:", str(stored).removeprefix("torch."))
     assert not target.any()
 
 
@@ -102,24 +102,24 @@ def test_m13_narrowing_is_warned_of_refused_or_let_pass_as_asked(
     def state(rank: int) -> dict[str, Any]:
         return {"a": {"w": torch.zeros(4, 2, dtype=template)}, "same": torch.zeros(2)}
 
-    told = f"{stored} -> {template}".replace("torch.", "")
+    change = f"{stored} -> {template}".replace("torch.", "")
     with warned() as texts:
         loaded, reports = load(ONE, tmp_path, state)
     assert len(texts) == len(reports[0].warnings) == 1
     assert "a.w: " in texts[0]
-    assert told in texts[0]
+    assert change in texts[0]
     assert 'cast="allow"' in texts[0]
-    assert reports[0].casts == {"a.w": told}
+    assert reports[0].casts == {"a.w": change}
     assert same_bits(loaded[0]["a"]["w"], whole.to(template))
 
     with without_warning():
         loaded, reports = load(ONE, tmp_path, state, cast="allow")
-    assert reports[0].casts == {"a.w": told}
+    assert reports[0].casts == {"a.w": change}
     assert same_bits(loaded[0]["a"]["w"], whole.to(template))
 
     with refused() as refusal:
         load(ONE, tmp_path, state, cast="error")
-    refusal.says(f"a.w: loading {told}", "loses precision", 'cast="allow"')
+    refusal.says(f"a.w: loading {change}", "loses precision", 'cast="allow"')
 
 
 def test_m13_widening_is_listed_and_not_warned_of(tmp_path: Path) -> None:

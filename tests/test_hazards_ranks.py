@@ -59,9 +59,9 @@ def assert_says(text: str, *parts: str) -> None:
 
 def refusal(seen: Seen) -> str:
     """Return the text that all ranks were refused with, by the coordinator."""
-    told = seen.all("refused")
-    assert list(told) == ["0"], told
-    return str(told["0"])
+    texts = seen.all("refused")
+    assert list(texts) == ["0"], texts
+    return str(texts["0"])
 
 
 def test_m1_plain_tensors_that_differ_are_refused(outcomes: list[dict[str, Any]]) -> None:
@@ -108,8 +108,8 @@ def test_m2_experts_without_a_rule_are_refused(outcomes: list[dict[str, Any]]) -
     )
     assert seen.all("files") == []
     # The pre-flight refuses in the same words, and not wrapped by torch.
-    for rank, told in enumerate(seen.each("check")):
-        assert told == {str(rank): refusal(seen)}
+    for rank, texts in enumerate(seen.each("check")):
+        assert texts == {str(rank): refusal(seen)}
 
 
 def test_m2_experts_with_a_rule_are_whole_in_the_file(outcomes: list[dict[str, Any]]) -> None:
@@ -135,10 +135,10 @@ def test_m11_replicas_that_drifted_are_refused_or_warned_of(outcomes: list[dict[
 def test_m17_rank_metadata_alone_loads_right_or_not_at_all(outcomes: list[dict[str, Any]]) -> None:
     seen = Seen(outcomes, "m17")
     assert "__3.metadata" in seen.all("files")
-    for rank, told in enumerate(seen.each("refused")):
-        if told:
+    for rank, texts in enumerate(seen.each("refused")):
+        if texts:
             assert_says(
-                told[str(rank)], "w: nobody stored [", "of (8, 3)", f"rank {rank}", "collectives"
+                texts[str(rank)], "w: nobody stored [", "of (8, 3)", f"rank {rank}", "collectives"
             )
             assert seen.ranks[rank]["untouched"]
         else:
@@ -154,11 +154,11 @@ def test_m17_rank_metadata_loads_into_the_layout_it_was_saved_from(
 
 
 def test_m18_a_save_by_some_of_the_ranks_is_warned_of(outcomes: list[dict[str, Any]]) -> None:
-    told = Seen(outcomes, "m18").each("told")
+    texts = Seen(outcomes, "m18").each("texts")
     for coordinator in (0, 2):
-        (text,) = told[coordinator]
+        (text,) = texts[coordinator]
         assert_says(text, "2 of 4 ranks", "directory", "way out:")
-    assert told[1] == told[3] == []
+    assert texts[1] == texts[3] == []
 
 
 def test_m24_state_of_one_ep_group_is_named_before_anything_hangs(
@@ -185,7 +185,7 @@ def test_objects_that_are_equal_on_all_ranks_pass(
 ) -> None:
     seen = Seen(outcomes, name)
     assert len(set(seen.each("seed"))) > 1, "the ranks' hash seeds should differ"
-    assert seen.all("told") == []
+    assert seen.all("texts") == []
     assert seen.all("equal") == seen.all("keys")
 
 
@@ -198,7 +198,7 @@ def test_m25_a_cached_plan_is_right_for_what_changes(outcomes: list[dict[str, An
 def test_the_main_job_is_whole_in_the_file(outcomes: list[dict[str, Any]]) -> None:
     seen = Seen(outcomes, "main_job")
     assert seen.quiet()
-    assert seen.all("told") == []
+    assert seen.all("texts") == []
     assert seen.all("differing") == []
     assert seen.all("experts") == [8, 3, 5]
     names = seen.all("names")
@@ -211,7 +211,7 @@ def test_the_main_job_is_whole_in_the_file(outcomes: list[dict[str, Any]]) -> No
 def test_the_main_job_comes_back_bit_for_bit_and_trains_on(outcomes: list[dict[str, Any]]) -> None:
     seen = Seen(outcomes, "main_job_comes_back")
     assert seen.quiet()
-    assert seen.all("told") == []
+    assert seen.all("texts") == []
     assert seen.all("differing") == []
     assert seen.all("compared") == 25
     assert seen.all("differing_after_a_step") == []
@@ -225,7 +225,7 @@ def test_the_main_job_loads_into_another_topology(
 ) -> None:
     seen = Seen(outcomes, scenario)
     assert seen.quiet()
-    assert seen.all("told") == []
+    assert seen.all("texts") == []
     assert seen.all("shape") == [2, 3, 5]
     assert seen.all("differing") == []
     assert seen.all("compared") == 25
@@ -245,7 +245,7 @@ def test_state_that_never_was_is_kept_with_step_0(outcomes: list[dict[str, Any]]
     assert seen["step"] == 0
     assert seen["moments"] == 0
     assert seen["step_of_another"] == 3
-    assert seen["told"] == []
+    assert seen["texts"] == []
     (name,) = seen["stateless"]
     assert name.endswith("unused")
 

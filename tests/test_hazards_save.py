@@ -284,9 +284,9 @@ def fsdp_after_tp(rank: int, whole: torch.Tensor) -> torch.Tensor:
 
 def test_m7_two_plain_shards_with_fsdp_left_of_tp_are_warned_of(tmp_path: Path) -> None:
     rules = by_axis(fsdp=Shard(0), tp=Shard(0))("w", fsdp=2, tp=2)
-    with warned() as told:
+    with warned() as texts:
         report = save(WORLD, tmp_path, lambda rank: {"w": fsdp_after_tp(rank, arange(8, 3))}, rules)
-    (text,) = told
+    (text,) = texts
     for part in ("w: ", "'fsdp'", "'tp'", "_StridedShard", "way out:"):
         assert part in text, text
     assert len(report.warnings) == 1
@@ -298,9 +298,9 @@ def test_m7_two_plain_shards_of_a_dtensor_are_warned_of(tmp_path: Path) -> None:
         local = fsdp_after_tp(rank, arange(8, 3))
         return {"layers.0.w": FakeDTensor(local, mesh, [Shard(0), Shard(0)], (8, 3))}
 
-    with warned() as told:
+    with warned() as texts:
         save(WORLD, tmp_path, state)
-    (text,) = told
+    (text,) = texts
     for part in ("layers.0.w: ", "'fsdp'", "'tp'", "_StridedShard"):
         assert part in text, text
 
@@ -368,9 +368,9 @@ FUSED_NAMES = [
 @pytest.mark.parametrize("name", FUSED_NAMES)
 def test_m8_a_plain_shard_over_tp_on_a_fused_name_is_warned_of(tmp_path: Path, name: str) -> None:
     rules = by_axis(tp=Shard(0))(name, tp=4)
-    with warned() as told:
+    with warned() as texts:
         report = save(WORLD, tmp_path, lambda rank: {name: arange(4, 3, start=rank)}, rules)
-    (text,) = told
+    (text,) = texts
     for part in (f"{name}: ", "'tp'", "Shard(0)", "FusedShard", "way out:"):
         assert part in text, text
     assert len(report.warnings) == 1
@@ -417,9 +417,9 @@ def test_m8_names_or_axes_that_are_not_fused_are_not_warned_of(
 
 def test_lint_experts_that_are_declared_replicas_along_ep_are_warned_of(tmp_path: Path) -> None:
     rules = by_axis(tp=Shard(0))("layers.0.experts.w1", ep=2, tp=2)
-    with warned() as told:
+    with warned() as texts:
         save(WORLD, tmp_path, lambda rank: {"layers.0.experts.w1": arange(4, 3)}, rules)
-    (text,) = told
+    (text,) = texts
     for part in ("layers.0.experts.w1: ", "'ep'", "Replicate()", "size 2", "Shard(0)"):
         assert part in text, text
 
@@ -440,9 +440,9 @@ def test_lint_is_silenced_by_pattern_with_a_reason_that_is_kept(tmp_path: Path) 
         return {name: arange(2, 3, start=rank) for name in names}
 
     reason = "its rows are interleaved by head"
-    with warned() as told:
+    with warned() as texts:
         report = save(WORLD, tmp_path, state, rules, waive={"attn.qkv": reason})
-    (text,) = told
+    (text,) = texts
     assert "mixer.in_proj.weight: " in text
     assert "attn.qkv" not in text, text
     assert reason in str(report)
@@ -524,11 +524,11 @@ def test_m11_hsdp_replicas_that_drifted_apart_are_refused(tmp_path: Path) -> Non
 
 
 def test_m11_on_conflict_warn_saves_one_of_the_copies(tmp_path: Path) -> None:
-    with warned() as told:
+    with warned() as texts:
         report = save(WORLD, tmp_path, drifted, on_conflict="warn")
-    assert len(told) == len(report.warnings) == 1
-    assert "w: 2 different contents" in told[0]
-    assert "rank 3" in told[0]
+    assert len(texts) == len(report.warnings) == 1
+    assert "w: 2 different contents" in texts[0]
+    assert "rank 3" in texts[0]
     read = read_whole(tmp_path)["w"]
     assert same_bits(read[:4], arange(8, 3)[:4])
     assert any(same_bits(read[4:], drifted(rank)["w"].to_local()) for rank in (1, 3))
@@ -544,11 +544,11 @@ def test_m11_digests_off_does_not_look(tmp_path: Path) -> None:
 
 
 def test_m12_objects_that_differ_are_warned_of_and_saved(tmp_path: Path) -> None:
-    with warned() as told:
+    with warned() as texts:
         report = save(
             WORLD, tmp_path, lambda rank: {"train": {"rng": ("seed", rank // 2), "step": 3}}
         )
-    (text,) = told
+    (text,) = texts
     for part in ("train.rng: ", "ranks 0-1", "ranks 2-3", "differs", "f'rng.{rank}'"):
         assert part in text, text
     assert "train.step" not in text
@@ -767,7 +767,7 @@ def test_m25_cached_plans_are_right_through_failures_and_changes(tmp_path: Path,
         assert loaded[0]["step"] == ("step", step)
 
 
-# M28: shards of every odd kind.
+# M28: shards of every unusual kind.
 
 
 @pytest.mark.parametrize("make", [FakeDTensor, real_dtensor])

@@ -96,25 +96,25 @@ def test_m32_placements_are_equal_by_what_they_say() -> None:
 def test_m32_meshes_sliced_anew_are_one_mesh() -> None:
     number = MeshNumbers()
     meshes = [FakeMesh((2, 2), ("ep", "fsdp"), rank=rank) for rank in (1, 1, 2)]
-    told = [number(mesh) for mesh in meshes]
-    assert told == [0, 0, 1]
+    numbers = [number(mesh) for mesh in meshes]
+    assert numbers == [0, 0, 1]
     assert number(meshes[0]["fsdp"]) == number(meshes[1]["fsdp"]) == 2
     for rank in range(8):  # more than it knows at once
         number(FakeMesh((8,), ("dp",), rank=rank))
-    assert [number(mesh) for mesh in meshes] == told
+    assert [number(mesh) for mesh in meshes] == numbers
 
 
 # M37: keys of any text.
 
-ODD_KEYS = (
+UNUSUAL_KEYS = (
     *("a\nb", "c", "a", "b\nc", "\n", "a\n", "", "w.\0", "a\rb", "a\u2028b", "é.ü", "名.重み"),
     *("cut \udc80 off", "w.007", "w.12345678901234567890", "0", ".", "w..x", "x" * 5000),
 )
 
 
-def odd(key: str) -> torch.Tensor:
+def value_of(key: str) -> torch.Tensor:
     """Return what a key holds in these tests."""
-    return arange(2, 3, start=100 * (1 + ODD_KEYS.index(key)))
+    return arange(2, 3, start=100 * (1 + UNUSUAL_KEYS.index(key)))
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def odd(key: str) -> torch.Tensor:
     [
         [("a\nb", "c"), ("a", "b\nc")],
         [("\n", "a"), ("", "a\n")],
-        [ODD_KEYS[:6], ODD_KEYS[6:]],
-        [ODD_KEYS, ODD_KEYS],
+        [UNUSUAL_KEYS[:6], UNUSUAL_KEYS[6:]],
+        [UNUSUAL_KEYS, UNUSUAL_KEYS],
     ],
     ids=["joined-alike", "empty-parts", "halves", "replicas"],
 )
@@ -135,10 +135,10 @@ def test_m37_ranks_keep_keys_with_line_breaks_apart(
     world = World(2)
 
     def state(rank: int) -> dict[str, Any]:
-        return {key: odd(key) for key in split[rank]}
+        return {key: value_of(key) for key in split[rank]}
 
     save(world, tmp_path, state, digests=digests)
-    assert_holds(tmp_path, {key: odd(key) for key in {*split[0], *split[1]}})
+    assert_holds(tmp_path, {key: value_of(key) for key in {*split[0], *split[1]}})
     verify = "digests" if digests == "full" else "off"
     loaded, _ = load(world, tmp_path, lambda rank: blank(state(rank)), verify=verify)
     for rank, found in enumerate(loaded):

@@ -43,11 +43,11 @@ def refusals(run: Callable[[], Any]) -> dict[int, str]:
 def refused_saves(path: Path, world: World, state_dict: Ranked, rules: Ranked) -> dict[int, str]:
     """Return what each rank was refused with; nothing may have been written."""
     before = sorted(path.iterdir())
-    told = refusals(
+    messages = refusals(
         lambda: world.save(path, state_dict, lambda rank: PlacementSavePlanner(rules(rank)))
     )
     assert sorted(path.iterdir()) == before
-    return told
+    return messages
 
 
 def refused_loads(path: Path, world: World, state_dict: Ranked, rules: Ranked) -> dict[int, str]:
@@ -56,7 +56,7 @@ def refused_loads(path: Path, world: World, state_dict: Ranked, rules: Ranked) -
     )
 
 
-def assert_told(text: str, *words: str) -> None:
+def assert_says(text: str, *words: str) -> None:
     for each in words:
         assert each in text, f"{each!r} is not in:\n{text}"
 
@@ -95,10 +95,13 @@ def test_a_local_shape_that_does_not_fit_names_every_factor(tmp_path: Path) -> N
         }
 
     rules = ruled(world, "experts.*", {"ep": Shard(0)}, ep=2, edp=2)
-    told = refused_saves(tmp_path, world, state_dict, rules)
-    assert set(told) == {0, 2}  # of 7 rows the first edp rank should have 4, the second has its 3
-    assert_told(
-        told[2],
+    messages = refused_saves(tmp_path, world, state_dict, rules)
+    assert set(messages) == {
+        0,
+        2,
+    }  # of 7 rows the first edp rank should have 4, the second has its 3
+    assert_says(
+        messages[2],
         "layers.0.experts.w1: rank 2 holds a (3, 5) tensor where (4, 5) was declared",
         "declared:    [Shard(0), Replicate()] on mesh (ep=2, edp=2)",
         "the tensor:  DTensor of shape (7, 5), [Shard(0)] on mesh (edp=2)",
@@ -112,9 +115,9 @@ def test_a_local_shape_that_does_not_fit_names_every_factor(tmp_path: Path) -> N
 def test_a_global_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
     world = World(2)
     rules = ruled(world, "w", {"ep": Shard(0)}, (10, 3), ep=2)
-    told = refused_saves(tmp_path, world, lambda rank: {"w": torch.zeros(4, 3)}, rules)
-    assert_told(
-        told[1],
+    messages = refused_saves(tmp_path, world, lambda rank: {"w": torch.zeros(4, 3)}, rules)
+    assert_says(
+        messages[1],
         "w: rank 1 holds a (4, 3) tensor where (5, 3) was declared",
         "global_shape (10, 3)",
         "plain tensor of shape (4, 3)",
@@ -125,26 +128,26 @@ def test_a_global_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_a_global_shape_of_other_dims_is_refused(tmp_path: Path) -> None:
     world = World(2)
     rules = ruled(world, "w", {"ep": Shard(0)}, (8,), ep=2)
-    told = refused_saves(tmp_path, world, lambda rank: {"w": torch.zeros(4, 3)}, rules)
-    assert_told(told[0], "w: rank 0", "2 dims", "global_shape=(8,)", "has 1")
+    messages = refused_saves(tmp_path, world, lambda rank: {"w": torch.zeros(4, 3)}, rules)
+    assert_says(messages[0], "w: rank 0", "2 dims", "global_shape=(8,)", "has 1")
 
 
 def test_dim_out_of_range_of_one_tensor_names_it_and_the_rule(tmp_path: Path) -> None:
     world = World(2)
     rules = ruled(world, "experts.*", {"ep": Shard(1)}, ep=2)
-    told = refused_saves(
+    messages = refused_saves(
         tmp_path,
         world,
         lambda rank: {"experts.w": torch.zeros(4, 3), "experts.bias": torch.zeros(4)},
         rules,
     )
-    assert_told(
-        told[1],
+    assert_says(
+        messages[1],
         "experts.bias: rank 1 holds a tensor of 1 dim, but Shard(1) over axis ep names dim 1",
         "way out:     a more specific pattern above this rule",
         "by rule:     'experts.*'",
     )
-    assert "experts.w:" not in told[1]
+    assert "experts.w:" not in messages[1]
 
 
 def test_the_same_axis_on_two_dims_is_refused(tmp_path: Path) -> None:
@@ -155,11 +158,13 @@ def test_the_same_axis_on_two_dims_is_refused(tmp_path: Path) -> None:
         return {"w": FakeDTensor.distribute(torch.zeros(4, 6), mesh, [Shard(0)])}
 
     rules = ruled(world, "w", {"fsdp": Shard(1)}, fsdp=2)
-    told = refused_saves(tmp_path, world, state_dict, rules)
-    assert_told(
-        told[0], "w: rank 0 has axis fsdp sharded on dim 0 by its own DTensor, but on dim 1"
+    messages = refused_saves(tmp_path, world, state_dict, rules)
+    assert_says(
+        messages[0], "w: rank 0 has axis fsdp sharded on dim 0 by its own DTensor, but on dim 1"
     )
-    assert_told(told[0], "way out:     the DTensor speaks for that axis; leave it out of the rule")
+    assert_says(
+        messages[0], "way out:     the DTensor speaks for that axis; leave it out of the rule"
+    )
 
 
 def test_picked_rows_over_an_axis_that_the_tensor_shards_are_refused(tmp_path: Path) -> None:
@@ -170,9 +175,9 @@ def test_picked_rows_over_an_axis_that_the_tensor_shards_are_refused(tmp_path: P
         return {"w": FakeDTensor.distribute(torch.zeros(4, 6), mesh, [Shard(0)])}
 
     rules = ruled(world, "w", {"ep": IndexShard(0, (0, 1))}, (4, 6), ep=2)
-    told = refused_saves(tmp_path, world, state_dict, rules)
-    assert_told(
-        told[1], "w: rank 1 has axis ep sharded by its own DTensor on dim 0", "IndexShard(0"
+    messages = refused_saves(tmp_path, world, state_dict, rules)
+    assert_says(
+        messages[1], "w: rank 1 has axis ep sharded by its own DTensor on dim 0", "IndexShard(0"
     )
 
 
@@ -184,8 +189,8 @@ def test_one_axis_of_two_sizes_is_refused_with_both(tmp_path: Path) -> None:
         return {"w": FakeDTensor.distribute(torch.zeros(4, 6), mesh, [Shard(0)])}
 
     rules = ruled(world, "w", {"fsdp": Replicate()}, fsdp=4)
-    told = refused_saves(tmp_path, world, state_dict, rules)
-    assert_told(told[3], "w: rank 3 has axis fsdp of size 2 in the tensor's own mesh", "size 4")
+    messages = refused_saves(tmp_path, world, state_dict, rules)
+    assert_says(messages[3], "w: rank 3 has axis fsdp of size 2 in the tensor's own mesh", "size 4")
 
 
 def test_one_axis_in_two_places_is_refused_with_both(tmp_path: Path) -> None:
@@ -196,11 +201,12 @@ def test_one_axis_in_two_places_is_refused_with_both(tmp_path: Path) -> None:
         return {"w": FakeDTensor.distribute(torch.zeros(4, 6), mesh, [Shard(0)])}
 
     swapped = ruled(world, "w", {"ep": Shard(0)}, ep=2, fsdp=2)
-    told = refused_saves(tmp_path, world, state_dict, swapped)
-    assert_told(
-        told[1], "w: rank 1 is at 0 of axis fsdp in the tensor's own mesh, but at 1 in the rule's"
+    messages = refused_saves(tmp_path, world, state_dict, swapped)
+    assert_says(
+        messages[1],
+        "w: rank 1 is at 0 of axis fsdp in the tensor's own mesh, but at 1 in the rule's",
     )
-    assert_told(told[2], "w: rank 2 is at 1 of axis fsdp", "at 0 in the rule's")
+    assert_says(messages[2], "w: rank 2 is at 1 of axis fsdp", "at 0 in the rule's")
 
 
 def test_a_partial_sum_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -209,8 +215,8 @@ def test_a_partial_sum_is_refused_with_the_way_out(tmp_path: Path) -> None:
     def state_dict(rank: int) -> dict[str, Any]:
         return {"w": FakeDTensor(torch.zeros(3), world.mesh(rank, tp=2), [Partial()], (3,))}
 
-    told = refused_saves(tmp_path, world, state_dict, no_rules)
-    assert_told(told[1], "w: rank 1 holds a partial sum over axis tp", "redistribute")
+    messages = refused_saves(tmp_path, world, state_dict, no_rules)
+    assert_says(messages[1], "w: rank 1 holds a partial sum over axis tp", "redistribute")
 
 
 def test_a_mesh_that_the_rank_is_not_part_of_is_refused(tmp_path: Path) -> None:
@@ -220,10 +226,10 @@ def test_a_mesh_that_the_rank_is_not_part_of_is_refused(tmp_path: Path) -> None:
         mesh = FakeMesh((2,), ("ep",), rank=rank)
         return PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
 
-    told = refused_saves(tmp_path, world, lambda rank: {"experts.w": torch.zeros(2)}, rules)
-    assert set(told) == {2}
-    assert_told(
-        told[2],
+    messages = refused_saves(tmp_path, world, lambda rank: {"experts.w": torch.zeros(2)}, rules)
+    assert set(messages) == {2}
+    assert_says(
+        messages[2],
         "experts.w: rank 2 is not part of the rule's mesh (ep=2)",
         "way out:",
         "by rule:     'experts'",
@@ -233,9 +239,9 @@ def test_a_mesh_that_the_rank_is_not_part_of_is_refused(tmp_path: Path) -> None:
 def test_parts_that_do_not_add_up_name_the_numbers(tmp_path: Path) -> None:
     world = World(2)
     rules = ruled(world, "qkv", {"tp": FusedShard(0, (8, 2, 2))}, tp=2)
-    told = refused_saves(tmp_path, world, lambda rank: {"qkv": torch.zeros(5, 3)}, rules)
-    assert_told(told[0], "qkv: rank 0 parts (8, 2, 2) add up to 12, but 10 rows are being cut")
-    assert_told(told[0], "declared:    [FusedShard(0, (8, 2, 2))]", "coordinate:  (tp=0)")
+    messages = refused_saves(tmp_path, world, lambda rank: {"qkv": torch.zeros(5, 3)}, rules)
+    assert_says(messages[0], "qkv: rank 0 parts (8, 2, 2) add up to 12, but 10 rows are being cut")
+    assert_says(messages[0], "declared:    [FusedShard(0, (8, 2, 2))]", "coordinate:  (tp=0)")
 
 
 def test_rules_that_give_no_placement_are_refused_by_name(tmp_path: Path) -> None:
@@ -244,8 +250,12 @@ def test_rules_that_give_no_placement_are_refused_by_name(tmp_path: Path) -> Non
     def my_rules(fqn: str, tensor: Any) -> Any:
         return Shard(0)
 
-    told = refused_saves(tmp_path, world, lambda rank: {"w": torch.zeros(3)}, lambda rank: my_rules)
-    assert_told(told[0], "w: rank 0 was given Shard(dim=0) by the rules", "my_rules()", "way out:")
+    messages = refused_saves(
+        tmp_path, world, lambda rank: {"w": torch.zeros(3)}, lambda rank: my_rules
+    )
+    assert_says(
+        messages[0], "w: rank 0 was given Shard(dim=0) by the rules", "my_rules()", "way out:"
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,9 +271,9 @@ def test_two_names_of_one_storage_of_which_one_matches_are_refused(
         return dict.fromkeys(order, tied)
 
     rules = ruled(world, "embed", {"tp": Shard(0)}, tp=2)
-    told = refused_saves(tmp_path, world, state_dict, rules)
-    assert_told(
-        told[1],
+    messages = refused_saves(tmp_path, world, state_dict, rules)
+    assert_says(
+        messages[1],
         "head.weight: rank 1 has it in one storage with embed.weight",
         "embed.weight: rule 'embed', part of a (6, 4) tensor over (tp=2)",
         "head.weight: no rule",
@@ -300,9 +310,9 @@ def test_all_faults_of_a_rank_are_told_at_once_sorted_by_name(tmp_path: Path) ->
         }
 
     rules = ruled(world, "z", {"tp": Shard(1)}, tp=2)
-    told = refused_saves(tmp_path, world, state_dict, rules)
-    assert set(told) == {0, 1}
-    for rank, text in told.items():
+    messages = refused_saves(tmp_path, world, state_dict, rules)
+    assert set(messages) == {0, 1}
+    for rank, text in messages.items():
         assert text.startswith(f"rank {rank} cannot be placed in the checkpoint (3 faults)\n")
         places = [text.index(f"\n{name}: ") for name in ("a.w", "m.w", "z.bias")]
         assert places == sorted(places)
@@ -321,9 +331,9 @@ def test_experts_taken_for_replicas_name_the_axis_that_is_to_be_sharded(tmp_path
         return {"layers.0.w1": mine}
 
     rules = ruled(world, "layers.0.w1", {}, ep=2, edp=2)
-    told = refused_saves(tmp_path, world, state_dict, rules)[0]
-    assert_told(
-        told,
+    message = refused_saves(tmp_path, world, state_dict, rules)[0]
+    assert_says(
+        message,
         "layers.0.w1: 2 different contents on 4 ranks that claim to be replicas",
         "[:, :] of (4, 3)",
         "ranks 0-1",
@@ -337,10 +347,10 @@ def test_experts_taken_for_replicas_name_the_axis_that_is_to_be_sharded(tmp_path
 
 def test_shapes_that_differ_between_ranks_name_the_ranks(tmp_path: Path) -> None:
     world = World(3)
-    told = refused_saves(
+    message = refused_saves(
         tmp_path, world, lambda rank: {"w": torch.zeros(4 if rank < 2 else 5, 3)}, no_rules
     )[0]
-    assert_told(told, "w: ", "(4, 3) on ranks 0-1", "(5, 3) on rank 2", "way out:", "no rule")
+    assert_says(message, "w: ", "(4, 3) on ranks 0-1", "(5, 3) on rank 2", "way out:", "no rule")
 
 
 def test_a_rule_that_one_rank_lacks_is_told_as_that(tmp_path: Path) -> None:
@@ -350,38 +360,38 @@ def test_a_rule_that_one_rank_lacks_is_told_as_that(tmp_path: Path) -> None:
         by_ep = CheckpointPlacement(world.mesh(rank, ep=2), {"ep": Shard(0)})
         return PlacementRules({"w": by_ep} if rank == 0 else {})
 
-    told = refused_saves(tmp_path, world, lambda rank: {"w": torch.arange(6.0)}, rules)[0]
-    assert_told(told, "(12,) on rank 0", "(6,) on rank 1", "the ranks have different rules")
-    assert "global_shape=" not in told
+    message = refused_saves(tmp_path, world, lambda rank: {"w": torch.arange(6.0)}, rules)[0]
+    assert_says(message, "(12,) on rank 0", "(6,) on rank 1", "the ranks have different rules")
+    assert "global_shape=" not in message
 
 
 def test_a_random_state_of_each_rank_under_one_key_is_told_to_take_the_rank_into_it(
     tmp_path: Path,
 ) -> None:
-    told = refused_saves(
+    message = refused_saves(
         tmp_path,
         World(2),
         lambda rank: {"rng": torch.arange(9, dtype=torch.uint8) + rank},
         no_rules,
     )[0]
-    assert_told(told, "rng: 2 different contents", "a name per rank (f'rng.{rank}')")
+    assert_says(message, "rng: 2 different contents", "a name per rank (f'rng.{rank}')")
 
 
 def test_dtypes_that_differ_between_ranks_name_the_ranks(tmp_path: Path) -> None:
     world = World(2)
     dtypes = (torch.float32, torch.bfloat16)
-    told = refused_saves(
+    message = refused_saves(
         tmp_path, world, lambda rank: {"w": torch.zeros(4, dtype=dtypes[rank])}, no_rules
     )[0]
-    assert_told(told, "w: ", "float32 on rank 0", "bfloat16 on rank 1", "way out:     cast it")
+    assert_says(message, "w: ", "float32 on rank 0", "bfloat16 on rank 1", "way out:     cast it")
 
 
 def test_a_tensor_here_and_an_object_there_is_refused(tmp_path: Path) -> None:
     world = World(2)
-    told = refused_saves(
+    message = refused_saves(
         tmp_path, world, lambda rank: {"w": torch.zeros(2) if rank else 3}, no_rules
     )[0]
-    assert_told(told, "w: is a tensor on rank 1, but another object on rank 0", "way out:")
+    assert_says(message, "w: is a tensor on rank 1, but another object on rank 0", "way out:")
 
 
 def test_parts_that_overlap_name_the_boxes_and_ranks(tmp_path: Path) -> None:
@@ -391,11 +401,11 @@ def test_parts_that_overlap_name_the_boxes_and_ranks(tmp_path: Path) -> None:
     def rules(rank: int) -> PlacementRules | None:
         return ruled(world, "w", {"tp": Shard(0)}, tp=2)(rank) if rank else None
 
-    told = refused_saves(
+    message = refused_saves(
         tmp_path, world, lambda rank: {"w": whole[3:].clone() if rank else whole.clone()}, rules
     )[0]
-    assert_told(
-        told, "w: ", "(6, 2)", "overlap", "[:, :] by rank 0", "[3:6, :] by rank 1", "way out:"
+    assert_says(
+        message, "w: ", "(6, 2)", "overlap", "[:, :] by rank 0", "[3:6, :] by rank 1", "way out:"
     )
 
 
@@ -406,9 +416,9 @@ def test_elements_that_nobody_holds_name_the_hole_and_who_lacks_the_key(tmp_path
         return {"other": torch.ones(2)} | ({"w": torch.ones(2, 3) * rank} if rank != 2 else {})
 
     rules = ruled(world, "w", {"ep": Shard(0)}, ep=4)
-    told = refused_saves(tmp_path, world, state_dict, rules)[0]
-    assert_told(
-        told,
+    message = refused_saves(tmp_path, world, state_dict, rules)[0]
+    assert_says(
+        message,
         "w: nobody holds all of the (8, 3) tensor",
         "[4:6, :] (6 of 24 elements)",
         "ranks 0-1, 3",
@@ -428,10 +438,10 @@ def test_what_is_wrong_over_all_ranks_is_told_at_once_sorted_by_name(tmp_path: P
             "a": torch.full((2,), float(rank)),
         }
 
-    told = refused_saves(tmp_path, world, state_dict, no_rules)
-    assert set(told) == {0}
-    assert "(3 faults)" in told[0]
-    assert [line[0] for line in told[0].splitlines() if line[1:3] == ": "] == ["a", "k", "z"]
+    messages = refused_saves(tmp_path, world, state_dict, no_rules)
+    assert set(messages) == {0}
+    assert "(3 faults)" in messages[0]
+    assert [line[0] for line in messages[0].splitlines() if line[1:3] == ": "] == ["a", "k", "z"]
 
 
 # What a checkpoint and a rank have against each other.
@@ -453,10 +463,10 @@ def saved(tmp_path: Path) -> Path:
 
 def test_a_load_that_lacks_a_rule_names_both_shapes_and_the_factor(saved: Path) -> None:
     world = World(2)
-    told = refused_loads(saved, world, lambda rank: {"experts.w1": torch.zeros(4, 3)}, no_rules)
-    assert set(told) == {0, 1}
-    assert_told(
-        told[1],
+    messages = refused_loads(saved, world, lambda rank: {"experts.w1": torch.zeros(4, 3)}, no_rules)
+    assert set(messages) == {0, 1}
+    assert_says(
+        messages[1],
         "experts.w1: the checkpoint holds a (8, 3) tensor, but rank 1 needs (4, 3)",
         "dim 0",
         "2 times",
@@ -467,23 +477,25 @@ def test_a_load_that_lacks_a_rule_names_both_shapes_and_the_factor(saved: Path) 
 
 def test_keys_that_the_checkpoint_lacks_are_named_with_those_like_it(saved: Path) -> None:
     world = World(1)
-    told = refused_loads(
+    message = refused_loads(
         saved,
         world,
         lambda rank: {"normal": torch.zeros(5), "elsewhere.b": torch.zeros(1)},
         no_rules,
     )[0]
-    assert_told(told, "elsewhere.b: the checkpoint lacks this key", "normal: the checkpoint lacks")
-    assert_told(told, "norm", "rename=", "optional=[pattern]", "(2 faults)")
+    assert_says(
+        message, "elsewhere.b: the checkpoint lacks this key", "normal: the checkpoint lacks"
+    )
+    assert_says(message, "norm", "rename=", "optional=[pattern]", "(2 faults)")
 
 
 def test_objects_and_tensors_are_not_taken_for_each_other(saved: Path) -> None:
     world = World(1)
     rules = ruled(world, "note", {"tp": Replicate()}, tp=1)
-    told = refused_loads(saved, world, lambda rank: {"note": torch.zeros(2)}, rules)[0]
-    assert_told(told, "note: the checkpoint holds an object, but rank 0 a tensor", "way out:")
-    told = refused_loads(saved, world, lambda rank: {"norm": "text"}, no_rules)[0]
-    assert_told(told, "norm: the checkpoint holds a (5,) tensor, but rank 0 a str", "way out:")
+    message = refused_loads(saved, world, lambda rank: {"note": torch.zeros(2)}, rules)[0]
+    assert_says(message, "note: the checkpoint holds an object, but rank 0 a tensor", "way out:")
+    message = refused_loads(saved, world, lambda rank: {"norm": "text"}, no_rules)[0]
+    assert_says(message, "norm: the checkpoint holds a (5,) tensor, but rank 0 a str", "way out:")
 
 
 def test_a_refused_load_leaves_every_tensor_as_it_was(saved: Path) -> None:
@@ -491,21 +503,21 @@ def test_a_refused_load_leaves_every_tensor_as_it_was(saved: Path) -> None:
     held = [
         {"experts.w1": torch.full((4, 3), 7.0), "norm": torch.full((5,), 7.0)} for _ in range(2)
     ]
-    told = refused_loads(saved, world, held.__getitem__, no_rules)
-    assert all("norm" not in text for text in told.values())
+    messages = refused_loads(saved, world, held.__getitem__, no_rules)
+    assert all("norm" not in text for text in messages.values())
     assert all(bool((tensor == 7).all()) for state in held for tensor in state.values())
 
 
 def test_faults_of_placing_and_reading_come_in_one_error(saved: Path) -> None:
     world = World(2)
     rules = ruled(world, "norm", {"tp": Shard(1)}, tp=2)
-    told = refused_loads(
+    messages = refused_loads(
         saved, world, lambda rank: {"norm": torch.zeros(5), "absent": torch.zeros(1)}, rules
     )
-    assert_told(told[1], "absent: the checkpoint lacks", "norm: rank 1 holds a tensor of 1 dim")
+    assert_says(messages[1], "absent: the checkpoint lacks", "norm: rank 1 holds a tensor of 1 dim")
 
 
-# What is let pass, but said.
+# What passes with a warning.
 
 
 def saving(
@@ -516,8 +528,10 @@ def saving(
         warnings.simplefilter("always")
         planners = world.save(path, state_dict, lambda rank: PlacementSavePlanner(rules(rank)))
     assert isinstance(planners[0], PlacementSavePlanner)
-    told = [str(each.message) for each in caught if "existing checkpoint" not in str(each.message)]
-    return planners[0].report, told
+    messages = [
+        str(each.message) for each in caught if "existing checkpoint" not in str(each.message)
+    ]
+    return planners[0].report, messages
 
 
 def test_a_pattern_that_matches_nothing_anywhere_is_warned_about_and_reported(
@@ -525,10 +539,12 @@ def test_a_pattern_that_matches_nothing_anywhere_is_warned_about_and_reported(
 ) -> None:
     world = World(2)
     rules = PlacementRules({"expert.w1": None, "norm": None})
-    report, told = saving(tmp_path, world, lambda rank: {"norm": torch.ones(3)}, lambda rank: rules)
+    report, messages = saving(
+        tmp_path, world, lambda rank: {"norm": torch.ones(3)}, lambda rank: rules
+    )
     assert report.unmatched == ("expert.w1",)
-    assert len(told) == 1
-    assert_told(told[0], "'expert.w1'", "no key on any rank matches", "norm", "way out:")
+    assert len(messages) == 1
+    assert_says(messages[0], "'expert.w1'", "no key on any rank matches", "norm", "way out:")
     assert "unmatched" in str(report)
 
 
@@ -537,11 +553,11 @@ def test_a_pattern_that_matches_on_one_rank_only_is_no_warning(tmp_path: Path) -
     world = World(2)
     rules = PlacementRules({"embed": None, "head": None})
     names = ("embed", "head")
-    report, told = saving(
+    report, messages = saving(
         tmp_path, world, lambda rank: {names[rank]: torch.ones(3)}, lambda rank: rules
     )
     assert report.unmatched == ()
-    assert told == []
+    assert messages == []
     assert set(report.partial_keys) == {"embed", "head"}
     assert report.partial_keys["head"] == (1,)
 
@@ -551,21 +567,21 @@ def test_a_pattern_behind_a_more_general_one_never_speaks_and_is_warned_about(
 ) -> None:
     world = World(1)
     rules = PlacementRules({"head": None, "hc_head.weight": None, "model.head.weight": None})
-    report, told = saving(
+    report, messages = saving(
         tmp_path,
         world,
         lambda rank: {"model.head.weight": torch.ones(3), "hc_head.weight": torch.ones(2)},
         lambda rank: rules,
     )
     assert report.unmatched == ("model.head.weight",)
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 def test_objects_that_differ_between_ranks_are_warned_about(tmp_path: Path) -> None:
     world = World(3)
-    _, told = saving(tmp_path, world, lambda rank: {"rng": f"state of {rank > 0}"}, no_rules)
-    assert len(told) == 1
-    assert_told(told[0], "rng: this object differs", "rank 0", "ranks 1-2", "way out:")
+    _, messages = saving(tmp_path, world, lambda rank: {"rng": f"state of {rank > 0}"}, no_rules)
+    assert len(messages) == 1
+    assert_says(messages[0], "rng: this object differs", "rank 0", "ranks 1-2", "way out:")
 
 
 def test_a_sound_save_says_nothing_and_reports_what_it_wrote(tmp_path: Path) -> None:
@@ -578,8 +594,8 @@ def test_a_sound_save_says_nothing_and_reports_what_it_wrote(tmp_path: Path) -> 
         return {"experts": {"w1": part.clone()}, "step": 3}
 
     rules = ruled(world, "experts.w1", {"ep": Shard(0)}, ep=2, dp=2)
-    report, told = saving(tmp_path, world, state_dict, rules)
-    assert told == []
+    report, messages = saving(tmp_path, world, state_dict, rules)
+    assert messages == []
     assert report.ranks == 4
     assert report.unique_nbytes == report.whole_nbytes == whole.nbytes
     assert report.replica_nbytes == whole.nbytes
@@ -587,7 +603,7 @@ def test_a_sound_save_says_nothing_and_reports_what_it_wrote(tmp_path: Path) -> 
     assert report.rules == {"'experts.w1'": 1}
     entry = report.keys["experts.w1"]
     assert (entry.shape, entry.dtype, entry.chunks, entry.copies) == ((8, 6), "float32", 2, 2.0)
-    assert_told(str(report), "1 tensor and 1 object from 4 ranks", "'experts.w1'")
+    assert_says(str(report), "1 tensor and 1 object from 4 ranks", "'experts.w1'")
 
 
 # The form of the text.
@@ -647,8 +663,8 @@ def test_a_pattern_with_a_slip_is_told_of_with_what_it_leads_to(tmp_path: Path) 
             lambda rank: {"experts.w1": torch.full((4, 3), float(rank))},
             lambda rank: PlacementSavePlanner(rules(rank)),
         )
-    told = str(caught.value.failures[0][0])
-    assert "'expert': no key on any rank matches" in told
-    assert "experts.w1: 2 different contents" in told
-    assert "rank 1 (ep=1)" in told
-    assert "differs along 'ep'" in told
+    message = str(caught.value.failures[0][0])
+    assert "'expert': no key on any rank matches" in message
+    assert "experts.w1: 2 different contents" in message
+    assert "rank 1 (ep=1)" in message
+    assert "differs along 'ep'" in message

@@ -143,8 +143,8 @@ def test_without_rules_the_metadata_is_that_of_torch_s_planner_but_for_the_ident
     ours, theirs = found[1], found[0]
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
-    told = ours.planner_data.pop(RESERVED_KEY)
-    assert set(told) == {"save_id", "versions", "world_size", "cuts", "renames"}
+    provenance = ours.planner_data.pop(RESERVED_KEY)
+    assert set(provenance) == {"save_id", "versions", "world_size", "cuts", "renames"}
     assert ours.planner_data == (theirs.planner_data or {})
     records = [index for index in ours.storage_data if index not in theirs.storage_data]
     assert all(index.fqn.startswith(ID_PREFIX) for index in records)
@@ -569,7 +569,7 @@ def test_the_older_checkpoint_stays_as_it_was_when_a_save_is_refused(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: PlacementSavePlanner(digests="some"), "digests='some': choose one of 'sampled'"),
         (lambda: PlacementSavePlanner(on_conflict="x"), "on_conflict='x': choose one of 'error'"),
@@ -585,11 +585,11 @@ def test_the_older_checkpoint_stays_as_it_was_when_a_save_is_refused(tmp_path: P
     ],
 )
 def test_options_that_there_are_not_are_refused_with_those_that_there_are(
-    make: Callable[[], Any], told: str
+    make: Callable[[], Any], message: str
 ) -> None:
     with pytest.raises(PlacementError) as refused:
         make()
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")
@@ -649,10 +649,10 @@ def test_full_digests_prove_a_file_or_name_what_is_damaged(tmp_path: Path) -> No
     file.write_bytes(damaged)
     with pytest.raises(CheckpointException) as refused:
         load(tmp_path, template(), PlacementLoadPlanner(verify="digests"))
-    told = str(refused.value)
-    assert "b: rank 0 read [0:700], and it is not what was saved" in told
-    assert file.name in told
-    assert "step 12" in told
+    message = str(refused.value)
+    assert "b: rank 0 read [0:700], and it is not what was saved" in message
+    assert file.name in message
+    assert "step 12" in message
 
 
 def test_verifying_a_file_without_digests_is_refused(tmp_path: Path) -> None:

@@ -93,9 +93,9 @@ GLOO_AT_EXIT = "terminate called without an active exception"
 
 BLOCKS = read_blocks()
 PROMISED = {
-    code.line: told.text
-    for code, told in pairwise(BLOCKS)
-    if told.kind == "text" and told.section == code.section
+    code.line: output.text
+    for code, output in pairwise(BLOCKS)
+    if output.kind == "text" and output.section == code.section
 }
 """What a block prints, by its line; of a console block, all of it."""
 
@@ -149,15 +149,15 @@ def run_section(section: str, folder: Path) -> dict[int, str]:
 
 def run_console(text: str) -> str:
     """Run the commands of a console block; return the block with what they print."""
-    told = []
+    lines = []
     for line in text.splitlines():
         if line.startswith("$ "):
             program, *arguments = shlex.split(line.removeprefix("$ "))
             assert program == "dcp-placements", line
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 main(arguments)
-            told += [line, *output.getvalue().splitlines()]
-    return "\n".join(told) + "\n"
+            lines += [line, *output.getvalue().splitlines()]
+    return "\n".join(lines) + "\n"
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -218,11 +218,11 @@ def test_placements_keep_the_rows_of_the_table(row: list[str]) -> None:
     ("number", "planner"), [(0, PlacementSavePlanner), (1, PlacementLoadPlanner)]
 )
 def test_option_tables_name_every_option_and_its_default(number: int, planner: type) -> None:
-    told = {code_of(row[0]): code_of(row[1]) for row in read_table("Options", number)}
+    options = {code_of(row[0]): code_of(row[1]) for row in read_table("Options", number)}
     parameters = inspect.signature(planner).parameters
     wanted = {name: repr(parameter.default) for name, parameter in parameters.items()}
-    assert {name: default.replace('"', "'") for name, default in told.items()} == wanted
-    assert list(told) == list(wanted)
+    assert {name: default.replace('"', "'") for name, default in options.items()} == wanted
+    assert list(options) == list(wanted)
 
 
 def test_hazard_table_has_every_hazard_of_a_save_and_a_load() -> None:
@@ -343,13 +343,13 @@ def rewrite() -> None:
             printed |= run_section(section, Path(folder))
             for picture in Path(folder).glob("*.svg"):
                 shutil.copy(picture, ROOT / "scripts" / "figures" / picture.name)
-    told = [
+    blocks = [
         (text, printed[code.line])
         for code, text in pairwise(BLOCKS)
         if code.kind == "python" and code.line in printed and code.line in PROMISED
     ]
-    told += [(block, printed[block.line]) for block in BLOCKS if block.kind == "console"]
-    for block, text in sorted(told, key=lambda one: -one[0].line):
+    blocks += [(block, printed[block.line]) for block in BLOCKS if block.kind == "console"]
+    for block, text in sorted(blocks, key=lambda one: -one[0].line):
         stop = block.line + block.text.count("\n")
         LINES[block.line : stop] = text.splitlines()
     README.write_text("\n".join(LINES) + "\n")

@@ -58,11 +58,11 @@ def fused(draw: st.DrawFn, dim: int, ranks: int, *, even: bool) -> tuple[int, Fu
 @examples(25)
 def test_fused_dims_under_tp_then_fsdp_are_in_canonical_order(data: st.DataObject) -> None:
     """torch's own DTensors over fsdp alone, or over both; loaded by ranks of other numbers."""
-    told = data.draw(st.booleans(), "the DTensor tells of tp")
+    has_tp = data.draw(st.booleans(), "the DTensor has tp")
     axes = [
         {"fsdp": data.draw(st.integers(1, 3)), "tp": data.draw(st.integers(1, 4))} for _ in range(2)
     ]
-    rows, placement = data.draw(fused(0, prod(a["tp"] for a in axes), even=told))
+    rows, placement = data.draw(fused(0, prod(a["tp"] for a in axes), even=has_tp))
     whole = arange(rows, data.draw(st.integers(1, 3)))
     columns_too = data.draw(st.booleans(), "fsdp cuts the other dim")
 
@@ -71,7 +71,7 @@ def test_fused_dims_under_tp_then_fsdp_are_in_canonical_order(data: st.DataObjec
         part = cut(source, [placement], [at["tp"]], (mesh.get_coordinate() or ())[1:])
         own = Shard(1 if columns_too else 0)
         local = cut(part, [own], [at["fsdp"]], (mesh.get_coordinate() or ())[:1])
-        if not told:
+        if not has_tp:
             return real_dtensor(local, mesh["fsdp"], [own], part.shape)
         inner = own if columns_too else _StridedShard(0, split_factor=at["tp"])
         return real_dtensor(local, mesh, [inner, Shard(0)], source.shape)
@@ -155,8 +155,8 @@ def test_padding_that_depends_on_tp_is_kept_on_load_and_counted(
         beyond = min(max((rank + 1) * padded // target - VOCAB, 0), padded // target)
         assert sum(report.padded.values()) == beyond * HIDDEN * tensors
         if beyond:
-            told = f"{beyond * HIDDEN * tensors} elements of padding kept"
-            assert told in str(report)
+            line = f"{beyond * HIDDEN * tensors} elements of padding kept"
+            assert line in str(report)
     assert len(kept) == tensors
     assert set(kept.values()) == {(padded - VOCAB) * HIDDEN}
 

@@ -179,7 +179,7 @@ def _from_the_end(placement: Any, ndim: int) -> Any:
 
 @st.composite
 def wholes(draw: st.DrawFn) -> dict[str, torch.Tensor]:
-    """Draw a few whole tensors with one key each; odd, empty and size-1 dims among them."""
+    """Draw a few whole tensors with one key each; uneven, empty and size-1 dims among them."""
     found = {}
     for index in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=3)))

@@ -425,25 +425,25 @@ class Ranks:
         replicas, fsdp = ("edp", "efsdp") if weight.experts else ("hsdp", "fsdp")
         names: list[str] = []
         placements: list[Any] = []
-        told = self._told(weight) if self.whole else {}
+        described = self._by_dtensor(weight) if self.whole else {}
         sharded = weight.fsdp is not None and axes[fsdp] > 1
         if sharded and axes[replicas] > 1:
             names, placements = [replicas], [Replicate()]
         if sharded:
             # FSDP cuts what the axes on its right have left, which come first in the mesh order.
-            inside = prod(axes[axis] for axis, cut in told.items() if cut.dim == weight.fsdp)
+            inside = prod(axes[axis] for axis, cut in described.items() if cut.dim == weight.fsdp)
             names.append(fsdp)
             placements.append(
                 Shard(weight.fsdp)
                 if inside == 1
                 else _StridedShard(weight.fsdp, split_factor=inside)
             )
-        return (*names, *told), (*placements, *told.values())
+        return (*names, *described), (*placements, *described.values())
 
-    def _told(self, weight: Weight) -> dict[str, Any]:
+    def _by_dtensor(self, weight: Weight) -> dict[str, Any]:
         """Return the cuts of model parallelism that torch's own placements can describe."""
         axes, shape = self._axes(weight), weight.padded(self.topology)
-        told = {}
+        described = {}
         for axis, placement in weight.cuts.items():
             if axes[axis] == 1:
                 continue
@@ -451,9 +451,9 @@ class Ranks:
             each = parts if isinstance(parts, tuple) else (shape[placement.dim] // parts,) * parts
             if any(size % axes[axis] for size in each) or getattr(placement, "interleaved", False):
                 return {}
-            # Of a fused dim the DTensor tells that it is sharded, the rule how.
-            told[axis] = Shard(placement.dim)
-        return told
+            # The DTensor states that a fused dim is sharded; the rule states how.
+            described[axis] = Shard(placement.dim)
+        return described
 
     def _local(self, rank: int, weight: Weight, whole: torch.Tensor, pad: float) -> torch.Tensor:
         axes, at = self._axes(weight), self.at(rank, weight)

@@ -55,7 +55,7 @@ def assert_right(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["compared"]
         assert rank["differing"] == []
-        assert rank["told"] == [rank["read"], rank["opens"]]
+        assert rank["counted"] == [rank["read"], rank["opens"]]
 
 
 @pytest.mark.parametrize("name", [*EVEN, "all_ranks_alike"])

@@ -93,7 +93,7 @@ def facts(planner: PlacementLoadPlanner, reader: Any, state: State, wanted: Stat
         "compared": len(wanted),
         "read": reader.bytes_read,
         "opens": reader.opens,
-        "told": [report.traffic.storage_nbytes, report.traffic.opens],
+        "counted": [report.traffic.storage_nbytes, report.traffic.opens],
         "exchanged": report.traffic.exchanged_nbytes,
         "all": None if report.all_traffic is None else report.all_traffic.storage_nbytes,
         "wanted": report.wanted_nbytes,
@@ -165,10 +165,10 @@ def experts(path: Path) -> Facts:
     def rules_at(mesh: Any) -> PlacementRules:
         return PlacementRules({"w1": CheckpointPlacement(mesh, {"ep": Shard(0)})})
 
-    told = rehearse(path, rules_at, {"ep": 2, "edp": 2}).ranks[dist.get_rank()]
+    rehearsed = rehearse(path, rules_at, {"ep": 2, "edp": 2}).ranks[dist.get_rank()]
     plainly = load(path, state, wanted, rules, exchange=False)
-    found["predicted"] = [told.exchange_nbytes, told.slices_nbytes, told.files]
-    found["plainly"] = [plainly["differing"], *plainly["told"]]
+    found["predicted"] = [rehearsed.exchange_nbytes, rehearsed.slices_nbytes, rehearsed.files]
+    found["plainly"] = [plainly["differing"], *plainly["counted"]]
     return found | {"unique": sum(whole.nbytes for whole in wholes.values())}
 
 
@@ -227,7 +227,7 @@ def odd_parts(path: Path) -> Facts:
     mesh = two_by_two("replicate", "shard")
     mine = mesh.get_local_rank("shard")
     wholes = {"rows": arange(7, 5), "few": arange(1, 5), "columns": arange(6, 9)}
-    wholes |= {"wide": arange(64, 20000), "picked": arange(6, 5), "cast": arange(600, 900)}
+    wholes |= {"wide": arange(64, 20000), "listed": arange(6, 5), "cast": arange(600, 900)}
     placements = {"rows": Shard(0), "few": Shard(0), "columns": Shard(1), "wide": Shard(1)}
     state: State = {
         name: distribute_tensor(torch.zeros(wholes[name].shape), mesh, [Replicate(), placement])
@@ -236,7 +236,7 @@ def odd_parts(path: Path) -> Facts:
     state["cast"] = distribute_tensor(
         torch.zeros(600, 900, dtype=torch.bfloat16), mesh, [Replicate(), Shard(0)]
     )
-    state["picked"] = torch.zeros(3, 5)
+    state["listed"] = torch.zeros(3, 5)
     rows = [[0, 2, 4], [1, 3, 5]][mine]
     picks = CheckpointPlacement(mesh, [Replicate(), IndexShard(0, rows)], global_shape=(6, 5))
     wanted = {
@@ -245,10 +245,10 @@ def odd_parts(path: Path) -> Facts:
         "columns": wholes["columns"][:, mine * 5 : mine * 5 + 5].contiguous(),
         "wide": wholes["wide"][:, mine * 10000 : mine * 10000 + 10000].contiguous(),
         "cast": wholes["cast"][mine * 300 : mine * 300 + 300].bfloat16(),
-        "picked": wholes["picked"][rows],
+        "listed": wholes["listed"][rows],
     }
     saved(wholes, path)
-    rules = PlacementRules({"picked": picks})
+    rules = PlacementRules({"listed": picks})
     return load(path, state, wanted, rules, cast="allow")
 
 
@@ -307,7 +307,7 @@ def with_shadows(path: Path) -> Facts:
 
 @scenario
 def stock_reader(path: Path) -> Facts:
-    """A reader that does not call the exchange: everything is read, and that is said."""
+    """A reader that does not call the exchange: everything is read, with a warning."""
     wholes = {"w": arange(1024, 700)}
     saved(wholes, path)
     state = {"w": torch.zeros(1024, 700)}
@@ -440,12 +440,12 @@ def lost(out: Path, how: str) -> None:
 
 def run(name: str, path: Path) -> Facts:
     outcome: Facts = {}
-    with heard() as told:
+    with heard() as texts:
         try:
             outcome = SCENARIOS[name](path)
         except (Exception, dcp.CheckpointException):
             outcome = {"failed": True, "traceback": traceback.format_exc()}
-    return {"warnings": told} | outcome
+    return {"warnings": texts} | outcome
 
 
 def main() -> None:

@@ -60,9 +60,14 @@ def fuzz(file: Path, commands: list[str], seconds: float, seed: int) -> tuple[in
                 code = main([command, str(file.parent)])
             except BaseException as error:
                 code = f"{type(error).__name__}: {error}"
-        told = err.getvalue() + out.getvalue()
-        if code not in (0, 1, 2) or "Traceback" in told or "MemoryError" in told or "\x1b" in told:
-            faults.append(f"{file.name} {command} round {rounds}: {code} {told[:300]}")
+        printed = err.getvalue() + out.getvalue()
+        if (
+            code not in (0, 1, 2)
+            or "Traceback" in printed
+            or "MemoryError" in printed
+            or "\x1b" in printed
+        ):
+            faults.append(f"{file.name} {command} round {rounds}: {code} {printed[:300]}")
         rounds += 1
     file.write_bytes(whole)
     return rounds, faults

@@ -132,14 +132,14 @@ def refusal(act: Callable[[], Any]) -> dict[str, str]:
 @contextmanager
 def heard() -> Iterator[list[str]]:
     """Collect what the user is warned of; torch's notices are left out."""
-    told: list[str] = []
+    texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield told
+        yield texts
     for warning in caught:
         text = str(warning.message)
         if warning.category is UserWarning and not text.startswith(TORCH_SAYS):
-            told.append(text)
+            texts.append(text)
 
 
 # Rows of the table with tensors alone.
@@ -179,10 +179,10 @@ def m2_with_rule(path: Path) -> Facts:
     state = {"experts": {"w1": expert_dtensor(mesh, whole)}}
     rules = by_ep(mesh, "experts.w1")
     report = check(state, rules)
-    told = {"check": [report.ranks, report.unique_nbytes, report.whole_nbytes]}
-    told["files_after_check"] = files(path)  # type: ignore[assignment]
+    counted = {"check": [report.ranks, report.unique_nbytes, report.whole_nbytes]}
+    counted["files_after_check"] = files(path)  # type: ignore[assignment]
     dcp.save(state, checkpoint_id=path, planner=PlacementSavePlanner(rules))
-    return {**told, "differing": differing(stock_whole(path), {"experts.w1": whole})}
+    return {**counted, "differing": differing(stock_whole(path), {"experts.w1": whole})}
 
 
 @scenario
@@ -243,14 +243,14 @@ def m18(path: Path) -> Facts:
     outcome: Facts = {}
     for half, group in enumerate(halves):
         if mine == half:
-            with heard() as told:
+            with heard() as texts:
                 dcp.save(
                     {"w": arange(4, 3, start=100 * half)},
                     checkpoint_id=path,
                     planner=PlacementSavePlanner(),
                     process_group=group,
                 )
-            outcome["told"] = told
+            outcome["texts"] = texts
         dist.barrier()
     return outcome
 
@@ -272,7 +272,7 @@ def m24(path: Path) -> Facts:
 
 def saved_objects(path: Path, state: dict[str, Any]) -> Facts:
     """Save objects that are equal on all ranks; say what came back and what was warned of."""
-    with heard() as told:
+    with heard() as texts:
         dcp.save(state, checkpoint_id=path, planner=PlacementSavePlanner())
     loaded = {
         name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
@@ -284,7 +284,7 @@ def saved_objects(path: Path, state: dict[str, Any]) -> Facts:
         for name, value in state.items()
         if (same(value, loaded[name]) if isinstance(value, torch.Tensor) else value == loaded[name])
     ]
-    return {"told": told, "equal": sorted(equal), "keys": sorted(state), "seed": hash("seed")}
+    return {"texts": texts, "equal": sorted(equal), "keys": sorted(state), "seed": hash("seed")}
 
 
 @scenario
@@ -337,7 +337,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """A dense layer of odd size, experts, and a parameter that no step ever reaches."""
+    """A dense layer of uneven size, experts, and a parameter that no step ever reaches."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -476,10 +476,10 @@ def m49_rename_forgotten(path: Path) -> Facts:
 def main_job(path: Path) -> Facts:
     trainer, wholes = trained()
     planner = PlacementSavePlanner(trainer.rules, digests="full")
-    with heard() as told:
+    with heard() as texts:
         dcp.save(trainer.state_dict(), checkpoint_id=main_checkpoint(path), planner=planner)
     outcome: Facts = {
-        "told": told,
+        "texts": texts,
         "stateless": list(planner.report.stateless),
         "nbytes": [planner.report.unique_nbytes, planner.report.whole_nbytes],
         "names": sorted(wholes),
@@ -495,12 +495,12 @@ def main_job_comes_back(path: Path) -> Facts:
     trainer, _ = trained()
     before = trainer.locals()
     other = Trainer(ep=2, seed=2)
-    with heard() as told:
+    with heard() as texts:
         planner = load_into(other, main_checkpoint(path), verify="digests")
     found = other.locals()
     unused = {name: value for name, value in found.items() if ".unused." in name}
     outcome: Facts = {
-        "told": told,
+        "texts": texts,
         "differing": differing(found, {**before, **unused}),
         "compared": len(before),
         "stateless": list(planner.report.stateless),
@@ -533,12 +533,12 @@ def copy_of(trainer: Trainer) -> Trainer:
 def reshard(path: Path, ep: int) -> Facts:
     _, wholes = trained()
     other = Trainer(ep=ep, seed=4)
-    with heard() as told:
+    with heard() as texts:
         planner = load_into(other, main_checkpoint(path))
     wanted = {name: cut(name, whole, ep) for name, whole in wholes.items()}
     found = other.locals()
     return {
-        "told": told,
+        "texts": texts,
         "differing": [n for n in differing(found, wanted) if ".unused." not in n],
         "compared": len(wanted),
         "shape": list(found["model.experts.w1"].shape),
@@ -566,12 +566,12 @@ def m22_m23(path: Path) -> Facts:
         template = other.state_dict()  # torch makes the state of a fresh optimizer: step is 1
         made = float(template["optim"]["state.unused.step"])
         planner = PlacementLoadPlanner(other.rules, allow_partial_load=partial)
-        with heard() as told:
+        with heard() as texts:
             dcp.load(template, checkpoint_id=main_checkpoint(path), planner=planner)
         other.apply(template)
         state = other.optimizer.state[other.model.unused]
         outcome["partial" if partial else "strict"] = {
-            "told": told,
+            "texts": texts,
             "step_of_the_template": made,
             "step": float(state["step"]),
             "moments": float(local(state["exp_avg"]).abs().sum()),
@@ -651,12 +651,12 @@ def run(name: str, path: Path) -> Facts:
     """Return what a scenario saw; an error it does not expect is part of that."""
     started = time.monotonic()
     outcome: Facts = {}
-    with heard() as told:
+    with heard() as texts:
         try:
             outcome = SCENARIOS[name](path)
         except (Exception, dcp.CheckpointException) as raised:
             outcome = {"failed": errors_of(raised), "traceback": traceback.format_exc()}
-    return {"warnings": told, "seconds": round(time.monotonic() - started, 2)} | outcome
+    return {"warnings": texts, "seconds": round(time.monotonic() - started, 2)} | outcome
 
 
 def main() -> None:

@@ -253,9 +253,9 @@ def main(out: Path) -> None:
         ("tp4_ep2_etp2", "pp2_vpp2"),
         ("pp2_vpp2", "tp2_pp2_ep2"),
     ]
-    told = {"-".join(pair): seen(models, *pair, out) for pair in pairs}
-    told |= {f"{name} imported": imported(models, name, out) for name in WORLDS}
-    (out / "seen.json").write_text(json.dumps(told))
+    results = {"-".join(pair): seen(models, *pair, out) for pair in pairs}
+    results |= {f"{name} imported": imported(models, name, out) for name in WORLDS}
+    (out / "seen.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

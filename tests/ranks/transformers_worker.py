@@ -173,8 +173,8 @@ def run(name: str, path: Path) -> dict[str, Any]:
     preset = presets.transformers(job.model, job.mesh)
     planner = preset.save_planner()
     dcp.save(job.state_dict(), checkpoint_id=path, planner=planner)
-    told: dict[str, Any] = {"patterns": preset.rules.patterns}
-    told["report"] = planner.report.warnings
+    results: dict[str, Any] = {"patterns": preset.rules.patterns}
+    results["report"] = planner.report.warnings
     for ep in (4, 1):
         other = Job(model_of(name, 1), ep=ep)
         other.set_moments({k: v + 1 for k, v in wholes.items()})
@@ -185,9 +185,9 @@ def run(name: str, path: Path) -> dict[str, Any]:
         state = other.state_dict()
         dcp.load(state, checkpoint_id=path, planner=preset.load_planner())
         set_optimizer_state_dict(other.model, other.optimizer, state["optim"], options=FLAT)
-        told[f"differing_ep{ep}"] = other.differing(wholes)
-    told["differing_hub"] = from_hub(name, path, wholes)
-    return told
+        results[f"differing_ep{ep}"] = other.differing(wholes)
+    results["differing_hub"] = from_hub(name, path, wholes)
+    return results
 
 
 def from_hub(name: str, path: Path, wholes: dict[str, torch.Tensor]) -> list[str]:
@@ -264,7 +264,7 @@ def on_mesh(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
 def tensor_parallel(name: str, out: Path) -> dict[str, Any]:
     """Save weights that transformers itself has cut over tp, as its DTensors and as plain ones."""
     wholes = {f"model.{k}": v.clone() for k, v in model_of(name, 0).state_dict().items()}
-    told = {}
+    results = {}
     for kind in ("dtensor", "plain"):
         held, made = [], []
         for rank in range(2):
@@ -287,34 +287,36 @@ def tensor_parallel(name: str, out: Path) -> dict[str, Any]:
         savers = [preset.save_planner() for preset in made]
         planners = World(2).save(path, held.__getitem__, savers.__getitem__)
         found = read_whole(path)
-        told[kind] = {
+        results[kind] = {
             "keys": sorted(found.keys() ^ wholes.keys()),
             "unequal": [k for k, v in wholes.items() if not torch.equal(found[k], v)],
             "report": planners[0].report.warnings,
         }
-    return told
+    return results
 
 
 def main() -> None:
     out = Path(sys.argv[1])
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             for name in CONFIGS:
-                told[name] = run(name, out / name)
+                results[name] = run(name, out / name)
             dist.barrier()
             dist.destroy_process_group()
             if rank == 0:
                 for name in CONFIGS:
-                    told[name]["alone"] = alone(name, out / name)
-                    told[name]["tp"] = tensor_parallel(name, out)
+                    results[name]["alone"] = alone(name, out / name)
+                    results[name]["tp"] = tensor_parallel(name, out)
         except BaseException:
-            told["failed"] = traceback.format_exc()
-    told["warnings"] = sorted({str(w.message) for w in caught if "look at this" in str(w.message)})
-    (out / f"{rank}.json").write_text(json.dumps(told))
+            results["failed"] = traceback.format_exc()
+    results["warnings"] = sorted(
+        {str(w.message) for w in caught if "look at this" in str(w.message)}
+    )
+    (out / f"{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
