@@ -1,34 +1,12 @@
 """Work on checkpoint directories: no process group, no model code, no GPU.
 
-What the command line prints, as dataclasses. Nothing that a checkpoint's pickles name is executed.
+Results are dataclasses. Nothing that a checkpoint's pickles name is executed.
 """
 
 from importlib import import_module
 from typing import Any
 
-__all__ = [
-    "CannotLook",
-    "Checkpoint",
-    "check_picture_name",
-    "diagnose",
-    "diff",
-    "draw",
-    "explain",
-    "export_safetensors",
-    "export_torch",
-    "import_megatron",
-    "import_safetensors",
-    "inspect",
-    "megatron_layout",
-    "merge_metadata",
-    "rehearse",
-    "rescue",
-    "save_figure",
-    "to_json",
-    "verify",
-]
-
-# Fetched when asked for: what is written and read in other people's formats stands above this.
+# Imported on first use: `formats` stands above this folder.
 _HOMES = {
     "CannotLook": "dcp_placements.errors",
     "Checkpoint": "dcp_placements.offline.checkpoint",
@@ -50,6 +28,9 @@ _HOMES = {
     "to_json": "dcp_placements.offline.as_json",
     "verify": "dcp_placements.offline.checks.verification",
 }
+
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

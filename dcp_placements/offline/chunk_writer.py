@@ -1,6 +1,6 @@
-"""A DCP checkpoint written chunk by chunk, out of whatever holds the chunks.
+"""A DCP checkpoint written chunk by chunk, from any source of chunks.
 
-The files are those of the package's own writer, in a directory that appears when all is on disk.
+The package's own writer writes the files, into a directory that appears when all is on disk.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Target:
     """A tensor of the checkpoint.
 
     Attributes:
-        shape: Whole.
-        dtype: Its elements'.
+        shape: Of the whole tensor.
+        dtype: Of its elements.
     """
 
     shape: tuple[int, ...]
@@ -44,12 +44,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk of a tensor, and where its elements come from.
+    """One chunk of a tensor, and the source of its elements.
 
     Attributes:
         fqn: The tensor.
         box: The chunk, in the whole tensor.
-        read: Returns the elements, in the chunk's shape; asked once, when they are written.
+        read: Returns the elements, in the chunk's shape; called once, when they are written.
     """
 
     fqn: str
@@ -66,13 +66,13 @@ def write_chunks(
     """Write a DCP checkpoint of one file per entry of ``files``; one chunk is in memory at a time.
 
     Args:
-        output: Where the checkpoint is to be.
+        output: Of the checkpoint.
         targets: By key; the pieces must tile them.
         files: The pieces of each file.
         progress: Called with the bytes written, and those to write, after each piece is read.
 
     Raises:
-        CannotLook: Something else came to be there meanwhile.
+        CannotLook: Something else appeared at the path meanwhile.
     """
     metadata, plans, pieces = _plans(targets, files)
     total = sum(prod(target.shape) * target.dtype.itemsize for target in targets.values())
@@ -111,13 +111,13 @@ def _plans(
             data = TensorWriteData(chunk, tensor.properties, tensor.size)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         plans.append(SavePlan(items))
-    # Where each key stands in a nested dict: at the top.
+    # The path of each key in a nested dict, as torch's planner stores it.
     metadata = Metadata(dict(stored), planner_data={fqn: (fqn,) for fqn in targets})
     return metadata, plans, pieces
 
 
 class _Reader:
-    """All that a storage writer asks of a planner."""
+    """The part of a planner that a storage writer needs."""
 
     def __init__(
         self,

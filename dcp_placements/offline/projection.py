@@ -1,8 +1,8 @@
-"""From boxes of any number of dims to rectangles on paper. Integers only.
+"""Boxes of any number of dims as rectangles of a drawing. Integers only.
 
-A dim that every box spans as a whole tells nothing and is left out. The two dims that are cut most
-are drawn, the later one across; each step of a further one has a panel of its own. One dim alone,
-cut into many, runs in lines, as text does.
+The two dims that are cut into most steps are drawn, the later one across. Each step of a further
+cut dim has a panel of its own. A single dim with many steps is drawn in lines, as text is. Dims
+that no box cuts are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_PANELS = 16
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A rectangle in a panel: where it begins (down, across), and how far it goes."""
+    """A rectangle in a panel: its start (down, across) and its extent."""
 
     y: int
     x: int
@@ -34,11 +34,11 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture.
+    """One picture, of a tensor or a box of it.
 
     Attributes:
-        title: What of the tensor it shows; empty where that is all of it.
-        box: The same, as a box.
+        title: The box as text; empty for the whole tensor.
+        box: What it shows.
     """
 
     title: str
@@ -47,14 +47,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """How boxes of a tensor come to be rectangles.
+    """The mapping from boxes of a tensor to rectangles.
 
     Attributes:
-        shape: Of the tensor, stretched to take in boxes beyond its end.
+        shape: Of the tensor, enlarged to contain boxes beyond its end.
         across: The dim that is drawn across; None for a scalar.
-        down: The dim that is drawn downwards; None where there is none.
-        lines: Where ``across`` breaks into lines, from 0 to its end; two numbers for one line.
-        edges: Of the dims that are drawn, where boxes begin and end.
+        down: The dim that is drawn downwards; None for none.
+        lines: The starts of the lines along ``across``, and its end.
+        edges: By dim, where boxes begin and end.
         panels: The pictures.
         undrawn: The number of panels beyond these.
     """
@@ -80,7 +80,7 @@ class Projection:
         return 1 if self.down is None else self.shape[self.down]
 
     def rectangles(self, panel: Panel, box: Box) -> Iterator[Rectangle]:
-        """Yield what of ``box`` a panel shows."""
+        """Yield the rectangles of a panel that show ``box``."""
         shown = intersection(panel.box, box)
         if shown is None:
             return
@@ -113,7 +113,7 @@ def project(shape: Sequence[int], boxes: Sequence[Box]) -> Projection:
         dim = drawn[0]
         lines = (*edges[dim][:-1:STEPS_IN_A_LINE], extent[dim])
         return Projection(extent, dim, None, lines, edges, (Panel("", whole),), 0)
-    # Something to see beside one cut dim: the dim after it, or else before it.
+    # Beside a single cut dim, draw the dim after it, or else before it.
     drawn += sorted((d for d in range(ndim) if d not in drawn), key=_nearest(drawn))[
         : 2 - len(drawn)
     ]

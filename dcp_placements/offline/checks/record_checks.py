@@ -16,7 +16,6 @@ from math import prod
 import torch
 import xxhash
 
-from dcp_placements._torch import MetadataIndex
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.structure import CheckpointFault, Record, fqns_of
@@ -215,7 +214,7 @@ class RecordChecker:
 
     def _stored_digests(self, record: Record) -> list[bytes | None]:
         """Return the stored digest of each tensor or object in a record; None for none."""
-        digests = [stored_digest(self._provenance, index) for index in _indices(record)]
+        digests = [stored_digest(self._provenance, index) for index in record.indices]
         self.digests += sum(digest is not None for digest in digests)
         return digests
 
@@ -266,16 +265,6 @@ def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Ite
             f"{declared} {record.tensor.dtype}"
         )
         yield "wrong_record", message
-
-
-def _indices(record: Record) -> list[MetadataIndex]:
-    """Return the chunks or objects of a record; of a shadow, those that it has copies of."""
-    offsets = None if record.tensor is None else record.chunk.box.offsets
-    if not record.copied:
-        return [MetadataIndex(record.fqn, None if offsets is None else torch.Size(offsets))]
-    # The first offset of a shadow is the number of its writer.
-    canonical = None if offsets is None else torch.Size(offsets[1:])
-    return [MetadataIndex(fqn, canonical) for fqn in record.copied]
 
 
 def _differ(stored: Sequence[bytes | None], digests: Iterable[bytes | None]) -> bool:

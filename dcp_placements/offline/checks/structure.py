@@ -6,6 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
+
+from dcp_placements._torch import MetadataIndex
 from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import contains, format_box, overlaps, tiles, uncovered
@@ -58,6 +61,15 @@ class Record:
     def end(self) -> int:
         """Where it ends in the file, in bytes."""
         return self.chunk.start + self.chunk.nbytes
+
+    @property
+    def indices(self) -> list[MetadataIndex]:
+        """Its chunk or object; of a shadow, the chunks or objects that it has copies of."""
+        offsets = None if self.tensor is None else self.chunk.box.offsets
+        if self.copied and offsets is not None:
+            offsets = offsets[1:]  # the first is the number of the shadow's writer
+        at = None if offsets is None else torch.Size(offsets)
+        return [MetadataIndex(fqn, at) for fqn in self.copied or (self.fqn,)]
 
     @property
     def name(self) -> str:

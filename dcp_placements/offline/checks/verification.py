@@ -8,9 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
-from dcp_placements._torch import MetadataIndex
 from dcp_placements.errors import format_names
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
@@ -154,10 +151,7 @@ def _digest_gaps(
     without: dict[str, set[str]] = defaultdict(set)
     for file, in_file in records.items():
         for record in in_file:
-            if record.copied:
-                continue
-            offsets = torch.Size(record.chunk.box.offsets) if record.tensor is not None else None
-            if stored_digest(provenance, MetadataIndex(record.fqn, offsets)) is None:
+            if not record.copied and stored_digest(provenance, record.indices[0]) is None:
                 without[record.fqn].add(file)
     return [
         CheckpointFault("no_digest", (fqn,), tuple(sorted(files)), "no digest of it is stored")
