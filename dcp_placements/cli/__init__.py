@@ -9,17 +9,17 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code.
 
-    0 is sound or same, 1 faults or different, 2 could not look.
+    0: sound or same; 1: faults or different; 2: could not look.
 
     Args:
-        arguments: Those after the program's name; by default those of this process.
+        arguments: The arguments after the program's name; those of this process by default.
     """
     try:
         from dcp_placements.cli.app import run
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "click"):
             raise
-        told = f"dcp-placements: the command line needs {error.name}"
-        print(f"{told}: pip install 'dcp-placements[cli]'", file=sys.stderr)
+        need = f"dcp-placements: the command line needs {error.name}"
+        print(f"{need}: pip install 'dcp-placements[cli]'", file=sys.stderr)
         return 2
     return run(arguments)

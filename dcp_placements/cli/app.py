@@ -1,9 +1,8 @@
-"""All commands, and what becomes of their errors."""
+"""All commands, and the exit codes of their errors."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -21,15 +20,31 @@ from dcp_placements.cli.commands.megatron import megatron_command
 from dcp_placements.cli.commands.merging import merge_metadata_command
 from dcp_placements.cli.commands.rehearsing import rehearse_command
 from dcp_placements.cli.commands.verifying import verify_command
-from dcp_placements.cli.printing import complain
+from dcp_placements.cli.printing import print_error
 from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.offline import CannotLook
 
 PROGRAM = "dcp-placements"
 DEBUG = "DCP_PLACEMENTS_DEBUG"
-"""The environment variable that has errors nobody foresaw shown with a traceback."""
+"""The environment variable that shows the traceback of unexpected errors."""
 
-MAX_ERROR_TOLD = 500
+MAX_MESSAGE = 500
+"""Characters of an unexpected error's message."""
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "inspect": inspect_command,
+    "explain": explain_command,
+    "verify": verify_command,
+    "diff": diff_command,
+    "megatron": megatron_command,
+    "import": import_command,
+    "export": export_command,
+    "rehearse": rehearse_command,
+    "doctor": doctor_command,
+    "draw": draw_command,
+    "merge-metadata": merge_metadata_command,
+}
+"""Each function returns the command's exit code."""
 
 app = typer.Typer(
     name=PROGRAM,
@@ -43,64 +58,44 @@ app = typer.Typer(
 )
 
 
-def _command(name: str, function: Callable[..., int]) -> None:
-    """Make a command of a function that returns its exit code."""
-
+def _add_command(name: str, function: Callable[..., int]) -> None:
     @wraps(function)
     def command(*args: Any, **kwargs: Any) -> None:
         raise typer.Exit(_exit_code(lambda: function(*args, **kwargs)))
 
-    # The first paragraph, all of it; left to itself the list of commands cuts it short.
-    told = " ".join((function.__doc__ or "").partition("\n\n")[0].split())
-    app.command(name, short_help=told)(command)
+    # typer's own summary is cut short.
+    first_paragraph = (function.__doc__ or "").partition("\n\n")[0]
+    app.command(name, short_help=" ".join(first_paragraph.split()))(command)
 
 
-def _exit_code(work: Callable[[], int]) -> int:
+def _exit_code(command: Callable[[], int]) -> int:
     try:
-        code = work()
-        sys.stdout.flush()
-        return code
-    except CannotLook as error:
-        complain(str(error))
+        return command()
+    except (CannotLook, OSError) as error:
+        print_error(str(error))
         return 2
     except PlacementError as error:
-        complain(str(error))
+        print_error(str(error))
         return 1
-    except BrokenPipeError:
-        # Somebody reads the first lines only. Nothing is left to be flushed at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        complain(format_name(error))
-        return 2
     except typer.BadParameter:
-        raise  # of arguments, which typer tells of
+        raise  # typer prints it, with the command's usage
     except Exception as error:
-        # A file that is damaged in a way that nobody thought of, or a fault of ours.
+        # A file that is damaged in an unforeseen way, or a bug of ours.
         if os.environ.get(DEBUG):
             raise
-        told = format_name(error)[:MAX_ERROR_TOLD]
-        complain(f"{type(error).__name__}: {told} ({DEBUG}=1 shows where)")
+        message = format_name(error)[:MAX_MESSAGE]
+        print_error(f"{type(error).__name__}: {message} ({DEBUG}=1 shows where)")
         return 2
 
 
-_command("inspect", inspect_command)
-_command("explain", explain_command)
-_command("verify", verify_command)
-_command("diff", diff_command)
-_command("megatron", megatron_command)
-_command("import", import_command)
-_command("export", export_command)
-_command("rehearse", rehearse_command)
-_command("doctor", doctor_command)
-_command("draw", draw_command)
-_command("merge-metadata", merge_metadata_command)
+for _name, _function in COMMANDS.items():
+    _add_command(_name, _function)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code."""
+    """Run one command; return its exit code."""
     try:
         app(None if arguments is None else list(arguments), prog_name=PROGRAM)
-    except SystemExit as exited:
-        return exited.code if isinstance(exited.code, int) else 0
+    except SystemExit as stopped:
+        return stopped.code if isinstance(stopped.code, int) else 0
     return 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from dcp_placements.errors import format_nbytes
+from dcp_placements.errors import PlacementError, format_nbytes
+from dcp_placements.offline.declared import MeshAxes, Rename, parse_mesh, resolve
 
 CheckpointPath = Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint's directory.")]
 Fqn = Annotated[
@@ -19,14 +21,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def parse_nbytes(text: str | int) -> int:
-    """Return bytes of ``512MiB``; binary units, whatever the spelling."""
+    """Return the bytes of ``512MiB``; units are binary, however they are spelled."""
     if isinstance(text, int):
         return text
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
         raise typer.BadParameter(f"{text!r} is no size: write for instance 512MiB or 2GiB")
-    # Binary units, whatever the spelling: memory is counted so.
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 Memory = Annotated[
@@ -38,7 +39,7 @@ Memory = Annotated[
 
 
 class Size(int):
-    """A number of bytes that ``--help`` tells in binary units."""
+    """A number of bytes that ``--help`` shows in binary units."""
 
     def __str__(self) -> str:
         return format_nbytes(self)
@@ -48,24 +49,58 @@ MEMORY = Size(2 << 30)
 
 
 def parse_dtype(text: Any) -> torch.dtype:
-    """Return the dtype that torch calls so."""
-    found = text if isinstance(text, torch.dtype) else getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
+    """Return the dtype of this name in torch."""
+    dtype = text if isinstance(text, torch.dtype) else getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype):
         raise typer.BadParameter(f"{text!r} is no dtype: write for instance bfloat16")
-    return found
+    return dtype
 
 
-RulesSpec = Annotated[
-    str | None,
-    typer.Option("--rules", metavar="MODULE:FUNC", help="A function: mesh -> Placements."),
+def parse_pair(text: str) -> tuple[str, str]:
+    """Return the two names of ``NAME=NAME``."""
+    first, _, second = text.partition("=")
+    if not first or not second:
+        raise typer.BadParameter(f"{text!r}: write NAME=NAME, as in lm_head.weight=embed.weight")
+    return first, second
+
+
+def parse_list(text: str) -> list[str]:
+    """Return the names of a list with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return ``parse`` with its errors as those of an argument."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except PlacementError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return parsed
+
+
+RULES = typer.Option("--rules", metavar="MODULE:FUNC", help="A function: mesh -> Placements.")
+MESH = typer.Option(
+    "--mesh", metavar="AXIS=SIZE,...", parser=_parser(parse_mesh), help="Such as ep=8,edp=2."
+)
+Mesh = Annotated[MeshAxes | None, MESH]
+Fsdp = Annotated[
+    Any,
+    typer.Option(
+        "--fsdp",
+        metavar="AXIS,...",
+        parser=parse_list,
+        help="Axes over which FSDP cuts dim 0.",
+    ),
 ]
-FsdpAxes = Annotated[
-    str, typer.Option("--fsdp", metavar="AXIS,...", help="Axes over which FSDP cuts dim 0.")
-]
-RenameSpec = Annotated[
-    str | None,
-    typer.Option("--rename", metavar="MODULE:FUNC", help="A function: key -> key."),
-]
-MeshSpec = Annotated[
-    str | None, typer.Option("--mesh", metavar="AXIS=SIZE,...", help="Such as ep=8,edp=2.")
+RenameFunction = Annotated[
+    Rename | None,
+    typer.Option(
+        "--rename",
+        metavar="MODULE:FUNC",
+        parser=_parser(resolve),
+        help="A function: key -> key.",
+    ),
 ]

@@ -1,51 +1,70 @@
-"""How results look: for a terminal, for a pipe, as JSON."""
+"""Output of the command line: text and tables for a terminal or a pipe, and JSON."""
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from json import dumps
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dcp_placements.errors import format_name, format_names, format_nbytes
+from dcp_placements.errors import format_name, format_names, format_ranks
 from dcp_placements.offline.as_json import to_json
 
 DELAY_S = 1.0
-"""What takes less has no progress bar."""
+"""Shorter work has no progress bar."""
 
 
-def complain(text: str) -> None:
-    """Print an error to stderr, of as many lines as it has."""
-    print(f"dcp-placements: {_shown(text)}", file=sys.stderr)
+def show(result: Any, print_result: Callable[[], None], *, json: bool, code: int = 0) -> int:
+    """Print a command's result and return its exit code.
+
+    The code is that of the finding, also if the reader of a pipe stops early (``| head -1``).
+
+    Args:
+        result: What ``to_json`` takes.
+        print_result: Prints it as text.
+        json: Whether to print one JSON document instead.
+        code: The exit code.
+    """
+    try:
+        if json:
+            print(dumps(to_json(result), indent=2, default=str))
+        else:
+            print_result()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
-def print_json(told: Any) -> None:
-    """Print a JSON document: results and plain values."""
-    print(json.dumps(to_json(told), indent=2, default=str))
+def print_error(text: str) -> None:
+    """Print an error of one or more lines to stderr."""
+    print(f"dcp-placements: {_escaped(text)}", file=sys.stderr)
 
 
-def say(*lines: str) -> None:
-    """Print lines, each as one: what is in a name breaks none and moves no cursor."""
+def print_lines(*lines: str) -> None:
+    """Print lines. Line breaks and control characters in names are escaped."""
     for line in lines:
         print(format_name(line))
 
 
-def say_text(text: str) -> None:
+def print_text(text: str) -> None:
     """Print a text of several lines, in which names are escaped already."""
-    print(_shown(text))
+    print(_escaped(text))
 
 
-def _shown(text: str) -> str:
+def _escaped(text: str) -> str:
     return "\n".join(map(format_name, text.split("\n")))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "") -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: str = "") -> None:
     """Print rows under headings: folded to the width of a terminal, and unfolded into a pipe.
 
     Args:
@@ -53,26 +72,22 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         rows: Texts, one for each column.
         right: Headings of the columns of numbers, separated by spaces.
     """
-    rows = [[format_name(cell) for cell in cells] for cells in rows]
+    cells = [list(columns), *[[format_name(cell) for cell in row] for row in rows]]
+    justified = ["right" if heading in right.split() else "left" for heading in columns]
     if not sys.stdout.isatty():
-        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-        for cells in (columns, *rows):
-            told = [
-                cell.rjust(width) if heading in right.split() else cell.ljust(width)
-                for heading, cell, width in zip(columns, cells, widths, strict=True)
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for row in cells:
+            texts = [
+                cell.rjust(width) if side == "right" else cell.ljust(width)
+                for cell, width, side in zip(row, widths, justified, strict=True)
             ]
-            print("  ".join(told).rstrip())
+            print("  ".join(texts).rstrip())
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in columns:
-        numbers = heading in right.split()
-        table.add_column(
-            heading,
-            justify="right" if numbers else "left",
-            overflow="fold",
-            no_wrap=numbers,
-        )
-    for row in rows:
+    for heading, side in zip(columns, justified, strict=True):
+        justify: Any = side
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=side == "right")
+    for row in cells[1:]:
         table.add_row(*row)
     Console(highlight=False, markup=False).print(table)
 
@@ -82,9 +97,14 @@ def short(names: Sequence[str], limit: int = 3) -> str:
     return format_names(names, limit) if names else "-"
 
 
-def number(value: int) -> str:
-    """Return a number with separators."""
-    return f"{value:,}"
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ranges; ``-`` for none.
+
+    >>> ranges([3, 0, 1, 2]), ranges([])
+    ('0-3', '-')
+    """
+    listed = list(numbers)
+    return format_ranks(listed).partition(" ")[2] if listed else "-"
 
 
 def counted(value: int, noun: str) -> str:
@@ -93,41 +113,33 @@ def counted(value: int, noun: str) -> str:
     >>> counted(1, "chunk"), counted(2000, "chunk")
     ('1 chunk', '2,000 chunks')
     """
-    return f"{number(value)} {noun}{'' if value == 1 else 's'}"
-
-
-def size(value: int | None) -> str:
-    """Return a byte count as text."""
-    return "-" if value is None else format_nbytes(value)
+    return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Give a function ``(done, total)``, in bytes, that draws a bar on stderr.
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function ``(done, total)``, in bytes, that draws a progress bar on stderr.
 
-    Not before a second has passed, and not where stderr is no terminal.
+    Nothing is drawn in the first second, and if stderr is no terminal.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
     bar = Progress(
-        *(TextColumn(what), BarColumn(), DownloadColumn(True), TimeRemainingColumn()),
+        *(TextColumn(label), BarColumn(), DownloadColumn(True), TimeRemainingColumn()),
         console=Console(stderr=True),
         transient=True,
     )
-    task = bar.add_task(what)
+    task = bar.add_task(label)
     started = time.monotonic()
-    shown = False
 
     def step(done: int, total: int) -> None:
-        nonlocal shown
-        if not shown and time.monotonic() - started > DELAY_S:
-            shown = True
+        if not bar.live.is_started and time.monotonic() - started > DELAY_S:
             bar.start()
         bar.update(task, completed=done, total=total)
 
     try:
         yield step
     finally:
-        if shown:
+        if bar.live.is_started:
             bar.stop()

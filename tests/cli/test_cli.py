@@ -204,10 +204,23 @@ def test_urls_of_fsspec_are_looked_at(sound: Path, run: Run) -> None:
     assert run("inspect", "memory://nothing").code == 2
 
 
-def test_a_reader_of_the_first_lines_only_is_no_error(sound: Path) -> None:
-    command = [sys.executable, "-m", "dcp_placements", "inspect", str(sound), "--json"]
+@pytest.mark.parametrize(("same", "code"), [(True, 0), (False, 1)])
+def test_a_reader_of_the_first_lines_only_changes_no_exit_code(
+    sound: Path, tmp_path: Path, same: bool, code: int
+) -> None:
+    dcp.save({**wholes(), "step": 1 if same else 2}, checkpoint_id=tmp_path)
+    command = [sys.executable, "-m", "dcp_placements", "diff", str(sound), str(tmp_path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+        assert process.wait() == code
+
+
+def test_a_mesh_without_an_axis_of_the_rules_is_exit_2(sound: Path, run: Run) -> None:
+    rules = ("--rules", "tests.offline_scenes:rules_by_ep")
+    for command in (("rehearse", sound), ("explain", sound, "layers.0.experts.w1")):
+        ran = run(*command, *rules, "--mesh", "tp=2")
+        assert (ran.code, ran.out) == (2, "")
+        assert "no axis 'ep'" in ran.err

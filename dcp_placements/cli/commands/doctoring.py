@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import CheckpointPath, Json, MeshSpec
-from dcp_placements.cli.printing import counted, print_json, print_table, progress, say, size
-from dcp_placements.errors import format_names, format_ranks
+from dcp_placements.cli.arguments import CheckpointPath, Json, Mesh
+from dcp_placements.cli.printing import counted, print_lines, print_table, progress, ranges, show
+from dcp_placements.errors import format_names, format_nbytes, format_ranks
 from dcp_placements.offline.as_json import to_json
-from dcp_placements.offline.declared import parse_mesh
 from dcp_placements.offline.repairs.diagnosis import OVERWRITTEN, UNCLEAR, Diagnosis, ExpertTensor
-from dcp_placements.offline.repairs.rescue import LIST
+from dcp_placements.offline.repairs.rescue import LIST, Rescue
 
 
 def doctor_command(
@@ -23,7 +21,7 @@ def doctor_command(
     experts_per_layer: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="How many experts a layer has.")
     ] = None,
-    mesh: MeshSpec = None,
+    mesh: Mesh = None,
     rescue: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write what is sound to a new checkpoint.")
     ] = None,
@@ -34,77 +32,75 @@ def doctor_command(
     The mesh is that of the run that saved, in rank order; one axis is ep.
     """
     checkpoint = offline.Checkpoint(ckpt)
-    found = offline.diagnose(
-        checkpoint,
-        experts_per_layer=experts_per_layer,
-        axes=None if mesh is None else parse_mesh(mesh),
-    )
-    told = to_json(found)
+    diagnosis = offline.diagnose(checkpoint, experts_per_layer=experts_per_layer, axes=mesh)
+    document = to_json(diagnosis)
+    rescued = None
     if rescue is not None:
         with progress("rescue") as step:
-            rescued = offline.rescue(checkpoint, found, rescue, progress=step)
-        told["rescue"] = to_json(rescued)
-    if json:
-        print_json(told)
-        return 0 if found.healthy else 1
-    _print(found)
-    if rescue is not None:
-        say(
-            f"rescued:   {counted(len(rescued.copied), 'key')} as before, "
-            f"{counted(len(rescued.experts), 'expert tensor')}; {size(rescued.nbytes)}",
-            f"{rescue}: written, what is left out stands in {LIST}",
-        )
-    return 0 if found.healthy else 1
+            rescued = offline.rescue(checkpoint, diagnosis, rescue, progress=step)
+        document["rescue"] = to_json(rescued)
+
+    def print_result() -> None:
+        _print(diagnosis)
+        if rescued is not None:
+            _print_rescue(rescued)
+
+    return show(document, print_result, json=json, code=0 if diagnosis.healthy else 1)
 
 
-def _print(found: Diagnosis) -> None:
-    overwritten, unclear = found.of(OVERWRITTEN), found.of(UNCLEAR)
+def _print(diagnosis: Diagnosis) -> None:
+    overwritten, unclear = diagnosis.of(OVERWRITTEN), diagnosis.of(UNCLEAR)
     if overwritten:
         print_table(
             ("tensor", "stored", "of", "survived"),
             [(t.fqn, str(t.stored), str(t.experts), _survivors(t)) for t in overwritten],
             right="stored of",
         )
-        say("")
-    if found.layers:
+        print_lines("")
+    if diagnosis.layers:
         print_table(
             ("layer", "complete", "weights only", "lost"),
             [
-                (loss.layer, _numbers(loss.kept), _numbers(loss.weights_only), _numbers(loss.lost))
-                for loss in found.layers.values()
+                (loss.layer, ranges(loss.kept), ranges(loss.weights_only), ranges(loss.lost))
+                for loss in diagnosis.layers.values()
             ],
         )
-        say("")
+        print_lines("")
     if unclear:
-        reasons: dict[str, list[str]] = {}
+        by_reason: dict[str, list[str]] = {}
         for tensor in unclear:
-            reasons.setdefault(tensor.reason, []).append(tensor.fqn)
-        for reason, fqns in reasons.items():
-            say(f"unclear: {format_names(fqns, 3)}: {reason}")
-        say("    way out:     --experts-per-layer and --mesh of the run that saved", "")
-    say(f"sound:     {counted(len(found.sound), 'key')} beside lost experts")
-    if not found.tensors:
-        say("experts:   no key names any")
-    elif found.healthy:
-        say(f"experts:   all there, in {counted(len(found.tensors), 'tensor')}")
+            by_reason.setdefault(tensor.reason, []).append(tensor.fqn)
+        for reason, fqns in by_reason.items():
+            print_lines(f"unclear: {format_names(fqns, 3)}: {reason}")
+        print_lines("    way out:     --experts-per-layer and --mesh of the run that saved", "")
+    print_lines(f"sound:     {counted(len(diagnosis.sound), 'key')} beside lost experts")
+    if not diagnosis.tensors:
+        print_lines("experts:   no key names any")
+    elif diagnosis.healthy:
+        print_lines(f"experts:   all there, in {counted(len(diagnosis.tensors), 'tensor')}")
     elif overwritten:
-        say(
-            f"experts:   overwritten in {counted(len(overwritten), 'tensor')}: others passed for "
-            "replicas"
-        )
-        if found.axes is None:
-            say("    way out:     --mesh of the run that saved says which experts these rows are")
+        number = counted(len(overwritten), "tensor")
+        print_lines(f"experts:   overwritten in {number}: others passed for replicas")
+        if diagnosis.axes is None:
+            way_out = "--mesh of the run that saved says which experts these rows are"
+            print_lines(f"    way out:     {way_out}")
+
+
+def _print_rescue(rescued: Rescue) -> None:
+    print_lines(
+        f"rescued:   {counted(len(rescued.copied), 'key')} as before, "
+        f"{counted(len(rescued.experts), 'expert tensor')}; {format_nbytes(rescued.nbytes)}",
+        f"{rescued.path}: written, what is left out stands in {LIST}",
+    )
 
 
 def _survivors(tensor: ExpertTensor) -> str:
-    by: dict[str, list[int]] = {}
+    """Return the numbers of survivors, by the ranks that wrote them."""
+    numbers: dict[str, list[int]] = {}
     for survivor in tensor.survivors:
+        text = f"{{}} from {format_ranks(survivor.ranks)}"
+        if survivor.expert is None:
+            text = ("torn row " if survivor.torn else "row ") + text
         number = survivor.row if survivor.expert is None else survivor.expert
-        what = "torn row " if survivor.torn else "row " if survivor.expert is None else ""
-        by.setdefault(f"{what}{{}} from {format_ranks(survivor.ranks)}", []).append(number)
-    return "; ".join(told.replace("{}", _numbers(numbers)) for told, numbers in by.items())
-
-
-def _numbers(numbers: Iterable[int]) -> str:
-    found = list(numbers)
-    return format_ranks(found).partition(" ")[2] if found else "-"
+        numbers.setdefault(text, []).append(number)
+    return "; ".join(text.replace("{}", ranges(listed)) for text, listed in numbers.items())

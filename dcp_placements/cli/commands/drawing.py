@@ -9,7 +9,7 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Json
-from dcp_placements.cli.printing import print_json, say
+from dcp_placements.cli.printing import print_lines, show
 
 
 def draw_command(
@@ -25,8 +25,5 @@ def draw_command(
     """Draw a tensor's chunks by writer rank, or the bytes that each rank wrote."""
     offline.check_picture_name(output)
     offline.save_figure(offline.draw(ckpt, fqn), output)
-    if json:
-        print_json({"path": ckpt, "fqn": fqn, "written": str(output)})
-    else:
-        say(f"{output}: written")
-    return 0
+    document = {"path": ckpt, "fqn": fqn, "written": str(output)}
+    return show(document, lambda: print_lines(f"{output}: written"), json=json)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import CheckpointPath, FsdpAxes, Json, MeshSpec, RulesSpec
-from dcp_placements.cli.printing import counted, number, print_json, print_table, say, size
+from dcp_placements.cli.arguments import RULES, CheckpointPath, Fsdp, Json, Mesh
+from dcp_placements.cli.printing import counted, print_lines, print_table, show
+from dcp_placements.errors import format_nbytes
 from dcp_placements.layout.tiling import format_box
-from dcp_placements.offline.declared import parse_mesh, resolve
-from dcp_placements.offline.views.explanation import Explanation
+from dcp_placements.offline.declared import resolve
+from dcp_placements.offline.views.explanation import Explanation, RankPart
 
 MAX_ROWS = 64
 
@@ -19,96 +21,81 @@ MAX_ROWS = 64
 def explain_command(
     ckpt: CheckpointPath,
     fqn: Annotated[str, typer.Argument(metavar="FQN", help="The tensor's key.")],
-    rules: RulesSpec = None,
-    mesh: MeshSpec = None,
-    fsdp: FsdpAxes = "",
+    rules: Annotated[str | None, RULES] = None,
+    mesh: Mesh = None,
+    fsdp: Fsdp = "",
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
     json: Json = False,
 ) -> int:
     """Follow one tensor from its rule to axes, chunks, files and byte ranges."""
     if (rules is None) != (mesh is None):
         raise typer.BadParameter("--rules and --mesh go together")
-    found = offline.explain(
-        ckpt,
-        fqn,
-        rules=None if rules is None else resolve(rules),
-        axes=None if mesh is None else parse_mesh(mesh),
-        fsdp=[name.strip() for name in fsdp.split(",") if name.strip()],
-        rank=rank,
-    )
-    if json:
-        print_json(found)
-    else:
-        _print(found)
-    return 0
+    function = None if rules is None else resolve(rules)
+    explanation = offline.explain(ckpt, fqn, rules=function, axes=mesh, fsdp=fsdp, rank=rank)
+    return show(explanation, lambda: _print(explanation), json=json)
 
 
-def _print(found: Explanation) -> None:
-    say(f"{found.fqn}: {found.shape} {found.dtype}")
-    if found.saved_axes:
-        axes = ", ".join(f"{name}={size}" for name, size in found.saved_axes.items())
-        said = "no rule" if found.saved_rule is None else f"rule {found.saved_rule}"
-        say(f"saved by {said}, from a mesh of {axes}")
-    if found.saved_cuts:
-        say(f"saved with: {', then '.join(found.saved_cuts)}")
-    say("", f"stored in {counted(len(found.chunks), 'chunk')}:")
+def _print(explanation: Explanation) -> None:
+    print_lines(f"{explanation.fqn}: {explanation.shape} {explanation.dtype}")
+    if explanation.saved_axes:
+        mesh = ", ".join(f"{name}={size}" for name, size in explanation.saved_axes.items())
+        saved_rule = explanation.saved_rule
+        rule = "no rule" if saved_rule is None else f"rule {saved_rule}"
+        print_lines(f"saved by {rule}, from a mesh of {mesh}")
+    if explanation.saved_cuts:
+        print_lines(f"saved with: {', then '.join(explanation.saved_cuts)}")
+    chunks = explanation.chunks
+    print_lines("", f"stored in {counted(len(chunks), 'chunk')}:")
     print_table(
         ("chunk", "file", "rank", "record", "elements from"),
         [
             (
-                format_box(chunk.box, found.shape),
+                format_box(chunk.box, explanation.shape),
                 chunk.file or "nowhere",
                 "-" if chunk.rank is None else str(chunk.rank),
-                f"{number(chunk.start)}-{number(chunk.start + chunk.nbytes)}",
-                "-" if chunk.elements is None else number(chunk.elements),
+                f"{chunk.start:,}-{chunk.start + chunk.nbytes:,}",
+                "-" if chunk.elements is None else f"{chunk.elements:,}",
             )
-            for chunk in found.chunks[:MAX_ROWS]
+            for chunk in chunks[:MAX_ROWS]
         ],
         right="rank record elements from",
     )
-    if len(found.chunks) > MAX_ROWS:
-        say(f"... and {counted(len(found.chunks) - MAX_ROWS, 'more chunk')}; --json has them all")
-    if found.axes is None:
-        return
-    say("", "no rule speaks for it" if found.rule is None else f"by rule {found.rule}:")
-    for name, does in found.axes.items():
-        say(f"    {name}: {does}")
-    say("")
+    _print_more(chunks, "chunk", "--json has them all")
+    if explanation.axes is not None:
+        given_rule = explanation.rule
+        print_lines("", "no rule matches it" if given_rule is None else f"by rule {given_rule}:")
+        print_lines(*[f"    {name}: {text}" for name, text in explanation.axes.items()], "")
+        _print_ranks(explanation, list(explanation.axes))
+
+
+def _print_ranks(explanation: Explanation, axis_names: Sequence[str]) -> None:
     rows = []
-    for part in found.ranks:
-        coordinate = " ".join(
-            f"{name}={at}" for name, at in zip(found.axes, part.coordinate, strict=True)
-        )
-        for known in part.ranges:
-            where = (
-                "-" if known.first is None else f"{number(known.first)}-{number(known.last or 0)}"
-            )
-            rows.append(
-                (
-                    str(part.rank),
-                    coordinate,
-                    format_box(known.box, found.shape),
-                    known.file or "nowhere",
-                    where,
-                    size(known.nbytes),
-                    number(known.runs),
-                )
-            )
-        for hole in part.holes:
-            rows.append(
-                (
-                    *(str(part.rank), coordinate, format_box(hole, found.shape)),
-                    *("nobody stored it", "-", "-", "-"),
-                )
-            )
-        if not part.ranges and not part.holes:
-            rows.append((str(part.rank), coordinate, "nothing", "-", "-", "-", "-"))
+    for part in explanation.ranks:
+        position = zip(axis_names, part.coordinate, strict=True)
+        coordinate = " ".join(f"{name}={index}" for name, index in position)
+        cells = list(_part_cells(part, explanation.shape)) or [("nothing", *"----")]
+        rows += [(str(part.rank), coordinate, *row) for row in cells]
     print_table(
         ("rank", "coordinate", "holds", "file", "range", "bytes", "runs"),
         rows[:MAX_ROWS],
         right="rank range bytes runs",
     )
-    if len(rows) > MAX_ROWS:
-        say(
-            f"... and {counted(len(rows) - MAX_ROWS, 'more row')}; --rank R for one, --json for all"
+    _print_more(rows, "row", "--rank R for one, --json for all")
+
+
+def _part_cells(part: RankPart, shape: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
+    for span in part.ranges:
+        yield (
+            format_box(span.box, shape),
+            span.file or "nowhere",
+            "-" if span.first is None else f"{span.first:,}-{span.last:,}",
+            format_nbytes(span.nbytes),
+            f"{span.runs:,}",
         )
+    for hole in part.holes:
+        yield format_box(hole, shape), "nobody stored it", "-", "-", "-"
+
+
+def _print_more(rows: Sequence[object], noun: str, hint: str) -> None:
+    if len(rows) > MAX_ROWS:
+        print_lines(f"... and {counted(len(rows) - MAX_ROWS, f'more {noun}')}; {hint}")

@@ -12,15 +12,14 @@ from dcp_placements.cli.arguments import (
     CheckpointPath,
     Json,
     Memory,
-    RenameSpec,
+    RenameFunction,
     Size,
     parse_dtype,
     parse_nbytes,
+    parse_pair,
 )
-from dcp_placements.cli.printing import print_json, progress, say_text
-from dcp_placements.errors import PlacementError
+from dcp_placements.cli.printing import print_text, progress, show
 from dcp_placements.formats.huggingface.export import MEMORY_NBYTES, SHARD_NBYTES
-from dcp_placements.offline.declared import resolve
 
 SHARD_SIZE = Size(SHARD_NBYTES)
 MEMORY = Size(MEMORY_NBYTES)
@@ -43,12 +42,13 @@ def export_command(
     dtype: Annotated[
         Any, typer.Option(parser=parse_dtype, metavar="DTYPE", help="Such as bfloat16.")
     ] = None,
-    rename: RenameSpec = None,
+    rename: RenameFunction = None,
     prefix: Annotated[
         str | None, typer.Option(help="Before the model's names; else what the checkpoint says.")
     ] = None,
     tied: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=NAME", help="Left out: equal to the second.")
+        list[Any] | None,
+        typer.Option(parser=parse_pair, metavar="NAME=NAME", help="Left out: equal to the second."),
     ] = None,
     optimizer: Annotated[bool, typer.Option("--optimizer", help="Its state too.")] = False,
     exclude: Annotated[
@@ -58,35 +58,18 @@ def export_command(
     json: Json = False,
 ) -> int:
     """Write a checkpoint as the files that from_pretrained reads, or as one torch file."""
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dtype": dtype,
-        "rename": None if rename is None else resolve(rename),
+        "rename": rename,
         "prefix": prefix,
-        "tied": dict([_pair(text) for text in tied or ()]),
+        "tied": dict(tied or ()),
         "optimizer": optimizer,
         "exclude": exclude or (),
     }
     if to is Format.torch:
-        told = offline.export_torch(checkpoint, out, **asked)
+        exported = offline.export_torch(checkpoint, out, **options)
     else:
+        options |= {"max_shard_size": max_shard_size, "memory": memory}
         with progress("export") as step:
-            told = offline.export_safetensors(
-                checkpoint,
-                out,
-                max_shard_size=max_shard_size,
-                memory=memory,
-                progress=step,
-                **asked,
-            )
-    if json:
-        print_json(told)
-    else:
-        say_text(str(told))
-    return 0
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, _, whose = text.partition("=")
-    if not name or not whose:
-        raise PlacementError(f"{text!r}: write NAME=NAME, as in lm_head.weight=embed.weight")
-    return name, whose
+            exported = offline.export_safetensors(checkpoint, out, progress=step, **options)
+    return show(exported, lambda: print_text(str(exported)), json=json)

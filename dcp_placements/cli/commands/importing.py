@@ -8,11 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import Json, RenameSpec, parse_nbytes
-from dcp_placements.cli.printing import print_json, progress, say_text
-from dcp_placements.formats.huggingface.importing import MEMORY_NBYTES, ImportedSafetensors
-from dcp_placements.formats.megatron.report import ImportReport
-from dcp_placements.offline.declared import resolve
+from dcp_placements.cli.arguments import Json, RenameFunction, parse_nbytes
+from dcp_placements.cli.printing import print_text, progress, show
 
 
 class Source(StrEnum):
@@ -41,7 +38,7 @@ def import_command(
     expert_tensor_parallel_size: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Where the files hold no arguments.")
     ] = None,
-    rename: RenameSpec = None,
+    rename: RenameFunction = None,
     memory: Annotated[
         int | None, typer.Option(parser=parse_nbytes, metavar="SIZE", help="For safetensors.")
     ] = None,
@@ -51,44 +48,27 @@ def import_command(
 
     --rename and --memory are for safetensors, the other options for Megatron's files.
     """
-    of_megatron: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "optimizer": optimizer,
-        "expert_parallel_size": expert_parallel_size,
-        "expert_tensor_parallel_size": expert_tensor_parallel_size,
+    options: dict[Source, dict[str, Any]] = {
+        Source.megatron: {
+            "vocab_size": vocab_size,
+            "optimizer": optimizer,
+            "expert_parallel_size": expert_parallel_size,
+            "expert_tensor_parallel_size": expert_tensor_parallel_size,
+        },
+        Source.hf: {"rename": rename, "memory": memory},
     }
-    if from_ is Source.hf:
-        _refuse(of_megatron, "megatron")
-        with progress("import") as step:
-            found = offline.import_safetensors(
-                src,
-                out,
-                rename=None if rename is None else resolve(rename),
-                memory=MEMORY_NBYTES if memory is None else memory,
-                progress=step,
-            )
-        return _tell(found, json=json)
-    _refuse({"rename": rename, "memory": memory}, "hf")
+    given = {
+        source: {name: value for name, value in values.items() if value is not None}
+        for source, values in options.items()
+    }
+    for source, values in given.items():
+        if source is not from_ and values:
+            name = next(iter(values)).replace("_", "-")
+            raise typer.BadParameter(f"--{name} is for --from {source}")
     with progress("import") as step:
-        report = offline.import_megatron(
-            src,
-            out,
-            preset=preset,
-            **of_megatron,
-            progress=step,
-        )
-    return _tell(report, json=json)
-
-
-def _refuse(options: dict[str, Any], source: str) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise typer.BadParameter(f"--{given[0].replace('_', '-')} is for --from {source}")
-
-
-def _tell(report: ImportReport | ImportedSafetensors, *, json: bool) -> int:
-    if json:
-        print_json(report)
-    else:
-        say_text(str(report))
-    return 0
+        result: Any
+        if from_ is Source.hf:
+            result = offline.import_safetensors(src, out, progress=step, **given[from_])
+        else:
+            result = offline.import_megatron(src, out, preset=preset, progress=step, **given[from_])
+    return show(result, lambda: print_text(str(result)), json=json)

@@ -8,8 +8,8 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Fqn, Json
-from dcp_placements.cli.printing import counted, number, print_json, print_table, say, short, size
-from dcp_placements.errors import format_ranks
+from dcp_placements.cli.printing import counted, print_lines, print_table, ranges, short, show
+from dcp_placements.errors import format_nbytes
 from dcp_placements.offline.experts import ExpertLayer
 from dcp_placements.offline.views.inspection import Inspection
 
@@ -20,20 +20,43 @@ def inspect_command(
     experts: Annotated[bool, typer.Option(help="The experts of each layer.")] = False,
     json: Json = False,
 ) -> int:
-    """List tensors, objects, files, and what the checkpoint says of its making."""
-    found = offline.inspect(ckpt, fqn=fqn, experts=experts)
-    if json:
-        print_json(found)
-    else:
-        _print(found)
-    return 0
+    """List tensors, objects and files, and the record of the save."""
+    inspection = offline.inspect(ckpt, fqn=fqn, experts=experts)
+    return show(inspection, lambda: _print(inspection), json=json)
 
 
-def _print(found: Inspection) -> None:
-    if found.experts is not None:
-        _print_experts(found.experts)
+def _print(inspection: Inspection) -> None:
+    if inspection.experts is not None:
+        _print_experts(inspection.experts)
         return
-    if found.tensors:
+    _print_tables(inspection)
+    tensors, objects = len(inspection.tensors), len(inspection.objects)
+    print_lines(
+        "",
+        f"format:    {inspection.format}",
+        f"totals:    {counted(tensors, 'tensor')} in {counted(inspection.chunks, 'chunk')}, "
+        f"{format_nbytes(inspection.nbytes)}; {counted(objects, 'object')}",
+    )
+    if shadows := inspection.shadows:
+        print_lines(
+            f"shadows:   of {counted(shadows.keys, 'key')} in {counted(shadows.copies, 'record')}, "
+            f"{format_nbytes(shadows.nbytes)}"
+        )
+    if inspection.provenance is None:
+        print_lines("save:      the checkpoint has no record of it")
+    for key, value in (inspection.provenance or {}).items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{name}={item}" for name, item in value.items())
+        print_lines(f"{key + ':':<10} {value}")
+    for group in inspection.cuts:
+        print_lines(f"saved with: {', then '.join(group.cuts)}: {short(group.keys)}")
+    for rename in inspection.renames:
+        print_lines(f"saved with: rename={rename}")
+    print_lines(f"digests:   {f'{inspection.digests:,}' if inspection.digests else 'none'} stored")
+
+
+def _print_tables(inspection: Inspection) -> None:
+    if inspection.tensors:
         print_table(
             ("tensor", "shape", "dtype", "bytes", "chunks", "files", "ranks"),
             [
@@ -41,81 +64,54 @@ def _print(found: Inspection) -> None:
                     fqn,
                     str(tensor.shape),
                     tensor.dtype,
-                    size(tensor.nbytes),
-                    number(tensor.chunks),
+                    format_nbytes(tensor.nbytes),
+                    f"{tensor.chunks:,}",
                     short(tensor.files, 1),
-                    format_ranks(tensor.ranks).partition(" ")[2] if tensor.ranks else "-",
+                    ranges(tensor.ranks),
                 )
-                for fqn, tensor in found.tensors.items()
+                for fqn, tensor in inspection.tensors.items()
             ],
             right="bytes chunks",
         )
-    if found.objects:
-        say("")
+    if inspection.objects:
+        print_lines("")
         print_table(
             ("object", "bytes", "file"),
-            [(fqn, size(told.nbytes), told.file or "-") for fqn, told in found.objects.items()],
+            [
+                (fqn, format_nbytes(stored.nbytes), stored.file or "-")
+                for fqn, stored in inspection.objects.items()
+            ],
             right="bytes",
         )
-    say("")
+    print_lines("")
     print_table(
         ("file", "bytes", "rank"),
         [
             (
                 name,
-                "missing" if file.nbytes is None else size(file.nbytes),
+                "missing" if file.nbytes is None else format_nbytes(file.nbytes),
                 "-" if file.rank is None else str(file.rank),
             )
-            for name, file in found.files.items()
+            for name, file in inspection.files.items()
         ],
         right="bytes",
     )
-    say("", f"format:    {found.format}")
-    say(
-        f"totals:    {counted(len(found.tensors), 'tensor')} in {counted(found.chunks, 'chunk')}, "
-        f"{size(found.nbytes)}; {counted(len(found.objects), 'object')}"
-    )
-    if found.shadows is not None:
-        kept = found.shadows
-        say(
-            f"shadows:   of {counted(kept.keys, 'key')} in {counted(kept.copies, 'record')}, "
-            f"{size(kept.nbytes)}"
-        )
-    if found.provenance is None:
-        say("making:    the checkpoint does not say")
-    else:
-        for key, value in found.provenance.items():
-            told = (
-                ", ".join(f"{name}={held}" for name, held in value.items())
-                if isinstance(value, dict)
-                else value
-            )
-            say(f"{key + ':':<10} {told}")
-    for known in found.cuts:
-        say(f"saved with: {', then '.join(known.cuts)}: {short(known.keys)}")
-    for rename in found.renames:
-        say(f"saved with: rename={rename}")
-    say(f"digests:   {number(found.digests)} stored" if found.digests else "digests:   none stored")
 
 
 def _print_experts(layers: tuple[ExpertLayer, ...]) -> None:
     if not layers:
-        say("no key names experts")
+        print_lines("no key names experts")
         return
     print_table(
         ("layer", "experts", "gaps", "doubles", "tensors"),
         [
             (
                 layer.layer + (" (stacked)" if layer.stacked else ""),
-                _indices(layer.experts),
-                _indices(layer.gaps),
-                _indices(layer.doubles),
+                ranges(layer.experts),
+                ranges(layer.gaps),
+                ranges(layer.doubles),
                 short(layer.tensors),
             )
             for layer in layers
         ],
     )
-
-
-def _indices(indices: tuple[int, ...]) -> str:
-    return format_ranks(indices).partition(" ")[2] if indices else "-"

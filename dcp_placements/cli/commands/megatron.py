@@ -8,7 +8,7 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import Json
-from dcp_placements.cli.printing import print_json, say_text
+from dcp_placements.cli.printing import print_text, show
 
 Path = Annotated[str, typer.Argument(help="An iteration's directory, or the one of them all.")]
 
@@ -28,14 +28,10 @@ def megatron_command(
     json: Json = False,
 ) -> int:
     """Tell which ranks mp_rank_* files are of, and what is missing or does not fit."""
-    found = offline.megatron_layout(
+    layout = offline.megatron_layout(
         path,
         expert_parallel_size=expert_parallel_size,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
     )
-    if json:
-        print_json(found)
-    else:
-        say_text(str(found))
-    return 0 if found.fits else 1
+    return show(layout, lambda: print_text(str(layout)), json=json, code=0 if layout.fits else 1)

@@ -10,21 +10,20 @@ from typing import Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import CheckpointPath, FsdpAxes, Json
+from dcp_placements.cli.arguments import MESH, RULES, CheckpointPath, Fsdp, Json
 from dcp_placements.cli.printing import (
     counted,
-    number,
-    print_json,
+    print_lines,
     print_table,
-    say,
-    say_text,
+    print_text,
+    ranges,
     short,
-    size,
+    show,
 )
-from dcp_placements.errors import format_faults, format_ranks
+from dcp_placements.errors import format_faults, format_nbytes
 from dcp_placements.offline import CannotLook
-from dcp_placements.offline.declared import parse_mesh, resolve
-from dcp_placements.offline.rehearsals.rehearsal import RankRehearsal, Rehearsal
+from dcp_placements.offline.declared import MeshAxes, resolve
+from dcp_placements.offline.rehearsal import RankRehearsal, Rehearsal
 
 MAX_ROWS = 16
 MAX_RANKS_WIDTH = 16
@@ -32,11 +31,9 @@ MAX_RANKS_WIDTH = 16
 
 def rehearse_command(
     ckpt: CheckpointPath,
-    rules: Annotated[
-        str, typer.Option(metavar="MODULE:FUNC", help="A function: mesh -> PlacementRules.")
-    ],
-    mesh: Annotated[str, typer.Option(metavar="AXIS=SIZE,...", help="Such as ep=16,edp=2.")],
-    fsdp: FsdpAxes = "",
+    rules: Annotated[str, RULES],
+    mesh: Annotated[MeshAxes, MESH],
+    fsdp: Fsdp = "",
     expect: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The model's keys: a JSON list, or one per line."),
@@ -44,18 +41,10 @@ def rehearse_command(
     json: Json = False,
 ) -> int:
     """Plan a load on every rank of a world that need not be there. No data is read."""
-    found = offline.rehearse(
-        ckpt,
-        resolve(rules),
-        parse_mesh(mesh),
-        fsdp=[name.strip() for name in fsdp.split(",") if name.strip()],
-        expect=None if expect is None else _keys(expect),
-    )
-    if json:
-        print_json(found)
-    else:
-        _print(found)
-    return 0 if found.loads else 1
+    keys = None if expect is None else _keys(expect)
+    rehearsal = offline.rehearse(ckpt, resolve(rules), mesh, fsdp=fsdp, expect=keys)
+    code = 0 if rehearsal.loads else 1
+    return show(rehearsal, lambda: _print(rehearsal), json=json, code=code)
 
 
 def _keys(path: Path) -> list[str]:
@@ -71,63 +60,65 @@ def _keys(path: Path) -> list[str]:
     return list(keys)
 
 
-def _print(found: Rehearsal) -> None:
-    alike: dict[tuple[int, ...], list[RankRehearsal]] = {}
-    for rank in found.ranks:
-        costs = (rank.wanted_nbytes, rank.memory_nbytes, rank.slices_nbytes, rank.chunks_nbytes)
-        alike.setdefault((*costs, rank.reads, rank.files), []).append(rank)
-    rows = [_row(ranks[0], _ranks(ranks)) for ranks in alike.values()]
-    if len(rows) > MAX_ROWS:
-        ordered = sorted(found.ranks, key=lambda rank: (rank.slices_nbytes, rank.rank))
-        told = {"least": 0, "median": len(ordered) // 2, "most": -1}
-        rows = [_row(ordered[at], f"{name}: {ordered[at].rank}") for name, at in told.items()]
+def _print(rehearsal: Rehearsal) -> None:
     print_table(
         ("ranks", "wants", "reads", "", "stock reads", " ", "records", "files"),
-        rows,
+        _rows(rehearsal.ranks),
         right="wants reads stock records files",
     )
-    mesh = ", ".join(f"{name}={length}" for name, length in found.axes.items())
-    sliced = sum(rank.slices_nbytes for rank in found.ranks)
-    whole = sum(rank.chunks_nbytes for rank in found.ranks)
-    exchanged = sum(rank.exchange_nbytes for rank in found.ranks)
-    say(
+    mesh = ", ".join(f"{name}={length}" for name, length in rehearsal.axes.items())
+    memory = max(rank.memory_nbytes for rank in rehearsal.ranks)
+    ours = format_nbytes(sum(rank.slices_nbytes for rank in rehearsal.ranks))
+    stock = format_nbytes(sum(rank.chunks_nbytes for rank in rehearsal.ranks))
+    exchanged = format_nbytes(sum(rank.exchange_nbytes for rank in rehearsal.ranks))
+    print_lines(
         "",
-        f"mesh:      {mesh}: {counted(len(found.ranks), 'rank')}",
-        f"memory:    {size(max(rank.memory_nbytes for rank in found.ranks))} at most, on a rank",
-        f"in all:    {size(sliced)} read of {size(found.unique_nbytes)}, stock {size(whole)}",
-        f"exchange:  {size(exchanged)} read with exchange=True",
-        f"whole:     {counted(found.replicated, 'tensor')} that no rule cuts",
+        f"mesh:      {mesh}: {counted(len(rehearsal.ranks), 'rank')}",
+        f"memory:    {format_nbytes(memory)} at most, on a rank",
+        f"in all:    {ours} read of {format_nbytes(rehearsal.unique_nbytes)}, stock {stock}",
+        f"exchange:  {exchanged} read with exchange=True",
+        f"whole:     {counted(rehearsal.replicated, 'tensor')} that no rule cuts",
     )
-    if found.unmatched:
-        say(f"unmatched: {short([repr(pattern) for pattern in found.unmatched])}")
-    if found.unread:
-        say(f"unread:    {counted(len(found.unread), 'key')}: {short(found.unread)}")
-    if found.missing:
-        say(f"missing:   {counted(len(found.missing), 'key')}: {short(found.missing)}")
-    if found.notes:
-        say_text(format_faults("a load would warn", found.notes, "note"))
-    if found.faults:
-        say_text(format_faults("does not load", found.faults))
-    say("loads" if found.loads else "does not load")
+    if rehearsal.unmatched:
+        print_lines(f"unmatched: {short([repr(pattern) for pattern in rehearsal.unmatched])}")
+    for label, keys in (("unread", rehearsal.unread), ("missing", rehearsal.missing)):
+        if keys:
+            print_lines(f"{label + ':':<10} {counted(len(keys), 'key')}: {short(keys)}")
+    if rehearsal.notes:
+        print_text(format_faults("a load would warn", rehearsal.notes, "note"))
+    if rehearsal.faults:
+        print_text(format_faults("does not load", rehearsal.faults))
+    print_lines("loads" if rehearsal.loads else "does not load")
 
 
-def _ranks(ranks: Sequence[RankRehearsal]) -> str:
-    told = format_ranks(rank.rank for rank in ranks).partition(" ")[2]
-    if len(told) <= MAX_RANKS_WIDTH:
-        return told
-    return f"{told.partition(',')[0]}, ... ({number(len(ranks))})"
+def _rows(ranks: Sequence[RankRehearsal]) -> list[tuple[str, ...]]:
+    """Return a row per distinct cost; if these are too many, of the least, median and most read."""
+    equal: dict[tuple[str, ...], list[int]] = {}
+    for rank in ranks:
+        equal.setdefault(_costs(rank), []).append(rank.rank)
+    if len(equal) <= MAX_ROWS:
+        return [(_ranks(numbers), *costs) for costs, numbers in equal.items()]
+    ordered = sorted(ranks, key=lambda rank: (rank.slices_nbytes, rank.rank))
+    extremes = {"least": ordered[0], "median": ordered[len(ordered) // 2], "most": ordered[-1]}
+    return [(f"{label}: {rank.rank}", *_costs(rank)) for label, rank in extremes.items()]
 
 
-def _row(rank: RankRehearsal, name: str) -> tuple[str, ...]:
+def _ranks(numbers: Sequence[int]) -> str:
+    text = ranges(numbers)
+    if len(text) <= MAX_RANKS_WIDTH:
+        return text
+    return f"{text.partition(',')[0]}, ... ({len(numbers):,})"
+
+
+def _costs(rank: RankRehearsal) -> tuple[str, ...]:
     return (
-        name,
-        size(rank.wanted_nbytes),
-        size(rank.slices_nbytes),
+        format_nbytes(rank.wanted_nbytes),
+        format_nbytes(rank.slices_nbytes),
         _times(rank.slices_nbytes, rank.wanted_nbytes),
-        size(rank.chunks_nbytes),
+        format_nbytes(rank.chunks_nbytes),
         _times(rank.chunks_nbytes, rank.wanted_nbytes),
-        number(rank.reads),
-        number(rank.files),
+        f"{rank.reads:,}",
+        f"{rank.files:,}",
     )
 
 

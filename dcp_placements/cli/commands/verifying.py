@@ -8,7 +8,8 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import MEMORY, CheckpointPath, Json, Memory
-from dcp_placements.cli.printing import counted, print_json, progress, say, short, size
+from dcp_placements.cli.printing import counted, print_lines, progress, short, show
+from dcp_placements.errors import format_nbytes
 from dcp_placements.offline.checks.verification import Verification
 
 
@@ -25,29 +26,24 @@ def verify_command(
 ) -> int:
     """Find holes, overlaps, missing and damaged files, mixed saves."""
     with progress("verify") as step:
-        found = offline.verify(
+        result = offline.verify(
             ckpt, contents=contents, digests=digests, memory=memory, progress=step
         )
-    if json:
-        print_json(found)
-    else:
-        _print(found)
-    return 0 if found.sound else 1
+    return show(result, lambda: _print(result), json=json, code=0 if result.sound else 1)
 
 
-def _print(found: Verification) -> None:
-    for fault in found.faults:
-        about = short(fault.tensors or fault.files) if fault.tensors or fault.files else found.path
-        say(f"{fault.kind}: {about}")
+def _print(result: Verification) -> None:
+    for fault in result.faults:
+        print_lines(f"{fault.kind}: {short(fault.tensors or fault.files or (result.path,))}")
         if fault.files and fault.tensors:
-            say(f"    in file:     {short(fault.files)}")
-        say(f"    found:       {fault.message}")
-    for note in found.notes:
-        say(f"note: {note}")
-    told = f"{counted(found.tensors, 'tensor')} in {counted(found.chunks, 'chunk')}"
-    if found.nbytes:
-        told += f", {size(found.nbytes)} read"
-    if found.digests:
-        told += f", {counted(found.digests, 'digest')} compared"
-    what = "sound" if found.sound else f"not sound, {counted(len(found.faults), 'fault')}"
-    say(f"{found.path}: {what} ({told})")
+            print_lines(f"    in file:     {short(fault.files)}")
+        print_lines(f"    found:       {fault.message}")
+    for note in result.notes:
+        print_lines(f"note: {note}")
+    checked = f"{counted(result.tensors, 'tensor')} in {counted(result.chunks, 'chunk')}"
+    if result.nbytes:
+        checked += f", {format_nbytes(result.nbytes)} read"
+    if result.digests:
+        checked += f", {counted(result.digests, 'digest')} compared"
+    verdict = "sound" if result.sound else f"not sound, {counted(len(result.faults), 'fault')}"
+    print_lines(f"{result.path}: {verdict} ({checked})")
