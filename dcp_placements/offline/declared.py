@@ -64,8 +64,9 @@ def rules_at(
     name = getattr(function, "__qualname__", function)
     try:
         rules = function(mesh)
-    except PlacementError:
-        raise
+    except PlacementError as error:
+        # Such as an axis that the given mesh does not have.
+        raise CannotLook(str(error)) from error
     except Exception as error:
         raise CannotLook(f"{name} fails for {mesh}: {type(error).__name__}: {error}") from error
     if not (isinstance(rules, Placements | Mapping) or callable(rules)):
