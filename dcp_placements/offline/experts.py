@@ -1,31 +1,34 @@
-"""Which experts a checkpoint has, layer by layer, by its keys and chunks."""
+"""Which experts a checkpoint has, by its keys and chunks."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
 
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import overlaps, uncovered
-from dcp_placements.offline.checkpoint import StoredTensor
+from dcp_placements.layout.tiling import overlaps, tiles, uncovered
+from dcp_placements.offline.checkpoint import StoredChunk, StoredTensor
 
 _KEY = re.compile(
     r"^(?P<layer>(?:.*\.)?(?!shared_)\w*experts(?:_list)?)(?:\.(?P<index>\d+))?\.(?P<name>.+)$"
 )
+# Megatron's grouped linear layers have one weight per expert.
+_GROUPED = re.compile(r"^(?P<head>.*(?:weight|bias))(?P<index>\d+)(?P<state>\.[^.]+)?$")
 _LAYER_AXIS = re.compile(r"(^|\.)layers\.(?!\d)")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertKey:
-    """The parts of the key of an expert's tensor.
+    """The parts of an expert tensor's key.
 
     Attributes:
-        layer: The key up to the experts, different for each layer.
-        index: The expert; None where all experts of a layer are stacked in one tensor.
-        name: The rest of the key.
+        layer: The key up to the experts, which identifies the layer.
+        index: The expert; None if one tensor holds all experts of the layer.
+        name: The rest of the key, with ``{}`` for the index where that stands at its end.
         dim: The dim along which experts are stacked.
     """
 
@@ -34,23 +37,163 @@ class ExpertKey:
     name: str
     dim: int = 0
 
+    def of_expert(self, expert: int | str) -> str:
+        """Return the key of another expert; of ``"{}"``, the key that stands for all of them."""
+        if "{}" in self.name:
+            return f"{self.layer}.{self.name.replace('{}', str(expert))}"
+        return f"{self.layer}.{expert}.{self.name}"
+
 
 def expert_key(fqn: str) -> ExpertKey | None:
-    """Return the parts of an expert's key; None for other keys.
+    """Return the parts of an expert tensor's key; None for the key of anything else.
 
     >>> expert_key("layers.0.mlp.experts.3.w1.weight")
     ExpertKey(layer='layers.0.mlp.experts', index=3, name='w1.weight', dim=0)
+    >>> expert_key("layers.0.experts.linear_fc1.weight3.exp_avg")
+    ExpertKey(layer='layers.0.experts', index=3, name='linear_fc1.weight{}.exp_avg', dim=0)
     >>> expert_key("layers.0.shared_experts.w1") is None
     True
 
-    Megatron also stacks layers (``decoder.layers.mlp.experts...``, without a number). Experts are
-    then the second dim.
+    Megatron also stacks layers (``decoder.layers.mlp.experts...``, without a number): experts are
+    the second dim there.
     """
     match = _KEY.match(fqn)
     if match is None:
         return None
-    index = None if match["index"] is None else int(match["index"])
-    return ExpertKey(match["layer"], index, match["name"], 1 if _LAYER_AXIS.search(fqn) else 0)
+    layer, index, name = match["layer"], match["index"], match["name"]
+    if index is None and (grouped := _GROUPED.match(name)):
+        index, name = grouped["index"], f"{grouped['head']}{{}}{grouped['state'] or ''}"
+    dim = 1 if _LAYER_AXIS.search(fqn) else 0
+    return ExpertKey(layer, None if index is None else int(index), name, dim)
+
+
+class Cover(NamedTuple):
+    """How chunks cover one expert of a tensor.
+
+    Attributes:
+        pieces: The number of each chunk that has a part of it, and that part.
+        is_tiled: Whether they are all of it, each element once.
+        has_holes: Whether no chunk has some of its elements.
+        has_overlaps: Whether several chunks have some of its elements.
+    """
+
+    pieces: tuple[tuple[int, Box], ...]
+    is_tiled: bool
+    has_holes: bool
+    has_overlaps: bool
+
+
+class ExpertPart(NamedTuple):
+    """Where an expert is stored.
+
+    Attributes:
+        row: Its number in the checkpoint.
+        tensor: The tensor that holds it.
+        pieces: The chunks that have a part of it, and that part.
+        is_tiled: As in ``Cover``.
+    """
+
+    row: int
+    tensor: StoredTensor
+    pieces: list[tuple[StoredChunk, Box]]
+    is_tiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFamily:
+    """One tensor of all experts of a layer: stacked, or as a tensor per expert.
+
+    Attributes:
+        layer: As in ``ExpertKey``.
+        name: As in ``ExpertKey``.
+        dim: The dim along which experts are stacked; None if each has its own tensor.
+        members: The stacked tensor under 0, or the tensors by expert.
+    """
+
+    layer: str
+    name: str
+    dim: int | None
+    members: Mapping[int, StoredTensor]
+
+    @property
+    def stored(self) -> int:
+        """The number of experts that are stored."""
+        return len(self.experts)
+
+    @property
+    def experts(self) -> list[int]:
+        """The numbers of the experts that are stored."""
+        if self.dim is None:
+            return list(self.members)
+        return list(range(self.members[0].shape[self.dim]))
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the tensors."""
+        return [tensor.fqn for tensor in self.members.values()]
+
+    def covers(self) -> Iterator[tuple[int, Cover]]:
+        """Yield the number of each stored expert, and how chunks cover it."""
+        for first, tensor in self.members.items():
+            yield from enumerate(_covers(tensor.boxes, tensor.shape, self.dim), first)
+
+    def parts(self) -> Iterator[ExpertPart]:
+        """Yield where each expert is stored."""
+        for first, tensor in self.members.items():
+            chunks = tensor.chunks
+            for row, cover in enumerate(_covers(tensor.boxes, tensor.shape, self.dim), first):
+                pieces = [(chunks[number], box) for number, box in cover.pieces]
+                yield ExpertPart(row, tensor, pieces, cover.is_tiled)
+
+
+def expert_families(tensors: Iterable[StoredTensor]) -> dict[str, ExpertFamily]:
+    """Return the tensors of experts by key, with ``{}`` for the expert if each has a key."""
+    families: dict[str, ExpertFamily] = {}
+    numbered: dict[str, tuple[ExpertKey, dict[int, StoredTensor]]] = {}
+    for tensor in tensors:
+        key = expert_key(tensor.fqn)
+        if key is None:
+            continue
+        if key.index is not None:
+            _, members = numbered.setdefault(key.of_expert("{}"), (key, {}))
+            members[key.index] = tensor
+        elif len(tensor.shape) > key.dim:
+            families[tensor.fqn] = ExpertFamily(key.layer, key.name, key.dim, {0: tensor})
+    for template, (key, members) in numbered.items():
+        members = dict(sorted(members.items()))
+        families[template] = ExpertFamily(key.layer, key.name, None, members)
+    return families
+
+
+# Most tensors of a model are cut as others are.
+@lru_cache(maxsize=64)
+def _covers(boxes: tuple[Box, ...], shape: tuple[int, ...], dim: int | None) -> tuple[Cover, ...]:
+    """Return the cover of each row of a dim; of the whole tensor for None."""
+    whole = Box((0,) * len(shape), shape)
+    pieces = [(number, box) for number, box in enumerate(boxes) if box.numel]
+    if dim is None:
+        return (_cover(whole, pieces),)
+    rows: list[list[tuple[int, Box]]] = [[] for _ in range(shape[dim])]
+    for number, box in pieces:
+        start = box.offsets[dim]
+        # A chunk may reach beyond the tensor's end, which is no matter of experts.
+        for row in range(start, min(start + box.sizes[dim], len(rows))):
+            rows[row].append((number, _row(box, dim, row)))
+    return tuple(_cover(_row(whole, dim, row), pieces) for row, pieces in enumerate(rows))
+
+
+def _cover(whole: Box, pieces: list[tuple[int, Box]]) -> Cover:
+    boxes = [box for _, box in pieces]
+    if tiles(whole, boxes):
+        return Cover(tuple(pieces), True, False, False)
+    holes, shared = uncovered(whole, boxes, limit=1), overlaps(boxes, limit=1)
+    return Cover(tuple(pieces), False, bool(holes), bool(shared))
+
+
+def _row(box: Box, dim: int, row: int) -> Box:
+    """Return the part of a box in one row of a dim."""
+    offsets = (*box.offsets[:dim], row, *box.offsets[dim + 1 :])
+    return Box(offsets, (*box.sizes[:dim], 1, *box.sizes[dim + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +202,10 @@ class ExpertLayer:
 
     Attributes:
         layer: The part of the keys up to the experts.
-        stacked: Whether they are in one tensor; otherwise each has keys of its own.
+        stacked: Whether one tensor holds all of them; otherwise they have keys of their own.
         tensors: Names of the tensors that an expert has.
-        experts: Those with every element of all of these tensors.
-        gaps: Those that lack some or all elements, up to the highest index of any layer.
+        experts: Those that have all of these tensors, complete.
+        gaps: Those that lack some or all of them, below the highest index that any layer has.
         doubles: Those with an element that is stored twice.
     """
 
@@ -76,61 +219,24 @@ class ExpertLayer:
     doubles: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What the tensors of one layer hold; the experts by index."""
-
-    names: set[str] = field(default_factory=set)
-    complete: Counter[int] = field(default_factory=Counter)
-    doubles: set[int] = field(default_factory=set)
-
-
 def find_experts(tensors: Iterable[StoredTensor]) -> tuple[ExpertLayer, ...]:
     """Return the experts of every layer that has any, in the order of the keys."""
-    layers: dict[tuple[str, bool], _Tally] = {}
-    count = 0
-    for tensor in tensors:
-        key = expert_key(tensor.fqn)
-        if key is None or (key.index is None and len(tensor.shape) <= key.dim):
-            continue
-        if key.index is None:
-            indices = range(tensor.shape[key.dim])
-            lacking, doubles = _stacked(tensor, key.dim)
-        else:
-            indices = range(key.index, key.index + 1)
-            lacking, doubles = _alone(tensor, key.index)
-        tally = layers.setdefault((key.layer, key.index is None), _Tally())
-        tally.names.add(key.name)
-        tally.complete.update(set(indices) - lacking)
-        tally.doubles |= doubles
-        count = max(count, indices.stop)
+    layers: dict[tuple[str, bool], list[ExpertFamily]] = {}
+    end = 0
+    for family in expert_families(tensors).values():
+        layers.setdefault((family.layer, family.dim is not None), []).append(family)
+        end = max([end, *(expert + 1 for expert in family.experts)])
     result = []
-    for (layer, stacked), tally in layers.items():
-        experts = tuple(i for i in range(count) if tally.complete[i] == len(tally.names))
-        gaps = tuple(sorted({*range(count)} - {*experts}))
-        names, twice = tuple(sorted(tally.names)), tuple(sorted(tally.doubles))
-        result.append(ExpertLayer(layer, stacked, names, experts, gaps, twice))
+    for (layer, is_stacked), families in layers.items():
+        complete: Counter[int] = Counter()
+        doubles = set()
+        for family in families:
+            for expert, cover in family.covers():
+                complete[expert] += not cover.has_holes
+                if cover.has_overlaps:
+                    doubles.add(expert)
+        experts = tuple(e for e in range(end) if complete[e] == len(families))
+        gaps = tuple(sorted({*range(end)} - {*experts}))
+        names = tuple(sorted(family.name for family in families))
+        result.append(ExpertLayer(layer, is_stacked, names, experts, gaps, tuple(sorted(doubles))))
     return tuple(result)
-
-
-def _stacked(tensor: StoredTensor, dim: int) -> tuple[set[int], set[int]]:
-    boxes = [box for box in tensor.boxes if box.numel]
-    lacking = _rows(uncovered(tensor.whole, boxes, limit=1 << 20), dim)
-    doubles: set[int] = set()
-    for one, other in overlaps(boxes, limit=1 << 10):
-        start = max(one.offsets[dim], other.offsets[dim])
-        stop = min(one.offsets[dim] + one.sizes[dim], other.offsets[dim] + other.sizes[dim])
-        doubles.update(range(start, stop))
-    return lacking, doubles
-
-
-def _alone(tensor: StoredTensor, index: int) -> tuple[set[int], set[int]]:
-    boxes = [box for box in tensor.boxes if box.numel]
-    lacking = {index} if uncovered(tensor.whole, boxes, limit=1) else set()
-    return lacking, {index} if overlaps(boxes, limit=1) else set()
-
-
-def _rows(boxes: Iterable[Box], dim: int) -> set[int]:
-    return {
-        row for box in boxes for row in range(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
-    }

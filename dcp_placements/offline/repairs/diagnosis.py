@@ -1,26 +1,29 @@
 """What an EP-unaware save left of the experts: which survived, and from which rank.
 
-Experts of one name on several ep ranks pass for replicas where nothing says otherwise. DCP keeps
-one of each chunk, and spreads the work: the survivors of a layer come from several ep ranks. The
-files' names tell which rank wrote a chunk, and a rank's place in the mesh which experts it had.
+Experts of one name on several ep ranks look like replicas if nothing says otherwise. DCP keeps one
+of each chunk and balances the writers, so the survivors of a layer come from several ep ranks. A
+file's name tells which rank wrote a chunk, and that rank's place in the mesh which experts it held.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from math import prod
+from typing import ClassVar
 
 from dcp_placements.errors import CannotLook, format_ranks
-from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import tiles
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredTensor
+from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import MeshAxes, mesh_at
-from dcp_placements.offline.experts import expert_key
+from dcp_placements.offline.experts import (
+    ExpertFamily,
+    ExpertPart,
+    expert_families,
+    expert_key,
+)
 
 EP = "ep"
 """The axis along which ranks hold different experts."""
@@ -28,18 +31,16 @@ EP = "ep"
 WHOLE, OVERWRITTEN, UNCLEAR = "whole", "overwritten", "unclear"
 
 _ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)|score_correction_bias|expert_bias")
-_GROUPED = re.compile(r"(?<=weight)\d+$|(?<=bias)\d+$")
 
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """One expert of a tensor, as far as the checkpoint has it.
+    """One expert of a tensor, as the checkpoint has it.
 
     Attributes:
-        row: Its number on the rank that wrote it, and in the checkpoint.
-        ranks: Who wrote its chunks.
-        expert: Its number in the model; None where the mesh is not known, and where its chunks are
-            of different experts, or some are missing.
+        row: Its number in the checkpoint, which is its number on the rank that wrote it.
+        ranks: The ranks that wrote its chunks.
+        expert: Its number in the model; None if the mesh is not given, or if it is torn.
         torn: Whether its chunks are of different experts, or some are missing.
     """
 
@@ -54,15 +55,15 @@ class ExpertTensor:
     """One tensor of a layer's experts.
 
     Attributes:
-        fqn: Its key; ``{}`` stands for the expert where each has a key of its own.
+        fqn: Its key, with ``{}`` for the expert if each has a key of its own.
         layer: The layer's experts: the same for weights and optimizer state.
         is_state: Whether it is optimizer state.
-        stored: Experts that the checkpoint has of it.
-        experts: Experts that the model has; None where nobody knows.
-        verdict: ``"whole"``; ``"overwritten"``: other ranks' experts passed for replicas of these;
+        stored: The number of experts that the checkpoint has of it.
+        experts: The number of experts that the model has; None if that is not known.
+        verdict: ``"whole"``; ``"overwritten"``: experts of several ranks were taken for replicas;
             ``"unclear"``.
         reason: Why it is unclear.
-        survivors: What there is; nothing where it is whole or unclear.
+        survivors: The experts in the checkpoint, if it is overwritten.
     """
 
     JSON: ClassVar[str] = "layer state=is_state stored experts verdict reason survivors"
@@ -88,9 +89,9 @@ class ExpertLoss:
 
     Attributes:
         layer: As in ``ExpertTensor``.
-        experts: How many the model has.
-        kept: Those of which all weights and all optimizer state survived.
-        weights_only: Those of which all weights survived, but not all optimizer state.
+        experts: The number of experts that the model has.
+        kept: Experts with all weights and all optimizer state.
+        weights_only: Experts with all weights, but not all optimizer state.
         lost: The others.
     """
 
@@ -109,9 +110,9 @@ class Diagnosis:
 
     Attributes:
         path: The checkpoint.
-        axes: The mesh that it was saved from, where that is known.
-        tensors: Of experts, by key.
-        layers: By layer, where a tensor of it is overwritten and the mesh is known.
+        axes: The mesh of the save; None if it is not given.
+        tensors: The tensors of experts, by key.
+        layers: The losses by layer, if the mesh is given and a tensor of the layer is overwritten.
         sound: Keys that have nothing to do with experts, or whose experts are whole.
     """
 
@@ -143,228 +144,115 @@ def diagnose(
 
     Args:
         path: The checkpoint.
-        experts_per_layer: How many experts a layer of the model has. Without it, it is taken from
-            the routers' shapes, layer by layer, or from the mesh.
+        experts_per_layer: The number of experts in a layer of the model. By default it is taken
+            from the routers' shapes, layer by layer, or from the mesh.
         axes: The mesh of the ranks that saved: sizes by axis name, in rank order; one is ``ep``.
-            Each ep rank is taken to have had a contiguous run of the experts.
+            Each ep rank is assumed to have held a contiguous run of the experts.
 
     Raises:
         CannotLook: There is no checkpoint; or ``axes`` has no ``ep`` or fewer ranks than wrote, or
-            they wrote what in such a mesh they cannot have had.
+            ranks of such a mesh cannot have written these files.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     if axes is not None:
         _check_axes(checkpoint, axes)
-    families = expert_families(checkpoint)
-    routers = _routers(checkpoint, families)
+    families = _families(checkpoint)
+    states = OptimizerStates({**checkpoint.tensors, **checkpoint.objects})
+    routers = _routers(checkpoint, families, states)
     tensors = {}
     for fqn, family in families.items():
-        experts = experts_per_layer or routers.get(family.layer)
+        layer = _layer(family.layer)
+        experts = experts_per_layer or routers.get(layer)
         if experts is None and axes is not None:
             experts = family.stored * axes[EP]
-        tensors[fqn] = _examined(fqn, family, experts, axes)
-        if axes is not None and tensors[fqn].verdict == OVERWRITTEN:
-            _check_order(family, axes)
-    among = set()
-    numbered = set()
-    for fqn, family in families.items():
-        if tensors[fqn].verdict != WHOLE:
-            among.update(family.keys)
-            if family.dim is None:
-                numbered.add(family.layer)
-    for fqn in checkpoint.objects:
-        # Hyperparameters, by a rank's own numbers of experts.
-        key = expert_key(fqn)
-        if key is not None and key.index is not None and _layer(fqn) in numbered:
-            among.add(fqn)
+        is_state = any(_is_state(key, states) for key in family.keys)
+        result = _examine(family, experts, axes)
+        tensors[fqn] = ExpertTensor(fqn, layer, is_state, family.stored, experts, *result)
     return Diagnosis(
         checkpoint.path,
         axes,
         tensors,
         {} if axes is None else _losses(tensors),
-        tuple(key for key in (*checkpoint.tensors, *checkpoint.objects) if key not in among),
+        _sound(checkpoint, families, tensors),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A tensor of experts: one stacked tensor, or one per expert.
+def _families(checkpoint: Checkpoint) -> dict[str, ExpertFamily]:
+    """Return the expert tensors, sorted by key.
 
-    Attributes:
-        layer: As in ``ExpertTensor``.
-        is_state: Whether it is optimizer state.
-        dim: Where the experts are stacked; None where each has its own tensor.
-        members: The stacked tensor under 0; otherwise the tensors by their numbers.
+    The only dim of a stacked tensor may be anything. It is one of experts if larger tensors of the
+    layer have as many.
     """
+    families = expert_families(checkpoint.tensors.values())
 
-    layer: str
-    is_state: bool
-    dim: int | None
-    members: Mapping[int, StoredTensor]
+    def is_certain(family: ExpertFamily) -> bool:
+        return family.dim is None or len(family.members[0].shape) > family.dim + 1
 
-    @property
-    def stored(self) -> int:
-        """Experts that are stored."""
-        return len(self.members) if self.dim is None else self.members[0].shape[self.dim]
-
-    @property
-    def keys(self) -> list[str]:
-        """Of the tensors."""
-        return [tensor.fqn for tensor in self.members.values()]
-
-    def parts(self) -> Iterator[Part]:
-        """Yield each expert's place."""
-        for first, tensor in self.members.items():
-            chunks = tensor.chunks
-            for row, cover in enumerate(_covers(tensor.boxes, tensor.shape, self.dim), first):
-                yield Part(row, tensor, [(chunks[at], box) for at, box in cover.pieces], cover.full)
-
-
-class Part(NamedTuple):
-    """Where an expert of a family is stored.
-
-    Attributes:
-        row: Its number there.
-        tensor: The tensor that it is in, or is.
-        pieces: The chunks that have a part of it, and what part.
-        full: Whether they are all of it, each element once.
-    """
-
-    row: int
-    tensor: StoredTensor
-    pieces: list[tuple[StoredChunk, Box]]
-    full: bool
-
-
-class _Cover(NamedTuple):
-    pieces: tuple[tuple[int, Box], ...]
-    full: bool
-
-
-# Most tensors of a model are cut as others are.
-@lru_cache(maxsize=64)
-def _covers(boxes: tuple[Box, ...], shape: tuple[int, ...], dim: int | None) -> tuple[_Cover, ...]:
-    """Return how chunks cover each row of a dim; the whole for None."""
-    whole = Box((0,) * len(shape), shape)
-    real = [(at, box) for at, box in enumerate(boxes) if box.numel]
-    if dim is None:
-        return (_Cover(tuple(real), tiles(whole, [box for _, box in real])),)
-    rows: list[list[tuple[int, Box]]] = [[] for _ in range(shape[dim])]
-    for at, box in real:
-        start = box.offsets[dim]
-        # A chunk beyond the tensor's end is for others to find.
-        for row in range(start, min(start + box.sizes[dim], len(rows))):
-            rows[row].append((at, _at(box, dim, row)))
-    return tuple(
-        _Cover(tuple(pieces), tiles(_at(whole, dim, row), [box for _, box in pieces]))
-        for row, pieces in enumerate(rows)
-    )
-
-
-def _at(box: Box, dim: int, row: int) -> Box:
-    """Return what of a box is one row of a dim."""
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim], sizes[dim] = row, 1
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def expert_families(checkpoint: Checkpoint) -> dict[str, Family]:
-    """Return the tensors of experts, by key; ``{}`` in it where each expert has a key."""
-    stacked: dict[str, Family] = {}
-    alone: dict[str, dict[int, StoredTensor]] = {}
-    states = _states_of(checkpoint)
-    for fqn, tensor in checkpoint.tensors.items():
-        key = expert_key(fqn)
-        if key is None:
-            continue
-        template, number = expert_template(fqn, is_state=_is_state(fqn, states))
-        if number is not None:
-            alone.setdefault(template, {})[number] = tensor
-        elif len(tensor.shape) > key.dim:
-            stacked[fqn] = Family(_layer(fqn), _is_state(fqn, states), key.dim, {0: tensor})
-    # One dim may be anything; it is of experts where the layer's larger tensors have as many.
     counts = {
-        (f.layer, f.stored) for f in stacked.values() if len(f.members[0].shape) > (f.dim or 0) + 1
+        (_layer(family.layer), family.stored)
+        for family in families.values()
+        if family.dim is not None and is_certain(family)
     }
-    stacked = {
+    return {
         fqn: family
-        for fqn, family in stacked.items()
-        if len(family.members[0].shape) > (family.dim or 0) + 1
-        or (family.layer, family.stored) in counts
+        for fqn, family in sorted(families.items())
+        if is_certain(family) or (_layer(family.layer), family.stored) in counts
     }
 
-    def is_state(members: Mapping[int, StoredTensor]) -> bool:
-        return any(_is_state(member.fqn, states) for member in members.values())
 
-    found = {
-        fqn: Family(_layer(fqn), is_state(members), None, dict(sorted(members.items())))
-        for fqn, members in alone.items()
-    }
-    return dict(sorted({**stacked, **found}.items()))
+def _layer(layer: str) -> str:
+    """Return the part that the keys of a layer's weights and of their optimizer state share.
 
-
-def expert_template(fqn: str, *, is_state: bool = False) -> tuple[str, int | None]:
-    """Return a key with ``{}`` for the expert, and which one; None where they are stacked.
-
-    The key of optimizer state has a name of its own behind that of its parameter.
-
-    >>> expert_template("layers.0.experts.3.w1"), expert_template("layers.0.experts.fc1.weight3")
-    (('layers.0.experts.{}.w1', 3), ('layers.0.experts.fc1.weight{}', 3))
-    >>> expert_template("layers.0.experts.w1")
-    ('layers.0.experts.{}.w1', None)
+    >>> _layer("optim.state.layers.0.mlp.experts")
+    'layers.0.mlp.experts'
     """
-    key = expert_key(fqn)
-    assert key is not None
-    if key.index is not None:
-        return f"{key.layer}.{{}}.{key.name}", key.index
-    # Megatron's grouped linear layers.
-    head, _, tail = key.name.rpartition(".") if is_state else (key.name, "", "")
-    grouped = _GROUPED.search(head)
-    if grouped:
-        end = f".{tail}" if tail else ""
-        return f"{key.layer}.{head[: grouped.start()]}{{}}{end}", int(grouped[0])
-    return f"{key.layer}.{{}}.{key.name}", None
-
-
-def _states_of(checkpoint: Checkpoint) -> OptimizerStates:
-    return OptimizerStates({**checkpoint.tensors, **checkpoint.objects})
+    parts = layer.split(".")
+    numbered = [position for position, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbered[0] - 1 :] if numbered and numbered[0] else parts[-1:])
 
 
 def _is_state(fqn: str, states: OptimizerStates) -> bool:
     return states.of(fqn) is not None or fqn.startswith("optim")
 
 
-def _layer(fqn: str) -> str:
-    """Return what a layer's weights and their optimizer state have in common."""
-    key = expert_key(fqn)
-    assert key is not None
-    parts = key.layer.split(".")
-    numbered = [at for at, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[numbered[0] - 1 :] if numbered and numbered[0] else parts[-1:])
-
-
-def _routers(checkpoint: Checkpoint, families: Mapping[str, Family]) -> dict[str, int]:
-    """Return experts by layer, as the routers' shapes say."""
-    parents = {family.layer.rpartition(".")[0]: family.layer for family in families.values()}
-    found: dict[str, set[int]] = {}
-    states = _states_of(checkpoint)
+def _routers(
+    checkpoint: Checkpoint, families: Mapping[str, ExpertFamily], states: OptimizerStates
+) -> dict[str, int]:
+    """Return the number of experts by layer, from the routers' shapes."""
+    layers = {_layer(family.layer) for family in families.values()}
+    counts: dict[str, set[int]] = {}
     for fqn, tensor in checkpoint.tensors.items():
-        if not tensor.shape or _is_state(fqn, states) or not _ROUTER.search(fqn) or expert_key(fqn):
+        if not tensor.shape or not _ROUTER.search(fqn) or expert_key(fqn) or _is_state(fqn, states):
             continue
-        for parent, layer in parents.items():
+        for layer in layers:
+            parent = layer.rpartition(".")[0]
             if parent and f".{parent}." in f".{fqn}":
-                found.setdefault(layer, set()).add(tensor.shape[0])
-    return {layer: counts.pop() for layer, counts in found.items() if len(counts) == 1}
+                counts.setdefault(layer, set()).add(tensor.shape[0])
+    return {layer: shapes.pop() for layer, shapes in counts.items() if len(shapes) == 1}
+
+
+def _sound(
+    checkpoint: Checkpoint,
+    families: Mapping[str, ExpertFamily],
+    tensors: Mapping[str, ExpertTensor],
+) -> tuple[str, ...]:
+    damaged = [(fqn, f) for fqn, f in families.items() if tensors[fqn].verdict != WHOLE]
+    affected = {key for _, family in damaged for key in family.keys}
+    numbered = {tensors[fqn].layer for fqn, family in damaged if family.dim is None}
+    for fqn in checkpoint.objects:
+        # Hyperparameters, under a rank's own numbers of experts.
+        key = expert_key(fqn)
+        if key is not None and key.index is not None and _layer(key.layer) in numbered:
+            affected.add(fqn)
+    return tuple(k for k in (*checkpoint.tensors, *checkpoint.objects) if k not in affected)
 
 
 def _check_axes(checkpoint: Checkpoint, axes: MeshAxes) -> None:
     if EP not in axes:
         raise CannotLook(f"the mesh {axes} has no axis {EP}, along which ranks hold other experts")
-    ranks = 1
-    for size in axes.values():
-        ranks *= size
+    ranks = prod(axes.values())
     writers = {rank for tensor in checkpoint.tensors.values() for rank in tensor.ranks}
-    beyond = sorted(rank for rank in writers if rank >= ranks)
+    beyond = [rank for rank in writers if rank >= ranks]
     if beyond:
         raise CannotLook(
             f"the mesh {axes} has {ranks} ranks, but {format_ranks(beyond)} wrote a part of the "
@@ -372,103 +260,98 @@ def _check_axes(checkpoint: Checkpoint, axes: MeshAxes) -> None:
         )
 
 
-def _check_order(family: Family, axes: MeshAxes) -> None:
-    """Refuse a mesh whose ranks cannot have written what they did.
+def _check_order(family: ExpertFamily, axes: MeshAxes) -> None:
+    """Refuse a mesh whose ranks cannot have written these chunks.
 
     A DTensor is one box on each rank, and an EP-unaware save has the same boxes on every ep rank.
-    Where there are as many boxes as positions beside ep, each of those has one of its own.
+    If there are as many boxes as positions beside ep, each position has one box of its own.
     """
-    names = list(axes)
-    beside = 1
-    for name, size in axes.items():
-        beside *= 1 if name == EP else size
+    beside = prod(size for name, size in axes.items() if name != EP)
     for tensor in family.members.values():
         if len(tensor.boxes) != beside:
             continue
         first: dict[tuple[int, ...], int] = {}
-        for chunk in tensor.chunks:
-            if chunk.writer is None:
-                continue
-            at = mesh_at(axes, chunk.writer).get_coordinate()
-            position = tuple(at[i] for i, name in enumerate(names) if name != EP)
+        for writer in [chunk.writer for chunk in tensor.chunks if chunk.writer is not None]:
+            coordinate = _coordinate(axes, writer)
+            del coordinate[EP]
+            position = tuple(coordinate.values())
             if position in first:
                 raise CannotLook(
-                    f"{tensor.fqn}: ranks {first[position]} and {chunk.writer} wrote different "
-                    f"parts of it, but in the mesh {dict(axes)} they differ along {EP} alone and "
-                    "hold the same part\n    way out:     the axes in rank order, the last one "
-                    "fastest"
+                    f"{tensor.fqn}: ranks {first[position]} and {writer} wrote different parts of "
+                    f"it, but in the mesh {dict(axes)} they differ along {EP} alone and hold the "
+                    "same part\n    way out:     the axes in rank order, the last one fastest"
                 )
-            first[position] = chunk.writer
+            first[position] = writer
 
 
-def _examined(fqn: str, family: Family, experts: int | None, axes: MeshAxes | None) -> ExpertTensor:
-    def told(verdict: str, reason: str = "", survivors: Sequence[Survivor] = ()) -> ExpertTensor:
-        known = (fqn, family.layer, family.is_state, family.stored, experts)
-        return ExpertTensor(*known, verdict, reason, tuple(survivors))
+def _coordinate(axes: MeshAxes, rank: int) -> dict[str, int]:
+    """Return a rank's position along each axis, by name."""
+    return dict(zip(axes, mesh_at(axes, rank).get_coordinate(), strict=True))
 
+
+def _examine(
+    family: ExpertFamily, experts: int | None, axes: MeshAxes | None
+) -> tuple[str, str, tuple[Survivor, ...]]:
+    """Return the verdict on a tensor, why it is unclear, and the survivors."""
+    if reason := _unclear(family, experts, axes):
+        return UNCLEAR, reason, ()
+    if family.stored == experts:
+        return WHOLE, "", ()
+    if axes is not None:
+        _check_order(family, axes)
+    return OVERWRITTEN, "", tuple(_survivor(p, family.stored, axes) for p in family.parts())
+
+
+def _unclear(family: ExpertFamily, experts: int | None, axes: MeshAxes | None) -> str:
+    """Return why nothing can be concluded; empty if the counts fit."""
     stored = family.stored
     if experts is None:
-        return told(UNCLEAR, "how many experts the model has is not known")
-    numbers = list(range(stored)) if family.dim is not None else list(family.members)
-    if stored == experts and numbers == list(range(stored)):
-        return told(WHOLE)
-    if numbers != list(range(stored)):
-        return told(UNCLEAR, "the experts that are stored are not numbered from 0 without gaps")
-    if stored > experts or experts % stored:
-        return told(UNCLEAR, f"{experts} experts are not so many times the {stored} stored")
-    factor = experts // stored
-    if axes is not None and axes[EP] != factor:
-        reason = f"{experts} experts in parts of {stored} make {factor} ep ranks, not {axes[EP]}"
-        return told(UNCLEAR, reason)
-    return told(
-        OVERWRITTEN,
-        survivors=[_survivor(part, stored, axes) for part in family.parts()],
-    )
+        return "how many experts the model has is not known"
+    if family.experts != list(range(stored)):
+        return "the experts that are stored are not numbered from 0 without gaps"
+    if stored == experts:
+        return ""
+    if not stored or stored > experts or experts % stored:
+        return f"{experts} experts are not a multiple of the {stored} stored"
+    if axes is not None and axes[EP] != experts // stored:
+        ranks = experts // stored
+        return f"{experts} experts in parts of {stored} make {ranks} ep ranks, not {axes[EP]}"
+    return ""
 
 
-def _survivor(part: Part, stored: int, axes: MeshAxes | None) -> Survivor:
-    row = part.row
-    writers = [chunk.writer for chunk, _ in part.pieces]
-    ranks = sorted({writer for writer in writers if writer is not None})
-    complete = part.full and None not in writers
+def _survivor(part: ExpertPart, stored: int, axes: MeshAxes | None) -> Survivor:
+    writers = {chunk.writer for chunk, _ in part.pieces}
+    ranks = tuple(sorted(writer for writer in writers if writer is not None))
+    is_complete = part.is_tiled and None not in writers
     if axes is None:
-        return Survivor(row, tuple(ranks), None, torn=not complete)
-    positions = {_position(rank, axes) for rank in ranks}
-    if not complete or len(positions) != 1:
-        return Survivor(row, tuple(ranks), None, torn=True)
-    return Survivor(row, tuple(ranks), positions.pop() * stored + row, torn=False)
-
-
-def _position(rank: int, axes: MeshAxes) -> int:
-    return mesh_at(axes, rank).get_coordinate()[list(axes).index(EP)]
+        return Survivor(part.row, ranks, None, torn=not is_complete)
+    positions = {_coordinate(axes, rank)[EP] for rank in ranks}
+    if not is_complete or len(positions) != 1:
+        return Survivor(part.row, ranks, None, torn=True)
+    return Survivor(part.row, ranks, positions.pop() * stored + part.row, torn=False)
 
 
 def _losses(tensors: Mapping[str, ExpertTensor]) -> dict[str, ExpertLoss]:
-    layers: dict[str, list[ExpertTensor]] = {}
+    by_layer: dict[str, list[ExpertTensor]] = {}
     for tensor in tensors.values():
-        layers.setdefault(tensor.layer, []).append(tensor)
-    found = {}
-    for layer, members in layers.items():
-        counts = {tensor.experts for tensor in members}
-        experts = counts.pop()
-        if counts or experts is None or all(t.verdict != OVERWRITTEN for t in members):
+        by_layer.setdefault(tensor.layer, []).append(tensor)
+    losses = {}
+    for layer, members in by_layer.items():
+        experts = members[0].experts
+        if experts is None or any(tensor.experts != experts for tensor in members):
             continue
-        everything = range(experts)
-        weights, state = (
-            set(everything).intersection(
-                *(
-                    everything if tensor.verdict == WHOLE else tensor.kept
-                    for tensor in members
-                    if tensor.is_state is is_state
-                )
-            )
-            for is_state in (False, True)
-        )
-        found[layer] = ExpertLoss(
+        if all(tensor.verdict != OVERWRITTEN for tensor in members):
+            continue
+        survived = {False: set(range(experts)), True: set(range(experts))}
+        for tensor in members:
+            if tensor.verdict != WHOLE:
+                survived[tensor.is_state].intersection_update(tensor.kept)
+        weights, states = survived[False], survived[True]
+        losses[layer] = ExpertLoss(
             layer,
             experts,
-            tuple(sorted(weights & state)),
-            tuple(sorted(weights - state)),
-            tuple(sorted(set(everything) - weights)),
+            tuple(sorted(weights & states)),
+            tuple(sorted(weights - states)),
+            tuple(sorted(set(range(experts)) - weights)),
         )
-    return found
+    return losses

@@ -1,8 +1,7 @@
 """A checkpoint of what an EP-unaware save left: ordinary DCP, with nothing in it that is wrong.
 
-Whatever is sound is copied, record by record. Of the experts those go in that survived in all of
-their weights, each under a key of its own, with its number in the model; what is left out is listed
-in ``rescue.json``.
+Sound keys are copied, record by record. Experts that have all of their weights are written under a
+key of their own, with their number in the model. ``rescue.json`` lists what is left out.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -28,15 +26,20 @@ from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.as_json import to_json
 from dcp_placements.offline.box_reads import BoxReader
-from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredTensor
+from dcp_placements.offline.checkpoint import (
+    SAFETENSORS,
+    Checkpoint,
+    StoredChunk,
+    StoredObject,
+    StoredTensor,
+)
+from dcp_placements.offline.experts import ExpertFamily, expert_families, expert_key
 from dcp_placements.offline.output import Output, new_file, write_file
 from dcp_placements.offline.repairs.diagnosis import (
     OVERWRITTEN,
     UNCLEAR,
     Diagnosis,
-    Family,
-    expert_families,
-    expert_template,
+    ExpertTensor,
 )
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.table import RowsBuilder, StorageTable
@@ -52,11 +55,11 @@ class Rescue:
 
     Attributes:
         path: The new checkpoint.
-        copied: Keys that are there as they were.
+        copied: Keys that are copied unchanged.
         experts: New keys of experts that survived, and the old key of each.
-        left_out: Old keys that are not there as such.
-        lost: By layer, experts of which the weights are not there.
-        without_state: By layer, experts that are there without their optimizer state.
+        left_out: Old keys that the new checkpoint does not have.
+        lost: By layer, experts without their weights.
+        without_state: By layer, experts with weights but without optimizer state.
         nbytes: Bytes of data files written.
     """
 
@@ -79,29 +82,64 @@ def rescue(
     """Write what is sound to a new checkpoint; nothing is overwritten.
 
     Args:
-        checkpoint: What was diagnosed.
-        diagnosis: Of it.
-        out: A directory that is not there yet.
-        progress: Called with bytes written so far, and in all.
+        checkpoint: The checkpoint that was diagnosed.
+        diagnosis: Its diagnosis.
+        out: A directory that does not exist yet.
+        progress: Called with the bytes written so far, and in all.
 
     Raises:
-        CannotLook: ``out`` is there or being written, or the checkpoint is not DCP's.
-        PlacementError: There is nothing to rescue from, or a file of the checkpoint is damaged.
+        CannotLook: ``out`` exists or is being written, or the checkpoint is not DCP's.
+        PlacementError: There is nothing to rescue, or a file of the checkpoint is damaged.
     """
     target = Path(out)
     if checkpoint.format == SAFETENSORS:
         raise CannotLook(f"{checkpoint.path}: only a DCP checkpoint can be rescued")
     if diagnosis.healthy:
-        what = "all experts are there" if diagnosis.tensors else "no key names experts"
-        raise PlacementError(f"{checkpoint.path}: {what}, so nothing is to be rescued")
+        reason = "all experts are there" if diagnosis.tensors else "no key names experts"
+        raise PlacementError(f"{checkpoint.path}: {reason}, so nothing is to be rescued")
     unclear = diagnosis.of(UNCLEAR)
     if unclear:
         raise PlacementError(
-            f"{unclear[0].fqn}: it is not clear what there is of its experts: {unclear[0].reason}\n"
+            f"{unclear[0].fqn}: it is not clear which experts it holds: {unclear[0].reason}\n"
             "    way out:     --experts-per-layer and --mesh of the run that saved"
         )
+    families = expert_families(checkpoint.tensors.values())
+    overwritten = diagnosis.of(OVERWRITTEN)
+    losses = diagnosis.layers.values()
+    # Without a mesh no expert has a number in the model, so all are lost.
+    all_lost = {tensor.layer: tuple(range(tensor.experts or 0)) for tensor in overwritten}
     with Output(target) as output, output.directory() as folder:
-        return _Writer(checkpoint, diagnosis, folder, progress).write(target)
+        copied = [_copied_key(checkpoint, fqn) for fqn in diagnosis.sound]
+        experts = [
+            key
+            for tensor in overwritten
+            for key in _expert_keys(diagnosis, tensor, families[tensor.fqn])
+        ]
+        nbytes = _write(checkpoint, folder, [*copied, *experts], progress)
+        result = Rescue(
+            str(target),
+            diagnosis.sound,
+            {key.fqn: key.old for key in experts},
+            tuple(key for tensor in overwritten for key in families[tensor.fqn].keys),
+            {loss.layer: loss.lost for loss in losses} or all_lost,
+            {loss.layer: loss.weights_only for loss in losses if loss.weights_only},
+            nbytes,
+        )
+        document = {"rescued_from": checkpoint.path, **to_json(result)}
+        write_file(folder / LIST, (json.dumps(document, indent=2) + "\n").encode())
+    return result
+
+
+class _Slice(NamedTuple):
+    """A part of a stored tensor, and the shape that it gets."""
+
+    tensor: StoredTensor
+    box: Box
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.tensor.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,176 +147,152 @@ class _Record:
     """One record of the new checkpoint.
 
     Attributes:
-        index: What it is about.
-        file: Where it comes from, and what the new file is called.
-        start: Where it is there.
-        nbytes: Its length there.
-        transforms: What it went through.
-        slice_of: The tensor and the box of it that it is; None to copy it as it is.
+        index: Its key and offsets.
+        source: The old record, whose file gives the new file its name.
+        part: The elements to write; None to copy the old record.
     """
 
     index: MetadataIndex
-    file: str
-    start: int
-    nbytes: int
-    transforms: tuple[str, ...] = ()
-    slice_of: tuple[StoredTensor, Box, tuple[int, ...]] | None = None
+    source: StoredChunk | StoredObject
+    part: _Slice | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes if self.part is None else self.part.nbytes
+
+    @property
+    def transforms(self) -> tuple[str, ...] | None:
+        if self.part is not None or isinstance(self.source, StoredObject):
+            return None
+        return self.source.transforms or None
 
 
-class _Writer:
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        diagnosis: Diagnosis,
-        folder: Path,
-        progress: Callable[[int, int], None],
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._diagnosis = diagnosis
-        self._folder = folder
-        self._progress = progress
-        self._families = expert_families(checkpoint)
-        self._stored: dict[str, Any] = {}
-        self._paths: dict[str, Any] = {}
-        data = checkpoint.metadata.planner_data
-        self._old_paths: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
+class _Key(NamedTuple):
+    """One key of the new checkpoint.
 
-    def write(self, target: Path) -> Rescue:
-        """Write all files; return what they are, as if they were at ``target``."""
-        records = list(self._copies())
-        experts: dict[str, str] = {}
-        for fqn, known in self._diagnosis.tensors.items():
-            if known.verdict == OVERWRITTEN:
-                for new, old, made in self._experts(fqn, self._families[fqn]):
-                    experts[new] = old
-                    records += made
-        nbytes = self._write_files(records)
-        losses = self._diagnosis.layers.values()
-        found = Rescue(
-            str(target),
-            self._diagnosis.sound,
-            experts,
-            tuple(
-                key
-                for fqn, known in self._diagnosis.tensors.items()
-                if known.verdict == OVERWRITTEN
-                for key in self._families[fqn].keys
-            ),
-            {loss.layer: loss.lost for loss in losses} or self._all_lost(),
-            {loss.layer: loss.weights_only for loss in losses if loss.weights_only},
-            nbytes,
-        )
-        told = {"rescued_from": self._checkpoint.path, **to_json(found)}
-        write_file(self._folder / LIST, (json.dumps(told, indent=2) + "\n").encode())
-        return found
+    Attributes:
+        fqn: The key.
+        old: Its key in the old checkpoint.
+        stored: Its metadata.
+        records: Its records that have a file.
+    """
 
-    def _all_lost(self) -> dict[str, tuple[int, ...]]:
-        """Return every expert of the overwritten layers: without a mesh none has a number."""
-        overwritten = self._diagnosis.of(OVERWRITTEN)
-        return {tensor.layer: tuple(range(tensor.experts or 0)) for tensor in overwritten}
+    fqn: str
+    old: str
+    stored: Any
+    records: list[_Record]
 
-    def _copies(self) -> Iterator[_Record]:
-        for fqn in self._diagnosis.sound:
-            if fqn in self._old_paths:
-                self._paths[fqn] = self._old_paths[fqn]
-            self._stored[fqn] = self._checkpoint.metadata.state_dict_metadata[fqn]
-            if fqn in self._checkpoint.objects:
-                held = self._checkpoint.objects[fqn]
-                if held.file is not None:
-                    yield _Record(MetadataIndex(fqn), held.file, held.start, held.nbytes)
-                continue
-            for chunk in self._checkpoint.tensors[fqn].chunks:
-                if chunk.file is not None:
-                    index = MetadataIndex(fqn, torch.Size(chunk.box.offsets))
-                    place = (chunk.file, chunk.start, chunk.nbytes, chunk.transforms)
-                    yield _Record(index, *place)
 
-    def _experts(self, fqn: str, family: Family) -> Iterator[tuple[str, str, list[_Record]]]:
-        """Yield ``(new key, old key, records)`` of the experts that are rescued."""
-        known = self._diagnosis.tensors[fqn]
-        loss = self._diagnosis.layers.get(known.layer)
-        if loss is None:
-            return
-        wanted = {*loss.kept} if known.is_state else {*loss.kept, *loss.weights_only}
-        for survivor, part in zip(known.survivors, family.parts(), strict=True):
-            if survivor.expert not in wanted:
-                continue
-            tensor = part.tensor
-            template, _ = expert_template(tensor.fqn, is_state=known.is_state)
-            new = template.replace("{}", str(survivor.expert))
-            chunks, records = [], []
-            for chunk, shared in part.pieces:
-                assert chunk.file is not None
-                offsets, sizes = (_without(values, family.dim) for values in shared)
-                index = MetadataIndex(new, torch.Size(offsets))
-                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                sliced = None if family.dim is None else (tensor, shared, sizes)
-                place = (chunk.file, chunk.start, chunk.nbytes, chunk.transforms)
-                records.append(_Record(index, *place, slice_of=sliced))
-            properties = TensorProperties(tensor.dtype)
-            shape = torch.Size(_without(tensor.shape, family.dim))
-            self._stored[new] = TensorStorageMetadata(properties, shape, chunks)
-            if tensor.fqn in self._old_paths:
-                self._paths[new] = _path(self._old_paths[tensor.fqn], new)
-            yield new, tensor.fqn, records
+def _copied_key(checkpoint: Checkpoint, fqn: str) -> _Key:
+    stored = checkpoint.metadata.state_dict_metadata[fqn]
+    if fqn in checkpoint.objects:
+        records = [_Record(MetadataIndex(fqn), checkpoint.objects[fqn])]
+    else:
+        records = [
+            _Record(MetadataIndex(fqn, torch.Size(chunk.box.offsets)), chunk)
+            for chunk in checkpoint.tensors[fqn].chunks
+        ]
+    return _Key(fqn, fqn, stored, [r for r in records if r.source.file is not None])
 
-    def _write_files(self, records: Sequence[_Record]) -> int:
-        """Write the data files, and ``.metadata`` last; return bytes of data."""
-        by_file: dict[str, list[_Record]] = {}
-        for record in records:
-            by_file.setdefault(record.file, []).append(record)
-        total = sum(record.nbytes for record in records if record.slice_of is None)
-        total += sum(
-            r.slice_of[1].numel * r.slice_of[0].dtype.itemsize for r in records if r.slice_of
-        )
-        rows = RowsBuilder()
-        done = 0
-        with ExitStack() as stack:
-            reader = stack.enter_context(BoxReader(self._checkpoint))
-            for file, members in sorted(by_file.items()):
-                members.sort(key=lambda record: (record.start, record.index.fqn))
-                path = self._folder / file
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with new_file(path) as stream:
-                    for record in members:
-                        start = stream.tell()
-                        transforms = None
-                        if record.slice_of is None:
-                            self._copy(record, stream)
-                            transforms = record.transforms or None
-                        else:
-                            tensor, box, sizes = record.slice_of
-                            torch.save(reader.read(tensor, box).reshape(sizes), stream)
-                        nbytes = stream.tell() - start
-                        rows.add(
-                            record.index,
-                            path=file,
-                            start=start,
-                            length=nbytes,
-                            transforms=transforms,
-                        )
-                        done += nbytes
-                        self._progress(done, max(total, done))
-        metadata = Metadata(self._stored, planner_data=self._paths)
-        with new_file(self._folder / ".metadata") as stream:
-            write_metadata(metadata, StorageTable(rows.rows()), stream)
-        return done
 
-    def _copy(self, record: _Record, stream: IO[bytes]) -> None:
-        left = record.nbytes
-        try:
-            with self._checkpoint.directory.open(record.file) as source:
-                source.seek(record.start)
-                while left:
-                    part = source.read(min(left, COPY_NBYTES))
-                    if not part:
-                        raise EOFError(f"it ends {left} bytes too early")
-                    stream.write(part)
-                    left -= len(part)
-        except (OSError, EOFError) as error:
-            raise PlacementError(
-                f"{record.index.fqn}: {record.file} cannot be read: {error}"
-            ) from error
+def _expert_keys(
+    diagnosis: Diagnosis, diagnosed: ExpertTensor, family: ExpertFamily
+) -> Iterator[_Key]:
+    """Yield a key for each expert of a tensor that is rescued."""
+    loss = diagnosis.layers.get(diagnosed.layer)
+    if loss is None:
+        return
+    rescued = {*loss.kept} if diagnosed.is_state else {*loss.kept, *loss.weights_only}
+    for survivor, part in zip(diagnosed.survivors, family.parts(), strict=True):
+        if survivor.expert is None or survivor.expert not in rescued:
+            continue
+        tensor = part.tensor
+        key = expert_key(tensor.fqn)
+        assert key is not None
+        fqn = key.of_expert(survivor.expert)
+        chunks, records = [], []
+        for chunk, shared in part.pieces:
+            offsets, sizes = (_without(values, family.dim) for values in shared)
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            index = MetadataIndex(fqn, torch.Size(offsets))
+            sliced = None if family.dim is None else _Slice(tensor, shared, sizes)
+            records.append(_Record(index, chunk, sliced))
+        shape = torch.Size(_without(tensor.shape, family.dim))
+        stored = TensorStorageMetadata(TensorProperties(tensor.dtype), shape, chunks)
+        yield _Key(fqn, tensor.fqn, stored, records)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    folder: Path,
+    keys: Sequence[_Key],
+    progress: Callable[[int, int], None],
+) -> int:
+    """Write the data files, and ``.metadata`` last; return bytes of data."""
+    by_file: dict[str, list[_Record]] = {}
+    for record in [record for key in keys for record in key.records]:
+        by_file.setdefault(record.source.file or "", []).append(record)
+    total = sum(record.nbytes for records in by_file.values() for record in records)
+    rows = RowsBuilder()
+    done = 0
+    with BoxReader(checkpoint) as reader:
+        for name, records in sorted(by_file.items()):
+            records.sort(key=lambda record: (record.source.start, record.index.fqn))
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new_file(path) as stream:
+                for record in records:
+                    start = stream.tell()
+                    _write_record(record, reader, checkpoint, stream)
+                    length = stream.tell() - start
+                    rows.add(
+                        record.index,
+                        path=name,
+                        start=start,
+                        length=length,
+                        transforms=record.transforms,
+                    )
+                    done += length
+                    progress(done, max(total, done))
+    metadata = Metadata(
+        {key.fqn: key.stored for key in keys}, planner_data=_paths(checkpoint, keys)
+    )
+    with new_file(folder / ".metadata") as stream:
+        write_metadata(metadata, StorageTable(rows.rows()), stream)
+    return done
+
+
+def _write_record(
+    record: _Record, reader: BoxReader, checkpoint: Checkpoint, stream: IO[bytes]
+) -> None:
+    part, source = record.part, record.source
+    if part is not None:
+        torch.save(reader.read(part.tensor, part.box).reshape(part.sizes), stream)
+        return
+    remaining = source.nbytes
+    name = source.file or ""
+    try:
+        with checkpoint.directory.open(name) as file:
+            file.seek(source.start)
+            while remaining:
+                data = file.read(min(remaining, COPY_NBYTES))
+                if not data:
+                    raise EOFError(f"it ends {remaining} bytes too early")
+                stream.write(data)
+                remaining -= len(data)
+    except (OSError, EOFError) as error:
+        raise PlacementError(f"{record.index.fqn}: {name} cannot be read: {error}") from error
+
+
+def _paths(checkpoint: Checkpoint, keys: Sequence[_Key]) -> dict[str, Any]:
+    """Return where each key stands in the nested state dict, if the old checkpoint records it."""
+    data = checkpoint.metadata.planner_data
+    old: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
+    return {
+        key.fqn: old[key.old] if key.fqn == key.old else _path(old[key.old], key.fqn)
+        for key in keys
+        if key.old in old
+    }
 
 
 def _without(values: Sequence[int], dim: int | None) -> tuple[int, ...]:
