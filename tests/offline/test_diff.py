@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_placements.layout.sharding import Box
@@ -127,6 +127,7 @@ def test_nans_and_infinities(tmp_path: Path) -> None:
     assert found.differing == 2
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_tolerances_are_those_of_torch(data: st.DataObject) -> None:
     numbers = st.lists(
@@ -269,6 +270,7 @@ def test_transforms_that_nobody_here_can_undo_are_unreadable(tmp_path: Path) -> 
     assert fault.kind == "wrong_record"
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_boxes_are_read_as_the_whole_is_cut(saved: Path, data: st.DataObject) -> None:
     layout = data.draw(st.sampled_from(LAYOUTS))
@@ -284,6 +286,7 @@ def test_boxes_are_read_as_the_whole_is_cut(saved: Path, data: st.DataObject) ->
     assert same(found, whole[tuple(slice(a, a + n) for a, n in spans)])
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=4),
     st.integers(1, 40),

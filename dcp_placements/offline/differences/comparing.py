@@ -1,32 +1,32 @@
-"""Whether two tensors hold the same, piece by piece.
+"""Whether two tensors are the same, piece by piece.
 
-The same means the same bits, so that a NaN is the same as itself and 0.0 is not -0.0; or, where
-tolerances are given, numbers that are near.
+Without tolerances elements are the same if their bits are: a NaN is the same as itself, and 0.0 is
+not -0.0. With tolerances, near numbers are the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isnan
+from math import isfinite
 from typing import Any
 
 import torch
 
 STEP = 1 << 20
-"""What differs is looked at in steps of this many elements: it takes some 30 bytes for each."""
+"""Pieces that differ are compared in steps of this many elements, which take 30 bytes each."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
 class Tally:
-    """What differs so far.
+    """The differences of the pieces compared so far.
 
     Attributes:
         differing: Elements that differ.
-        max_abs: The largest absolute difference of two numbers; None where there are none.
-        nans: Elements that differ where one is NaN, or both are with other bits.
-        first: The first of them in C order of the whole: index, and both values.
+        max_abs: The largest absolute difference of two numbers; None if no two numbers differ.
+        nans: Differing elements where one value is NaN, or both with other bits.
+        first: The first differing element in C order: its index, and both values.
     """
 
     differing: int = 0
@@ -48,18 +48,18 @@ class Tally:
         Args:
             one: A contiguous piece.
             other: The same piece of the other tensor.
-            offsets: Where it begins in the whole.
-            rtol: Of the other's absolute value.
-            atol: In the tensors' own units.
+            offsets: Where the pieces begin in the whole tensors.
+            rtol: Relative to the other's absolute value.
+            atol: Absolute.
         """
-        alike = one.dtype == other.dtype
-        if alike and torch.equal(_bits(one), _bits(other)):
+        same_dtype = one.dtype == other.dtype
+        if same_dtype and torch.equal(_bits(one), _bits(other)):
             return
         shape = one.shape
         flat, flat_other = one.reshape(-1), other.reshape(-1)
         for start in range(0, flat.numel(), STEP):
             a, b = flat[start : start + STEP], flat_other[start : start + STEP]
-            differs = _differs(a, b, alike=alike)
+            differs = _differs(a, b, same_dtype=same_dtype)
             if not differs.any():
                 continue
             positions = differs.nonzero().reshape(-1)
@@ -73,15 +73,15 @@ class Tally:
                 if not len(positions):
                     continue
             self.differing += len(positions)
-            known = gap[~gap.isnan()]
-            self.nans += len(gap) - len(known)
-            if len(known):
-                self.max_abs = max(float(known.max()), self.max_abs or 0.0)
-            at = int(positions[0])
-            local = torch.unravel_index(torch.tensor(start + at), shape) if shape else ()
+            gaps = gap[~gap.isnan()]
+            self.nans += len(gap) - len(gaps)
+            if len(gaps):
+                self.max_abs = max(float(gaps.max()), self.max_abs or 0.0)
+            first = int(positions[0])
+            local = torch.unravel_index(torch.tensor(start + first), shape) if shape else ()
             index = tuple(int(i) + o for i, o in zip(local, offsets, strict=True))
             if self.first is None or index < self.first[0]:
-                self.first = index, _value(a[at]), _value(b[at])
+                self.first = index, _value(a[first]), _value(b[first])
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -97,8 +97,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int64 if kind is None else kind)
 
 
-def _differs(a: torch.Tensor, b: torch.Tensor, *, alike: bool) -> torch.Tensor:
-    if alike:
+def _differs(a: torch.Tensor, b: torch.Tensor, *, same_dtype: bool) -> torch.Tensor:
+    if same_dtype:
         differs = _bits(a) != _bits(b)
         return differs if len(differs) == len(a) else differs.reshape(len(a), -1).any(1)
     wide, wide_other = _wide(a), _wide(b)
@@ -106,11 +106,11 @@ def _differs(a: torch.Tensor, b: torch.Tensor, *, alike: bool) -> torch.Tensor:
 
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the absolute differences as float64, and both sides as wide as needed for them."""
+    """Return the absolute differences as float64, and both operands in the dtype for them."""
     wide, other = _wide(a), _wide(b)
     gap = (wide - other).abs()
     if a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64):
-        # Beyond 2**53 float64 does not tell neighbours apart; far from each other int64 overflows.
+        # float64 rounds neighbours beyond 2**53; int64 overflows if they are far apart.
         exact = (a.view(torch.int64) - b.view(torch.int64)).abs().double()
         gap = torch.where(gap < 2.0**62, exact, gap)
     return gap, wide, other
@@ -122,11 +122,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _value(element: torch.Tensor) -> Any:
     value = element.item()
-    # Neither JSON nor a comparison can do with these.
-    if isinstance(value, complex) or (isinstance(value, float) and (isnan(value) or _inf(value))):
+    # JSON has none of these, and NaN equals nothing.
+    if isinstance(value, complex) or (isinstance(value, float) and not isfinite(value)):
         return str(value)
     return value
-
-
-def _inf(value: float) -> bool:
-    return value in (float("inf"), float("-inf"))

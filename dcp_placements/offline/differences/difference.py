@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +14,15 @@ import torch
 from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.box_reads import BoxReader, pieces
-from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredTensor
+from dcp_placements.offline.checkpoint import (
+    SAFETENSORS,
+    Checkpoint,
+    StoredObject,
+    StoredTensor,
+)
 from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.checks.verification import MEMORY_NBYTES, Progress
-from dcp_placements.offline.declared import Rename, matching_keys
+from dcp_placements.offline.declared import Rename, check_picked, matcher
 from dcp_placements.offline.differences.comparing import Tally
 from dcp_placements.storage.tensor_record import check_stored
 
@@ -31,15 +37,15 @@ class Difference:
     """One difference.
 
     Attributes:
-        kind: ``missing`` (in the first alone), ``extra`` (in the second alone), ``shape``,
+        kind: ``missing`` (only in the first), ``extra`` (only in the second), ``shape``,
             ``dtype``, ``values``, ``object``, ``incomplete`` (holes or overlaps), ``unreadable``.
-        fqn: The key, as the second checkpoint has it.
+        fqn: The key in the second checkpoint.
         message: What differs.
-        elements: Elements of the tensor; 0 where none were compared.
+        elements: Elements of the tensor; 0 if none were compared.
         differing: Elements that differ.
-        max_abs: The largest absolute difference; None where no two numbers differ.
-        nans: Differing elements where one is NaN, or both with other bits.
-        first: Of the first differing element in C order: index, and both values.
+        max_abs: The largest absolute difference; None if no two numbers differ.
+        nans: Differing elements where one value is NaN, or both with other bits.
+        first: The first differing element in C order: its index, and both values.
     """
 
     JSON: ClassVar[str] = "kind fqn message elements differing max_abs nans first=first_element"
@@ -66,12 +72,12 @@ class Diff:
     """What differs between two checkpoints.
 
     Attributes:
-        one: Where the first is.
-        other: Where the second is.
+        one: The path of the first.
+        other: The path of the second.
         differences: Sorted by key.
         notes: What was not compared.
         tensors: Tensors that were compared, element by element.
-        nbytes: Their bytes, as the first holds them.
+        nbytes: Their bytes in the first.
     """
 
     JSON: ClassVar[str] = "a=one b=other same differences notes compared"
@@ -84,14 +90,14 @@ class Diff:
     nbytes: int
 
     @property
-    def same(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
-
-    @property
     def compared(self) -> dict[str, int]:
         """How much was compared."""
         return {"tensors": self.tensors, "bytes": self.nbytes}
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
 
 
 def diff(
@@ -108,8 +114,8 @@ def diff(
     """Return what differs between two checkpoints.
 
     Without tolerances elements are the same if their bits are; with them, if
-    ``|a - b| <= atol + rtol * |b|``, or if both are NaN. Tensors of two dtypes differ in any case,
-    and are compared as float64.
+    ``|a - b| <= atol + rtol * |b|``, or if both are NaN. Tensors of two dtypes always differ, and
+    are compared as float64.
 
     Args:
         one: A checkpoint.
@@ -122,97 +128,92 @@ def diff(
         progress: Called as tensors are compared.
 
     Raises:
-        CannotLook: One of them is no checkpoint, or cannot be read; or ``rename`` makes one key
-            of two; or no key matches ``fqn``.
+        CannotLook: One of them is no checkpoint, or cannot be read; or ``rename`` maps two keys to
+            one; or no key matches ``fqn``.
     """
-    left = one if isinstance(one, Checkpoint) else Checkpoint(one)
-    right = other if isinstance(other, Checkpoint) else Checkpoint(other)
-    names = _renamed([*left.tensors, *left.objects], rename)
-    keys = sorted(matching_keys(fqn, {*names, *right.tensors, *right.objects}))
+    first = one if isinstance(one, Checkpoint) else Checkpoint(one)
+    second = other if isinstance(other, Checkpoint) else Checkpoint(other)
+    names = _renamed([*first.tensors, *first.objects], rename)
+    every_key = {*names, *second.tensors, *second.objects}
+    keys = sorted(filter(matcher(fqn), every_key))
+    check_picked(fqn, keys, every_key)
     notes = []
-    if SAFETENSORS in (left.format, right.format):
-        objects = {key for key in keys if names.get(key) in left.objects or key in right.objects}
+    if SAFETENSORS in (first.format, second.format):
+        objects = {k for k in keys if names.get(k) in first.objects or k in second.objects}
         keys = [key for key in keys if key not in objects]
         if objects:
             notes.append(
                 f"{len(objects)} objects not compared: safetensors files hold tensors only"
             )
-    total = sum(
-        left.tensors[name].nbytes for key in keys if (name := names.get(key)) in left.tensors
-    )
-    done = compared = 0
-    found: list[Difference] = []
-    with BoxReader(left) as reader, BoxReader(right) as other_reader:
-        comparison = _Comparison(reader, other_reader, rtol=rtol, atol=atol, memory=memory)
+    differences: list[Difference] = []
+    with ExitStack() as stack:
+        readers = [stack.enter_context(BoxReader(checkpoint)) for checkpoint in (first, second)]
+        comparison = _Comparison((first, second), readers, rtol, atol, memory, progress)
+        comparison.total = sum(
+            first.tensors[names[key]].nbytes for key in keys if names.get(key) in first.tensors
+        )
         for key in keys:
-            name = names.get(key, "")
-            a, b = left.tensors.get(name), right.tensors.get(key)
-            if a is not None and b is not None:
-                start = done
-
-                def advance(nbytes: int, start: int = start) -> None:
-                    progress(start + nbytes, total)
-
-                found += comparison.tensors(key, a, b, advance)
-                done += a.nbytes
-                compared += 1
-            elif name in left.objects and key in right.objects:
-                found += _objects(key, left, name, right, memory)
-            else:
-                found.append(_one_sided(key, left, name, right))
-    return Diff(left.path, right.path, tuple(found), tuple(notes), compared, done)
+            differences += comparison.differences(key, names.get(key, ""))
+    tensors, nbytes = comparison.tensors, comparison.nbytes
+    return Diff(first.path, second.path, tuple(differences), tuple(notes), tensors, nbytes)
 
 
 def _renamed(keys: list[str], rename: Rename | None) -> dict[str, str]:
     """Return the first's keys by the names they have in the second."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for key in keys:
         name = key if rename is None else rename(key)
-        if name in found:
-            raise CannotLook(f"rename makes {name!r} of {found[name]!r} and of {key!r}")
-        found[name] = key
-    return found
+        if name in names:
+            raise CannotLook(f"rename makes {name!r} of {names[name]!r} and of {key!r}")
+        names[name] = key
+    return names
 
 
-def _one_sided(key: str, left: Checkpoint, name: str, right: Checkpoint) -> Difference:
-    told = [_kind_of(left, name), _kind_of(right, key)]
-    if None not in told:
-        return Difference("object", key, f"{told[0]} in the first, {told[1]} in the second")
-    if told[1] is None:
-        return Difference("missing", key, f"{told[0]} in the first, not in the second")
-    return Difference("extra", key, f"{told[1]} in the second, not in the first")
-
-
-def _kind_of(checkpoint: Checkpoint, fqn: str) -> str | None:
-    tensor = checkpoint.tensors.get(fqn)
-    if tensor is not None:
-        return f"a {tensor.shape} {str(tensor.dtype).removeprefix('torch.')} tensor"
-    return "an object" if fqn in checkpoint.objects else None
-
-
+@dataclass(slots=True, eq=False)
 class _Comparison:
-    """Compares tensors of two checkpoints, in pieces that both fit into memory."""
+    """Compares two checkpoints key by key, tensors in pieces that both fit into memory.
 
-    def __init__(
-        self, reader: BoxReader, other: BoxReader, *, rtol: float, atol: float, memory: int
-    ) -> None:
-        self._readers = reader, other
-        self._rtol = rtol
-        self._atol = atol
-        self._piece_nbytes = max(min(PIECE_NBYTES, memory // 8), 1)
-        self._broken: dict[tuple[str, tuple[int, ...], int], str | None] = {}
+    Attributes:
+        total: Bytes of the tensors to compare.
+        tensors: Tensors compared so far.
+        nbytes: Their bytes.
+    """
 
-    def tensors(
-        self, key: str, a: StoredTensor, b: StoredTensor, advance: Callable[[int], None]
+    checkpoints: tuple[Checkpoint, Checkpoint]
+    readers: list[BoxReader]
+    rtol: float
+    atol: float
+    memory: int
+    progress: Progress
+    total: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    box_messages: dict[Any, str] = field(default_factory=dict)
+
+    def differences(self, key: str, name: str) -> Iterator[Difference]:
+        """Yield what differs under a key, which the first checkpoint has as ``name``."""
+        first, second = self.checkpoints
+        a, b = first.tensors.get(name), second.tensors.get(key)
+        if a is not None and b is not None:
+            yield from self._tensor_differences(key, a, b)
+            self.tensors += 1
+            self.nbytes += a.nbytes
+        elif name in first.objects and key in second.objects:
+            stored = first.objects[name], second.objects[key]
+            yield from self._object_differences(key, stored)
+        else:
+            yield _one_sided(key, _kind(first, name), _kind(second, key))
+
+    def _tensor_differences(
+        self, key: str, a: StoredTensor, b: StoredTensor
     ) -> Iterator[Difference]:
         """Yield what differs between two tensors: one difference at most."""
         if a.shape != b.shape:
             yield Difference("shape", key, f"{a.shape} in the first, {b.shape} in the second")
             return
-        for which, tensor in (("first", a), ("second", b)):
-            broken = self._broken_boxes(which, tensor)
-            if broken is not None:
-                yield Difference("incomplete", key, f"in the {which} {broken}")
+        for side, tensor in (("first", a), ("second", b)):
+            if message := self._box_message(side, tensor):
+                yield Difference("incomplete", key, f"in the {side} {message}")
                 return
         tally = Tally()
         done = 0
@@ -220,101 +221,111 @@ class _Comparison:
             for box in self._boxes(a, b):
                 one, other = (
                     reader.read(tensor, box)
-                    for reader, tensor in zip(self._readers, (a, b), strict=True)
+                    for reader, tensor in zip(self.readers, (a, b), strict=True)
                 )
-                tally.add(one, other, box.offsets, rtol=self._rtol, atol=self._atol)
+                tally.add(one, other, box.offsets, rtol=self.rtol, atol=self.atol)
                 done += one.nbytes
-                advance(done)
+                self.progress(self.nbytes + done, self.total)
         except PlacementError as error:
-            # What is unreadable is told in full by verify.
+            # verify shows the whole message.
             headline = str(error).splitlines()[:2][-1]
             yield Difference("unreadable", key, headline.partition(": ")[2])
             return
-        if a.dtype != b.dtype:
-            names = [str(tensor.dtype).removeprefix("torch.") for tensor in (a, b)]
-            told = f"{names[0]} in the first, {names[1]} in the second"
-            yield _difference("dtype", key, a, tally, told)
-        elif tally.differing:
-            yield _difference("values", key, a, tally, "")
+        if a.dtype != b.dtype or tally.differing:
+            yield _difference(key, a, b, tally)
 
     def _boxes(self, a: StoredTensor, b: StoredTensor) -> Iterator[Box]:
-        """Yield pieces of the whole: along the first's chunks, so that files are read in order."""
-        limit = max(self._piece_nbytes // max(a.dtype.itemsize, b.dtype.itemsize), 1)
-        whole = a.whole
-        if whole.numel <= limit:
-            yield from pieces(whole, limit)
-            return
-        for box in a.boxes:
+        """Yield pieces of the whole: along the first's chunks, to read files in order."""
+        piece_nbytes = max(min(PIECE_NBYTES, self.memory // 8), 1)
+        limit = max(piece_nbytes // max(a.dtype.itemsize, b.dtype.itemsize), 1)
+        for box in (a.whole,) if a.whole.numel <= limit else a.boxes:
             yield from pieces(box, limit)
 
-    def _broken_boxes(self, which: str, tensor: StoredTensor) -> str | None:
-        key = which, tensor.shape, tensor.cut
-        if key not in self._broken:
-            told = [message for _, message in box_faults(tensor.whole, tensor.boxes)]
-            self._broken[key] = "; ".join(told) or None
-        return self._broken[key]
+    def _box_message(self, side: str, tensor: StoredTensor) -> str:
+        """Return which holes and overlaps a tensor has; empty for none."""
+        key = side, tensor.shape, tensor.cut
+        if key not in self.box_messages:
+            faults = box_faults(tensor.whole, tensor.boxes)
+            self.box_messages[key] = "; ".join(message for _, message in faults)
+        return self.box_messages[key]
 
-
-def _difference(kind: str, key: str, a: StoredTensor, tally: Tally, told: str) -> Difference:
-    elements = a.whole.numel
-    parts = [told] if told else []
-    if tally.differing:
-        part = f"{tally.differing:,} of {elements:,} elements differ"
-        if tally.max_abs is not None:
-            part += f", by {tally.max_abs:.6g} at most"
-        if tally.nans:
-            part += f", {tally.nans:,} by NaN"
-        assert tally.first is not None
-        index, one, other = tally.first
-        parts.append(f"{part}; the first at {index}: {one} and {other}")
-    elif kind == "dtype":
-        parts.append("the values are the same")
-    return Difference(
-        kind,
-        key,
-        "; ".join(parts),
-        elements,
-        tally.differing,
-        tally.max_abs,
-        tally.nans,
-        tally.first,
-    )
-
-
-def _objects(
-    key: str, left: Checkpoint, name: str, right: Checkpoint, memory: int
-) -> Iterator[Difference]:
-    """Yield whether two objects differ. Nothing that they name is executed."""
-    places = left.objects[name], right.objects[key]
-    if max(place.nbytes for place in places) > max(memory // 4, OBJECT_NBYTES):
-        yield Difference("object", key, "not compared: it takes more than a quarter of --memory")
-        return
-    data = []
-    for checkpoint, place in zip((left, right), places, strict=True):
+    def _object_differences(
+        self, key: str, stored: tuple[StoredObject, StoredObject]
+    ) -> Iterator[Difference]:
+        """Yield whether two objects differ. Nothing that their pickles name is called."""
+        if max(record.nbytes for record in stored) > max(self.memory // 4, OBJECT_NBYTES):
+            message = "not compared: it takes more than a quarter of --memory"
+            yield Difference("object", key, message)
+            return
         try:
-            if place.file is None:
-                raise OSError("the metadata say of no file that it holds it")
-            with checkpoint.directory.open(place.file) as stream:
-                stream.seek(place.start)
-                data.append(stream.read(place.nbytes))
+            one, other = map(_bytes, self.checkpoints, stored)
         except OSError as error:
             yield Difference("unreadable", key, str(error))
             return
-    if data[0] == data[1]:
-        return
-    values = []
-    for held in data:
+        if one == other:
+            return
         try:
-            stream = io.BytesIO(held)
-            check_stored(stream)
-            values.append(torch.load(stream, map_location="cpu", weights_only=True))
+            values = _unpickled(one), _unpickled(other)
         except Exception:
-            # Of any type, by what is in the pickle.
-            message = "other bytes; not looked into, because torch.load takes it for unsafe"
+            # Its type depends on what is in the pickle.
+            message = "other bytes; not unpickled, because torch.load takes it for unsafe"
             yield Difference("object", key, message)
             return
-    if not _equal(*values):
-        yield Difference("object", key, f"{_brief(values[0])} and {_brief(values[1])}")
+        if not _equal(*values):
+            yield Difference("object", key, " and ".join(map(_brief, values)))
+
+
+def _kind(checkpoint: Checkpoint, fqn: str) -> str | None:
+    tensor = checkpoint.tensors.get(fqn)
+    if tensor is not None:
+        return f"a {tensor.shape} {_dtype(tensor)} tensor"
+    return "an object" if fqn in checkpoint.objects else None
+
+
+def _dtype(tensor: StoredTensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _one_sided(key: str, first: str | None, second: str | None) -> Difference:
+    if second is None:
+        return Difference("missing", key, f"{first} in the first, not in the second")
+    if first is None:
+        return Difference("extra", key, f"{second} in the second, not in the first")
+    return Difference("object", key, f"{first} in the first, {second} in the second")
+
+
+def _difference(key: str, a: StoredTensor, b: StoredTensor, tally: Tally) -> Difference:
+    kind = "values" if a.dtype == b.dtype else "dtype"
+    elements = a.whole.numel
+    facts = []
+    if kind == "dtype":
+        facts.append(f"{_dtype(a)} in the first, {_dtype(b)} in the second")
+    if tally.first is not None:
+        fact = f"{tally.differing:,} of {elements:,} elements differ"
+        if tally.max_abs is not None:
+            fact += f", by {tally.max_abs:.6g} at most"
+        if tally.nans:
+            fact += f", {tally.nans:,} by NaN"
+        index, one, other = tally.first
+        facts.append(f"{fact}; the first at {index}: {one} and {other}")
+    else:
+        facts.append("the values are the same")
+    numbers = (elements, tally.differing, tally.max_abs, tally.nans, tally.first)
+    return Difference(kind, key, "; ".join(facts), *numbers)
+
+
+def _bytes(checkpoint: Checkpoint, stored: StoredObject) -> bytes:
+    if stored.file is None:
+        raise OSError("the metadata names no file for it")
+    with checkpoint.directory.open(stored.file) as stream:
+        stream.seek(stored.start)
+        return stream.read(stored.nbytes)
+
+
+def _unpickled(data: bytes) -> Any:
+    stream = io.BytesIO(data)
+    check_stored(stream)
+    return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def _equal(one: Any, other: Any) -> bool:
