@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from dcp_placements.layout.sharding import Box, Cut, Sharding
 from dcp_placements.offline import draw, save_figure
 from dcp_placements.offline.projection import project
-from dcp_placements.offline.views.picture import FEW, Piece, bytes_figure, tensor_figure
+from dcp_placements.offline.views.bytes_picture import bytes_figure
+from dcp_placements.offline.views.picture import FEW
+from dcp_placements.offline.views.tensor_picture import Piece, tensor_figure
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 
 pytest.importorskip("matplotlib")
