@@ -23,7 +23,7 @@ from dcp_placements.cli.printing import (
 from dcp_placements.errors import format_faults, format_nbytes
 from dcp_placements.offline import CannotLook
 from dcp_placements.offline.declared import MeshAxes, resolve
-from dcp_placements.offline.rehearsal import RankRehearsal, Rehearsal
+from dcp_placements.offline.rehearsals.rehearsal import RankRehearsal, Rehearsal
 
 MAX_ROWS = 16
 MAX_RANKS_WIDTH = 16

@@ -22,7 +22,7 @@ from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import MeshAxes, rules_at
 from dcp_placements.offline.rehearsals.costs import Part, parts_by_rule, tensor_classes
 from dcp_placements.offline.rehearsals.refusals import RankPart, Refusals
-from dcp_placements.offline.views.cutting import fsdp_axes, known_axes, layout_at, whole_sharding
+from dcp_placements.offline.views.cutting import fsdp_axes, in_mesh_order, layout_at, whole_sharding
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
@@ -141,7 +141,7 @@ class _Rehearser:
         expected = stored if expect is None else set(expect)
         self._function = function
         self._axes = dict(axes)
-        self._fsdp = known_axes(axes, fsdp)
+        self._fsdp = in_mesh_order(axes, fsdp)
         self._missing = tuple(sorted(expected - stored))
         self._unread = tuple(sorted(stored - expected))
         self._files = checkpoint.files

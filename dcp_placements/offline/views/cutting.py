@@ -1,7 +1,7 @@
-"""How a whole tensor of a checkpoint is cut in a world that is not there.
+"""How a whole tensor of a checkpoint is cut in a world that does not exist.
 
-No DTensor says anything here: a rule does, and besides it one flattened FSDP axis on dim 0, inside
-of what the rule cuts.
+There is no DTensor here. A rule cuts the tensor, and then one flattened FSDP axis cuts dim 0 inside
+the rule's cuts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dcp_placements.layout.sharding import Cut, Layout, Pick, Sharding
 from dcp_placements.rules.placement import CheckpointPlacement, cut_of, shards
 
 
-def known_axes(axes: Mapping[str, int], fsdp: Sequence[str]) -> list[str]:
-    """Return the axes of FSDP in the mesh's order.
+def in_mesh_order(axes: Mapping[str, int], fsdp: Sequence[str]) -> list[str]:
+    """Return the FSDP axes in the mesh's order.
 
     Raises:
-        CannotLook: One of them is none of the mesh.
+        CannotLook: The mesh does not have one of them.
     """
     if unknown := sorted(set(fsdp) - set(axes)):
         raise CannotLook(f"no axis {', '.join(unknown)} for FSDP: the mesh has {', '.join(axes)}")
@@ -28,7 +28,7 @@ def known_axes(axes: Mapping[str, int], fsdp: Sequence[str]) -> list[str]:
 def fsdp_axes(
     shape: tuple[int, ...], placement: CheckpointPlacement | None, fsdp: Sequence[str]
 ) -> list[str]:
-    """Return those of FSDP's axes that cut a tensor: all that its rule does not cut over."""
+    """Return the FSDP axes that cut a tensor: all that its rule does not cut over."""
     if not shape:
         return []
     taken: set[str] = set()
@@ -44,13 +44,13 @@ def whole_sharding(
     axes: Mapping[str, int],
     own: Sequence[str],
 ) -> Sharding:
-    """Return how a whole tensor is cut: as the rule says, then by FSDP; its axis is the last.
+    """Return how a whole tensor is cut: by its rule, then over FSDP, whose axis is the last.
 
     Args:
         shape: Of the checkpoint's tensor.
-        placement: What the rule says.
+        placement: Its rule's.
         axes: The mesh.
-        own: Those of its axes over which FSDP cuts.
+        own: The axes over which FSDP cuts it.
 
     Raises:
         PlacementError: A rule that does not fit the tensor.
@@ -88,8 +88,8 @@ def layout_at(
         LayoutError: A cut that does not fit what is left to cut.
     """
     position = 0
-    for axis, (name, size) in enumerate(axes.items()):
+    for index, (name, size) in zip(coordinate, axes.items(), strict=True):
         if name in own:
-            position = position * size + coordinate[axis]
-    place = () if placement is None else tuple(placement.mesh.get_coordinate() or ())
-    return sharding.at((*place, position))
+            position = position * size + index
+    rule_coordinate = () if placement is None else tuple(placement.mesh.get_coordinate() or ())
+    return sharding.at((*rule_coordinate, position))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import prod
@@ -19,10 +19,15 @@ from dcp_placements.layout.tiling import uncovered
 from dcp_placements.load.reads import StoredChunks
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.offline.declared import MeshAxes, mesh_at, rules_at
-from dcp_placements.offline.views.cutting import fsdp_axes, known_axes, layout_at, whole_sharding
+from dcp_placements.offline.views.cutting import (
+    fsdp_axes,
+    in_mesh_order,
+    layout_at,
+    whole_sharding,
+)
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import rule_name
-from dcp_placements.rules.placement import format_placement
+from dcp_placements.rules.placement import CheckpointPlacement, format_placement
 from dcp_placements.storage.file_reads import CountedFile, FilePart
 from dcp_placements.storage.metadata.record import record_of
 from dcp_placements.storage.tensor_record import RecordHeads
@@ -34,12 +39,12 @@ class ChunkPlace:
 
     Attributes:
         box: In the whole tensor.
-        file: Name of its file; None where the metadata say no place.
-        rank: The rank that wrote it, where the file's name says so.
+        file: Name of its file; None if the metadata names none.
+        rank: The rank that wrote it, if the file's name tells it.
         start: Where its record begins in the file, in bytes.
         nbytes: Length of the record.
-        elements: Where its elements begin in the file; None where they do not lie there as they
-            are (other strides, transforms), or the file is not there.
+        elements: Where its elements begin in the file; None if they are not stored contiguously
+            and untransformed, or the file is missing.
     """
 
     box: Box
@@ -56,11 +61,11 @@ class ByteRange:
 
     Attributes:
         box: The part, in the whole tensor.
-        file: Name of the file; None where the metadata say no place.
-        first: The first of its bytes in the file; None where that is not to be known.
-        last: The byte behind its last.
-        nbytes: Bytes of it.
-        runs: In how many runs these bytes lie.
+        file: Name of the file; None if the metadata names none.
+        first: The first of its bytes in the file; None if that is not known.
+        last: The byte after its last.
+        nbytes: Bytes of the part.
+        runs: Number of runs of consecutive bytes.
     """
 
     box: Box
@@ -73,14 +78,14 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank holds of the tensor.
+    """The part of the tensor that one rank holds.
 
     Attributes:
         rank: Its number, the last axis fastest.
         coordinate: Its position along each axis.
         local_shape: Of its local tensor, padding included.
-        ranges: Where that is in the files.
-        holes: What of it nobody stored.
+        ranges: Where its elements are in the files.
+        holes: Its boxes that no chunk has.
     """
 
     rank: int
@@ -98,13 +103,14 @@ class Explanation:
         fqn: Its key.
         shape: Of the whole tensor.
         dtype: Its torch name without ``torch.``.
-        chunks: As it is stored.
-        saved_rule: The rule that it was saved by, where that is stored.
-        saved_axes: The mesh axes that it was saved from, where they are stored.
-        saved_cuts: How axes cut it then, in the order in which they applied, where that is stored.
-        rule: The rule that speaks for it among those that were given; None for none.
-        axes: What each axis of the given mesh does to it, in words.
-        ranks: What each rank of the given mesh holds of it.
+        chunks: Where it is stored.
+        saved_rule: The rule of the save, if the checkpoint records it.
+        saved_axes: The mesh axes of the save, if the checkpoint records them.
+        saved_cuts: The cuts of the save in the order in which they applied, if the checkpoint
+            records them.
+        rule: The rule that matches it among those given; None for none.
+        axes: What each axis of the given mesh does to it, as text.
+        ranks: The part that each rank of the given mesh holds.
     """
 
     fqn: str
@@ -133,10 +139,10 @@ def explain(
     Args:
         path: The checkpoint.
         fqn: The tensor's key.
-        rules: Called with each rank's place in the mesh, as for ``rehearse``; None: only what is
-            stored is told.
+        rules: Called with each rank's place in the mesh, as for ``rehearse``; None to return only
+            where the tensor is stored.
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
-        fsdp: Axes over which FSDP cuts dim 0 inside whatever the rule says.
+        fsdp: Axes over which FSDP cuts dim 0, inside the rule's cuts.
         rank: Only this one; None for all.
 
     Raises:
@@ -146,61 +152,59 @@ def explain(
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     tensor = checkpoint.tensors.get(fqn)
     if tensor is None:
-        raise _unknown(checkpoint, fqn)
-    told = checkpoint.provenance or {}
-    places = _places(checkpoint, tensor)
+        raise _no_tensor(checkpoint, fqn)
+    provenance = checkpoint.provenance or {}
     record = record_of(checkpoint.metadata)
-    explained = Explanation(
+    explanation = Explanation(
         fqn=fqn,
         shape=tensor.shape,
         dtype=str(tensor.dtype).removeprefix("torch."),
-        chunks=places,
-        saved_rule=(told.get("rules") or {}).get(fqn),
-        saved_axes=told.get("axes") or {},
+        chunks=tuple(_place(checkpoint, chunk) for chunk in tensor.chunks),
+        saved_rule=(provenance.get("rules") or {}).get(fqn),
+        saved_axes=provenance.get("axes") or {},
         saved_cuts=() if record is None else tuple(map(str, record.cuts(fqn))),
     )
     if rules is None or axes is None:
-        return explained
-    own = known_axes(axes, fsdp)
+        return explanation
+    fsdp = in_mesh_order(axes, fsdp)
     size = prod(axes.values())
     if rank is not None and not 0 <= rank < size:
         raise CannotLook(f"there is no rank {rank}: the mesh has {size}")
     metadata = checkpoint.metadata.state_dict_metadata[fqn]
     assert isinstance(metadata, TensorStorageMetadata)
-    work = _Ranks(tensor, StoredChunks(metadata), places, axes, own)
-    parts = []
+    source = _Source(tensor, StoredChunks(metadata), explanation.chunks)
+    example = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    parts: list[RankPart] = []
     for number in range(size) if rank is None else (rank,):
-        spoken, *_ = rules_at(rules, axes, number)
-        parts.append(work.part(number, spoken))
-    return replace(explained, rule=work.rule, axes=work.told, ranks=tuple(parts))
+        rank_rules, *_ = rules_at(rules, axes, number)
+        placement = rank_rules(fqn, example) if tensor.shape else None
+        own = fsdp_axes(tensor.shape, placement, fsdp)
+        parts.append(source.part(number, placement, axes, own))
+        if len(parts) == 1:
+            rule = None if placement is None else rule_name(rank_rules, fqn)
+            texts = _axis_texts(axes, placement, own)
+    return replace(explanation, rule=rule, axes=texts, ranks=tuple(parts))
 
 
-def _unknown(checkpoint: Checkpoint, fqn: str) -> CannotLook:
+def _no_tensor(checkpoint: Checkpoint, fqn: str) -> CannotLook:
     if fqn in checkpoint.objects:
-        place = checkpoint.objects[fqn]
+        stored = checkpoint.objects[fqn]
         return CannotLook(
-            f"{fqn} is an object and no tensor: {place.nbytes} bytes from byte {place.start} of "
-            f"{place.file}"
+            f"{fqn} is an object and no tensor: {stored.nbytes} bytes from byte {stored.start} of "
+            f"{stored.file}"
         )
     near = [key for key in checkpoint.tensors if key.endswith("." + fqn)]
     near = near or get_close_matches(fqn, list(checkpoint.tensors), 4)
-    way = f"likely:      {format_names(near, 4)}" if near else "way out:     inspect lists its keys"
-    return CannotLook(f"{checkpoint.path}: no tensor {fqn}\n    {way}")
-
-
-def _places(checkpoint: Checkpoint, tensor: StoredTensor) -> tuple[ChunkPlace, ...]:
-    raw = checkpoint.format == SAFETENSORS
-    return tuple(
-        ChunkPlace(
-            chunk.box,
-            chunk.file,
-            chunk.writer,
-            chunk.start,
-            chunk.nbytes,
-            chunk.start if raw else _elements(checkpoint, chunk),
-        )
-        for chunk in tensor.chunks
+    hint = (
+        f"likely:      {format_names(near, 4)}" if near else "way out:     inspect lists its keys"
     )
+    return CannotLook(f"{checkpoint.path}: no tensor {fqn}\n    {hint}")
+
+
+def _place(checkpoint: Checkpoint, chunk: StoredChunk) -> ChunkPlace:
+    is_raw = checkpoint.format == SAFETENSORS
+    elements = chunk.start if is_raw else _elements(checkpoint, chunk)
+    return ChunkPlace(chunk.box, chunk.file, chunk.writer, chunk.start, chunk.nbytes, elements)
 
 
 def _elements(checkpoint: Checkpoint, chunk: StoredChunk) -> int | None:
@@ -210,91 +214,69 @@ def _elements(checkpoint: Checkpoint, chunk: StoredChunk) -> int | None:
     try:
         with checkpoint.directory.open(chunk.file) as stream:
             part = FilePart(CountedFile(stream), chunk.start, chunk.nbytes)
-            known = RecordHeads().find(part, chunk.nbytes)
+            record = RecordHeads().find(part, chunk.nbytes)
     except (OSError, EOFError):
         return None
-    return None if known is None else chunk.start + known.start
+    return None if record is None else chunk.start + record.start
 
 
-class _Ranks:
-    """What ranks hold of one tensor.
+def _axis_texts(
+    axes: MeshAxes, placement: CheckpointPlacement | None, own: Sequence[str]
+) -> dict[str, str]:
+    """Return what each axis does to a tensor."""
+    texts = dict.fromkeys(axes, "Replicate()")
+    if placement is not None:
+        names = placement.mesh.mesh_dim_names or ()
+        for name, entry in zip(names, placement.placements, strict=False):
+            if name in texts:
+                texts[name] = format_placement(entry)
+    return texts | dict.fromkeys(own, "FSDP: Shard(0) inside the rule's cuts")
 
-    Attributes:
-        rule: What the rule is called that spoke; None for none.
-        told: What each axis does, in words.
-    """
 
-    def __init__(
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where one tensor is stored."""
+
+    tensor: StoredTensor
+    stored: StoredChunks
+    places: Sequence[ChunkPlace]
+
+    def part(
         self,
-        tensor: StoredTensor,
-        stored: StoredChunks,
-        places: Sequence[ChunkPlace],
+        rank: int,
+        placement: CheckpointPlacement | None,
         axes: MeshAxes,
-        fsdp: Sequence[str],
-    ) -> None:
-        self.rule: str | None = None
-        self.told: dict[str, str] = {}
-        self._tensor = tensor
-        self._stored = stored
-        self._places = places
-        self._axes = axes
-        self._fsdp = fsdp
-
-    def part(self, rank: int, rules: Any) -> RankPart:
-        """Return what one rank holds.
+        own: Sequence[str],
+    ) -> RankPart:
+        """Return the part that one rank holds.
 
         Raises:
             PlacementError: A rule that does not fit the tensor.
         """
-        tensor, axes = self._tensor, self._axes
-        placement = None
-        if tensor.shape:
-            placement = rules(
-                tensor.fqn, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            )
         coordinate = mesh_at(axes, rank).get_coordinate()
-        own = fsdp_axes(tensor.shape, placement, self._fsdp)
         try:
-            sharding = whole_sharding(tensor.shape, placement, axes, own)
+            sharding = whole_sharding(self.tensor.shape, placement, axes, own)
             layout = layout_at(sharding, placement, axes, own, coordinate)
         except (PlacementError, LayoutError) as error:
-            raise PlacementError(f"{tensor.fqn}: rank {rank}: {error}") from error
-        self._tell(rules, placement, own)
+            raise PlacementError(f"{self.tensor.fqn}: rank {rank}: {error}") from error
         ranges: list[ByteRange] = []
         holes: list[Box] = []
         for chunk in layout.chunks():
-            meeting = self._stored.meeting(chunk.box)
-            ranges += [self._range(at, stored, shared) for at, stored, shared in meeting]
-            holes += uncovered(chunk.box, [shared for _, _, shared in meeting])
+            meeting = self.stored.meeting(chunk.box)
+            ranges += [self._range(self.places[n], stored, box) for n, stored, box in meeting]
+            holes += uncovered(chunk.box, [box for _, _, box in meeting])
         return RankPart(rank, coordinate, layout.local_shape, tuple(ranges), tuple(holes))
 
-    def _tell(self, rules: Any, placement: Any, own: Iterable[str]) -> None:
-        if self.told:
-            return
-        self.rule = None if placement is None else rule_name(rules, self._tensor.fqn)
-        said: dict[str, str] = {}
-        if placement is not None:
-            names = placement.mesh.mesh_dim_names or ()
-            said = {
-                name: format_placement(entry)
-                for name, entry in zip(names, placement.placements, strict=False)
-            }
-        self.told = {
-            name: "FSDP: Shard(0) inside the rule's cuts"
-            if name in own
-            else said.get(name, "Replicate()")
-            for name in self._axes
-        }
-
-    def _range(self, at: int, stored: Box, shared: Box) -> ByteRange:
-        place = self._places[at]
-        itemsize = self._tensor.dtype.itemsize
-        nbytes = shared.numel * itemsize
-        offsets = [a - b for a, b in zip(shared.offsets, stored.offsets, strict=True)]
-        plan = segments(stored.sizes, offsets=offsets, lengths=shared.sizes, itemsize=itemsize)
+    def _range(self, place: ChunkPlace, stored: Box, box: Box) -> ByteRange:
+        """Return the bytes of a box within a stored chunk."""
+        itemsize = self.tensor.dtype.itemsize
+        nbytes = box.numel * itemsize
+        offsets = [a - b for a, b in zip(box.offsets, stored.offsets, strict=True)]
+        plan = segments(stored.sizes, offsets=offsets, lengths=box.sizes, itemsize=itemsize)
+        runs = prod(plan.counts)
         if place.elements is None:
-            return ByteRange(shared, place.file, None, None, nbytes, prod(plan.counts))
+            return ByteRange(box, place.file, None, None, nbytes, runs)
         first = place.elements + plan.start
         steps = zip(plan.counts, plan.steps, strict=True)
         last = first + sum((count - 1) * step for count, step in steps) + plan.nbytes
-        return ByteRange(shared, place.file, first, last, nbytes, prod(plan.counts))
+        return ByteRange(box, place.file, first, last, nbytes, runs)

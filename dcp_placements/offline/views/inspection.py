@@ -1,4 +1,4 @@
-"""What is in a checkpoint."""
+"""``inspect``: what is in a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.declared import matching_keys
+from dcp_placements.offline.declared import check_picked, matcher
 from dcp_placements.offline.experts import ExpertLayer, find_experts
 from dcp_placements.storage.metadata.record import Cuts, SaveRecord, record_of
 from dcp_placements.storage.metadata.save_ids import writer_of
 
-TOLD_OF_MAKING = ("save_id", "step", "world_size", "axes", "versions", "options")
-"""Keys of the provenance that are told; rules and digests are one entry for each tensor."""
+SHOWN_PROVENANCE = ("save_id", "step", "world_size", "axes", "versions", "options")
+"""The other keys, rules and digests, have an entry for each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class TensorInfo:
     Attributes:
         shape: Of the whole tensor.
         dtype: Its torch name without ``torch.``.
-        chunks: Boxes that it is stored as.
+        chunks: Number of boxes that it is stored as.
         files: Names of the files that hold any of it.
-        ranks: Ranks that wrote any of it, where the files' names say so.
+        ranks: Ranks that wrote any of it, as far as the files' names tell.
         nbytes: Bytes of the whole tensor's elements.
-        rule: The rule that spoke for it when it was saved, where that is stored.
+        rule: The rule of the save that matched it, if the checkpoint records it.
     """
 
     shape: tuple[int, ...]
@@ -45,8 +45,8 @@ class ObjectInfo:
     """One key that is no tensor.
 
     Attributes:
-        file: Name of its file; None where the metadata says no place.
-        nbytes: Its length there.
+        file: Name of its file; None if the metadata names none.
+        nbytes: Length of its record.
     """
 
     JSON: ClassVar[str] = "files nbytes"
@@ -56,7 +56,7 @@ class ObjectInfo:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """``file``, as tensors have their files."""
+        """``file`` as a tuple, as tensors have their files."""
         return () if self.file is None else (self.file,)
 
 
@@ -65,8 +65,8 @@ class FileInfo:
     """One file.
 
     Attributes:
-        nbytes: Its size; None where it is missing.
-        rank: The rank that wrote it, where its name says so.
+        nbytes: Its size; None if it is missing.
+        rank: The rank that wrote it, if its name tells.
         data: Whether it holds tensors or objects.
     """
 
@@ -80,8 +80,8 @@ class ShadowInfo:
     """Copies beside the canonical tensors and objects (``shadows=``).
 
     Attributes:
-        keys: Tensors and objects that have copies.
-        copies: Records of them in all files; a record has those of several keys.
+        keys: Number of tensors and objects that have copies.
+        copies: Number of records in all files; a record has the copies of several keys.
         nbytes: Length of the records.
     """
 
@@ -92,10 +92,10 @@ class ShadowInfo:
 
 @dataclass(frozen=True, slots=True)
 class CutsInfo:
-    """One way in which tensors were cut when they were saved.
+    """Tensors that were cut alike when they were saved.
 
     Attributes:
-        cuts: By axes, in the order in which they apply; each in words.
+        cuts: The cut of each axis as text, in the order in which they apply.
         keys: The tensors.
     """
 
@@ -113,13 +113,13 @@ class Inspection:
         tensors: By key.
         objects: By key.
         files: By name; those that hold data, and the others beside them.
-        provenance: What it says of its own making (``save_id``, ``step``, ``world_size``,
-            ``axes``, ``versions``, ``options``); None where it says nothing.
+        provenance: Its record of the save (``save_id``, ``step``, ``world_size``, ``axes``,
+            ``versions``, ``options``); None if it has none.
         digests: Chunks and objects of which a digest is stored.
-        experts: Layer by layer, where that was asked for.
-        shadows: What has copies; None where nothing has.
-        cuts: How tensors were cut when they were saved, as far as the checkpoint says.
-        renames: The renames that were in force then.
+        experts: Layer by layer, if asked for.
+        shadows: The copies; None for none.
+        cuts: The cuts of the save, if the checkpoint records them.
+        renames: The renames of the save, if the checkpoint records them.
     """
 
     JSON: ClassVar[str] = (
@@ -141,7 +141,7 @@ class Inspection:
 
     @property
     def chunks(self) -> int:
-        """Of all tensors."""
+        """Number of chunks of all tensors."""
         return sum(tensor.chunks for tensor in self.tensors.values())
 
     @property
@@ -156,7 +156,7 @@ class Inspection:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Of the whole checkpoint."""
+        """Counts over the whole checkpoint."""
         return {
             "tensors": len(self.tensors),
             "objects": len(self.objects),
@@ -178,23 +178,25 @@ def inspect(
     fqn: str | None = None,
     experts: bool = False,
 ) -> Inspection:
-    """Return what is in a checkpoint, as its metadata say; no data is read.
+    """Return what is in a checkpoint, by its metadata; no data is read.
 
     Args:
         path: The checkpoint.
-        fqn: A pattern, as in ``PlacementRules``: only the keys that match it are told.
+        fqn: A pattern, as in ``PlacementRules``: only the keys that match it are listed.
         experts: Whether to list the experts of each layer.
 
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read; or no key matches ``fqn``.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    matches = matcher(fqn)
     record = record_of(checkpoint.metadata)
-    told = checkpoint.provenance or {}
-    rules: Mapping[str, str] = told.get("rules") or {}
-    keys = matching_keys(fqn, [*checkpoint.tensors, *checkpoint.objects])
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name in keys}
-    objects = [name for name in checkpoint.objects if name in keys]
+    provenance = checkpoint.provenance or {}
+    rules: Mapping[str, str] = provenance.get("rules") or {}
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if matches(name)}
+    objects = {name: stored for name, stored in checkpoint.objects.items() if matches(name)}
+    check_picked(fqn, [*tensors, *objects], [*checkpoint.tensors, *checkpoint.objects])
+    shown = {key: provenance[key] for key in SHOWN_PROVENANCE if key in provenance}
     return Inspection(
         path=checkpoint.path,
         format=checkpoint.format,
@@ -210,16 +212,13 @@ def inspect(
             )
             for name, tensor in tensors.items()
         },
-        objects={
-            name: ObjectInfo(checkpoint.objects[name].file, checkpoint.objects[name].nbytes)
-            for name in objects
-        },
+        objects={name: ObjectInfo(stored.file, stored.nbytes) for name, stored in objects.items()},
         files={
             name: FileInfo(size, writer_of(name), name in checkpoint.files)
             for name, size in sorted({**checkpoint.files, **checkpoint.other_files}.items())
         },
-        provenance={key: told[key] for key in TOLD_OF_MAKING if key in told} if told else None,
-        digests=sum(len(known) for known in (told.get("digests") or {}).values()),
+        provenance=shown if provenance else None,
+        digests=sum(len(digests) for digests in (provenance.get("digests") or {}).values()),
         experts=find_experts(tensors.values()) if experts else None,
         shadows=_shadows(checkpoint),
         cuts=() if record is None else _cuts(record, tensors),
@@ -232,7 +231,7 @@ def _cuts(record: SaveRecord, fqns: Iterable[str]) -> tuple[CutsInfo, ...]:
     for fqn in fqns:
         if cuts := record.cuts(fqn):
             keys.setdefault(cuts, []).append(fqn)
-    return tuple(CutsInfo(tuple(map(str, cuts)), tuple(held)) for cuts, held in keys.items())
+    return tuple(CutsInfo(tuple(map(str, cuts)), tuple(fqns)) for cuts, fqns in keys.items())
 
 
 def _shadows(checkpoint: Checkpoint) -> ShadowInfo | None:
