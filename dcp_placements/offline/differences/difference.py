@@ -22,7 +22,7 @@ from dcp_placements.offline.checkpoint import (
 )
 from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.checks.verification import MEMORY_NBYTES, Progress
-from dcp_placements.offline.declared import Rename, check_picked, matcher
+from dcp_placements.offline.declared import Rename, matching_keys
 from dcp_placements.offline.differences.comparing import Tally
 from dcp_placements.storage.tensor_record import check_stored
 
@@ -134,9 +134,7 @@ def diff(
     first = one if isinstance(one, Checkpoint) else Checkpoint(one)
     second = other if isinstance(other, Checkpoint) else Checkpoint(other)
     names = _renamed([*first.tensors, *first.objects], rename)
-    every_key = {*names, *second.tensors, *second.objects}
-    keys = sorted(filter(matcher(fqn), every_key))
-    check_picked(fqn, keys, every_key)
+    keys = sorted(matching_keys(fqn, {*names, *second.tensors, *second.objects}))
     notes = []
     if SAFETENSORS in (first.format, second.format):
         objects = {k for k in keys if names.get(k) in first.objects or k in second.objects}

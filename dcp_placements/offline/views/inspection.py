@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.declared import check_picked, matcher
+from dcp_placements.offline.declared import matching_keys
 from dcp_placements.offline.experts import ExpertLayer, find_experts
 from dcp_placements.storage.metadata.record import Cuts, SaveRecord, record_of
 from dcp_placements.storage.metadata.save_ids import writer_of
@@ -189,13 +189,12 @@ def inspect(
         CannotLook: There is no checkpoint, or it cannot be read; or no key matches ``fqn``.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    matches = matcher(fqn)
     record = record_of(checkpoint.metadata)
     provenance = checkpoint.provenance or {}
     rules: Mapping[str, str] = provenance.get("rules") or {}
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if matches(name)}
-    objects = {name: stored for name, stored in checkpoint.objects.items() if matches(name)}
-    check_picked(fqn, [*tensors, *objects], [*checkpoint.tensors, *checkpoint.objects])
+    keys = matching_keys(fqn, [*checkpoint.tensors, *checkpoint.objects])
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name in keys}
+    objects = {name: stored for name, stored in checkpoint.objects.items() if name in keys}
     shown = {key: provenance[key] for key in SHOWN_PROVENANCE if key in provenance}
     return Inspection(
         path=checkpoint.path,

@@ -105,8 +105,8 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[P
     facts = [f"{tuple(shape)} {dtype}", f"{chunks} of {writers}", *_uncut(projection)]
     if _are_numbered(pieces) and len(unlabelled) < len(colors):
         facts.append("numbers: writer ranks")
-    if projection.untold:
-        facts.append(f"{projection.untold} more panels are not drawn")
+    if projection.undrawn:
+        facts.append(f"{projection.undrawn} more panels are not drawn")
     add_title(figure, fqn, facts)
     legend = [(style, text) for outlined, style, text in outlines if outlined]
     _add_legend(figure, legend, colors if unlabelled else {})
