@@ -1,4 +1,4 @@
-"""Other people's files as DCP checkpoints, and DCP checkpoints as other people's files.
+"""Files of other tools, imported as DCP checkpoints and exported from them.
 
 Imports ``offline`` and what is below it.
 """

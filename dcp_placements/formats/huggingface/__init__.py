@@ -1,4 +1,4 @@
-"""Safetensors files, as Hugging Face has them: export and import.
+"""Safetensors files in the form of the Hugging Face hub: export and import.
 
 Imports what ``formats`` may, and nothing of ``formats.megatron``.
 """

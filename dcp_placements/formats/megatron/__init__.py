@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoint directories: which ranks wrote what, and their import.
+"""Megatron-LM's checkpoint directories: their layout and their import.
 
 Imports what ``formats`` may, and nothing of ``formats.huggingface``.
 """

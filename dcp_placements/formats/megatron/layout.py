@@ -1,8 +1,8 @@
-"""What a Megatron-LM checkpoint directory is: which ranks wrote its files, and which are missing.
+"""The layout of a Megatron-LM checkpoint directory: which ranks wrote files, and which are missing.
 
 A legacy file is in ``mp_rank_TT``, followed by the pipeline coordinate if there are several stages
 and by the expert coordinate if experts are spread over ranks. So the second of two numbers in a
-name is either of the two, and the name does not say which. These do, in this order: the run's
+name is one or the other, and the name does not say which. These decide, in this order: the run's
 arguments inside the files; a set of files that is not a grid; which weights are in which file; the
 expert-parallel size that the caller gives.
 
