@@ -15,6 +15,12 @@ import torch
 from dcp_placements._torch import DTensor, dtensor_facts, has_hooks, is_dtensor_like
 from dcp_placements.bind.aliases import alias_faults
 from dcp_placements.bind.binding import BindError, Binding, Own, bind, fault_of
+from dcp_placements.bind.own_chunks import (
+    check_equal,
+    listed_binding,
+    lists_its_chunks,
+    names_its_chunks,
+)
 from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Chunk
@@ -27,7 +33,7 @@ from dcp_placements.names.optimizer_state import (
 )
 from dcp_placements.rules.mesh import MeshNumbers
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.rules.placement import CheckpointPlacement, shards
 
 
 def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Placing:
@@ -90,12 +96,10 @@ class Placer:
                 return
             if dtensor:
                 self._bind_dtensor(fqn, value, placement, rule)
+            elif lists_its_chunks(value):
+                self._bind_listed(fqn, value, placement, rule)
             elif placement is not None:
-                shape = tuple(value.shape)
-                plain = (shape, placement)
-                if plain not in self._bound:
-                    self._bind(Own(shape), shape, placement, plain)
-                self._place(fqn, value, self._bound[plain], rule)
+                self._place(fqn, value, self._bind_plain(value, placement), rule)
         except BindError as error:
             self._fault(error, fqn)
 
@@ -118,7 +122,7 @@ class Placer:
             elif not isinstance(value, torch.Tensor) or not value.dim():
                 continue
             state = states.of(fqn)
-            if state is None or has_hooks(value):
+            if state is None or names_its_chunks(value):
                 continue
             if state.parameter not in places:
                 places[state.parameter] = self._one_place(states.keys_of(state.parameter))
@@ -199,6 +203,28 @@ class Placer:
             own = Own(tuple(shape), mesh, placements)
             found = self._bind(own, tuple(local.shape), placement, key)
         self._place(fqn, local, found, rule, mesh)
+
+    def _bind_plain(
+        self, value: torch.Tensor, placement: CheckpointPlacement
+    ) -> tuple[Binding, tuple[Chunk, ...]] | None:
+        shape = tuple(value.shape)
+        plain = (shape, placement)
+        if plain not in self._bound:
+            self._bind(Own(shape), shape, placement, plain)
+        return self._bound[plain]
+
+    def _bind_listed(
+        self, fqn: str, value: torch.Tensor, placement: CheckpointPlacement | None, rule: str | None
+    ) -> None:
+        """Bind a tensor that lists its chunks; a rule that cuts has to say the same."""
+        listed = listed_binding(value)
+        if placement is None or not any(shards(entry) for entry in placement.placements):
+            self._place(fqn, value, (listed, listed.layout.chunks()), None)
+            return
+        bound = self._bind_plain(value, placement)
+        if bound is not None:
+            check_equal(listed, bound[0])
+        self._place(fqn, value, bound, rule)
 
     def _bind(
         self,

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from dcp_placements._torch import dtensor_facts, has_hooks, is_dtensor_like
+from dcp_placements._torch import dtensor_facts, is_dtensor_like
 from dcp_placements.bind.binding import BindError, Binding, Own, bind, fault_of
+from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.bind.placed import Place, Placing, RowPlaced, StackedPlaced
 from dcp_placements.bind.placing import Placer
 from dcp_placements.bind.unfolded import Unfolded, Unfolding, is_tensor
@@ -105,7 +106,7 @@ class StackPlacer:
             return
         self.unfolding.add(fqn, rows[0].value, path)
         try:
-            if not all(tensors) or any(has_hooks(held.value) for held in rows):
+            if not all(tensors) or any(names_its_chunks(held.value) for held in rows):
                 raise BindError(
                     "cannot stack what is no tensor, or names its chunks itself, with tensors",
                     f"it stacks:   {format_names([held.key for held in rows], 4)}",

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dcp_placements._torch import has_hooks
 from dcp_placements.bind.binding import Binding, Own, bind
+from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.bind.placed import Place, Placed, Placing, RowPlaced
 from dcp_placements.bind.placing import place
 from dcp_placements.bind.unfolded import Unfolding, is_tensor
@@ -64,10 +64,11 @@ class RowPlacer:
             placing.matched[rule] = placing.matched.get(rule, 0) + count
         faulty = {fault.fqn for fault in whole.faults}
         for name, tensor in tensors.items():
-            if name in whole.placed or name in whole.absent or name in faulty:
-                continue
-            if has_hooks(tensor):
+            if names_its_chunks(tensor) and name not in faulty:
+                whole.placed.pop(name, None)
                 fault(name, "names its chunks itself, and cannot be unstacked")
+                continue
+            if name in whole.placed or name in whole.absent or name in faulty:
                 continue
             shape = tuple(tensor.shape)
             binding = bind(Own(shape), shape, None)

@@ -1,0 +1,139 @@
+"""Tensors that say themselves where they lie: the attributes of torch's ``CheckpointableTensor``.
+
+A plain tensor with ``global_shape``, ``global_offsets``, ``local_offsets`` and ``local_sizes``
+lists its chunks in the whole tensor. Default planners of torch 2.14 and newer store it by them;
+ours do under every torch, because they are attributes and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import has_hooks
+from dcp_placements.bind.binding import BindError, Binding
+from dcp_placements.layout.sharding import Chunk, ListedLayout, Sharding
+
+NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""The attributes; a tensor that has only some of them is a plain tensor, as torch takes it."""
+
+
+def lists_its_chunks(value: Any) -> bool:
+    """Whether a value is a tensor with the attributes."""
+    return (
+        isinstance(value, torch.Tensor)
+        and getattr(value, "global_offsets", None) is not None
+        and all(getattr(value, name, None) is not None for name in NAMES)
+    )
+
+
+def names_its_chunks(value: Any) -> bool:
+    """Whether a value says itself what is stored of it: by torch's hooks, or by the attributes."""
+    return has_hooks(value) or lists_its_chunks(value)
+
+
+def listed_binding(tensor: Any) -> Binding:
+    """Return the place of a tensor that lists its chunks.
+
+    Elements of the tensor that no chunk names are padding, and are neither saved nor loaded.
+
+    Raises:
+        BindError: Attributes that do not fit each other, the tensor or the whole.
+    """
+    global_shape = _ints(tensor.global_shape, "global_shape")
+    local_shape = tuple(tensor.shape)
+    lists = [list(getattr(tensor, name)) for name in NAMES[1:]]
+    if len({len(entries) for entries in lists}) != 1:
+        counts = ", ".join(f"{len(one)} {name}" for one, name in zip(lists, NAMES[1:], strict=True))
+        raise BindError(f"lists {counts}", "way out:     one of each per chunk")
+    chunks = []
+    for number, entries in enumerate(zip(*lists, strict=True)):
+        offsets, local_offsets, sizes = (
+            _ints(entry, f"{name}[{number}]")
+            for entry, name in zip(entries, NAMES[1:], strict=True)
+        )
+        if not len(global_shape) == len(offsets) == len(local_offsets) == len(sizes):
+            raise BindError(
+                f"lists a chunk of other dims than global_shape={global_shape}",
+                _format(offsets, local_offsets, sizes),
+            )
+        if len(local_shape) != len(global_shape):
+            raise BindError(
+                f"holds a {local_shape} tensor, and lists chunks of global_shape={global_shape}"
+            )
+        _check_inside(offsets, sizes, global_shape, "the whole tensor", "global_offsets")
+        _check_inside(local_offsets, sizes, local_shape, "the local tensor", "local_offsets")
+        if 0 not in sizes:
+            chunks.append(Chunk(local_offsets, offsets, sizes))
+    layout = ListedLayout.of(global_shape, local_shape, tuple(chunks))
+    return Binding(Sharding(global_shape), (), layout, is_uniform=False, is_exact=False)
+
+
+def check_equal(listed: Binding, ruled: Binding) -> None:
+    """Refuse a rule that says something else than the tensor's own list.
+
+    Raises:
+        BindError: The two do not have the same elements at the same places.
+    """
+    by_rule = ruled.layout.chunks()
+    own = listed.layout.chunks()
+    same = listed.global_shape == ruled.global_shape
+    same = same and sum(c.box.numel for c in own) == sum(c.box.numel for c in by_rule)
+    if not same or not all(any(_is_part(one, other) for other in by_rule) for one in own):
+        raise BindError(
+            "lists chunks of its own that are not those of its rule",
+            *_differing("by itself", listed.global_shape, own),
+            *_differing("declared", ruled.global_shape, by_rule),
+            "way out:     let one of them speak: None for this key in the rules, or a tensor "
+            "without the attributes",
+        )
+
+
+def _is_part(one: Chunk, other: Chunk) -> bool:
+    """Whether a chunk is inside another one, with the same shift from local to global."""
+    return all(
+        there <= here and here + size <= there + room and here - local == there - other_local
+        for here, local, size, there, other_local, room in zip(
+            one.offsets,
+            one.local_offsets,
+            one.sizes,
+            other.offsets,
+            other.local_offsets,
+            other.sizes,
+            strict=True,
+        )
+    )
+
+
+def _differing(label: str, global_shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[str]:
+    lines = [f"{label + ':':<12} {len(chunks)} chunks of a whole {global_shape}"]
+    return lines + [f"    {_format(c.offsets, c.local_offsets, c.sizes)}" for c in chunks[:3]]
+
+
+def _format(offsets: Any, local_offsets: Any, sizes: Any) -> str:
+    return f"offsets {offsets}, local offsets {local_offsets}, sizes {sizes}"
+
+
+def _ints(values: Any, name: str) -> tuple[int, ...]:
+    try:
+        return tuple([int(value) for value in values])
+    except (TypeError, ValueError):
+        raise BindError(f"has {name}={values!r}, which is no tuple of integers") from None
+
+
+def _check_inside(
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    whole: str,
+    name: str,
+) -> None:
+    for dim, (offset, size, room) in enumerate(zip(offsets, sizes, shape, strict=True)):
+        if offset < 0 or size < 0 or offset + size > room:
+            raise BindError(
+                f"lists a chunk outside {whole} of shape {shape}: on dim {dim} {name} {offset} "
+                f"and local_sizes {size}",
+                "way out:     correct the attributes of this tensor",
+            )

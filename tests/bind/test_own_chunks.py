@@ -1,0 +1,240 @@
+"""Tensors with the attributes of torch's ``CheckpointableTensor``, under every torch.
+
+The truth is plain slicing of the whole, and the whole as torch's default planner reads it.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementLoadPlanner,
+    PlacementSavePlanner,
+    Stack,
+    Unstack,
+)
+from dcp_placements.testing import World
+
+WHOLE = torch.arange(8 * 6).reshape(8, 6).float()
+
+Place = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Global offsets, local offsets and sizes of a chunk."""
+
+
+def listed(tensor: torch.Tensor, *places: Place, shape: tuple[int, ...] = (8, 6)) -> torch.Tensor:
+    annotated: Any = tensor
+    annotated.global_shape = shape
+    annotated.global_offsets = tuple(place[0] for place in places)
+    annotated.local_offsets = tuple(place[1] for place in places)
+    annotated.local_sizes = tuple(place[2] for place in places)
+    return tensor
+
+
+def rows(start: int, stop: int, whole: torch.Tensor = WHOLE) -> torch.Tensor:
+    """Return these rows, which say where they lie."""
+    count = stop - start
+    part = whole[start:stop].clone()
+    return listed(part, ((start, 0), (0, 0), (count, 6)))
+
+
+def save(path: Path, *ranks: dict[str, Any], **options: Any) -> None:
+    World(len(ranks)).save(
+        path, lambda rank: ranks[rank], lambda rank: PlacementSavePlanner(**options)
+    )
+
+
+def refusal(path: Path, *ranks: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(path, *ranks, **options)
+    assert not list(path.iterdir())
+    return str(caught.value)
+
+
+def stock(path: Path, key: str = "w") -> torch.Tensor:
+    found = {key: torch.full((8, 6), -1.0)}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found[key]
+
+
+def test_two_shards_of_equal_content_are_both_stored(tmp_path: Path) -> None:
+    ones = torch.ones(8, 6)
+    save(tmp_path, {"w": rows(0, 4, ones)}, {"w": rows(4, 8, ones)})
+    assert torch.equal(stock(tmp_path), ones)
+
+
+def test_several_chunks_with_padding_between_lie_where_they_say(tmp_path: Path) -> None:
+    def held(rank: int) -> torch.Tensor:
+        local = torch.full((6, 6), -7.0)
+        local[0:2], local[3:5] = WHOLE[2 * rank : 2 * rank + 2], WHOLE[4 + 2 * rank : 6 + 2 * rank]
+        return listed(
+            local,
+            ((2 * rank, 0), (0, 0), (2, 6)),
+            ((4 + 2 * rank, 0), (3, 0), (2, 6)),
+        )
+
+    save(tmp_path, {"w": held(0)}, {"w": held(1)})
+    assert torch.equal(stock(tmp_path), WHOLE)
+
+    def blank(rank: int) -> dict[str, Any]:
+        return {"w": listed(torch.full((6, 6), -7.0), *_places(held(rank)))}
+
+    loaded = World(2).load(tmp_path, blank, lambda rank: PlacementLoadPlanner())
+    for rank in range(2):
+        assert torch.equal(loaded[rank]["w"], held(rank))
+
+
+def _places(tensor: Any) -> list[Place]:
+    lists = (tensor.global_offsets, tensor.local_offsets, tensor.local_sizes)
+    return list(zip(*lists, strict=True))
+
+
+def tiles(rng: random.Random, box: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+    """Return a random tiling of ``(row, column, rows, columns)``; no product of intervals."""
+    row, column, height, width = box
+    if height * width <= 4 or rng.random() < 0.2:
+        return [box]
+    if rng.random() < 0.5 and height > 1:
+        cut = rng.randrange(1, height)
+        parts = [(row, column, cut, width), (row + cut, column, height - cut, width)]
+    elif width > 1:
+        cut = rng.randrange(1, width)
+        parts = [(row, column, height, cut), (row, column + cut, height, width - cut)]
+    else:
+        return [box]
+    return [tile for part in parts for tile in tiles(rng, part)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_tiling_into_any_other(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+
+    def world(size: int) -> list[list[tuple[int, int, int, int]]]:
+        shares: list[list[tuple[int, int, int, int]]] = [[] for _ in range(size)]
+        for tile in tiles(rng, (0, 0, 8, 6)):
+            for rank in rng.sample(range(size), rng.randint(1, 2)):
+                shares[rank].append(tile)
+        return shares
+
+    def tensor(share: list[tuple[int, int, int, int]], *, filled: bool) -> torch.Tensor:
+        local = torch.full((sum(tile[2] for tile in share) + 1, 6), -7.0)
+        places, at = [], 0
+        for row, column, height, width in share:
+            if filled:
+                part = WHOLE[row : row + height, column : column + width]
+                local[at : at + height, :width] = part
+            places.append(((row, column), (at, 0), (height, width)))
+            at += height
+        return listed(local, *places)
+
+    sources, targets = world(3), world(4)
+    save(tmp_path, *({"w": tensor(share, filled=True)} for share in sources))
+    assert torch.equal(stock(tmp_path), WHOLE)
+    loaded = World(4).load(
+        tmp_path,
+        lambda rank: {"w": tensor(targets[rank], filled=False)},
+        lambda rank: PlacementLoadPlanner(),
+    )
+    for rank in range(4):
+        assert torch.equal(loaded[rank]["w"], tensor(targets[rank], filled=True))
+
+
+def test_holes_overlaps_and_replicas_that_differ_are_refused(tmp_path: Path) -> None:
+    assert "w" in refusal(tmp_path, {"w": rows(0, 3)}, {"w": rows(4, 8)})
+    assert "w" in refusal(tmp_path, {"w": rows(0, 5)}, {"w": rows(4, 8)})
+    changed = rows(4, 8)
+    changed[1, 1] += 1
+    text = refusal(tmp_path, {"w": rows(0, 4)}, {"w": rows(4, 8)}, {"w": changed})
+    assert "w: " in text
+    assert "1 and 2" in text or "1, 2" in text or ("rank 1" in text and "rank 2" in text)
+
+
+def placement(rank: int, *entries: Any) -> CheckpointPlacement:
+    mesh = World(4).mesh(rank, ep=2, dp=2)
+    return CheckpointPlacement(mesh, entries, global_shape=(8, 6))
+
+
+def test_a_rule_has_to_say_the_same(tmp_path: Path) -> None:
+    ranks = [{"w": rows(4 * (rank // 2), 4 * (rank // 2) + 4)} for rank in range(4)]
+
+    def by(*entries: Any) -> Any:
+        return lambda rank: PlacementSavePlanner(lambda fqn, _: placement(rank, *entries))
+
+    World(4).save(tmp_path, ranks.__getitem__, by(Shard(0), Replicate()))
+    assert torch.equal(stock(tmp_path), WHOLE)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        World(4).save(tmp_path / "other", ranks.__getitem__, by(Replicate(), Shard(0)))
+    text = str(caught.value)
+    assert "w: rank 1 lists chunks of its own that are not those of its rule" in text
+    assert "offsets (0, 0), local offsets (0, 0), sizes (4, 6)" in text
+    assert "offsets (4, 0), local offsets (0, 0), sizes (4, 6)" in text
+    # A rule that shards nothing leaves the tensor what it says itself.
+    World(4).save(tmp_path, ranks.__getitem__, by(Replicate(), Replicate()))
+    assert torch.equal(stock(tmp_path), WHOLE)
+
+
+def test_optimizer_state_follows_and_may_say_its_own(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        weight = rows(4 * rank, 4 * rank + 4)
+        moment = weight.clone() + 1
+        own = listed(weight.clone() + 2, *_places(weight))
+        return {"w": weight, "state.w.exp_avg": moment, "state.w.exp_avg_sq": own}
+
+    save(tmp_path, state(0), state(1))
+    for number, key in enumerate(state(0)):
+        assert torch.equal(stock(tmp_path, key), WHOLE + number)
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        (
+            [((6, 0), (0, 0), (4, 6))],
+            "lists a chunk outside the whole tensor of shape (8, 6)",
+        ),
+        (
+            [((0, 0), (2, 0), (4, 6))],
+            "lists a chunk outside the local tensor of shape (4, 6)",
+        ),
+        ([((0,), (0,), (4,))], "lists a chunk of other dims than global_shape=(8, 6)"),
+        (
+            [(("a", 0), (0, 0), (4, 6))],
+            "has global_offsets[0]=('a', 0), which is no tuple",
+        ),
+    ],
+)
+def test_attributes_that_do_not_fit_are_refused(
+    tmp_path: Path, places: list[Any], text: str
+) -> None:
+    found = refusal(tmp_path, {"w": listed(WHOLE[:4].clone(), *places)})
+    assert f"w: rank 0 {text}" in found
+
+
+def test_lists_of_unequal_length_are_refused(tmp_path: Path) -> None:
+    tensor: Any = rows(0, 8)
+    tensor.local_sizes = ()
+    text = refusal(tmp_path, {"w": tensor})
+    assert "lists 1 global_offsets, 1 local_offsets, 0 local_sizes" in text
+
+
+def test_a_tensor_with_some_of_the_attributes_is_a_plain_tensor(tmp_path: Path) -> None:
+    tensor: Any = WHOLE.clone()
+    tensor.global_shape = (80, 6)
+    save(tmp_path, {"w": tensor})
+    assert torch.equal(stock(tmp_path), WHOLE)
+
+
+def test_what_lists_its_chunks_is_neither_stacked_nor_unstacked(tmp_path: Path) -> None:
+    stacked = {f"experts.{n}.w": rows(0, 8) for n in range(2)}
+    assert "names its chunks itself" in refusal(
+        tmp_path, stacked, rename=Stack("experts.{}.w", total=2)
+    )
+    whole = {"experts.w": rows(0, 8)}
+    assert "names its chunks itself" in refusal(tmp_path, whole, rename=Unstack("experts.{}.w"))
