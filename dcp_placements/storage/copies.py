@@ -44,43 +44,43 @@ class Copies:
     """
 
     def __init__(self, metadata: Metadata, rank: int) -> None:
-        told = stored(metadata)
+        provenance = stored(metadata)
         self._places: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
         self._reader = rank
-        self._stand_in = rank % max(int((told or {}).get("world_size", 1)), 1)
+        self._stand_in = rank % max(int((provenance or {}).get("world_size", 1)), 1)
         self._packs: dict[str, list[tuple[str, Packed]]] = {}
-        for key, fqns in shadowed(told).items():
+        for key, fqns in shadowed(provenance).items():
             for position, fqn in enumerate(fqns):
                 self._packs.setdefault(fqn, []).append((key, Packed(position, len(fqns))))
-        self._known: dict[tuple[str, int, Any], StorageInfo | None] = {}
+        self._looked_up: dict[tuple[str, int, Any], StorageInfo | None] = {}
 
     def sources(self, items: Sequence[ReadItem]) -> list[Source]:
         """Return where each of the items is read from."""
-        found: list[Source] = [(self._places[item.storage_index], None) for item in items]
+        sources: list[Source] = [(self._places[item.storage_index], None) for item in items]
         if not self._packs:
-            return found
+            return sources
         own = f"__{self._reader}_"
         opened: set[str] = set()
         left = []
         for at, item in enumerate(items):
-            path = found[at][0].relative_path
+            path = sources[at][0].relative_path
             if item.storage_index.fqn in self._packs and not path.startswith(own):
                 copy = self._of(item, (self._reader,))
                 if copy is None:
                     left.append(at)
                     continue
-                found[at] = copy
-            opened.add(found[at][0].relative_path)
+                sources[at] = copy
+            opened.add(sources[at][0].relative_path)
         for at in left:
-            if found[at][0].relative_path in opened:
+            if sources[at][0].relative_path in opened:
                 continue
             copy = self._of(items[at], self._writers(opened)) or self._of(
                 items[at], (self._stand_in,)
             )
             if copy is not None:
-                found[at] = copy
-            opened.add(found[at][0].relative_path)
-        return found
+                sources[at] = copy
+            opened.add(sources[at][0].relative_path)
+        return sources
 
     def _of(self, item: ReadItem, writers: Iterable[int]) -> Source | None:
         """Return a copy of what an item reads that one of these ranks wrote."""
@@ -95,11 +95,11 @@ class Copies:
 
     def _at(self, key: str, writer: int, chunk: tuple[int, ...]) -> StorageInfo | None:
         # Of many tensors in one pack the place is looked up once.
-        known = (key, writer, chunk)
-        if known not in self._known:
+        place = (key, writer, chunk)
+        if place not in self._looked_up:
             index = MetadataIndex(key, torch.Size((writer, *chunk)))
-            self._known[known] = self._places.get(index)
-        return self._known[known]
+            self._looked_up[place] = self._places.get(index)
+        return self._looked_up[place]
 
     def _writers(self, opened: Iterable[str]) -> list[int]:
         """Return the ranks that wrote files."""

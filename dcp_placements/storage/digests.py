@@ -163,10 +163,10 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     starts = torch.tensor(_block_starts(tensor.numel(), tensor.itemsize), device=tensor.device)
     flat = (starts[:, None] + torch.arange(block, device=tensor.device)).reshape(-1)
     if tensor.is_contiguous():
-        picked = tensor.view(-1)[flat]
+        sampled = tensor.view(-1)[flat]
     else:
-        picked = tensor[torch.unravel_index(flat, tensor.shape)]
-    return _resolved(picked).view(torch.uint8)
+        sampled = tensor[torch.unravel_index(flat, tensor.shape)]
+    return _resolved(sampled).view(torch.uint8)
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

@@ -129,7 +129,7 @@ class PlacementFileSystemReader(FileSystemReader):
         try:
             self._read(plan, planner)
         except BaseException as error:
-            # Told to the ranks that wait for what was to be read here.
+            # Ranks that wait for what this one was to read have to learn of it.
             failed = error
         if isinstance(planner, AfterReads):
             planner.report.traffic = Traffic(self.opens - opens, self.bytes_read - nbytes)
@@ -155,8 +155,8 @@ class PlacementFileSystemReader(FileSystemReader):
         ids = {record.file: record for record in speaking_for(wanted, self._ids)}
         for path in ids:
             wanted.setdefault(path, {})
-        told = self.storage_data
-        starts = told.rows.starts if isinstance(told, StorageTable) else None
+        table = self.storage_data
+        starts = table.rows.starts if isinstance(table, StorageTable) else None
         if self.restricted:
             planner = cast(LoadPlanner, _Restricted(planner))
         work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
@@ -258,11 +258,11 @@ class _Restricted:
             torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
             # Whatever a broken or hostile pickle makes of itself.
-            told = format_name((str(error).strip() or type(error).__name__).splitlines()[0])
+            reason = format_name((str(error).strip() or type(error).__name__).splitlines()[0])
             raise PlacementError(
                 f"{format_name(read_item.storage_index.fqn)}: this object is not loaded with "
                 "restricted=True, since torch.load(weights_only=True) does not\n"
-                f"    torch says:  {told}\n"
+                f"    torch says:  {reason}\n"
                 "    way out:     torch.serialization.add_safe_globals for what you trust, or "
                 "leave the key out of the state dict"
             ) from error

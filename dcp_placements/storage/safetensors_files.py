@@ -60,9 +60,9 @@ def read_header(stream: IO[bytes], name: str, size: int) -> dict[str, Entry]:
         (length,) = struct.unpack("<Q", stream.read(8))
         if not 2 <= length <= min(HEADER_LIMIT_NBYTES, max(size - 8, 0)):
             raise ValueError(f"a header of {length} bytes in a file of {size}")
-        told = json.loads(stream.read(length))
-        offsets = _saved_offsets(told.pop("__metadata__", None))
-        return {fqn: _entry(known, offsets.get(fqn), 8 + length) for fqn, known in told.items()}
+        header = json.loads(stream.read(length))
+        offsets = _saved_offsets(header.pop("__metadata__", None))
+        return {fqn: _entry(entry, offsets.get(fqn), 8 + length) for fqn, entry in header.items()}
     except (
         *(struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError),
     ) as error:
@@ -71,14 +71,14 @@ def read_header(stream: IO[bytes], name: str, size: int) -> dict[str, Entry]:
         ) from error
 
 
-def _entry(told: Any, offsets: Any, base: int) -> Entry:
-    shape = counts(told["shape"])
-    start, stop = counts(told["data_offsets"])
-    if told["dtype"] not in DTYPES:
+def _entry(entry: Any, offsets: Any, base: int) -> Entry:
+    shape = counts(entry["shape"])
+    start, stop = counts(entry["data_offsets"])
+    if entry["dtype"] not in DTYPES:
         raise ValueError("a dtype that the format has not")
-    dtype = DTYPES[told["dtype"]]
+    dtype = DTYPES[entry["dtype"]]
     if stop - start != prod(shape) * dtype.itemsize:
-        raise ValueError(f"{stop - start} bytes of a {shape} tensor of {told['dtype']}")
+        raise ValueError(f"{stop - start} bytes of a {shape} tensor of {entry['dtype']}")
     at = (0,) * len(shape) if offsets is None else counts(offsets)
     if len(at) != len(shape):
         raise ValueError(f"{len(at)} offsets of a tensor of {len(shape)} dims")
@@ -88,10 +88,10 @@ def _entry(told: Any, offsets: Any, base: int) -> Entry:
 
 
 def _saved_offsets(metadata: Any) -> dict[str, Any]:
-    told = (metadata or {}).get("DCP_SHARDING_INFO")
-    if told is None:
+    sharding = (metadata or {}).get("DCP_SHARDING_INFO")
+    if sharding is None:
         return {}
-    return {fqn: known["saved_offsets"] for fqn, known in json.loads(told).items()}
+    return {fqn: entry["saved_offsets"] for fqn, entry in json.loads(sharding).items()}
 
 
 LARGEST = 1 << 63
@@ -120,16 +120,16 @@ def counts(values: Any) -> tuple[int, ...]:
 
 
 def write_header(
-    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], told: Mapping[str, str]
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], notes: Mapping[str, str]
 ) -> bytes:
     """Return what a safetensors file begins with; the elements follow in the order given.
 
     Args:
         tensors: Name, dtype and shape of each. Those with the largest elements come first, so that
             all of them lie at multiples of their size.
-        told: What the file is to say of itself.
+        notes: Free text by name, for the header's ``__metadata__``.
     """
-    header: dict[str, Any] = {"__metadata__": dict(told)}
+    header: dict[str, Any] = {"__metadata__": dict(notes)}
     at = 0
     for name, dtype, shape in tensors:
         nbytes = prod(shape) * dtype.itemsize

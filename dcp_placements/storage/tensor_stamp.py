@@ -1,7 +1,8 @@
 """Tensors like one that was saved before, as ``torch.save`` writes them, without ``torch.save``.
 
-It costs 100 us and more, however small the tensor; a checkpoint of many small ones is made of
-little else. Two files of tensors that are alike differ in the elements and a few checksums only.
+``torch.save`` takes 100 us and more, however small the tensor, which dominates a checkpoint of many
+small tensors. The files of two tensors of one dtype and shape differ only in the elements and a few
+checksums.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Stamp:
         start: Where the elements begin.
 
     Raises:
-        ValueError: ``torch.save`` writes something else than is known here.
+        ValueError: This torch writes another format.
     """
 
     start: int
@@ -42,23 +43,23 @@ class Stamp:
         try:
             self._cut(saved, len(data))
         except (KeyError, struct.error, zipfile.BadZipFile) as error:
-            raise ValueError("torch.save writes no zip file that is known here") from error
+            raise ValueError("torch.save writes another kind of file") from error
         if b"".join(self.parts(data)) != saved:
-            raise ValueError("torch.save writes other bytes than are made here")
+            raise ValueError("torch.save writes other bytes than this class would")
 
     def parts(self, data: bytes) -> list[bytes]:
         """Return the file of a tensor with these bytes, in parts."""
         crc = zlib.crc32(data)
-        told = struct.pack("<I", crc)
+        data_crc = struct.pack("<I", crc)
         combined = _combine(self._before, crc)
         for other in self._after:
             combined = _combine(combined, other)
         name = b"%020d" % combined
-        name_told = struct.pack("<I", zlib.crc32(name, self._name_crc))
+        name_crc = struct.pack("<I", zlib.crc32(name, self._name_crc))
         head, after_data, after_crc, after_name, after_name_crc, after_dir, rest = self._fixed
         return [
-            *(head, data, after_data, told, after_crc, name, after_name, name_told),
-            *(after_name_crc, told, after_dir, name_told, rest),
+            *(head, data, after_data, data_crc, after_crc, name, after_name, name_crc),
+            *(after_name_crc, data_crc, after_dir, name_crc, rest),
         ]
 
     def _cut(self, saved: bytes, nbytes: int) -> None:
@@ -67,15 +68,15 @@ class Stamp:
             entries = file.infolist()
             directory = file.start_dir
         starts: dict[str, int] = {}
-        told: dict[str, int] = {}
+        crc_at: dict[str, int] = {}
         for entry in entries:
             last = entry.filename.partition("/")[2]
             starts[last] = entry.header_offset + local_header(saved, entry.header_offset).nbytes
-            told[last] = directory + 16
+            crc_at[last] = directory + 16
             directory += 46 + sum(struct.unpack_from("<HHH", saved, directory + 28))
         order = [entry.filename.partition("/")[2] for entry in entries]
         if "data/0" not in order[:-1] or order[-1] != ".data/serialization_id":
-            raise ValueError("torch.save writes other entries than are known here")
+            raise ValueError("torch.save writes other entries than this class would")
         at = order.index("data/0")
         data, name = starts["data/0"], starts[order[-1]]
         # The id is 20 digits of the entries' names, then 20 of their contents.
@@ -87,8 +88,8 @@ class Stamp:
             (crc, crc + 4),
             (middle, end),
             (end + 4, end + 8),
-            (told["data/0"], told["data/0"] + 4),
-            (told[order[-1]], told[order[-1]] + 4),
+            (crc_at["data/0"], crc_at["data/0"] + 4),
+            (crc_at[order[-1]], crc_at[order[-1]] + 4),
         ]
         fixed = []
         position = 0
@@ -98,8 +99,8 @@ class Stamp:
         self._fixed = (*fixed, saved[position:])
         crcs = [entry.CRC for entry in entries]
         self._before = 0
-        for known in crcs[:at]:
-            self._before = _combine(self._before, known)
+        for value in crcs[:at]:
+            self._before = _combine(self._before, value)
         self._after = crcs[at + 1 : -1]
         self._name_crc = zlib.crc32(saved[name:middle])
 

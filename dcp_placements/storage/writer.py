@@ -139,8 +139,8 @@ class PlacementFileSystemWriter(FileSystemWriter):
     def _older_files(self) -> set[str]:
         """Return the data files that the metadata in this place name; none where it is unreadable.
 
-        They are unpickled with care: whatever has been put there, only files with names of
-        checkpoints' data files, and in this directory, are told.
+        They are read with ``restricted=True``. Whatever they name, only names of data files in this
+        directory are returned.
         """
         path = self._get_metadata_path(None if self.use_collectives else self.rank)
         if not self.fs.exists(path):
@@ -247,7 +247,7 @@ def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:
 
 @contextmanager
 def _errors_of(path: Any) -> Iterator[None]:
-    """Raise what the system said of a file while it was written, and of which.
+    """Raise the system's error for a file that is being written, with the file's name.
 
     ``torch.save`` closes its zip file when a write fails, which fails as well, over positions that
     do not fit; the reason is what that error came after.

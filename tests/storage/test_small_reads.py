@@ -20,6 +20,7 @@ from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import blank, data_file, load, same
+from tests.strategies import examples
 
 
 def norms(count: int = 500, numel: int = 1024) -> dict[str, Any]:
@@ -129,6 +130,7 @@ def test_into_other_dtypes_and_strides(tmp_path: Path) -> None:
         assert torch.equal(loaded[key], whole.to(loaded[key].dtype))
 
 
+@examples(100)
 @given(
     st.lists(
         st.tuples(

@@ -72,12 +72,12 @@ def write_metadata(metadata: Metadata, table: StorageTable, stream: IO[bytes]) -
 
 
 def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
-    """Return what a ``.metadata`` file says, whoever wrote it; with the collector quiet.
+    """Return the metadata in a ``.metadata`` file, whoever wrote it.
 
     Args:
         stream: The file.
-        restricted: Whether it may be anybody's: nothing but DCP's own classes is made then, and
-            what ``pickle.load`` would do with the records is looked at, too.
+        restricted: Whether it may be anybody's: only DCP's own classes are made then, and
+            the records are checked for what ``pickle.load`` would do with them.
 
     Raises:
         RefusedGlobal: It is restricted and names something else.
@@ -96,10 +96,10 @@ def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
         # The empty dict that the records would go into, put where it belongs.
         metadata: Metadata = load(io.BytesIO(head + _END))
         stream.seek(footer_start)
-        told = load(io.BytesIO(_inflated(stream.read()[: -_TRAILER.size], footer_start)))
+        footer = load(io.BytesIO(_inflated(stream.read()[: -_TRAILER.size], footer_start)))
         arrays = []
         reached = head_end
-        for part, position, count in told["parts"]:
+        for part, position, count in footer["parts"]:
             layout = Part(*part).layout(None)
             if count < 0 or position + layout.itemsize * count > footer_start:
                 raise pickle.UnpicklingError("its records are beyond its end")
@@ -108,7 +108,7 @@ def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
             if restricted and (position != reached or not Part(*part).is_form_of(records)):
                 raise pickle.UnpicklingError("its records are not those of chunks")
             reached += records.nbytes
-            arrays.append(_rows_of_records(records, told))
+            arrays.append(_rows_of_records(records, footer))
         if restricted:
             stream.seek(reached)
             if stream.read(_END_NBYTES) != _END or reached + _END_NBYTES != footer_start:
@@ -116,12 +116,12 @@ def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
         rows = np.concatenate(arrays) if arrays else np.empty(0, ROW)
         metadata.storage_data = StorageTable(
             Rows(
-                told["fqns"],
-                told["offsets"],
-                told["paths"],
-                told["transforms"],
+                footer["fqns"],
+                footer["offsets"],
+                footer["paths"],
+                footer["transforms"],
                 rows,
-                told.get("starts"),
+                footer.get("starts"),
             )
         )
         return metadata
@@ -131,10 +131,10 @@ def _inflated(data: bytes, before: int) -> bytes:
     """Return the footer; it repeats what the pickle before it says, so it is no larger by far."""
     limit = _INFLATED * (before + len(data)) + _PART_ROWS
     inflating = zlib.decompressobj()
-    made = inflating.decompress(data, limit)
+    footer = inflating.decompress(data, limit)
     if inflating.unconsumed_tail:
         raise pickle.UnpicklingError("its end inflates to far more than the file")
-    return made + inflating.flush()
+    return footer + inflating.flush()
 
 
 def _trailer(stream: IO[bytes]) -> tuple[int, int] | None:
@@ -180,7 +180,7 @@ def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _Named]:
         "fqn": [fqns.get(fqn, fqn) for fqn in rows.fqns],
         "offset": offsets,
         "path": rows.paths,
-        "transforms": [None if told is None else list(told) for told in rows.transforms],
+        "transforms": [None if names is None else list(names) for names in rows.transforms],
     }
     buffer = io.BytesIO()
     # Protocol 3 has no frames, which would say how long the records are, and numbers by order.
@@ -196,8 +196,8 @@ def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _Named]:
     named = _Named(
         words={word: numbers[_memo_key(word)] for word in words},
         columns={
-            name: np.array([0 if n is None else numbers[_memo_key(n)] for n in known], np.uint32)
-            for name, known in names.items()
+            name: np.array([0 if n is None else numbers[_memo_key(n)] for n in values], np.uint32)
+            for name, values in names.items()
         },
     )
     shared = copy.copy(metadata)
@@ -212,7 +212,7 @@ def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _Named]:
 
 
 def _memo_key(value: Any) -> Hashable:
-    """Return what a value of the memo is found by: its kind and its content."""
+    """Return a key for a value of the memo: its type and its content."""
     return type(value), tuple(value) if type(value) is list else value
 
 
@@ -223,33 +223,33 @@ def _is_strings(value: Any) -> bool:
 def _shared(
     stored: Mapping[str, Any],
 ) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], torch.Size]]:
-    """Return keys, the metadata with equal parts made one object, and the sizes in it."""
+    """Return keys, the metadata with equal parts shared one object, and the sizes in it."""
     sizes: dict[tuple[int, ...], torch.Size] = {}
     chunks: dict[Any, ChunkStorageMetadata] = {}
     lists: BySequence[list[ChunkStorageMetadata]] = BySequence(_place)
     properties: dict[str, Any] = {}
-    made: dict[str, Any] = {}
-    for fqn, told in stored.items():
-        if type(told) is not TensorStorageMetadata:
-            made[fqn] = told
+    shared: dict[str, Any] = {}
+    for fqn, metadata in stored.items():
+        if type(metadata) is not TensorStorageMetadata:
+            shared[fqn] = metadata
             continue
-        known = lists.get(told.chunks)
-        if known is None:
-            found = []
-            for chunk in told.chunks:
+        chunk_list = lists.get(metadata.chunks)
+        if chunk_list is None:
+            parts = []
+            for chunk in metadata.chunks:
                 key = _place(chunk)
                 if key not in chunks:
                     offsets, extent = (sizes.setdefault(size, torch.Size(size)) for size in key)
                     chunks[key] = ChunkStorageMetadata(offsets, extent)
-                found.append(chunks[key])
-            known = lists.put(told.chunks, found)
-        whole = tuple(told.size)
-        made[fqn] = TensorStorageMetadata(
-            properties.setdefault(repr(told.properties), told.properties),
+                parts.append(chunks[key])
+            chunk_list = lists.put(metadata.chunks, parts)
+        whole = tuple(metadata.size)
+        shared[fqn] = TensorStorageMetadata(
+            properties.setdefault(repr(metadata.properties), metadata.properties),
             sizes.setdefault(whole, torch.Size(whole)),
-            known,
+            chunk_list,
         )
-    return {fqn: fqn for fqn in stored}, made, sizes
+    return {fqn: fqn for fqn in stored}, shared, sizes
 
 
 def _place(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -285,14 +285,14 @@ class Part:
         The numbers of shared names may be any, but the same in all records.
         """
         for name, data in self._fixed_unnamed().items():
-            found = records[name]
-            if not len(found):
+            actual = records[name]
+            if not len(actual):
                 continue
-            wanted = np.frombuffer(data, np.uint8).copy()
+            expected = np.frombuffer(data, np.uint8).copy()
             # What follows "h" is the number of a name.
-            numbers = np.flatnonzero(wanted[:-1] == ord("h")) + 1
-            wanted[numbers] = found[0][numbers]
-            if not (found == wanted).all():
+            numbers = np.flatnonzero(expected[:-1] == ord("h")) + 1
+            expected[numbers] = actual[0][numbers]
+            if not (actual == expected).all():
                 return False
         return True
 
@@ -300,7 +300,7 @@ class Part:
         return {name: data for name, _, data in self._fields(None) if data}
 
     def _fields(self, named: _Named | None) -> list[tuple[str, tuple[Any, ...], bytes]]:
-        made: list[tuple[str, tuple[Any, ...], bytes]] = []
+        fields: list[tuple[str, tuple[Any, ...], bytes]] = []
         pending = b""
 
         def word(name: Any) -> bytes:
@@ -308,8 +308,8 @@ class Part:
 
         def field(name: str, kind: Any) -> None:
             nonlocal pending
-            made.append((f"bytes{len(made)}", (np.uint8, (len(pending),)), pending))
-            made.append((name, (kind,), b""))
+            fields.append((f"bytes{len(fields)}", (np.uint8, (len(pending),)), pending))
+            fields.append((name, (kind,), b""))
             pending = b""
 
         def number(name: str) -> None:
@@ -334,14 +334,14 @@ class Part:
             field("transforms", "<u4")
         # Into the dict.
         pending += b"ubs"
-        made.append((f"bytes{len(made)}", (np.uint8, (len(pending),)), pending))
-        return made
+        fields.append((f"bytes{len(fields)}", (np.uint8, (len(pending),)), pending))
+        return fields
 
 
 def _parts(held: Rows, rows: Array) -> Iterator[tuple[Part, Array]]:
     """Yield the rows by kind of record."""
     chunk = np.array([offset is not None for offset in held.offsets], bool)[rows["offset"]]
-    moved = np.array([told is not None for told in held.transforms], bool)[rows["transforms"]]
+    moved = np.array([names is not None for names in held.transforms], bool)[rows["transforms"]]
     for has_offset in (False, True):
         for transformed in (False, True):
             chosen = rows[(chunk == has_offset) & (moved == transformed)]
@@ -363,7 +363,7 @@ def _records(part: Part, named: _Named, rows: Array) -> bytes:
 
 
 def _footer(held: Rows, named: _Named, parts: Sequence[tuple[Part, int, int]]) -> bytes:
-    told = {
+    footer = {
         "fqns": held.fqns,
         "offsets": held.offsets,
         "paths": held.paths,
@@ -375,21 +375,21 @@ def _footer(held: Rows, named: _Named, parts: Sequence[tuple[Part, int, int]]) -
             for part, position, count in parts
         ],
     }
-    return zlib.compress(pickle.dumps(told, 4), 1)
+    return zlib.compress(pickle.dumps(footer, 4), 1)
 
 
-def _rows_of_records(records: Array, told: Mapping[str, Any]) -> Array:
+def _rows_of_records(records: Array, footer: Mapping[str, Any]) -> Array:
     rows = np.zeros(len(records), ROW)
     for name in ROW.names or ():
-        numbers = told["numbers"].get(name)
-        known = None if numbers is None else np.frombuffer(numbers, np.uint32)
+        numbers = footer["numbers"].get(name)
+        memo_numbers = None if numbers is None else np.frombuffer(numbers, np.uint32)
         if name not in (records.dtype.names or ()):
             # Left out of these records, which have None there.
-            names = told[f"{name}s" if not name.endswith("s") else name]
+            names = footer[f"{name}s" if not name.endswith("s") else name]
             rows[name] = names.index(None)
-        elif known is None:
+        elif memo_numbers is None:
             rows[name] = records[name]
         else:
-            order = np.argsort(known)
-            rows[name] = order[np.searchsorted(known[order], records[name])]
+            order = np.argsort(memo_numbers)
+            rows[name] = order[np.searchsorted(memo_numbers[order], records[name])]
     return rows

@@ -1,12 +1,11 @@
-"""What a checkpoint says of its own making, and the digests of its chunks.
+"""Provenance: which save wrote a checkpoint, and the digests of its chunks.
 
-It stands in ``Metadata.planner_data`` under one reserved key, where torch's readers look up their
-own keys only and ignore it.
+It is stored in ``Metadata.planner_data`` under one reserved key, which torch's readers ignore.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -23,35 +22,51 @@ StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
 
 
 def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, Any]:
-    """Return what every checkpoint says of its making.
+    """Return the provenance that every checkpoint has.
 
     Keys: ``save_id``, ``versions``, ``world_size``, and ``step`` where there is one.
     """
-    told: dict[str, Any] = {
+    provenance: dict[str, Any] = {
         "save_id": save_id.hex(),
         "versions": {"dcp_placements": _own_version(), "torch": str(torch.__version__)},
         "world_size": world_size,
     }
     if step is not None:
-        told["step"] = step
-    return told
+        provenance["step"] = step
+    return provenance
 
 
 def stored(metadata: Metadata) -> Mapping[str, Any] | None:
-    """Return what a checkpoint says of its making; None where it says nothing."""
+    """Return the provenance of a checkpoint; None where it has none."""
     data = metadata.planner_data
-    found = data.get(RESERVED_KEY) if isinstance(data, Mapping) else None
-    return found if isinstance(found, Mapping) and "save_id" in found else None
+    provenance = data.get(RESERVED_KEY) if isinstance(data, Mapping) else None
+    if isinstance(provenance, Mapping) and "save_id" in provenance:
+        return provenance
+    return None
 
 
-def stored_digest(told: Mapping[str, Any], index: MetadataIndex) -> bytes | None:
+def stored_digest(provenance: Mapping[str, Any], index: MetadataIndex) -> bytes | None:
     """Return the digest of one stored chunk or object."""
-    digest = told.get("digests", {}).get(index.fqn, {}).get(_offset(index))
+    offset = None if index.offset is None else tuple(index.offset)
+    digest = provenance.get("digests", {}).get(index.fqn, {}).get(offset)
     return digest if isinstance(digest, bytes) else None
 
 
-def _offset(index: MetadataIndex) -> tuple[int, ...] | None:
-    return None if index.offset is None else tuple(index.offset)
+def merged_provenance(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the provenance of ranks that each wrote their own; the lowest rank's entries win."""
+    merged = dict(parts[0])
+    for name in ("rules", "row_maps", "digests"):
+        joined: dict[str, Any] = {}
+        for part in parts:
+            for fqn, value in part.get(name, {}).items():
+                if isinstance(value, Mapping):
+                    joined[fqn] = {**value, **joined.get(fqn, {})}
+                else:
+                    joined.setdefault(fqn, value)
+        if joined or name in merged:
+            merged[name] = joined
+    merged["world_size"] = max(len(parts), merged.get("world_size", 1))
+    return merged
 
 
 @cache

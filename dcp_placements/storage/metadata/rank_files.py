@@ -1,14 +1,15 @@
-"""The metadata of a checkpoint that every rank described for itself.
+"""The metadata of a checkpoint in which every rank wrote its own.
 
-``dcp.save(..., use_collectives=False)`` leaves no ``.metadata`` but one ``__<rank>.metadata`` per
-rank, which tells of that rank's chunks only. Together they tell of all.
+``dcp.save(..., use_collectives=False)`` writes no ``.metadata`` but one ``__<rank>.metadata`` per
+rank, with that rank's chunks only. Merged, they are the metadata of the whole checkpoint.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dcp_placements._torch import (
@@ -22,7 +23,12 @@ from dcp_placements._torch import (
 from dcp_placements.errors import Fault, format_names, format_ranks, raise_faults
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, overlaps, tiles, uncovered
-from dcp_placements.storage.metadata.provenance import RESERVED_KEY, stored, stored_digest
+from dcp_placements.storage.metadata.provenance import (
+    RESERVED_KEY,
+    merged_provenance,
+    stored,
+    stored_digest,
+)
 from dcp_placements.storage.metadata.record import merged_record
 from dcp_placements.storage.metadata.save_ids import id_records
 from dcp_placements.storage.metadata.table import StorageTable, rows_of_entries
@@ -40,8 +46,8 @@ def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
     if hasattr(fs, "ls"):
         if not fs.exists(path):
             return []
-        told = [rank_file_rank(os.path.basename(str(entry))) for entry in fs.ls(path)]
-        ranks = sorted(rank for rank in told if rank is not None)
+        listed = [rank_file_rank(os.path.basename(str(entry))) for entry in fs.ls(path)]
+        ranks = sorted(rank for rank in listed if rank is not None)
         return [(rank, fs.concat_path(path, f"__{rank}.metadata")) for rank in ranks]
     probed: list[tuple[int, Any]] = []
     while fs.exists(file := fs.concat_path(path, f"__{len(probed)}.metadata")):
@@ -55,12 +61,12 @@ def rank_file_rank(name: str) -> int | None:
     >>> rank_file_rank("__3.metadata"), rank_file_rank("__3_0.distcp")
     (3, None)
     """
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = False) -> Metadata:
-    """Return the metadata of the checkpoint that ranks described each for itself.
+    """Return the metadata of the checkpoint whose ranks each wrote their own.
 
     Of a chunk that several ranks wrote the lowest rank's is kept.
 
@@ -78,12 +84,9 @@ def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = 
     ranks = [rank for rank, _ in parts]
     merger.settle(ranks, whole=whole)
     first = parts[0][1]
-    data = _merged_data([metadata.planner_data for _, metadata in parts])
-    if isinstance(data, dict) and RESERVED_KEY in data:
-        data[RESERVED_KEY] |= merged_record([metadata for _, metadata in parts], merger.stored)
     return Metadata(
         merger.stored,
-        planner_data=data,
+        planner_data=_merged_data([metadata for _, metadata in parts], merger.stored),
         storage_data=StorageTable(rows_of_entries(merger.places.items())),
         storage_meta=first.storage_meta,
         version=first.version,
@@ -101,38 +104,38 @@ class _Merger:
         self._unlike: dict[str, list[tuple[Box, int, int]]] = {}
 
     def add(self, rank: int, metadata: Metadata) -> None:
-        """Take in what one rank says."""
+        """Add the metadata of one rank."""
         data: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
         self._provenance[rank] = stored(metadata) or {}
         for record in id_records(data).values():
             self.places[record.index] = record.info
-        for fqn, told in metadata.state_dict_metadata.items():
+        for fqn, entry in metadata.state_dict_metadata.items():
             if fqn not in self.stored:
                 self._first[fqn] = rank
-                self.stored[fqn] = _without_chunks(told)
-            elif not _agree(self.stored[fqn], told):
-                self._contradiction(fqn, rank, told)
+                self.stored[fqn] = entry
+                if isinstance(entry, TensorStorageMetadata):
+                    self.stored[fqn] = replace(entry, chunks=[])
+            elif not _agree(self.stored[fqn], entry):
+                self._contradiction(fqn, rank, entry)
                 continue
-            if isinstance(told, TensorStorageMetadata):
-                self._add_chunks(fqn, rank, told, data)
-            else:
-                index = MetadataIndex(fqn)
-                if index in data:
-                    self.places.setdefault(index, data[index])
+            if isinstance(entry, TensorStorageMetadata):
+                self._add_chunks(fqn, rank, entry, data)
+            elif (index := MetadataIndex(fqn)) in data:
+                self.places.setdefault(index, data[index])
 
     def _add_chunks(
         self,
         fqn: str,
         rank: int,
-        told: TensorStorageMetadata,
+        tensor: TensorStorageMetadata,
         data: Mapping[MetadataIndex, StorageInfo],
     ) -> None:
         boxes = self._boxes.setdefault(fqn, {})
-        for chunk in told.chunks:
+        for chunk in tensor.chunks:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             # An empty chunk can stand where another rank's real one begins. Of a tensor without
             # elements one is kept.
-            empty = not box.numel and (told.size.numel() or boxes)
+            empty = not box.numel and (tensor.size.numel() or boxes)
             index = MetadataIndex(fqn, chunk.offsets)
             if box.numel and box in boxes and index in data:
                 self._compare(fqn, index, box, boxes[box], rank)
@@ -145,18 +148,18 @@ class _Merger:
 
     def _compare(self, fqn: str, index: MetadataIndex, box: Box, first: int, other: int) -> None:
         """Note two ranks that wrote one chunk with other contents, by their full digests."""
-        told = [self._provenance[rank] for rank in (first, other)]
-        if any(one.get("options", {}).get("on_conflict") == "warn" for one in told):
+        provenance = [self._provenance[rank] for rank in (first, other)]
+        if any(one.get("options", {}).get("on_conflict") == "warn" for one in provenance):
             return
-        one, two = (stored_digest(known, index) for known in told)
+        one, two = (stored_digest(of_rank, index) for of_rank in provenance)
         if one is not None and two is not None and one != two:
             self._unlike.setdefault(fqn, []).append((box, first, other))
 
     def settle(self, ranks: Sequence[int], *, whole: bool) -> None:
-        """Prove what was taken in.
+        """Check that the parts make a checkpoint.
 
         Raises:
-            PlacementError: What does not make a checkpoint.
+            PlacementError: They do not; all faults in one error.
         """
         for fqn, boxes in self._boxes.items():
             extent = tuple(self.stored[fqn].size)
@@ -195,9 +198,9 @@ class _Merger:
 
     def _check_steps(self) -> None:
         steps: dict[Any, list[int]] = {}
-        for rank, told in self._provenance.items():
-            if told.get("step") is not None:
-                steps.setdefault(told["step"], []).append(rank)
+        for rank, provenance in self._provenance.items():
+            if provenance.get("step") is not None:
+                steps.setdefault(provenance["step"], []).append(rank)
         if len(steps) > 1:
             parts = "; ".join(f"step {step} by {format_ranks(r)}" for step, r in steps.items())
             self.faults.append(
@@ -211,12 +214,12 @@ class _Merger:
                 )
             )
 
-    def _contradiction(self, fqn: str, rank: int, told: Any) -> None:
+    def _contradiction(self, fqn: str, rank: int, entry: Any) -> None:
         self.faults.append(
             Fault(
                 fqn,
-                f"rank {self._first[fqn]} stored {_told(self.stored[fqn])}, rank {rank} "
-                f"{_told(told)}",
+                f"rank {self._first[fqn]} stored {_described(self.stored[fqn])}, rank {rank} "
+                f"{_described(entry)}",
                 ("way out:     save with rules, so that all ranks mean the same tensor by a key",),
             )
         )
@@ -239,11 +242,11 @@ class _Merger:
     def _hole(
         self, fqn: str, shape: tuple[int, ...], holes: Sequence[Box], ranks: Sequence[int]
     ) -> None:
-        told = format_names([format_box(hole, shape) for hole in holes], 4)
+        regions = format_names([format_box(hole, shape) for hole in holes], 4)
         self.faults.append(
             Fault(
                 fqn,
-                f"no rank stored {told} of {shape}",
+                f"no rank stored {regions} of {shape}",
                 (
                     f"there are:   the metadata of {format_ranks(ranks)}",
                     "likely:      a rank's __<rank>.metadata is missing, because it failed or "
@@ -254,48 +257,25 @@ class _Merger:
         )
 
 
-def _without_chunks(told: Any) -> Any:
-    if isinstance(told, TensorStorageMetadata):
-        return TensorStorageMetadata(told.properties, told.size, [])
-    return told
-
-
 def _agree(one: Any, other: Any) -> bool:
     if isinstance(one, TensorStorageMetadata) and isinstance(other, TensorStorageMetadata):
         return one.size == other.size and one.properties.dtype == other.properties.dtype
     return type(one) is type(other)
 
 
-def _told(stored: Any) -> str:
+def _described(stored: Any) -> str:
     if isinstance(stored, BytesStorageMetadata):
         return "an object"
     return f"a {tuple(stored.size)} {stored.properties.dtype} tensor"
 
 
-def _merged_data(data: Sequence[Any]) -> Any:
+def _merged_data(parts: Sequence[Metadata], keys: Collection[str]) -> Any:
     """Return the planners' data of all ranks in one; where they differ, the lowest rank's."""
-    merged: dict[str, Any] = {}
-    for told in reversed(data):
-        if isinstance(told, Mapping):
-            merged.update({key: value for key, value in told.items() if key != RESERVED_KEY})
-    known = [told for told in data if isinstance(told, Mapping)]
-    own = [told[RESERVED_KEY] for told in known if RESERVED_KEY in told]
+    data = [part.planner_data for part in parts if isinstance(part.planner_data, Mapping)]
+    if not data:
+        return parts[0].planner_data
+    merged = {key: value for one in reversed(data) for key, value in one.items()}
+    own = [one[RESERVED_KEY] for one in data if RESERVED_KEY in one]
     if own:
-        merged[RESERVED_KEY] = _merged_provenance(own)
-    return merged if known else data[0]
-
-
-def _merged_provenance(told: Sequence[Any]) -> dict[str, Any]:
-    merged = dict(told[0])
-    for name in ("rules", "row_maps", "digests"):
-        joined: dict[str, Any] = {}
-        for one in told:
-            for fqn, value in one.get(name, {}).items():
-                if isinstance(value, Mapping):
-                    joined[fqn] = {**value, **joined.get(fqn, {})}
-                else:
-                    joined.setdefault(fqn, value)
-        if joined or name in merged:
-            merged[name] = joined
-    merged["world_size"] = max(len(told), merged.get("world_size", 1))
+        merged[RESERVED_KEY] = merged_provenance(own) | merged_record(parts, keys)
     return merged

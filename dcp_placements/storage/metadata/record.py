@@ -1,7 +1,7 @@
-"""What a checkpoint keeps of how it was cut, so that a load can be compared with it.
+"""The record of a save: how each key was cut and renamed, so that a load can be compared with it.
 
-Few ways of cutting serve thousands of keys. So the record is these few, by the names of axes, and a
-column that says which of them each key has; both are plain values that any unpickler admits.
+Thousands of keys are cut in a few ways. The record is these few ways, by the names of axes, and a
+column with the number of its way for each key. Both are plain values that any unpickler admits.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SavedRename(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SaveRecord:
-    """How a checkpoint was saved, as far as it says.
+    """How a checkpoint was saved, as far as that was recorded.
 
     Attributes:
         save_id: Of the save.
@@ -102,7 +102,7 @@ class SaveRecord:
     renames: tuple[SavedRename, ...]
 
     def cuts(self, fqn: str) -> Cuts:
-        """Return how a key was cut; nothing where it was not, or where it is not known."""
+        """Return how a key was cut; empty where it was not cut, or nothing is recorded."""
         return self.groups[self.group_of.get(fqn, 0)]
 
 
@@ -163,7 +163,7 @@ def packed_record(
 
 
 def merged_record(parts: Sequence[Metadata], keys: Collection[str]) -> dict[str, Any]:
-    """Return the record of a checkpoint that each rank described for itself."""
+    """Return the record of a checkpoint whose ranks each wrote their own."""
     numbers: dict[Cuts, int] = {(): 0}
     group_of: dict[str, int] = {}
     renames: dict[SavedRename, None] = {}
@@ -178,28 +178,28 @@ def merged_record(parts: Sequence[Metadata], keys: Collection[str]) -> dict[str,
 
 
 def record_of(metadata: Metadata) -> SaveRecord | None:
-    """Return how a checkpoint was saved; None where it does not say, or not of just these keys."""
-    told = stored(metadata)
-    if told is None or not isinstance(told.get(CUTS_KEY), Mapping):
+    """Return how a checkpoint was saved; None without a record of exactly its keys."""
+    provenance = stored(metadata)
+    if provenance is None or not isinstance(provenance.get(CUTS_KEY), Mapping):
         return None
     ordered = sorted(metadata.state_dict_metadata)
     try:
-        groups, column = _unpacked_cuts(told[CUTS_KEY], ordered)
-        renames = tuple([_rename_of(*step) for step in told[RENAMES_KEY]])
+        groups, column = _unpacked_cuts(provenance[CUTS_KEY], ordered)
+        renames = tuple([_rename_of(*step) for step in provenance[RENAMES_KEY]])
     except Exception:  # another version's, or damaged: a checkpoint without a record
         return None
     return SaveRecord(
-        str(told["save_id"]), groups, dict(zip(ordered, column, strict=True)), renames
+        str(provenance["save_id"]), groups, dict(zip(ordered, column, strict=True)), renames
     )
 
 
 def _unpacked_cuts(
-    told: Mapping[str, Any], ordered: Sequence[str]
+    packed_cuts: Mapping[str, Any], ordered: Sequence[str]
 ) -> tuple[tuple[Cuts, ...], list[int]]:
-    groups = tuple([tuple([_cut_of(*cut) for cut in cuts]) for cuts in told["groups"]])
-    if tuple(told["keys"]) != (len(ordered), _digest(ordered)):
+    groups = tuple([tuple([_cut_of(*cut) for cut in cuts]) for cuts in packed_cuts["groups"]])
+    if tuple(packed_cuts["keys"]) != (len(ordered), _digest(ordered)):
         raise ValueError("other keys")
-    kind, packed = told["group_of"]
+    kind, packed = packed_cuts["group_of"]
     if kind not in ("B", "H", "I", "L"):
         raise ValueError(kind)
     nbytes = len(ordered) * np.dtype(kind).itemsize

@@ -53,8 +53,8 @@ def writer_of(file: str) -> int | None:
     >>> [writer_of(name) for name in ("__3_0.distcp", "__3_5e0f1a2b_0.distcp", "a.safetensors")]
     [3, 3, None]
     """
-    found = _NAME.search(file)
-    return int(found[1]) if found else None
+    match = _NAME.search(file)
+    return int(match[1]) if match else None
 
 
 def is_data_file(name: str) -> bool:
@@ -72,8 +72,8 @@ def id_in_name(file: str) -> str | None:
     >>> id_in_name("__3_5e0f1a2b_0.distcp"), id_in_name("__3_0.distcp")
     ('5e0f1a2b', None)
     """
-    found = _NAME.search(file)
-    return found[2] if found else None
+    match = _NAME.search(file)
+    return match[2] if match else None
 
 
 def named(prefix: str, save_id: bytes) -> str:
@@ -141,8 +141,8 @@ class IdRecord:
 
     def fault(self, data: bytes) -> Fault | None:
         """Return that another save wrote the file, by what was read of the record."""
-        found = _RECORD.fullmatch(data)
-        other = found[1].decode() if found else None
+        match = _RECORD.fullmatch(data)
+        other = match[1].decode() if match else None
         if other == self.save_id:
             return None
         if other is None:
@@ -164,10 +164,10 @@ def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, IdRecord]
         if by_key is None
         else by_key(ID_PREFIX)
     )
-    found: dict[str, IdRecord] = {}
+    records: dict[str, IdRecord] = {}
     for index, info in entries:
-        found.setdefault(info.relative_path, IdRecord(index, info))
-    return found
+        records.setdefault(info.relative_path, IdRecord(index, info))
+    return records
 
 
 def speaking_for(files: Iterable[str], records: Mapping[str, IdRecord]) -> list[IdRecord]:
@@ -178,7 +178,7 @@ def speaking_for(files: Iterable[str], records: Mapping[str, IdRecord]) -> list[
     """
     if not records:
         return []
-    found: dict[str, IdRecord] = {}
+    speakers: dict[str, IdRecord] = {}
     by_writer: dict[int, list[IdRecord]] = {}
     for record in records.values():
         writer = writer_of(record.file)
@@ -188,8 +188,8 @@ def speaking_for(files: Iterable[str], records: Mapping[str, IdRecord]) -> list[
         own = records.get(file)
         writer = writer_of(file)
         speaking = [own] if own is not None else by_writer.get(-1 if writer is None else writer, [])
-        found.update({record.file: record for record in speaking})
-    return [found[file] for file in sorted(found)]
+        speakers.update({record.file: record for record in speaking})
+    return [speakers[file] for file in sorted(speakers)]
 
 
 def missing(file: str) -> Fault:

@@ -39,7 +39,7 @@ def packed_object(record: memoryview, position: int, count: int) -> memoryview:
     return record[start : start + lengths[position]]
 
 
-def shadowed(told: Mapping[str, Any] | None) -> Mapping[str, Sequence[str]]:
+def shadowed(provenance: Mapping[str, Any] | None) -> Mapping[str, Sequence[str]]:
     """Return the packs and their keys that a checkpoint says it has."""
-    found = None if told is None else told.get("shadows")
-    return found if isinstance(found, Mapping) else {}
+    packs = None if provenance is None else provenance.get("shadows")
+    return packs if isinstance(packs, Mapping) else {}

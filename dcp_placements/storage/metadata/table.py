@@ -2,7 +2,7 @@
 
 Torch keeps it in a dict of two objects per chunk. Columns are what is sent to the coordinator
 after writing, what stands behind ``Metadata.storage_data``, and what ``.metadata`` is written
-from; torch's objects are made for those rows only that somebody looks at.
+from; torch's objects are made only for the rows that are looked up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rows:
         paths: Files, relative to the checkpoint.
         transforms: What the bytes went through on their way to the file; None for nothing.
         rows: Of dtype ``ROW``.
-        starts: Of small tensors; None where the writer did not tell.
+        starts: Of small tensors; None where the writer did not record them.
     """
 
     fqns: tuple[str, ...]
@@ -111,20 +111,19 @@ class RowsBuilder:
     ) -> None:
         """Add a row."""
         offset = None if index.offset is None else tuple(index.offset)
-        told = None if transforms is None else tuple(transforms)
-        names = (index.fqn, offset, path, told)
-        found = [
-            known.setdefault(name, len(known))
-            for known, name in zip(self._names, names, strict=True)
+        values = (index.fqn, offset, path, None if transforms is None else tuple(transforms))
+        numbers = [
+            names.setdefault(value, len(names))
+            for names, value in zip(self._names, values, strict=True)
         ]
-        self._rows.append((*found, start, length))
+        self._rows.append((*numbers, start, length))
 
     def add_start(self, kind: Kind | None, start: int | None) -> None:
-        """Note where the elements of a record begin; every record has to be told of, or none.
+        """Note where the elements of a record begin. Called for every record, or for none.
 
         Args:
-            kind: Of the record; None where nobody asks for such.
-            start: None where they do not lie in C order, or it is not known.
+            kind: Of the record; None for records that are not small tensors.
+            start: None where they are not in C order, or the start is unknown.
         """
         if self._starts is None:
             self._starts = {}
@@ -150,11 +149,12 @@ def join(parts: Iterable[Rows]) -> Rows:
             starts = None if part.starts is None else _agreed(starts, part.starts)
         rows = part.rows.copy()
         named = (part.fqns, part.offsets, part.paths, part.transforms)
-        for column, known, names in zip(ROW.names or (), lists, named, strict=False):
+        for column, numbers, names in zip(ROW.names or (), lists, named, strict=False):
             places = maps.get(names) if column == "fqn" else None
             if places is None:
-                found = [known.setdefault(name, len(known)) for name in names]
-                places = np.array(found, np.uint32)
+                places = np.array(
+                    [numbers.setdefault(name, len(numbers)) for name in names], np.uint32
+                )
                 if column == "fqn":
                     maps.put(names, places)
             rows[column] = places[rows[column]] if len(rows) else rows[column]
@@ -164,11 +164,11 @@ def join(parts: Iterable[Rows]) -> Rows:
     return Rows(fqns, offsets, paths, transforms, joined, starts)
 
 
-def _agreed(known: dict[Kind, int | None], told: Starts) -> dict[Kind, int | None]:
-    for kind, start in told.items():
-        if known.setdefault(kind, start) != start:
-            known[kind] = None
-    return known
+def _agreed(starts: dict[Kind, int | None], more: Starts) -> dict[Kind, int | None]:
+    for kind, start in more.items():
+        if starts.setdefault(kind, start) != start:
+            starts[kind] = None
+    return starts
 
 
 class _Lazy:
@@ -308,5 +308,5 @@ def _compressed(value: Any) -> bytes:
 @lru_cache(maxsize=64)
 def _names(packed: bytes) -> tuple[str, ...]:
     """Return unpacked keys; ranks that have the same share them."""
-    found: tuple[str, ...] = pickle.loads(zlib.decompress(packed))
-    return found
+    names: tuple[str, ...] = pickle.loads(zlib.decompress(packed))
+    return names
