@@ -1,8 +1,8 @@
 """Which copy of a stored chunk is read, where there are several.
 
-First what lies in this rank's own file, then what lies in a file that is opened anyway; of what is
-left, ranks that were not there when it was saved take the copies of one that was, each of another.
-The same on every run. A rank that finds no copy reads the canonical one.
+A copy in this rank's own file comes first, then one in a file that is opened anyway. For the other
+chunks, rank r of a larger world takes the copies of rank r modulo the world that saved, so that
+ranks spread over files. The choice is deterministic. Without a copy the canonical chunk is read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dcp_placements.storage.metadata.shadow_records import shadowed
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Where in a pack something is.
+    """The position of an entry in a pack.
 
     Attributes:
-        position: Among what the pack holds.
-        count: Of what it holds.
+        position: Its number.
+        count: Entries of the pack.
     """
 
     position: int
@@ -32,7 +32,7 @@ class Packed:
 
 
 Source = tuple[StorageInfo, Packed | None]
-"""A record, and where in it if it is a pack."""
+"""A record, and the entry in it if it is a pack."""
 
 
 class Copies:
@@ -94,7 +94,7 @@ class Copies:
         return None
 
     def _at(self, key: str, writer: int, chunk: tuple[int, ...]) -> StorageInfo | None:
-        # Of many tensors in one pack the place is looked up once.
+        # Tensors of one pack share one look-up.
         place = (key, writer, chunk)
         if place not in self._looked_up:
             index = MetadataIndex(key, torch.Size((writer, *chunk)))

@@ -1,12 +1,11 @@
-"""Small digests of what tensors hold: evidence that two replicas are none.
+"""Small digests of contents: evidence that claimed replicas differ.
 
 Ranks that claim the same box of the same key must hold the same bytes. A digest of each item
 travels with the plan, and the coordinator compares before it drops one. Different digests prove a
 conflict; equal ones prove nothing, so nothing is ever inferred from them.
 
-The hash is XXH3 (the xxhash package): among the well-kept ones by far the fastest, at memory speed
-on one core, and collisions by chance are all that matters here. It is no defence against somebody
-who forges data.
+The hash is XXH3 (the xxhash package), the fastest maintained one: memory speed on one core. It
+guards against accidental collisions, not against forged data.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
     on_device: dict[torch.device, list[int]] = {}
     chars: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
     for index, tensor in enumerate(tensors):
-        # The common case in place: of thousands of small tensors a call more would be felt.
+        # The common case in place: for thousands of small tensors another call takes time.
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if plain and tensor.is_cpu and tensor.is_contiguous():
             nbytes = tensor.nbytes

@@ -13,17 +13,17 @@ from typing import IO, Any
 from dcp_placements.errors import format_name
 
 ANNOUNCED_NBYTES = 16 << 20
-"""How much of a file is announced at once."""
+"""Bytes of a file announced at once."""
 
 COPY_NBYTES = 8 << 20
-"""Memory for copying from file to file, where the system does not do it alone."""
+"""The buffer for copying from file to file, where the system cannot do it."""
 
 
 def why_barred(root: str | os.PathLike[str], name: str) -> str | None:
-    """Return why a file of a directory is not to be opened; None where it may be, or is not there.
+    """Return why a file of a directory must not be opened; None where it may be, or is missing.
 
-    A file is opened if it is a plain one, and in the directory when all links are followed. What
-    the hub's cache has in a snapshot are links to its ``blobs``.
+    A file may be opened if it is plain, and within the directory after all links are resolved. In
+    a snapshot of the hub's cache links to its ``blobs`` are allowed, too.
     """
     inside = Path(os.path.realpath(root))
     try:
@@ -42,15 +42,15 @@ def why_barred(root: str | os.PathLike[str], name: str) -> str | None:
 
 
 def open_inside(root: str | os.PathLike[str], name: str) -> IO[bytes]:
-    """Return a plain file of a directory, open for reading; never one outside, and never a wait.
+    """Open a plain file of a directory for reading; never one outside, and without blocking.
 
     Raises:
-        OSError: It is not there, barred, or cannot be opened.
+        OSError: It is missing, barred, or cannot be opened.
     """
     why = why_barred(root, name)
     if why is not None:
         raise PermissionError(errno.EPERM, why, name)
-    # What became a FIFO meanwhile is not waited for.
+    # Do not block if it has become a FIFO meanwhile.
     descriptor = os.open(os.path.join(root, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -62,7 +62,7 @@ class CountedFile:
     """An open file that is read by position.
 
     Args:
-        stream: What a checkpoint's file system opened; has to be seekable.
+        stream: Opened by a checkpoint's file system; seekable.
 
     Attributes:
         nbytes: Bytes read so far.
@@ -74,13 +74,13 @@ class CountedFile:
         self.nbytes = 0
         self.reads = 0
         self._stream = stream
-        # Only of a plain file is it sure that its descriptor and its stream say the same.
+        # Only for a plain file do descriptor and stream surely have the same bytes.
         plain = isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO)
         self._fd = stream.fileno() if plain and hasattr(os, "preadv") else None
         self.size = int(stream.seek(0, io.SEEK_END))
 
     def read_into(self, buffer: memoryview, position: int) -> None:
-        """Fill ``buffer`` with what the file has from ``position`` on.
+        """Fill ``buffer`` with the bytes from ``position`` on.
 
         Raises:
             EOFError: The file ends before.
@@ -100,16 +100,16 @@ class CountedFile:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a read is a call to the system, and costs no more than that."""
+        """Whether a read costs one system call and no more."""
         return self._fd is not None
 
     def announce(self, start: int, nbytes: int) -> None:
-        """Tell the system that a stretch will be read, so that it fetches it in one."""
+        """Announce a range to the system, which then fetches it at once."""
         if self._fd is not None and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read_both(self, first: memoryview, second: memoryview, position: int) -> None:
-        """Fill two buffers, one after another, with what the file has from ``position`` on.
+        """Fill two buffers, one after another, with the bytes from ``position`` on.
 
         Raises:
             EOFError: The file ends before.
@@ -145,7 +145,7 @@ class CountedFile:
                 announced = position + ANNOUNCED_NBYTES
                 os.posix_fadvise(fd, position, ANNOUNCED_NBYTES, os.POSIX_FADV_WILLNEED)
             stop = start + nbytes
-            # What read_into does, without the price of a call: there may be a million.
+            # As read_into, without the cost of a call: there may be a million.
             if fd is not None and os.preadv(fd, [buffer[start:stop]], position) == nbytes:
                 self.reads += 1
                 self.nbytes += nbytes
@@ -154,7 +154,7 @@ class CountedFile:
             start = stop
 
     def copy_to(self, into: IO[bytes], position: int, nbytes: int) -> None:
-        """Append bytes of this file to another, by the system itself where it can do that.
+        """Append bytes of this file to another, with ``copy_file_range`` where it works.
 
         Args:
             into: Open for writing, at its end, without a buffer of its own.
@@ -172,7 +172,7 @@ class CountedFile:
                     raise
                 break
             if count == 0:
-                break  # its end, or a file system that says so of what it cannot copy
+                break  # the end, or a file system that cannot copy and returns 0
             position += count
             nbytes -= count
         buffer = memoryview(bytearray(min(nbytes, COPY_NBYTES)))
@@ -185,17 +185,17 @@ class CountedFile:
 
 
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-"""What ``copy_file_range`` says where a file system or a kernel cannot do it."""
+"""Errors of ``copy_file_range`` where a file system or a kernel does not support it."""
 
 
 def write_all(into: IO[bytes], buffer: memoryview) -> None:
-    """Write all of a buffer to a file without one of its own, which may take it in parts."""
+    """Write all of a buffer to an unbuffered file, which may accept it in parts."""
     while buffer.nbytes:
         buffer = buffer[into.write(buffer) :]
 
 
 class FilePart:
-    """A part of a file, read as it is asked for.
+    """A part of a file, read on demand.
 
     Args:
         file: The file.

@@ -1,4 +1,4 @@
-"""What the storage and a planner need of each other, beyond torch's own interfaces."""
+"""Interfaces between storage and planners, beyond those of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dcp_placements.report import LoadReport
 
 @runtime_checkable
 class NamesSave(Protocol):
-    """What travels with a save plan, where a planner names the save.
+    """The data sent with a save plan, by a planner that identifies the save.
 
     Attributes:
         save_id: 16 bytes, the same on all ranks.
@@ -20,16 +20,16 @@ class NamesSave(Protocol):
 
 @runtime_checkable
 class WantsReader(Protocol):
-    """What travels with a load plan, where it matters whether the reader calls ``AfterReads``."""
+    """The data sent with a load plan that depends on whether the reader calls ``AfterReads``."""
 
     def with_reader(self) -> Any:
-        """Return it as it is sent by a rank whose reader does."""
+        """Return the data to send from a rank whose reader does."""
         ...
 
 
 @runtime_checkable
 class AfterReads(Protocol):
-    """A load planner that has something to do once a rank has read its items.
+    """A load planner with work to do after a rank has read its items.
 
     Attributes:
         report: Where the reader counts what it moved.
@@ -41,6 +41,6 @@ class AfterReads(Protocol):
         """Finish, or raise.
 
         Args:
-            error: What went wrong while this rank read; None where nothing did.
+            error: The error of this rank's reads; None if they succeeded.
         """
         ...

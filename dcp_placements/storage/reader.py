@@ -1,8 +1,8 @@
-"""A ``FileSystemReader`` that reads what is asked for, in file order, straight to where it belongs.
+"""A ``FileSystemReader`` that reads only the slices wanted, in file order, into the targets.
 
 Torch's reader loads every stored chunk whole, whatever slice of it is wanted, and seeks through
-its zip directory first. This one finds the elements by the few hundred bytes before them. What it
-does not know (other formats, strides, extensions) it leaves to ``torch.load``.
+its zip directory first. This one finds the elements by the few hundred bytes before them. Other
+formats, strides and extensions go through ``torch.load``.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ class PlacementFileSystemReader(FileSystemReader):
     planner. A directory without ``.metadata`` in which every rank wrote its own
     (``dcp.save(..., use_collectives=False)``) is read as one checkpoint, in any topology.
 
-    Of what several ranks wrote (``PlacementSavePlanner(shadows=...)``) the copy in this rank's own
-    file comes first, then those in files that it opens anyway.
+    Of a chunk with several copies (``PlacementSavePlanner(shadows=...)``) it reads the copy in this
+    rank's own file, or else one in a file that it opens anyway.
 
     Args:
-        restricted: Whether the checkpoint may be anybody's. ``.metadata`` is then read by a reader
-            that makes DCP's own records and calls nothing; objects (what is no tensor) are loaded
-            if ``torch.load(weights_only=True)`` accepts them, and refused otherwise, where DCP
-            would run whatever their pickles name; links that lead out of the checkpoint's directory
-            are refused, as all that is no plain file. Tensors run nothing either way.
+        restricted: Whether the checkpoint is untrusted. ``.metadata`` is then read by a reader that
+            makes only DCP's own records and calls nothing; objects (values that are no tensors) are
+            loaded if ``torch.load(weights_only=True)`` accepts them, and refused otherwise, where
+            DCP would call whatever their pickles name; files that are no plain files, and links
+            that lead out of the checkpoint's directory, are refused. Tensors call nothing either
+            way.
 
     Attributes:
         bytes_read: Of data files, so far.
@@ -90,8 +91,8 @@ class PlacementFileSystemReader(FileSystemReader):
         """
         rank = kwargs.get("rank")
         if rank is not None and self._unmerged is not None:
-            # torch asks for this rank's own where there is no metadata of all; where these do not
-            # fit together they are no checkpoint, and a part of them is none either.
+            # Without .metadata torch asks for this rank's own; where the ranks' files contradict
+            # each other, a part of them is no checkpoint either.
             raise self._unmerged
         path = self._get_metadata_path(rank)
         if rank is None and not self.fs.exists(path):
@@ -112,7 +113,7 @@ class PlacementFileSystemReader(FileSystemReader):
         self._copies = Copies(metadata, global_rank() if rank is None else rank)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say that the planner's exchange is called after the reads. Called on every rank."""
+        """Announce that this reader calls the planner's exchange. Called on every rank."""
         plan = super().prepare_local_plan(plan)
         if isinstance(plan.planner_data, WantsReader):
             return replace(plan, planner_data=plan.planner_data.with_reader())
@@ -142,7 +143,7 @@ class PlacementFileSystemReader(FileSystemReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         wanted: dict[str, dict[tuple[int, int], Record]] = {}
-        # The ids are compared here, as the planner does not know of the copies that are read.
+        # The ids are compared here, because the planner does not know which copies are read.
         items = [i for i in plan.items if not i.storage_index.fqn.startswith(ID_PREFIX)]
         with quiet_gc():
             sources = self._copies.sources(items)
@@ -228,8 +229,8 @@ class PlacementFileSystemReader(FileSystemReader):
             raise
 
     def _read_metadata(self, stream: Any) -> Metadata:
-        # Megatron's metadata are of a class of its own, which adds nothing: read as DCP's, they
-        # need no Megatron here. The class comes first in the file.
+        # Megatron's metadata have a class of their own, which adds nothing: read as DCP's they do
+        # not need Megatron. The class is the first name in the file.
         is_megatron = b"megatron" in stream.read(_CLASS_NBYTES)
         stream.seek(0)
         return read_metadata(stream, restricted=self.restricted or is_megatron)
@@ -243,7 +244,7 @@ class PlacementFileSystemReader(FileSystemReader):
 
 
 class _Restricted:
-    """A planner that is given no object whose pickle names more than plain values."""
+    """A planner that gets no object whose pickle names more than plain values."""
 
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
@@ -257,7 +258,7 @@ class _Restricted:
             check_stored(value)
             torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
-            # Whatever a broken or hostile pickle makes of itself.
+            # Of any type, by what is in the pickle.
             reason = format_name((str(error).strip() or type(error).__name__).splitlines()[0])
             raise PlacementError(
                 f"{format_name(read_item.storage_index.fqn)}: this object is not loaded with "

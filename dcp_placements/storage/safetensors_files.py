@@ -1,4 +1,4 @@
-"""What safetensors files hold: their headers, read without trusting them."""
+"""The headers of safetensors files, read without trusting them, and written."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Entry:
 
     Attributes:
         dtype: Its dtype.
-        box: Where it lies in the whole tensor: at the origin, unless torch's
-            ``HuggingFaceStorageWriter`` cut it and says so.
+        box: Its place in the whole tensor: at the origin, unless torch's
+            ``HuggingFaceStorageWriter`` cut it and recorded the offsets.
         start: Where its bytes begin in the file.
         nbytes: How many they are.
     """
@@ -46,7 +46,7 @@ class Entry:
 
 
 def read_header(stream: IO[bytes], name: str, size: int) -> dict[str, Entry]:
-    """Return what a safetensors file holds, by name of tensor.
+    """Return the tensors of a safetensors file, by name.
 
     Args:
         stream: The file.
@@ -54,7 +54,7 @@ def read_header(stream: IO[bytes], name: str, size: int) -> dict[str, Entry]:
         size: Its bytes.
 
     Raises:
-        CannotLook: It has no header that is sound.
+        CannotLook: Its header is not sound.
     """
     try:
         (length,) = struct.unpack("<Q", stream.read(8))
@@ -122,11 +122,11 @@ def counts(values: Any) -> tuple[int, ...]:
 def write_header(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], notes: Mapping[str, str]
 ) -> bytes:
-    """Return what a safetensors file begins with; the elements follow in the order given.
+    """Return the header of a safetensors file; the elements follow in the order given.
 
     Args:
         tensors: Name, dtype and shape of each. Those with the largest elements come first, so that
-            all of them lie at multiples of their size.
+            every tensor is aligned to its element size.
         notes: Free text by name, for the header's ``__metadata__``.
     """
     header: dict[str, Any] = {"__metadata__": dict(notes)}

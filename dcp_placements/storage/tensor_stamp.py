@@ -1,4 +1,4 @@
-"""Tensors like one that was saved before, as ``torch.save`` writes them, without ``torch.save``.
+"""Writes a tensor as ``torch.save`` does, from the file of an earlier one with its dtype and shape.
 
 ``torch.save`` takes 100 us and more, however small the tensor, which dominates a checkpoint of many
 small tensors. The files of two tensors of one dtype and shape differ only in the elements and a few
@@ -21,13 +21,14 @@ _U64 = (1 << 64) - 1
 
 
 class Stamp:
-    """Writes tensors that are alike as ``torch.save`` would, byte for byte.
+    """Writes tensors of one dtype and shape as ``torch.save`` would, byte for byte.
 
-    Only the elements, three checksums and an id made of them differ between two such files. The
-    constructor makes one of its own and compares, so that another torch's files are never faked.
+    Only the elements, a few checksums and an id derived from these differ between two such files.
+    The constructor writes the file that it was given and compares, so that a stamp is never used
+    with a torch whose files differ.
 
     Args:
-        saved: What ``torch.save`` made of one such tensor.
+        saved: The file of one such tensor, by ``torch.save``.
         data: The bytes of that tensor's storage; not empty.
 
     Attributes:
@@ -63,7 +64,7 @@ class Stamp:
         ]
 
     def _cut(self, saved: bytes, nbytes: int) -> None:
-        """Find what differs from file to file."""
+        """Locate the bytes that differ from file to file."""
         with zipfile.ZipFile(io.BytesIO(saved)) as file:
             entries = file.infolist()
             directory = file.start_dir
@@ -111,10 +112,10 @@ def _combine(seed: int, value: int) -> int:
 
 
 class TensorSaver:
-    """Makes the file of one tensor after another; small ones that are alike by ``Stamp``.
+    """Writes the files of tensors; of small ones with equal dtype and shape by ``Stamp``.
 
     Args:
-        small_nbytes: What counts as small; checksums of larger ones cost more than is won.
+        small_nbytes: The largest small tensor; checksums of larger ones cost more than is saved.
     """
 
     def __init__(self, small_nbytes: int = 32 * 1024) -> None:
@@ -125,7 +126,7 @@ class TensorSaver:
         """Write what ``torch.save(tensor, stream)`` writes.
 
         Returns:
-            Where in that the elements begin, in C order; None where it was not looked at.
+            Where the elements begin, in C order; None where that is unknown.
         """
         if not self._is_small_and_plain(tensor):
             torch.save(tensor, stream)

@@ -1,8 +1,9 @@
 """A ``FileSystemWriter`` for many small tensors and many ranks; what it writes, torch reads.
 
-The files are those of torch's writer. Other are: what counts when items are spread over the files
-of several threads (the chunk, not the whole tensor), how small tensors become bytes (without
-``torch.save``), and that what was written where travels, and stands in ``.metadata``, in columns.
+The files are those of torch's writer. The writer differs from torch's in three ways: it divides
+items among the files of several threads by the bytes of their chunks, not of whole tensors; it
+writes small tensors without ``torch.save``; and it sends the places of chunks, and stores them in
+``.metadata``, in columns.
 """
 
 from __future__ import annotations
@@ -59,17 +60,17 @@ class PlacementFileSystemWriter(FileSystemWriter):
     """Writes a checkpoint that any reader of torch's reads; takes what ``FileSystemWriter`` takes.
 
     ``dcp.save(state_dict, storage_writer=PlacementFileSystemWriter(path), planner=...)``, with
-    any planner. ``Metadata.storage_data`` of what ``dcp.save`` returns is a read-only mapping
-    instead of a dict; ``dict()`` makes one of it.
+    any planner. ``storage_data`` of the ``Metadata`` that ``dcp.save`` returns is a read-only
+    mapping; ``dict()`` converts it.
 
     The names of data files carry the id of the save, as in ``__3_5e0f1a2b_0.distcp``. A save over
     an older checkpoint leaves its files as they are, and removes them when its own ``.metadata``
-    stands: until then the older checkpoint is whole. It takes the room of both.
+    is in place: until then the older checkpoint is whole, and the directory holds both.
     """
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
-        # The planner's id, if it is one of this package; the same on all ranks.
+        # A planner of this package has an id, the same on all ranks.
         own = uuid.uuid4().bytes
         prepared = []
         for number, plan in enumerate(plans):
@@ -125,10 +126,10 @@ class PlacementFileSystemWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write ``.metadata``, which makes a checkpoint of the files. Called on the coordinator.
+        """Write ``.metadata``, which completes the checkpoint. Called on the coordinator.
 
         Then remove the data files of the checkpoint that was there before. Without collectives
-        every rank does so with a metadata file of its own.
+        it is called on every rank, and writes that rank's own metadata file.
         """
         older = self._older_files()
         self._write_metadata(metadata, results)
@@ -137,7 +138,7 @@ class PlacementFileSystemWriter(FileSystemWriter):
             self._remove(older - paths_of(metadata.storage_data))
 
     def _older_files(self) -> set[str]:
-        """Return the data files that the metadata in this place name; none where it is unreadable.
+        """Return the data files that the existing metadata name; none if they are unreadable.
 
         They are read with ``restricted=True``. Whatever they name, only names of data files in this
         directory are returned.
@@ -154,7 +155,7 @@ class PlacementFileSystemWriter(FileSystemWriter):
         return {name for name in names if isinstance(name, str) and is_data_file(name)}
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Remove data files of this directory, as far as that is possible; never through a link."""
+        """Remove data files of this directory; never through a link. Failures are logged."""
         for name in sorted(names):
             path = self.fs.concat_path(self.path, name)
             try:
@@ -181,7 +182,7 @@ class PlacementFileSystemWriter(FileSystemWriter):
                 write_metadata(metadata, table, stream)  # type: ignore[arg-type]
                 self._sync(stream)
         if type(self.fs) is FileSystem:
-            # In one step: a job that is killed here leaves the older checkpoint or the new one.
+            # Atomic: a job that is killed here leaves the older checkpoint or the new one.
             os.replace(written, path)
             return
         if self.fs.exists(path):
@@ -194,7 +195,7 @@ class PlacementFileSystemWriter(FileSystemWriter):
         planner: SavePlanner,
         builder: RowsBuilder,
     ) -> None:
-        """Write files until none is left. Runs in every thread."""
+        """Write files until the queue is empty. Runs in every thread."""
         saver = TensorSaver()
         while True:
             try:
@@ -269,14 +270,14 @@ def _note(builder: RowsBuilder, item: WriteItem, path: str, start: int, end: int
 
 
 def _is_known(results: Sequence[WriteResult]) -> bool:
-    """Whether results are of torch's writer or this one, not of a subclass with its own."""
+    """Whether results are of torch's writer or this one, not of a subclass with its own type."""
     return isinstance(results, WriteResults) or all(
         type(result.storage_data) is StorageInfo for result in results
     )
 
 
 def chunk_nbytes(item: WriteItem) -> int:
-    """Return what a tensor's item puts into a file."""
+    """Return the bytes of the elements that an item writes."""
     assert item.tensor_data is not None
     return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
 

@@ -1,9 +1,9 @@
-"""The ``.metadata`` file: a plain pickle of torch's own classes, without making them.
+"""The ``.metadata`` file: a plain pickle of torch's classes, written without making the objects.
 
-What torch's pickle says of one stored chunk is nearly always the same bytes with other numbers in
-them. So the part that grows with chunks and ranks is written as an array of such records, with
-everything in them shared that can be. ``pickle.load`` makes torch's objects of it. Behind the
-pickle's end, where nobody else looks, stands how to read the records back as an array instead.
+In torch's pickle the entries of two stored chunks differ only in a few numbers. The part that grows
+with chunks and ranks is therefore written as an array of records of equal length, which refer to
+shared values in the pickle's memo. ``pickle.load`` makes torch's objects of it. A footer behind the
+end of the pickle, which torch ignores, describes how to read the records back as an array.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAGIC = b"dcp_placements/1"
 _TRAILER = struct.Struct("<QQ16s")
 _PART_ROWS = 1 << 20
 _INFLATED = 4
-"""The footer has this many times the bytes of the file at most."""
+"""The inflated footer is at most this many times the file's length."""
 
 _I32 = 1 << 31
 _END = b"sb."
@@ -48,25 +48,25 @@ def write_metadata(metadata: Metadata, table: StorageTable, stream: IO[bytes]) -
     """Write a ``.metadata`` file.
 
     Args:
-        metadata: All but ``storage_data``, which is left out of account.
-        table: What stands there instead.
-        stream: Where to.
+        metadata: Its ``storage_data`` is ignored.
+        table: Written in its place.
+        stream: The file.
     """
     with quiet_gc():
-        head, named = _head(metadata, table.rows)
+        head, memo = _head(metadata, table.rows)
         stream.write(head)
         position = len(head)
         rows = table.unique()
         parts = []
         for part, chosen in _parts(table.rows, rows):
-            layout = part.layout(named)
+            layout = part.layout(memo)
             parts.append((part, position, len(chosen)))
             for start in range(0, len(chosen), _PART_ROWS):
-                stream.write(_records(part, named, chosen[start : start + _PART_ROWS]))
+                stream.write(_records(part, memo, chosen[start : start + _PART_ROWS]))
             position += layout.itemsize * len(chosen)
-        # The dict goes into what follows "storage_data", and that into the Metadata.
+        # Put the dict into "storage_data", and that into the Metadata.
         stream.write(_END)
-        footer = _footer(table.rows, named, parts)
+        footer = _footer(table.rows, memo, parts)
         stream.write(footer)
         stream.write(_TRAILER.pack(len(head), position + _END_NBYTES, MAGIC))
 
@@ -93,7 +93,7 @@ def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
         head_end, footer_start = trailer
         stream.seek(0)
         head = stream.read(head_end)
-        # The empty dict that the records would go into, put where it belongs.
+        # With an empty "storage_data": the records are read as an array.
         metadata: Metadata = load(io.BytesIO(head + _END))
         stream.seek(footer_start)
         footer = load(io.BytesIO(_inflated(stream.read()[: -_TRAILER.size], footer_start)))
@@ -128,7 +128,7 @@ def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
 
 
 def _inflated(data: bytes, before: int) -> bytes:
-    """Return the footer; it repeats what the pickle before it says, so it is no larger by far."""
+    """Return the footer, which cannot be much larger than the pickle that it describes."""
     limit = _INFLATED * (before + len(data)) + _PART_ROWS
     inflating = zlib.decompressobj()
     footer = inflating.decompress(data, limit)
@@ -153,24 +153,24 @@ def _trailer(stream: IO[bytes]) -> tuple[int, int] | None:
 
 
 @dataclass(slots=True)
-class _Named:
-    """What is shared, by its number in the pickle's memo.
+class _MemoNumbers:
+    """The numbers in the pickle's memo of the values that records share.
 
     Attributes:
-        words: Classes and attribute names.
-        columns: By column of the rows, the numbers of its names; 0 for what is left out.
+        words: Of classes and attribute names.
+        columns: Of the names of each column of the rows; 0 for None.
     """
 
     words: dict[Any, int]
     columns: dict[str, Array]
 
 
-# Everything that records point to with one byte; dumped first, so that one byte is enough.
+# Records refer to these by one byte; they are dumped first, so that their numbers are small.
 _WORDS = ("fqn", "offset", "relative_path", "length", "transform_descriptors")
 
 
-def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _Named]:
-    """Return the pickle up to the records, and the numbers of what they share."""
+def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _MemoNumbers]:
+    """Return the pickle up to the records, and the memo numbers of the values that they share."""
     fqns, chunks, sizes = _shared(metadata.state_dict_metadata)
     offsets = [
         None if offset is None else sizes.setdefault(offset, torch.Size(offset))
@@ -180,20 +180,21 @@ def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _Named]:
         "fqn": [fqns.get(fqn, fqn) for fqn in rows.fqns],
         "offset": offsets,
         "path": rows.paths,
-        "transforms": [None if names is None else list(names) for names in rows.transforms],
+        "transforms": [None if steps is None else list(steps) for steps in rows.transforms],
     }
     buffer = io.BytesIO()
-    # Protocol 3 has no frames, which would say how long the records are, and numbers by order.
+    # Protocol 3 has no frames, which would need the length of the records, and it numbers its
+    # memo in order.
     pickler = pickle.Pickler(buffer, 3)
     words = [MetadataIndex, StorageInfo, *_WORDS]
     pickler.dump((words, names))
-    # Of equal values the first holds: that of a word, if it is one.
+    # Of equal values the first one counts: that of a word, if it is one.
     numbers = {
         _memo_key(value): number
         for number, value in sorted(pickler.memo.copy().values(), key=itemgetter(0), reverse=True)
         if isinstance(value, str | type | torch.Size) or _is_strings(value)
     }
-    named = _Named(
+    memo = _MemoNumbers(
         words={word: numbers[_memo_key(word)] for word in words},
         columns={
             name: np.array([0 if n is None else numbers[_memo_key(n)] for n in values], np.uint32)
@@ -206,9 +207,9 @@ def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _Named]:
     first = buffer.tell()
     pickler.dump(shared)
     dumped = buffer.getvalue()
-    # Drop the names again; then the Metadata, and in its attributes "storage_data" to come.
+    # Pop the names; then the Metadata, whose state ends with an empty "storage_data" dict.
     opening = b"}" + pickle.dumps("storage_data", 3)[2:-1].partition(b"q")[0] + b"}"
-    return dumped[: first - 1] + b"0" + dumped[first:-1] + opening, named
+    return dumped[: first - 1] + b"0" + dumped[first:-1] + opening, memo
 
 
 def _memo_key(value: Any) -> Hashable:
@@ -223,7 +224,7 @@ def _is_strings(value: Any) -> bool:
 def _shared(
     stored: Mapping[str, Any],
 ) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], torch.Size]]:
-    """Return keys, the metadata with equal parts shared one object, and the sizes in it."""
+    """Return keys, the metadata with one object for equal parts, and the sizes in it."""
     sizes: dict[tuple[int, ...], torch.Size] = {}
     chunks: dict[Any, ChunkStorageMetadata] = {}
     lists: BySequence[list[ChunkStorageMetadata]] = BySequence(_place)
@@ -258,53 +259,50 @@ def _place(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What kind of records: which of their fields there are.
+    """One kind of records: which fields they have.
 
     Attributes:
         chunk: Whether they have an offset.
         transformed: Whether they have transforms.
-        wide: Whether positions in files need 8 bytes.
+        wide: Whether positions in files take 8 bytes instead of 4.
     """
 
     chunk: bool
     transformed: bool
     wide: bool
 
-    def layout(self, named: _Named | None) -> np.dtype[Any]:
+    def layout(self, memo: _MemoNumbers | None) -> np.dtype[Any]:
         """Return the records' dtype."""
-        return np.dtype([(name, *kind) for name, kind, _ in self._fields(named)])
+        return np.dtype([(name, *kind) for name, kind, _ in self._fields(memo)])
 
-    def fixed(self, named: _Named) -> dict[str, Array]:
+    def fixed(self, memo: _MemoNumbers | None) -> dict[str, Array]:
         """Return the bytes that all records have in common."""
-        fields = self._fields(named)
+        fields = self._fields(memo)
         return {name: np.frombuffer(data, np.uint8) for name, _, data in fields if data}
 
     def is_form_of(self, records: Array) -> bool:
-        """Whether records read from a file are such: they make an index and a place, no more.
+        """Whether records from a file are of this kind: they make an index and a place, no more.
 
-        The numbers of shared names may be any, but the same in all records.
+        The memo numbers of words may be any, but the same in all records.
         """
-        for name, data in self._fixed_unnamed().items():
+        for name, fixed in self.fixed(None).items():
             actual = records[name]
             if not len(actual):
                 continue
-            expected = np.frombuffer(data, np.uint8).copy()
-            # What follows "h" is the number of a name.
+            expected = fixed.copy()
+            # The byte after "h" is a memo number.
             numbers = np.flatnonzero(expected[:-1] == ord("h")) + 1
             expected[numbers] = actual[0][numbers]
             if not (actual == expected).all():
                 return False
         return True
 
-    def _fixed_unnamed(self) -> dict[str, bytes]:
-        return {name: data for name, _, data in self._fields(None) if data}
-
-    def _fields(self, named: _Named | None) -> list[tuple[str, tuple[Any, ...], bytes]]:
+    def _fields(self, memo: _MemoNumbers | None) -> list[tuple[str, tuple[Any, ...], bytes]]:
         fields: list[tuple[str, tuple[Any, ...], bytes]] = []
         pending = b""
 
         def word(name: Any) -> bytes:
-            return b"h" + bytes([0 if named is None else named.words[name]])
+            return b"h" + bytes([0 if memo is None else memo.words[name]])
 
         def field(name: str, kind: Any) -> None:
             nonlocal pending
@@ -341,7 +339,7 @@ class Part:
 def _parts(held: Rows, rows: Array) -> Iterator[tuple[Part, Array]]:
     """Yield the rows by kind of record."""
     chunk = np.array([offset is not None for offset in held.offsets], bool)[rows["offset"]]
-    moved = np.array([names is not None for names in held.transforms], bool)[rows["transforms"]]
+    moved = np.array([steps is not None for steps in held.transforms], bool)[rows["transforms"]]
     for has_offset in (False, True):
         for transformed in (False, True):
             chosen = rows[(chunk == has_offset) & (moved == transformed)]
@@ -350,26 +348,26 @@ def _parts(held: Rows, rows: Array) -> Iterator[tuple[Part, Array]]:
                 yield Part(has_offset, transformed, largest >= _I32), chosen
 
 
-def _records(part: Part, named: _Named, rows: Array) -> bytes:
-    layout = part.layout(named)
+def _records(part: Part, memo: _MemoNumbers, rows: Array) -> bytes:
+    layout = part.layout(memo)
     records = np.empty(len(rows), layout)
-    for name, data in part.fixed(named).items():
+    for name, data in part.fixed(memo).items():
         records[name] = data
     for name in ROW.names or ():
         if name in (layout.names or ()):
-            numbers = named.columns.get(name)
+            numbers = memo.columns.get(name)
             records[name] = rows[name] if numbers is None else numbers[rows[name]]
     return records.tobytes()
 
 
-def _footer(held: Rows, named: _Named, parts: Sequence[tuple[Part, int, int]]) -> bytes:
+def _footer(held: Rows, memo: _MemoNumbers, parts: Sequence[tuple[Part, int, int]]) -> bytes:
     footer = {
         "fqns": held.fqns,
         "offsets": held.offsets,
         "paths": held.paths,
         "transforms": held.transforms,
         "starts": held.starts,
-        "numbers": {name: numbers.tobytes() for name, numbers in named.columns.items()},
+        "numbers": {name: numbers.tobytes() for name, numbers in memo.columns.items()},
         "parts": [
             ((part.chunk, part.transformed, part.wide), position, count)
             for part, position, count in parts

@@ -1,10 +1,10 @@
 """Which save wrote a file.
 
-A save that is cut off while it writes over an older checkpoint leaves files of two saves under the
-older ``.metadata``. So every file says which save wrote it: the names that
-``PlacementFileSystemWriter`` gives carry the save's id; to the files of any other writer the
-planner adds a record of it, which stands in ``storage_data`` alone, where stock readers do not
-look. The ids are compared without a look at the contents.
+A save that is interrupted while it writes over an older checkpoint leaves files of two saves under
+the older ``.metadata``. So every file identifies its save: ``PlacementFileSystemWriter`` puts the
+id of the save into file names; to the files of any other writer the planner adds a record of the
+id, which is listed only in ``storage_data``, where stock readers ignore it. Comparing ids does not
+read the contents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dcp_placements._torch import (
 from dcp_placements.errors import Fault
 
 ID_PREFIX = "dcp_placements.save."
-"""Keys in ``storage_data`` that begin so are records of an id, which follows."""
+"""The prefix of keys of id records in ``storage_data``; the id follows."""
 
 RECORDS = 4
 """Records of a rank. Torch's writer deals objects out over the files of its threads one after the
@@ -101,7 +101,7 @@ def id_items(save_id: bytes, rank: int) -> list[WriteItem]:
 
 
 def id_data(index: MetadataIndex) -> io.BytesIO | None:
-    """Return what a record holds; None where an index is that of something else."""
+    """Return the contents of an id record; None where an index is that of something else."""
     if not index.fqn.startswith(ID_PREFIX):
         return None
     return io.BytesIO(f"dcp_placements save {index.fqn[len(ID_PREFIX) :]}\n".encode())
@@ -109,7 +109,7 @@ def id_data(index: MetadataIndex) -> io.BytesIO | None:
 
 @dataclass(frozen=True, slots=True)
 class IdRecord:
-    """Where a file says which save wrote it.
+    """The record of a save id in a file.
 
     Attributes:
         index: Of the record in ``storage_data``.
@@ -131,7 +131,7 @@ class IdRecord:
 
     @property
     def nbytes(self) -> int:
-        """How much of it is read; more than a record needs only where it is damaged."""
+        """Bytes to read: its length, bounded in case the metadata are damaged."""
         return min(int(self.info.length), _RECORD_NBYTES)
 
     def read_item(self) -> ReadItem:
@@ -140,7 +140,11 @@ class IdRecord:
         return ReadItem(LoadItemType.BYTE_IO, self.index, size, self.index, size, size)
 
     def fault(self, data: bytes) -> Fault | None:
-        """Return that another save wrote the file, by what was read of the record."""
+        """Return the fault that another save wrote the file; None where this one did.
+
+        Args:
+            data: The contents of the record.
+        """
         match = _RECORD.fullmatch(data)
         other = match[1].decode() if match else None
         if other == self.save_id:
@@ -171,10 +175,9 @@ def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, IdRecord]
 
 
 def speaking_for(files: Iterable[str], records: Mapping[str, IdRecord]) -> list[IdRecord]:
-    """Return the records that speak for files.
+    """Return the id records to check for files.
 
-    A file without a record, which is one of several that a rank wrote, is spoken for by the rank's
-    others.
+    For a file without a record they are those in the other files of the rank that wrote it.
     """
     if not records:
         return []
@@ -193,7 +196,7 @@ def speaking_for(files: Iterable[str], records: Mapping[str, IdRecord]) -> list[
 
 
 def missing(file: str) -> Fault:
-    """Return that a file is not there."""
+    """Return the fault of a missing file."""
     likely = LIKELY_CUT_OFF
     if id_in_name(file) is not None:
         # Another save has other names, so nothing has taken its place.

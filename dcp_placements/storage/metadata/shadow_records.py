@@ -1,4 +1,4 @@
-"""The records of shadows: what they are called, and what is in one."""
+"""The records of shadows: their names and contents."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from io import BytesIO
 from typing import Any
 
 PREFIX = "dcp_placements.shadows."
-"""Keys in ``storage_data`` that begin so are packs."""
+"""The prefix of the keys of packs in ``storage_data``."""
 
 PACK_NBYTES = 1 << 20
-"""A pack of several tensors is no larger; larger tensors are a pack each."""
+"""The largest pack of several tensors; a larger tensor is a pack of its own."""
 
 OBJECTS_NBYTES = 1 << 20
 """A rank whose objects take more than this writes no shadows of them."""
@@ -40,6 +40,6 @@ def packed_object(record: memoryview, position: int, count: int) -> memoryview:
 
 
 def shadowed(provenance: Mapping[str, Any] | None) -> Mapping[str, Sequence[str]]:
-    """Return the packs and their keys that a checkpoint says it has."""
+    """Return the keys in each pack of a checkpoint, by the pack's key."""
     packs = None if provenance is None else provenance.get("shadows")
     return packs if isinstance(packs, Mapping) else {}

@@ -1,7 +1,7 @@
-"""Where in the files everything is: one row per chunk, in columns.
+"""The places of chunks in files: one row per chunk, in columns.
 
-Torch keeps it in a dict of two objects per chunk. Columns are what is sent to the coordinator
-after writing, what stands behind ``Metadata.storage_data``, and what ``.metadata`` is written
+Torch keeps them in a dict of two objects per chunk. Columns are sent to the coordinator after
+writing, back ``Metadata.storage_data``, and are what ``.metadata`` is written
 from; torch's objects are made only for the rows that are looked up.
 """
 
@@ -27,7 +27,7 @@ Kind = tuple[str, tuple[int, ...], int]
 """What records have in common: dtype, sizes of the chunk, length of the record."""
 
 Starts = Mapping[Kind, int | None]
-"""Where in a record of a kind the elements begin; None where that differs, or other strides are."""
+"""Where elements begin in a record of a kind; None where that differs."""
 
 ROW = np.dtype(
     [
@@ -35,18 +35,18 @@ ROW = np.dtype(
         *((name, np.int64) for name in ("start", "length")),
     ]
 )
-"""A row: four positions in lists of names, then where in the file."""
+"""A row: positions in four lists of names, then the place in the file."""
 
 
 @dataclass(slots=True)
 class Rows:
-    """Rows, and the names that they point to; each name stands there once.
+    """Rows, and the lists of names that they refer to; each name is listed once.
 
     Attributes:
         fqns: Keys.
         offsets: Of chunks; None of objects.
         paths: Files, relative to the checkpoint.
-        transforms: What the bytes went through on their way to the file; None for nothing.
+        transforms: The transforms that wrote the bytes; None for none.
         rows: Of dtype ``ROW``.
         starts: Of small tensors; None where the writer did not record them.
     """
@@ -59,7 +59,7 @@ class Rows:
     starts: Starts | None = None
 
     def index(self, row: Any) -> MetadataIndex:
-        """Return what a row is about."""
+        """Return the index of a row's chunk or object."""
         return MetadataIndex(self.fqns[row["fqn"]], self.offsets[row["offset"]])
 
     def info(self, row: Any) -> StorageInfo:
@@ -172,7 +172,7 @@ def _agreed(starts: dict[Kind, int | None], more: Starts) -> dict[Kind, int | No
 
 
 class _Lazy:
-    """Holds rows, or packed ones until they are looked at."""
+    """Holds rows; packed ones until they are used."""
 
     def __init__(self, rows: Rows | tuple[bytes, bytes]) -> None:
         self._held = rows
@@ -218,10 +218,10 @@ class WriteResults(_Lazy, Sequence[WriteResult]):
 
 
 class StorageTable(_Lazy, Mapping[MetadataIndex, StorageInfo]):
-    """What stands in ``Metadata.storage_data``: as torch's dict to look at, in columns.
+    """``Metadata.storage_data``: a read-only mapping as torch's dict, in columns.
 
     Args:
-        rows: One per chunk or object; of two about the same the later one holds.
+        rows: One per chunk or object; of two for the same index the later one counts.
     """
 
     _keys: Array | None = None
@@ -252,7 +252,7 @@ class StorageTable(_Lazy, Mapping[MetadataIndex, StorageInfo]):
         return f"StorageTable({len(self)} entries)"
 
     def beginning(self, prefix: str) -> list[tuple[MetadataIndex, StorageInfo]]:
-        """Return what stands under keys that begin so, without a look at the other rows."""
+        """Return the items whose keys begin with ``prefix``, without a search of the other rows."""
         held = self.rows
         keys = [number for number, fqn in enumerate(held.fqns) if fqn.startswith(prefix)]
         if not keys:
@@ -261,7 +261,7 @@ class StorageTable(_Lazy, Mapping[MetadataIndex, StorageInfo]):
         return [(held.index(row), held.info(row)) for row in rows]
 
     def unique(self) -> Array:
-        """Return the rows that hold."""
+        """Return one row per index."""
         self._sorted()
         order = np.sort(self._order)
         return self.rows.rows if len(order) == len(self.rows.rows) else self.rows.rows[order]
@@ -287,7 +287,7 @@ def rows_of(results: Sequence[WriteResult]) -> Rows:
 
 
 def rows_of_entries(entries: Iterable[tuple[MetadataIndex, StorageInfo]]) -> Rows:
-    """Return the rows of what a ``storage_data`` dict holds."""
+    """Return the rows of the items of a ``storage_data`` dict."""
     builder = RowsBuilder()
     for index, info in entries:
         builder.add(
