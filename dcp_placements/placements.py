@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
@@ -12,6 +12,8 @@ from dcp_placements.names.keys import Rename
 from dcp_placements.rules.options import check_declaration
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
 from dcp_placements.save.planner import PlacementSavePlanner
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -26,7 +28,7 @@ class Placements:
     True
 
     Attributes:
-        rules: As for the planners; a mapping that was given has become ``PlacementRules``.
+        rules: As for the planners; a mapping has become ``PlacementRules``.
         rename: This rank's key to the checkpoint's; None where the two are equal.
         waive: ``{pattern: reason}`` of keys that both planners accept although they would warn of,
             or refuse, their name and kind of cut.
@@ -47,8 +49,8 @@ class Placements:
 
         Args:
             rules: ``PlacementRules``, the mapping ``{pattern: CheckpointPlacement or None}`` that
-                takes, or any ``(fqn, tensor) -> CheckpointPlacement or None``. None:
-                every tensor keeps its own mesh and placements.
+                it takes, or any ``(fqn, tensor) -> CheckpointPlacement or None``. None: every
+                tensor keeps its own mesh and placements.
             rename: As for ``PlacementSavePlanner``.
             waive: As for the planners, each of which takes more.
 
@@ -72,9 +74,7 @@ class Placements:
         Raises:
             PlacementError: ``rules=`` or ``rename=`` among the options.
         """
-        _refuse_declared("save_planner", options)
-        options["waive"] = {**self.waive, **(options.get("waive") or {})}
-        return PlacementSavePlanner(self.rules, rename=self.rename, **options)
+        return self._planner(PlacementSavePlanner, "save_planner", options)
 
     def load_planner(self, **options: Any) -> PlacementLoadPlanner:
         """Return a planner for ``dcp.load``.
@@ -86,9 +86,20 @@ class Placements:
         Raises:
             PlacementError: ``rules=`` or ``rename=`` among the options.
         """
-        _refuse_declared("load_planner", options)
-        options["waive"] = {**self.waive, **(options.get("waive") or {})}
-        return PlacementLoadPlanner(self.rules, rename=self.rename, **options)
+        return self._planner(PlacementLoadPlanner, "load_planner", options)
+
+    def _planner(self, planner: Callable[..., P], method: str, options: dict[str, Any]) -> P:
+        """Return a planner; refuse an option that only the declaration may set."""
+        for name in ("rules", "rename"):
+            if name in options:
+                raise PlacementError(
+                    f"{method}({name}=...): {name} is part of the Placements, so that saves and "
+                    "loads cannot differ in it\n"
+                    f"    way out:     give it to Placements(rules, rename=...); or "
+                    f"{getattr(planner, '__name__', planner)} itself"
+                )
+        waive = {**self.waive, **(options.pop("waive", None) or {})}
+        return planner(self.rules, rename=self.rename, waive=waive, **options)
 
     def set_up_planner(self, *args: Any, storage_meta: Any = None, **kwargs: Any) -> NoReturn:
         """Refuse to be a planner, which DCP calls this method of.
@@ -115,19 +126,6 @@ class Placements:
             *_labelled("waive", [f"{pattern}: {why}" for pattern, why in self.waive.items()]),
         ]
         return "\n".join(["placements", *entries])
-
-
-def _refuse_declared(method: str, options: Mapping[str, Any]) -> None:
-    """Refuse an option that only the declaration may set."""
-    for name in ("rules", "rename"):
-        if name in options:
-            raise PlacementError(
-                f"{method}({name}=...): {name} is part of the Placements, so that saves and loads "
-                "cannot differ in it\n"
-                f"    way out:     give it to Placements(rules, rename=...); or "
-                f"{'PlacementSavePlanner' if method.startswith('save') else 'PlacementLoadPlanner'}"
-                " itself"
-            )
 
 
 def _format_rules(rules: Rules | None) -> list[str]:

@@ -148,17 +148,17 @@ def test_a_planner_serves_again_and_can_be_pickled(outcomes: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "cause"),
     [
         ("missing_file", "rank 2: could not read its share: the checkpoint is not whole"),
         ("short_file", "__2_0.distcp ends before it"),
         ("flipped_byte", "and it is not what was saved"),
     ],
 )
-def test_all_ranks_end_alike_where_one_cannot_read(outcomes: Ranks, name: str, told: str) -> None:
+def test_all_ranks_end_alike_where_one_cannot_read(outcomes: Ranks, name: str, cause: str) -> None:
     text = refusal(outcomes, name)
     assert text.startswith("nothing can be exchanged, since not all ranks could read")
-    assert told.partition(": ")[2] in text
+    assert cause.partition(": ")[2] in text
     assert "rank 2" in text or name == "flipped_byte"
 
 
@@ -166,8 +166,8 @@ def test_all_ranks_end_alike_where_one_cannot_read(outcomes: Ranks, name: str, t
 def test_a_lost_rank_is_an_error_on_all_others_in_time(tmp_path: Path, how: str) -> None:
     done = forked(WORKER, tmp_path, "lost", how)
     assert done.returncode == 0, tail(done)
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    for rank, each in enumerate(told):
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    for rank, each in enumerate(reports):
         text = each["refused"][str(rank)]
         assert text.startswith("the exchange was broken off")
         assert "ranks 0-3 could not exchange what they read" in text

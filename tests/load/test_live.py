@@ -38,10 +38,10 @@ def test_a_copy_of_a_parameter_is_refused(saved: Path) -> None:
     state = {"weight": model.weight.detach().clone(), "bias": model.bias.detach()}
     with pytest.raises(CheckpointException) as caught:
         dcp.load({"model": state}, checkpoint_id=saved, planner=PlacementLoadPlanner(live=model))
-    told = str(caught.value.failures[0][0])
-    assert "model.weight: what is read would end in a copy" in told
-    assert "model.bias" not in told
-    assert "way out:" in told
+    text = str(caught.value.failures[0][0])
+    assert "model.weight: what is read would end in a copy" in text
+    assert "model.bias" not in text
+    assert "way out:" in text
 
 
 def test_copies_of_optimizer_state_are_told_of_and_let_pass(saved: Path) -> None:
@@ -62,8 +62,8 @@ def test_a_look_alike_that_makes_a_copy_each_time_is_refused(saved: Path) -> Non
     weight = Casting(torch.zeros(5, 3, dtype=torch.bfloat16), mesh, [Replicate()], (5, 3))
     with pytest.raises(CheckpointException) as caught:
         dcp.load({"model": {"weight": weight}}, checkpoint_id=saved, planner=PlacementLoadPlanner())
-    told = str(caught.value.failures[0][0])
-    assert "model.weight: to_local() of this Casting makes a copy" in told
+    text = str(caught.value.failures[0][0])
+    assert "model.weight: to_local() of this Casting makes a copy" in text
 
 
 def with_rng(model: torch.nn.Module, prefix: str = "model") -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_items_are_as_torchs_own_constructor_makes_them() -> None:
     items, _, _ = ask({"cut": torch.zeros(2, 6)}, {"cut": stored}, "error")
     (item,) = items
     index = type(item.dest_index)
-    made = ReadItem(
+    expected = ReadItem(
         item.type,
         index("cut", torch.Size((4, 0)), 0),
         torch.Size((0, 0)),
@@ -100,12 +100,12 @@ def test_items_are_as_torchs_own_constructor_makes_them() -> None:
         torch.Size((1, 0)),
         torch.Size((2, 6)),
     )
-    assert item == made
-    assert vars(item) == vars(made)
-    assert vars(item.dest_index) == vars(made.dest_index)
-    assert vars(item.storage_index) == vars(made.storage_index)
+    assert item == expected
+    assert vars(item) == vars(expected)
+    assert vars(item.dest_index) == vars(expected.dest_index)
+    assert vars(item.storage_index) == vars(expected.storage_index)
     assert type(item.storage_index.offset) is type(item.dest_index.offset) is torch.Size
-    assert hash(item) == hash(made)
+    assert hash(item) == hash(expected)
 
 
 def chunk(box: Box) -> ChunkStorageMetadata:
