@@ -99,12 +99,8 @@ def verify(
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     records = records_by_file(checkpoint)
-    faults = [
-        *tiling_faults(checkpoint),
-        *place_faults(checkpoint),
-        *file_faults(checkpoint, records),
-        *id_faults(checkpoint),
-    ]
+    faults = [*tiling_faults(checkpoint), *place_faults(checkpoint), *id_faults(checkpoint)]
+    faults += file_faults(checkpoint, records)
     if digests:
         faults += _digest_gaps(checkpoint.provenance or {}, records)
     total = sum(record.chunk.nbytes for in_file in records.values() for record in in_file)
@@ -121,12 +117,10 @@ def verify(
             faults += checker.check_file(file, in_file)
     notes = _notes(checkpoint)
     if contents and checkpoint.format == SAFETENSORS:
-        notes.append("safetensors files have no checksums: nothing speaks for their contents")
+        notes.append("safetensors files have no checksums: nothing proves their contents")
     if checker.skipped:
-        notes.append(
-            f"not plain, and larger than a third of --memory, so not read: "
-            f"{format_names(checker.skipped, 4)}"
-        )
+        names = format_names(checker.skipped, 4)
+        notes.append(f"not plain, and larger than a third of --memory, so not read: {names}")
     return Verification(
         path=checkpoint.path,
         faults=tuple(sorted(faults, key=lambda fault: (fault.kind, fault.files, fault.tensors))),
