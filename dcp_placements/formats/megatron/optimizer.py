@@ -38,7 +38,7 @@ _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")
 
 
 class NotRecoverable(Exception):
-    """Why the tensors of an optimizer cannot be told apart."""
+    """Why the parameters of an optimizer's tensors are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def optimizer_entries(contents: Mapping[str, Any], *, has_flat_files: bool) -> l
         has_flat_files: Whether files of a distributed optimizer are beside it.
 
     Raises:
-        NotRecoverable: The tensors cannot be told apart, with the reason.
+        NotRecoverable: The parameters of the tensors are unknown, with the reason.
     """
     if "optimizer" not in contents:
         raise NotRecoverable("there is none in the files")
