@@ -221,7 +221,7 @@ class FilePart:
 
     def stream(self) -> io.BufferedIOBase:
         """Return the part as a file of its own."""
-        return io.BufferedReader(_View(self._file, self._start, self._length))
+        return io.BufferedReader(_View(self, self._length))
 
 
 class HeldPart:
@@ -257,10 +257,9 @@ Part = FilePart | HeldPart
 
 
 class _View(io.RawIOBase):
-    def __init__(self, file: CountedFile, start: int, length: int) -> None:
+    def __init__(self, part: FilePart, length: int) -> None:
         super().__init__()
-        self._file = file
-        self._start = start
+        self._part = part
         self._length = length
         self._position = 0
 
@@ -281,6 +280,6 @@ class _View(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         left = max(self._length - self._position, 0)
         view = memoryview(buffer).cast("B")[:left]
-        self._file.read_into(view, self._start + self._position)
+        self._part.read_into(view, self._position)
         self._position += view.nbytes
         return view.nbytes

@@ -100,12 +100,12 @@ def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
         arrays = []
         reached = head_end
         for part, position, count in footer["parts"]:
-            layout = Part(*part).layout(None)
+            layout = RecordKind(*part).layout(None)
             if count < 0 or position + layout.itemsize * count > footer_start:
                 raise pickle.UnpicklingError("its records are beyond its end")
             stream.seek(position)
             records = np.frombuffer(stream.read(layout.itemsize * count), layout, count)
-            if restricted and (position != reached or not Part(*part).is_form_of(records)):
+            if restricted and (position != reached or not RecordKind(*part).is_form_of(records)):
                 raise pickle.UnpicklingError("its records are not those of chunks")
             reached += records.nbytes
             arrays.append(_rows_of_records(records, footer))
@@ -258,7 +258,7 @@ def _place(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RecordKind:
     """One kind of records: which fields they have.
 
     Attributes:
@@ -336,7 +336,7 @@ class Part:
         return fields
 
 
-def _parts(held: Rows, rows: Array) -> Iterator[tuple[Part, Array]]:
+def _parts(held: Rows, rows: Array) -> Iterator[tuple[RecordKind, Array]]:
     """Yield the rows by kind of record."""
     chunk = np.array([offset is not None for offset in held.offsets], bool)[rows["offset"]]
     moved = np.array([steps is not None for steps in held.transforms], bool)[rows["transforms"]]
@@ -345,10 +345,10 @@ def _parts(held: Rows, rows: Array) -> Iterator[tuple[Part, Array]]:
             chosen = rows[(chunk == has_offset) & (moved == transformed)]
             if len(chosen):
                 largest = max(int(chosen["start"].max()), int(chosen["length"].max()))
-                yield Part(has_offset, transformed, largest >= _I32), chosen
+                yield RecordKind(has_offset, transformed, largest >= _I32), chosen
 
 
-def _records(part: Part, memo: _MemoNumbers, rows: Array) -> bytes:
+def _records(part: RecordKind, memo: _MemoNumbers, rows: Array) -> bytes:
     layout = part.layout(memo)
     records = np.empty(len(rows), layout)
     for name, data in part.fixed(memo).items():
@@ -360,7 +360,7 @@ def _records(part: Part, memo: _MemoNumbers, rows: Array) -> bytes:
     return records.tobytes()
 
 
-def _footer(held: Rows, memo: _MemoNumbers, parts: Sequence[tuple[Part, int, int]]) -> bytes:
+def _footer(held: Rows, memo: _MemoNumbers, parts: Sequence[tuple[RecordKind, int, int]]) -> bytes:
     footer = {
         "fqns": held.fqns,
         "offsets": held.offsets,
