@@ -104,6 +104,14 @@ def test_experts_gaps_and_doubles(tmp_path: Path, run: Run) -> None:
     assert "layers.1.mlp.experts (stacked)  0-5" in ran.out
 
 
+def test_grouped_weights_are_one_per_expert(tmp_path: Path) -> None:
+    keys = [f"layers.0.experts.linear_fc1.weight{number}" for number in (0, 1, 3)]
+    dcp.save({key: torch.ones(64, 2) for key in keys}, checkpoint_id=tmp_path)
+    (layer,) = inspect(tmp_path, experts=True).experts or ()
+    assert (layer.stacked, layer.tensors) == (False, ("linear_fc1.weight{}",))
+    assert (layer.experts, layer.gaps) == ((0, 1, 3), (2,))
+
+
 def test_a_torch_dist_directory(tmp_path: Path, run: Run) -> None:
     tensors = save_torch_dist(tmp_path / "step")
     told = run("inspect", tmp_path / "step", "--experts", "--json").json

@@ -53,7 +53,7 @@ class Tally:
             atol: Absolute.
         """
         same_dtype = one.dtype == other.dtype
-        if same_dtype and torch.equal(_bits(one), _bits(other)):
+        if same_bits(one, other):
             return
         shape = one.shape
         flat, flat_other = one.reshape(-1), other.reshape(-1)
@@ -86,8 +86,8 @@ class Tally:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are equal bit for bit: also NaNs, and -0.0 is not 0.0."""
-    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return alike and torch.equal(_bits(one), _bits(other))
+    same_kind = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return same_kind and torch.equal(_bits(one), _bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,23 +16,22 @@ from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
 
 
 def merge_metadata(path: str | os.PathLike[str]) -> Metadata:
-    """Write the one ``.metadata`` of a checkpoint that was saved without collectives.
+    """Write one ``.metadata`` for a checkpoint that was saved without collectives.
 
     ``dcp.save(..., use_collectives=False)`` leaves every rank's own ``__<rank>.metadata``, from
-    which torch loads each rank's own part only. With the one of all ranks any reader loads the
-    checkpoint into any topology. Data files stay as they are, and so do the ranks' own.
+    which torch loads that rank's part only. With one ``.metadata`` of all ranks any reader loads
+    the checkpoint into any topology. Data files and the ranks' own files are left as they are.
 
     Args:
         path: The checkpoint directory.
 
     Returns:
-        What was written.
+        The metadata written.
 
     Raises:
         CannotLook: There is no rank's metadata, or it cannot be read or is refused; or another
-            process is writing it.
-        PlacementError: Together they are no checkpoint, because chunks overlap, or some elements
-            nobody stored. Nothing is written then.
+            process is writing ``.metadata``.
+        PlacementError: Chunks overlap, or no rank stored some elements. Nothing is written then.
     """
     directory = Path(path)
     with quiet_gc():
