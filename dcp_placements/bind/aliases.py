@@ -1,4 +1,4 @@
-"""Two names of one storage: tied weights, of which a rule speaks for one and misses the other."""
+"""Two names of one storage: tied weights of which a rule matches only one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _place_text(placed: Placed | None) -> str:
 
 
 def _all_differ(placed: Mapping[str, Placed], state_dict: Mapping[str, Any]) -> bool:
-    """Whether no two tensors begin at one address; False also where that is not known."""
+    """Whether no two tensors begin at one address; False also if that cannot be seen."""
     tensors = [place.tensor for place in placed.values()]
     tensors += [
         value

@@ -69,7 +69,6 @@ class Binding:
         sharding: How the whole tensor is cut, over the axes of both sources.
         axes: Those axes seen from this rank, in the order of ``sharding.axis_sizes``.
         layout: Where this rank's local tensor lies.
-        is_uniform: Whether the same sharding describes all ranks (no ``IndexShard``).
         homes: For each axis its mesh and its position there.
         is_exact: Whether ``sharding`` yields the layout, except for the rows of an
             ``IndexShard``; false for a part of a fused dim that an axis cuts.
@@ -78,7 +77,6 @@ class Binding:
     sharding: Sharding
     axes: tuple[Axis, ...]
     layout: Layout
-    is_uniform: bool
     homes: tuple[tuple[Any, int], ...] = field(default=(), repr=False)
     is_exact: bool = True
     _hash: int = field(init=False, compare=False, repr=False)
@@ -91,8 +89,13 @@ class Binding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The hash of a string differs between processes.
-        args = self.sharding, self.axes, self.layout, self.is_uniform, self.homes, self.is_exact
+        args = self.sharding, self.axes, self.layout, self.homes, self.is_exact
         return Binding, args
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether ``sharding`` describes all ranks: no ``IndexShard``, no stack, no part."""
+        return self.is_exact and self.sharding.is_uniform
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -157,7 +160,7 @@ def bind(
     sizes = tuple([axis.size for axis in axes])
     sharding = Sharding(global_shape, sizes, cuts, padded_shape)
     layout = _layout(sharding, axes, own, local_shape, placement)
-    return Binding(sharding, tuple(axes), layout, sharding.is_uniform, tuple(homes))
+    return Binding(sharding, tuple(axes), layout, tuple(homes))
 
 
 def _layout(

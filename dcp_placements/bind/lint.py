@@ -1,7 +1,7 @@
-"""What sizes cannot show: declarations that fit the shapes and are still likely wrong.
+"""Declarations that fit the shapes and are still likely wrong.
 
 Each finding is a warning with its reason. It is silenced by pattern, with a reason of the user's
-own that is kept in the report, and never for all keys at once.
+own that the report keeps, and never for all keys at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FUSED_NAME = re.compile(
     r"|c_attn|wqkv|W_pack|w13)(?:_weight|_bias)?(?:\.|$)"
 )
 EXPERT_NAME = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
-# One tensor per expert, told apart by its name where names are renamed to global ones.
+# One tensor per expert: distinct by its number, if names are renamed to global ones.
 NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)")
 TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
 EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
@@ -32,14 +32,14 @@ DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
 
 def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
-    """Yield a finding for each tensor that is declared in a way that is likely wrong.
+    """Yield a finding for each tensor whose declaration is likely wrong.
 
     Args:
         placed: The tensors, with the checkpoint's keys.
-        renamed: Whether these are others than the rank's own, so that a number in them is global.
+        renamed: Whether they differ from the rank's own, so that a number in them is global.
     """
     judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
-    # Most tensors lie so that no name could be wrong: they are not looked at.
+    # Most tensors have a layout that is right under any name: they need no search.
     doubtful: dict[Binding, bool] = {}
     for tensor in placed:
         binding = tensor.binding
@@ -93,7 +93,7 @@ def _findings(placed: Placed, fused: bool, expert: bool) -> Iterator[tuple[str, 
                     ),
                 )
     if expert:
-        # A pick of no axis is a stack: its rows were told apart by name.
+        # A Pick without an axis is a stack: the names of its rows are distinct.
         if any(cut.axis < 0 for cut in binding.sharding.cuts):
             return
         sharded = {binding.axes[cut.axis].name for cut in binding.sharding.cuts}

@@ -68,7 +68,7 @@ def listed_binding(tensor: Any) -> Binding:
         if 0 not in sizes:
             chunks.append(Chunk(local_offsets, offsets, sizes))
     layout = ListedLayout.of(global_shape, local_shape, tuple(chunks))
-    return Binding(Sharding(global_shape), (), layout, is_uniform=False, is_exact=False)
+    return Binding(Sharding(global_shape), (), layout, is_exact=False)
 
 
 def check_equal(listed: Binding, ruled: Binding) -> None:

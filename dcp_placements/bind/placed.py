@@ -26,9 +26,9 @@ class Placed:
     Attributes:
         fqn: The checkpoint's key.
         tensor: The local tensor itself, no copy.
-        binding: Its place; shared by all tensors that lie alike.
-        chunks: The non-empty pieces, in C order of the local tensor; shared likewise.
-        rule: What to call the rule that spoke; None where none did.
+        binding: Its place; shared by all tensors of the same layout.
+        chunks: The non-empty boxes, in C order of the local tensor; shared, too.
+        rule: The name of its rule for messages; None if no rule matches.
         mesh: The mesh of its DTensor; None for a plain tensor.
     """
 
@@ -55,7 +55,7 @@ class Placed:
         return False
 
     def view(self, chunk: Chunk) -> torch.Tensor:
-        """Return the piece of the local tensor that ``chunk`` is; a view, no copy."""
+        """Return the elements of ``chunk``: a view of the local tensor, no copy."""
         return narrowed(self.tensor.detach(), chunk)
 
 
@@ -69,14 +69,14 @@ def narrowed(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Placing:
-    """What became of a rank's flat state dict.
+    """A rank's flat state dict, bound.
 
     Attributes:
         placed: By key, the tensors that have a place. Keys that are neither here nor in
             ``absent`` are left to torch's default planner.
-        absent: Keys whose DTensor mesh this rank is no part of: nothing to save or load here.
-        faults: What does not fit.
-        matched: Rules that spoke, with the number of keys each spoke for.
+        absent: Keys whose DTensor mesh does not include this rank: nothing to save or load here.
+        faults: Of tensors that do not fit.
+        matched: The number of keys per rule that matched.
     """
 
     placed: dict[str, Placed] = field(default_factory=dict)

@@ -1,8 +1,7 @@
 """A rank's flat state dict bound to the checkpoint: one ``Placed`` per tensor that has a place.
 
-Both planners stand on this, so that what is saved and what is loaded is worked out by the same
-rule. It raises nothing: whatever does not fit becomes a ``Fault``, and the planner tells all at
-once.
+Both planners use this, so that a save and a load compute the same places. Nothing is raised here: a
+tensor that does not fit becomes a ``Fault``, and the planner raises all of them at once.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ import torch
 
 from dcp_placements._torch import DTensor, dtensor_facts, has_hooks, is_dtensor_like
 from dcp_placements.bind.aliases import alias_faults
-from dcp_placements.bind.binding import BindError, Binding, Own, bind, fault_of
+from dcp_placements.bind.binding import BindError, Own, bind, fault_of
 from dcp_placements.bind.own_chunks import (
     check_equal,
     listed_binding,
     lists_its_chunks,
     names_its_chunks,
 )
-from dcp_placements.bind.placed import Placed, Placing
+from dcp_placements.bind.placed import Place, Placed, Placing
 from dcp_placements.errors import Fault
-from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.keys import Rename
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
@@ -39,8 +37,8 @@ from dcp_placements.rules.placement import CheckpointPlacement, shards
 def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Placing:
     """Bind every tensor of a flat state dict to its place in the checkpoint.
 
-    0-d tensors and non-tensors are never asked about. Optimizer state that lies as its parameter
-    does takes the parameter's place, unless a rule of its own speaks for it.
+    The rules are never asked about 0-d tensors and non-tensors. Optimizer state with the layout of
+    its parameter takes the parameter's place, unless a rule of its own matches.
 
     Args:
         state_dict: Flat, with the checkpoint's keys.
@@ -60,25 +58,25 @@ class Placer:
         self.rules = rules
         self.rank = rank
         self.placing = placing
-        # Most tensors lie like another one: keyed by all that a binding is worked out from.
-        self._bound: dict[Any, tuple[Binding, tuple[Chunk, ...]] | None] = {}
+        # Most tensors have the layout of another one: by all arguments of the binding.
+        self._bound: dict[Any, Place | None] = {}
         self._mesh_number = MeshNumbers()
         self._dtensor_kinds: dict[type, bool] = {}
         self._names: dict[str, str] = {}
-        # By key, what rules that are a callable gave.
-        self._given: dict[str, CheckpointPlacement] = {}
+        # By key, the placements that a callable returned.
+        self._returned: dict[str, CheckpointPlacement] = {}
 
     def add(self, fqn: str, value: Any) -> None:
         """Bind one value, if it is a tensor that has a place."""
         kind = type(value)
         dtensor = self._dtensor_kinds.get(kind)
         if dtensor and self.rules is None and kind is DTensor:
-            # The common case in place: of thousands of tensors a call more would be felt.
+            # The common case, inline: one more call for each of thousands of tensors is slow.
             local, mesh, placements, whole = dtensor_facts(value)
             key = (whole, local.shape, self._mesh_number(mesh), placements, None)
-            found = self._bound.get(key)
-            if found is not None and type(local) is torch.Tensor:
-                self.placing.placed[fqn] = Placed(fqn, local, found[0], found[1], None, mesh)
+            place = self._bound.get(key)
+            if place is not None and type(local) is torch.Tensor:
+                self.placing.placed[fqn] = Placed(fqn, local, *place, None, mesh)
                 return
         if dtensor is None:
             dtensor = self._dtensor_kinds[kind] = is_dtensor_like(value)
@@ -104,20 +102,20 @@ class Placer:
             self._fault(error, fqn)
 
     def let_states_follow(self, state_dict: Mapping[str, Any]) -> None:
-        """Give optimizer state that lies as its parameter does the parameter's place.
+        """Give optimizer state with the layout of its parameter the parameter's place.
 
-        Where a rule speaks for the state's own key, it follows only if the same rule speaks for
-        the parameter. A plain tensor lies as its parameter if it has the local shape; a DTensor if
-        its shape, mesh and placements are the parameter's own.
+        If a rule matches the state's own key, the state follows only if the same rule matches the
+        parameter. A plain tensor has its parameter's layout if it has the local shape; a DTensor
+        if it has the shape, mesh and placements.
         """
         ruled = any(placed.rule is not None for placed in self.placing.placed.values())
         states = OptimizerStates(state_dict)
         places: dict[str, Placed | None] = {}
         for fqn, value in state_dict.items():
             dtensor = self._dtensor_kinds.get(type(value), False)
-            known = self.placing.placed.get(fqn)
+            placed = self.placing.placed.get(fqn)
             if dtensor:
-                if not ruled or known is None or known.rule is not None:
+                if not ruled or placed is None or placed.rule is not None:
                     continue
             elif not isinstance(value, torch.Tensor) or not value.dim():
                 continue
@@ -132,27 +130,27 @@ class Placer:
             if not dtensor:
                 if tuple(value.shape) == tuple(first.tensor.shape):
                     self._follow(fqn, value, first)
-            elif known is not None and self.same_own(_own(value), _own(state_dict[first.fqn])):
-                self._follow(fqn, known.tensor, first, known.mesh)
+            elif placed is not None and self.same_own(_own(value), _own(state_dict[first.fqn])):
+                self._follow(fqn, placed.tensor, first, placed.mesh)
 
     def may_follow(self, fqn: str, parameter: str) -> bool:
-        """Whether no rule speaks for optimizer state itself, or the one of its parameter does.
+        """Whether no rule matches optimizer state itself, or the rule of its parameter does.
 
-        The same rule is the same pattern; of a callable, which has none, an equal placement.
+        The same rule is the same pattern or, for a callable, an equal placement.
         """
         if isinstance(self.rules, PlacementRules):
             own = self.rules.pattern_of(fqn)
             return own is None or own == self.rules.pattern_of(parameter)
-        given = self._given.get(fqn)
-        return given is None or given == self._given.get(parameter)
+        placement = self._returned.get(fqn)
+        return placement is None or placement == self._returned.get(parameter)
 
     def _one_place(self, fqns: Sequence[str]) -> Placed | None:
-        """Return the place of these keys; None where they have none, or several."""
-        found = [self.placing.placed.get(fqn) for fqn in fqns]
-        if not found or found[0] is None:
+        """Return the place of these keys; None if they have none, or several."""
+        places = [self.placing.placed.get(fqn) for fqn in fqns]
+        first = places[0] if places else None
+        if first is None:
             return None
-        first = found[0]
-        same = all(other is not None and other.binding == first.binding for other in found)
+        same = all(other is not None and other.binding == first.binding for other in places)
         return first if same else None
 
     def same_own(self, one: Own, other: Own) -> bool:
@@ -170,15 +168,16 @@ class Placer:
         self.placing.faults = [fault for fault in self.placing.faults if fault.fqn != fqn]
 
     def ask(self, fqn: str, value: Any) -> tuple[CheckpointPlacement | None, str | None]:
-        """Return what the rules say of a tensor, and what to call the one that spoke."""
+        """Return the placement of a tensor by the rules, and the name of its rule for messages."""
         if self.rules is None or not value.shape:
             return None, None
         if isinstance(self.rules, PlacementRules):
-            found = self.rules.find(fqn)
-            if found is None:
+            match = self.rules.find(fqn)
+            if match is None:
                 return None, None
-            # A pattern that says None has spoken, too: it is not one that matches nothing.
-            name, placement = self._names.setdefault(found[0], repr(found[0])), found[1]
+            # The pattern of a None rule counts as matched, too.
+            pattern, placement = match
+            name = self._names.setdefault(pattern, repr(pattern))
         else:
             placement = self.rules(fqn, value)
             if placement is None:
@@ -189,7 +188,7 @@ class Placer:
                     "way out:     return a CheckpointPlacement, or None to keep the tensor's own",
                 )
             name = rule_name(self.rules, fqn) or ""
-            self._given[fqn] = placement
+            self._returned[fqn] = placement
         self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
         return placement, None if placement is None else name
 
@@ -198,15 +197,13 @@ class Placer:
     ) -> None:
         local, mesh, placements, shape = dtensor_facts(value)
         key = (shape, local.shape, self._mesh_number(mesh), placements, placement)
-        found = self._bound.get(key, _UNBOUND)
-        if found is _UNBOUND:
+        place = self._bound.get(key, _UNBOUND)
+        if place is _UNBOUND:
             own = Own(tuple(shape), mesh, placements)
-            found = self._bind(own, tuple(local.shape), placement, key)
-        self._place(fqn, local, found, rule, mesh)
+            place = self._bind(own, tuple(local.shape), placement, key)
+        self._place(fqn, local, place, rule, mesh)
 
-    def _bind_plain(
-        self, value: torch.Tensor, placement: CheckpointPlacement
-    ) -> tuple[Binding, tuple[Chunk, ...]] | None:
+    def _bind_plain(self, value: torch.Tensor, placement: CheckpointPlacement) -> Place | None:
         shape = tuple(value.shape)
         plain = (shape, placement)
         if plain not in self._bound:
@@ -232,23 +229,23 @@ class Placer:
         local_shape: tuple[int, ...],
         placement: CheckpointPlacement | None,
         key: Any,
-    ) -> tuple[Binding, tuple[Chunk, ...]] | None:
+    ) -> Place | None:
         binding = bind(own, local_shape, placement)
-        found = self._bound[key] = None if binding is None else (binding, binding.layout.chunks())
-        return found
+        place = self._bound[key] = None if binding is None else (binding, binding.layout.chunks())
+        return place
 
     def _place(
         self,
         fqn: str,
         tensor: torch.Tensor,
-        found: tuple[Binding, tuple[Chunk, ...]] | None,
+        place: Place | None,
         rule: str | None,
         mesh: Any = None,
     ) -> None:
-        if found is None:
+        if place is None:
             self.placing.absent.add(fqn)
         else:
-            self.placing.placed[fqn] = Placed(fqn, tensor, found[0], found[1], rule, mesh)
+            self.placing.placed[fqn] = Placed(fqn, tensor, *place, rule, mesh)
 
     def _fault(self, error: BindError, fqn: str) -> None:
         self.placing.faults.append(fault_of(error, fqn, self.rank, rule_name(self.rules, fqn)))
@@ -257,10 +254,10 @@ class Placer:
 def counted_faults(
     state_dict: Mapping[str, Any], placing: Placing, rename: Rename | None
 ) -> list[Fault]:
-    """Return the optimizer state that knows its parameters by position, where that is wrong.
+    """Return a fault for optimizer state that refers to its parameters by position.
 
-    Wrong it is where keys are renamed, and where a rule says that ranks hold different parts of a
-    parameter while none speaks for state of that shape.
+    Positions are wrong if keys are renamed, or if a rule shards a parameter over ranks and no rule
+    matches the state of that shape.
     """
     state = counted_state(state_dict)
     if rename is not None:
@@ -276,10 +273,10 @@ def counted_faults(
     }
     faults = []
     for fqn in state:
-        known = placing.placed.get(fqn)
-        tensor = state_dict[fqn] if known is None else known.tensor
+        placed = placing.placed.get(fqn)
+        tensor = state_dict[fqn] if placed is None else placed.tensor
         shape = getattr(tensor, "shape", None)
-        if shape in parts and (known is None or known.rule is None):
+        if shape in parts and (placed is None or placed.rule is None):
             faults.append(
                 counted_fault(fqn, f"{parts[shape]}, of that shape, is sharded by a rule")
             )

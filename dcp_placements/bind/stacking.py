@@ -68,7 +68,7 @@ class _Held:
     Attributes:
         rows: Their places in the stack.
         parts: Their local tensors.
-        own: What each of them says of itself, the same of all.
+        own: The description that each of them has of itself, the same for all.
     """
 
     rows: list[Row]
@@ -139,8 +139,8 @@ class StackPlacer:
             # One scalar for all rows, as a stacked parameter's optimizer state has it.
             scalar = bind(own, (), None)
             assert scalar is not None
-            lies = scalar, scalar.layout.chunks()
-            self.placing.placed[fqn] = RowPlaced.of(fqn, lies, None, parts)
+            scalar_place = scalar, scalar.layout.chunks()
+            self.placing.placed[fqn] = RowPlaced.of(fqn, scalar_place, None, parts)
             return
         self._held[fqn] = held
         placement, rule = None, None
@@ -152,8 +152,8 @@ class StackPlacer:
             probe = torch.empty(shape, dtype=parts[0].dtype, device="meta")
             placement, rule = self.placer.ask(fqn, probe)
         mesh = None if own.mesh is None else self._mesh_number(own.mesh)
-        look = own.shape, own.placements, held.local_shape, mesh
-        key = (held.rows[0].axes, tuple(held.indices), look, placement)
+        shapes = own.shape, held.local_shape
+        key = (held.rows[0].axes, tuple(held.indices), shapes, own.placements, mesh, placement)
         if key not in self._alike:
             self._alike[key] = _bind_stack(held, placement)
         place = self._alike[key]
@@ -166,7 +166,7 @@ class StackPlacer:
         )
 
     def let_states_follow(self) -> None:
-        """Give optimizer state that lies as its parameter does, row by row, the place of that."""
+        """Give optimizer state with the rows of its parameter the place of the parameter."""
         for fqn, held in self._held.items():
             state = self.unfolding.states.of(fqn) if held.own.shape else None
             if state is None:
@@ -246,7 +246,7 @@ def _bind_stack(held: _Held, placement: CheckpointPlacement | None) -> Place | N
     picks = [Pick(*pick) for pick in zip(dims, held.indices, row_axes, strict=True)]
     sharding = replace(whole.sharding, cuts=(*picks, *whole.sharding.cuts))
     layout = sharding.at(whole.coordinate)
-    binding = Binding(sharding, whole.axes, layout, is_uniform=False)
+    binding = Binding(sharding, whole.axes, layout)
     # A rank need not hold every combination of the numbers: its chunks are those of its rows.
     kept = [dim for dim, origin in enumerate(target.dims) if origin is not None]
     shape = tuple([sharding.global_shape[dim] for dim in kept])

@@ -195,7 +195,7 @@ def _row_binding(binding: Binding, dim: int) -> Binding:
         None if padded is None else removed(padded, dim),
     )
     layout = Layout(row.global_shape, removed(binding.layout.intervals, dim))
-    return Binding(row, binding.axes, layout, row.is_uniform)
+    return Binding(row, binding.axes, layout)
 
 
 def _part_place(binding: Binding, chunks: Sequence[Chunk], part: Target, dim: int) -> Place:
@@ -228,5 +228,4 @@ def _part_place(binding: Binding, chunks: Sequence[Chunk], part: Target, dim: in
     layout = Layout(part.shape, replaced(binding.layout.intervals, dim, tuple(intervals)))
     # Where no axis cuts the dim, one run of the whole is the same run on every rank.
     is_exact = len(part.boxes) == 1 and not any(c.dim == dim for c in sharding.cuts)
-    place = Binding(cut, binding.axes, layout, cut.is_uniform and is_exact, is_exact=is_exact)
-    return place, part.chunks(chunks)
+    return Binding(cut, binding.axes, layout, is_exact=is_exact), part.chunks(chunks)

@@ -1,8 +1,7 @@
 """Which bytes of a stored chunk a slice of it is.
 
-A chunk lies in its file as one run of bytes, in C order. A slice of it is a number of equal
-*segments* at regular distances: as long as they can be without taking in more than a little of
-what lies between. Integers only.
+A chunk is one run of bytes in its file, in C order. A slice of it is a number of equal *segments*
+at regular distances, each as long as possible while it includes few other bytes. Integers only.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from itertools import product
 from math import prod
 
 Gap = Callable[[int], int]
-"""From the length of a run of wanted bytes to how many bytes may be read along up to the next."""
+"""Maps the length of a run of wanted bytes to the largest gap that is read along with it."""
 
 
 def no_gap(run_nbytes: int) -> int:
-    """Read nothing but what is wanted."""
+    """Read the wanted bytes only."""
     return 0
 
 

@@ -2,11 +2,11 @@
 
 A whole tensor is cut one mesh axis after the other. Per tensor dim we keep an ordered list of
 intervals of the whole, at first ``[(0, size)]``; every cut of that dim keeps this coordinate's part
-of the concatenated list. What is left, dim by dim, is a *layout*: the product of the lists is the
-set of chunks, each a box of the local tensor and the box of the whole tensor that it is.
+of the concatenated list. The remaining lists are a *layout*: their product is the set of chunks,
+each a box of the local tensor and the equal box of the whole tensor.
 
 Only integers here, no torch and no process group, so the layout of any rank of any world can be
-worked out anywhere, and it can be tested against plain slicing.
+computed anywhere, and it can be tested against plain slicing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Intervals = tuple[Interval, ...]
 
 
 class LayoutError(ValueError):
-    """A cut that the size at hand does not allow; the text says which and the numbers."""
+    """A cut that the size of its dim does not allow; the text has the cut and the numbers."""
 
 
 class Box(NamedTuple):
@@ -43,12 +43,12 @@ class Box(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One piece of a shard: the same elements seen from both sides.
+    """One box of a shard, in local and in global coordinates, in elements.
 
     Attributes:
-        local_offsets: Where the piece begins in the rank's local tensor.
-        offsets: Where it begins in the checkpoint's tensor.
-        sizes: Its extent, the same on both sides.
+        local_offsets: Its start in the rank's local tensor.
+        offsets: Its start in the checkpoint's tensor.
+        sizes: Its sizes, the same in both.
     """
 
     local_offsets: tuple[int, ...]
@@ -57,7 +57,7 @@ class Chunk(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The piece in the checkpoint's tensor."""
+        """The box in the checkpoint's tensor."""
         return Box(self.offsets, self.sizes)
 
 
@@ -68,11 +68,11 @@ class Cut:
     Attributes:
         dim: Tensor dim, from 0.
         axis: Position of the mesh axis in ``Sharding.axis_sizes``.
-        parts: What is being cut joins several logical tensors, each cut on its own: their number
-            (``torch.chunk`` of what is being cut) or their sizes. 1 is a plain shard.
+        parts: Several logical tensors are joined along the dim and each is cut on its own: their
+            number (split as by ``torch.chunk``) or their sizes. 1 is a plain shard.
         interleaved: The parts alternate row by row instead of lying end to end.
-        strided: The parts are those that cuts after this one make (torch's ``_StridedShard``), and
-            no tensors of their own. The layout is the same.
+        strided: The parts are not logical tensors but the pieces of later cuts (torch's
+            ``_StridedShard``). The layout is the same.
     """
 
     dim: int
@@ -86,14 +86,13 @@ class Cut:
 class Pick:
     """This rank holds just these rows of a dim, in this order.
 
-    Unlike a ``Cut`` it speaks for one coordinate only: where the other ranks' rows lie cannot be
-    worked out from it.
+    Unlike a ``Cut`` it describes one coordinate only: it does not determine the rows of other
+    ranks.
 
     Attributes:
         dim: Tensor dim, from 0.
-        indices: The rows, of what is being picked from.
-        axis: Position of the mesh axis along which the ranks hold other rows; -1 where no axis
-            is told of.
+        indices: The rows, as indices into the rows that earlier cuts of the dim leave.
+        axis: Position of the mesh axis along which the ranks hold different rows; -1 if unknown.
     """
 
     dim: int
@@ -108,7 +107,7 @@ class Layout:
     Attributes:
         global_shape: Shape of the checkpoint's tensor.
         intervals: Per dim, the intervals of the tensor *that was cut*, in local order. They may
-            reach beyond ``global_shape`` where that tensor was padded.
+            extend beyond ``global_shape`` if that tensor was padded.
     """
 
     global_shape: tuple[int, ...]
@@ -198,9 +197,9 @@ class Sharding:
 
     Attributes:
         global_shape: Shape of the checkpoint's tensor.
-        axis_sizes: Sizes of the mesh axes that the cuts speak of.
+        axis_sizes: Sizes of the mesh axes that the cuts refer to.
         cuts: In the order in which they apply. The checkpoint's placements come first, the
-            tensor's own (FSDP) last, because those cut what the others have left.
+            tensor's own (FSDP) last, because FSDP cuts the model-parallel part.
         padded_shape: The shape that was cut, where it is larger than ``global_shape``.
     """
 
@@ -231,7 +230,7 @@ class Sharding:
             (1, 1)               4
 
         Raises:
-            LayoutError: A cut that does not fit what is left to cut.
+            LayoutError: A cut that does not fit the rows that are left.
         """
         return Layout(
             self.global_shape,
@@ -239,7 +238,7 @@ class Sharding:
         )
 
     def dim_at(self, dim: int, coordinate: Sequence[int]) -> Intervals:
-        """Return what one coordinate holds of one dim, padding included."""
+        """Return the intervals of one dim that one coordinate holds, padding included."""
         steps: list[tuple[Cut | Pick, int, int]] = []
         for cut in self.cuts:
             if cut.dim == dim:
@@ -248,35 +247,6 @@ class Sharding:
                 else:
                     steps.append((cut, self.axis_sizes[cut.axis], coordinate[cut.axis]))
         return _dim_intervals(self.cut_shape[dim], tuple(steps))
-
-    def intervals_of(self, dim: int) -> list[Interval]:
-        """Return what all coordinates together hold of one dim, ascending, padding included.
-
-        The same as ``dim_at`` of every coordinate, but cut by cut: of plain shards each piece is
-        cut into ``torch.chunk``'s pieces, and no coordinate is looked at.
-
-        Raises:
-            LayoutError: A cut that does not fit what is left to cut, or a ``Pick``.
-        """
-        size = self.cut_shape[dim]
-        cuts = [cut for cut in self.cuts if cut.dim == dim]
-        if all(isinstance(cut, Cut) and cut.parts == 1 for cut in cuts):
-            pieces = [(0, size)] if size else []
-            for cut in cuts:
-                ranks = self.axis_sizes[cut.axis]
-                pieces = [piece for whole in pieces for piece in _pieces(whole, ranks)]
-            return pieces
-        held: list[Intervals] = [((0, size),) if size else ()]
-        for cut in cuts:
-            if isinstance(cut, Pick):
-                raise LayoutError("the rows of an IndexShard are known to their own rank only")
-            ranks = self.axis_sizes[cut.axis]
-            held = [
-                shard_intervals(intervals, ranks, at, cut.parts, cut.interleaved)
-                for intervals in held
-                for at in range(ranks)
-            ]
-        return sorted({interval for intervals in held for interval in intervals})
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """Yield every coordinate of the mesh, the last axis fastest."""
@@ -302,7 +272,7 @@ def shard_intervals(
     parts: int | tuple[int, ...] = 1,
     interleaved: bool = False,
 ) -> Intervals:
-    """Return what one of ``ranks`` coordinates keeps of the concatenated ``intervals``.
+    """Return the part of the concatenated ``intervals`` that one of ``ranks`` coordinates keeps.
 
     ``torch.chunk`` semantics: pieces of ``ceil(total / ranks)``, so the last may be short or empty.
     With ``parts`` that happens inside each part; ``torch.distributed``'s ``_StridedShard(dim,
@@ -316,7 +286,7 @@ def shard_intervals(
         parts=2, interleaved        rows 6 7 8 9
 
     Raises:
-        LayoutError: Part sizes that do not add up to what is being cut, or interleaved parts of
+        LayoutError: Part sizes that do not add up to the number of rows, or interleaved parts of
             unequal size.
     """
     total = _total(intervals)
@@ -339,7 +309,7 @@ def pick_intervals(intervals: Intervals, indices: Sequence[int]) -> Intervals:
     """Return rows ``indices`` of the concatenated ``intervals``, in that order.
 
     Raises:
-        LayoutError: An index beyond what is being picked from.
+        LayoutError: An index beyond the rows of ``intervals``.
     """
     total = _total(intervals)
     kept: list[Interval] = []
@@ -348,7 +318,7 @@ def pick_intervals(intervals: Intervals, indices: Sequence[int]) -> Intervals:
             raise LayoutError(f"index {index} of IndexShard is outside the {total} rows of its dim")
         kept += _slice(intervals, index, index + 1)
     # Not merged: a row is one chunk on every rank that holds it, so that replicas have equal boxes
-    # whatever rows lie beside them.
+    # whichever rows are adjacent.
     return tuple(kept)
 
 
@@ -382,14 +352,6 @@ def _piece(total: int, ranks: int, coordinate: int) -> Interval:
     return start, min(start + step, total)
 
 
-def _pieces(whole: Interval, ranks: int) -> list[Interval]:
-    """Return the pieces of an interval over so many ranks, empty ones left out."""
-    start, stop = whole
-    step = -(-(stop - start) // ranks)
-    starts = range(start, stop, step)
-    return list(zip(starts, [*starts[1:], stop], strict=True))
-
-
 def _slice(intervals: Intervals, start: int, stop: int) -> Intervals:
     if len(intervals) == 1:
         origin = intervals[0][0]
@@ -408,7 +370,7 @@ def _slice(intervals: Intervals, start: int, stop: int) -> Intervals:
 
 
 def _merged(intervals: list[Interval], starts: set[int]) -> Intervals:
-    """Join what was one interval before it was cut; picked rows stay one chunk each."""
+    """Join pieces of one interval that are adjacent; listed rows stay one chunk each."""
     merged: list[Interval] = []
     for start, stop in intervals:
         if merged and merged[-1][1] == start and start not in starts:

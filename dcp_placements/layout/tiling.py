@@ -1,7 +1,7 @@
 """Do boxes tile a whole: exact cover, holes, overlaps.
 
-Shards made by placements are a grid (each dim is cut on its own), and a grid is proved in one pass.
-Anything else is swept along the dim that is cut most, which keeps the candidates of each box few.
+The shards of placements are a grid (each dim is cut on its own), and a grid is proved in one pass.
+Other boxes are swept along the dim with the most cuts, which keeps the candidates of each box few.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def intersection(one: Box, other: Box) -> Box | None:
 def overlaps(boxes: Collection[Box], limit: int = 8) -> list[tuple[Box, Box]]:
     """Return up to ``limit`` pairs of distinct boxes that share elements."""
     ordered = list(boxes)
-    found: list[tuple[Box, Box]] = []
+    pairs: list[tuple[Box, Box]] = []
     if len(ordered) < 2:
-        return found
+        return pairs
     dim = _most_cut_dim(ordered)
     if dim is None:
         return [(ordered[0], ordered[1])]
@@ -74,12 +74,12 @@ def overlaps(boxes: Collection[Box], limit: int = 8) -> list[tuple[Box, Box]]:
         active = active[bisect_right(active, (start, len(ordered))) :]
         for _, other in active:
             if intersection(box, ordered[other]) is not None:
-                found.append((ordered[other], box))
-                if len(found) >= limit:
-                    return found
+                pairs.append((ordered[other], box))
+                if len(pairs) >= limit:
+                    return pairs
         entry = (start + box.sizes[dim], index)
         active.insert(bisect_right(active, entry), entry)
-    return found
+    return pairs
 
 
 def uncovered(whole: Box, boxes: Sequence[Box], limit: int = 8) -> list[Box]:
@@ -100,30 +100,30 @@ def _holes(whole: Box, boxes: Sequence[Box], dim: int, limit: int) -> list[Box]:
     for box in boxes:
         cuts.update((box.offsets[dim], box.offsets[dim] + box.sizes[dim]))
     edges = sorted(cuts)
-    found: list[Box] = []
+    holes: list[Box] = []
     for low, high in pairwise(edges):
         slab = [b for b in boxes if b.offsets[dim] <= low and high <= b.offsets[dim] + b.sizes[dim]]
         piece = Box(_with(whole.offsets, dim, low), _with(whole.sizes, dim, high - low))
         for hole in _holes(piece, slab, dim + 1, limit):
-            _add_joined(found, hole, dim)
-            if len(found) > limit:
-                return found[:limit]
-    return found
+            _add_joined(holes, hole, dim)
+            if len(holes) > limit:
+                return holes[:limit]
+    return holes
 
 
-def _add_joined(found: list[Box], hole: Box, dim: int) -> None:
-    """Append ``hole``, joined to the last one where the two are one box along ``dim``."""
-    if found:
-        last = found[-1]
+def _add_joined(holes: list[Box], hole: Box, dim: int) -> None:
+    """Append ``hole``, joined to the last one if the two are one box along ``dim``."""
+    if holes:
+        last = holes[-1]
         joins = last.offsets[dim] + last.sizes[dim] == hole.offsets[dim]
         same = all(
             d == dim or (last.offsets[d], last.sizes[d]) == (hole.offsets[d], hole.sizes[d])
             for d in range(len(hole.offsets))
         )
         if joins and same:
-            found[-1] = Box(last.offsets, _with(last.sizes, dim, last.sizes[dim] + hole.sizes[dim]))
+            holes[-1] = Box(last.offsets, _with(last.sizes, dim, last.sizes[dim] + hole.sizes[dim]))
             return
-    found.append(hole)
+    holes.append(hole)
 
 
 def _most_cut_dim(boxes: Sequence[Box]) -> int | None:
@@ -142,8 +142,8 @@ def format_box(box: Box, whole: Sequence[int] | None = None) -> str:
     >>> format_box(Box((4, 0), (2, 8)), (16, 8))
     '[4:6, :]'
     """
-    told = []
+    ranges = []
     for dim, (offset, size) in enumerate(zip(*box, strict=True)):
         full = whole is not None and offset == 0 and size == whole[dim]
-        told.append(":" if full else f"{offset}:{offset + size}")
-    return f"[{', '.join(told)}]"
+        ranges.append(":" if full else f"{offset}:{offset + size}")
+    return f"[{', '.join(ranges)}]"

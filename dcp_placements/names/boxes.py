@@ -43,7 +43,7 @@ class Target:
             chunks: What a rank holds of the source; its local tensor has the source's dims.
             at: The local offset along the dims that the source lacks.
         """
-        found = []
+        moved = []
         for chunk in chunks:
             for source, target in self.boxes:
                 shared = intersection(chunk.box, source)
@@ -61,8 +61,8 @@ class Target:
                     local.append(chunk.local_offsets[origin] + first - chunk.offsets[origin])
                     offsets.append(start + first - source.offsets[origin])
                     sizes.append(shared.sizes[origin])
-                found.append(Chunk(tuple(local), tuple(offsets), tuple(sizes)))
-        return tuple(found)
+                moved.append(Chunk(tuple(local), tuple(offsets), tuple(sizes)))
+        return tuple(moved)
 
     def of_row(self, number: int, dim: int) -> Target:
         """Return the same target where the source is one row of a tensor with one dim more.
@@ -152,7 +152,7 @@ def stack_dims(row: Row, shape: Shape) -> tuple[int, ...]:
         dim = one.dim if shape else min(max(one.dim, -ndim), ndim - 1)
         if not -ndim <= dim < ndim:
             raise RenameError(f"cannot stack rows of shape {shape} on dim {dim}")
-        dims = [*[known + (known >= dim % ndim) for known in dims], dim % ndim]
+        dims = [*[inner + (inner >= dim % ndim) for inner in dims], dim % ndim]
     return tuple(dims)
 
 

@@ -1,7 +1,7 @@
 """This rank's keys as the checkpoint's keys, and back.
 
-A rank may know a tensor by a local name (the third of *its* experts). ``rename`` maps it to the
-name that holds for the whole; rules, plans, messages and the file know that one only.
+A rank may have a local name for a tensor (the third of *its* experts). ``rename`` maps it to the
+global name; rules, plans, messages and the file use only that one.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class RenameError(PlacementError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a rename says of a tensor that is one row of a stacked one in the checkpoint.
+    """The answer of a rename for a tensor that is one row of a stacked one in the checkpoint.
 
-    A parameter of one expert, say, where the checkpoint has one tensor ``[experts, ...]``.
+    For example a parameter of one expert, if the checkpoint has one tensor ``[experts, ...]``.
 
     Attributes:
         fqn: The checkpoint's key, one for all rows.
         index: Which row it is.
         total: How many rows there are.
-        dim: The dim of the stacked tensor that the rows lie along; its others are those of the
-            row.
-        within: Of what the stack is a row itself, from the inside out: its layer, say, where the
-            checkpoint has one tensor ``[layers, experts, ...]``. Only their numbers count.
+        dim: The dim of the stacked tensor that the rows lie along; its other dims are those of
+            the row.
+        within: The rows that the stack itself is, from the inside out: its layer, for example, if
+            the checkpoint has one tensor ``[layers, experts, ...]``. Their ``fqn`` is not used.
 
     Raises:
         PlacementError: An index that is not among the rows.
@@ -74,11 +74,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a rename says of a stacked tensor that is one tensor per row in the checkpoint.
+    """The answer of a rename for a stacked tensor that is one tensor per row in the checkpoint.
 
     Attributes:
         fqn: The checkpoint's keys, ``{}`` for the number of the row.
-        stacked: What rules and messages call the whole.
+        stacked: The name of the whole tensor in rules and messages.
         dim: The dim of the stacked tensor that the rows lie along.
     """
 
@@ -94,16 +94,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a rename says of a fused tensor that is one tensor per part in the checkpoint.
+    """The answer of a rename for a fused tensor that is one tensor per part in the checkpoint.
 
     Attributes:
         fqns: The checkpoint's keys, in the order of the parts; ``{}`` for the number where the
             rows of a stack are fused.
-        whole: What rules and messages call the fused tensor.
+        whole: The name of the fused tensor in rules and messages.
         dim: The dim of it, or of each row, that the parts lie along.
-        sizes: Of the parts, in proportion to each other.
-        groups: How often the parts follow each other.
-        rows: The dim that the rows of a stack lie along; None where it is no stack.
+        sizes: The sizes of the parts relative to each other.
+        groups: How many times the sequence of parts repeats.
+        rows: The dim that the rows of a stack lie along; None if it is not a stack.
     """
 
     fqns: tuple[str, ...]
@@ -115,12 +115,12 @@ class Parts:
 
     @property
     def fqn(self) -> str:
-        """What is one per fused tensor."""
+        """All keys of one fused tensor, as one text."""
         return " + ".join(self.fqns)
 
     @property
     def stacked(self) -> str:
-        """What rules and messages call it."""
+        """The name of the fused tensor in rules and messages."""
         return self.whole
 
     def spans(self, length: int) -> list[list[tuple[int, int]]]:
@@ -137,13 +137,13 @@ class Parts:
             raise ValueError(
                 f"{length} on dim {self.dim} cannot be cut into {self.groups} x {self.sizes}"
             )
-        found: list[list[tuple[int, int]]] = [[] for _ in self.sizes]
+        spans: list[list[tuple[int, int]]] = [[] for _ in self.sizes]
         at = 0
         for _ in range(self.groups):
-            for part, size in zip(found, self.sizes, strict=True):
+            for part, size in zip(spans, self.sizes, strict=True):
                 part.append((at, at + size * unit))
                 at += size * unit
-        return found
+        return spans
 
 
 Renamed = str | Row | Rows | Parts
@@ -178,9 +178,9 @@ class Unstacked:
     """A value of this rank that is one per row in the checkpoint.
 
     Attributes:
-        name: What the rename says of it.
+        name: The answer of the rename.
         value: The value.
-        path: Where it stands in the nested dict.
+        path: Its path in the nested dict.
     """
 
     name: Rows | Parts
@@ -193,13 +193,12 @@ def rename_keys(
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return the flat state dict and its paths under the checkpoint's keys.
 
-    What is a ``Row``, ``Rows`` or ``Parts`` stands there as ``Stacked`` or ``Unstacked``, for
-    ``unfold``.
+    A ``Row``, ``Rows`` or ``Parts`` becomes a ``Stacked`` or ``Unstacked`` value, for ``unfold``.
 
     Args:
         state_dict: Flat, with this rank's keys.
-        mappings: Where each key stands in the nested dict.
-        rename: This rank's key to the checkpoint's; None changes nothing.
+        mappings: The path of each key in the nested dict.
+        rename: Maps this rank's key to the checkpoint's; None changes nothing.
 
     Raises:
         PlacementError: Two keys of this rank become one, or ``rename`` has no name for one.
@@ -249,13 +248,13 @@ def _add_row(
     faults: list[Fault],
 ) -> bool:
     """Add a row to its stack; whether its key is that of a stack."""
-    known = renamed.get(row.fqn)
-    if known is None and row.fqn not in source:
-        known = renamed[row.fqn] = Stacked([])
-    if not isinstance(known, Stacked):
+    stack = renamed.get(row.fqn)
+    if stack is None and row.fqn not in source:
+        stack = renamed[row.fqn] = Stacked([])
+    if not isinstance(stack, Stacked):
         return False
-    known.rows.append(StackedRow(row, *held))
-    first = known.rows[0]
+    stack.rows.append(StackedRow(row, *held))
+    first = stack.rows[0]
     if first.row.axes != row.axes:
         faults.append(
             Fault(
@@ -273,12 +272,12 @@ def format_axes(axes: tuple[tuple[int, int], ...]) -> str:
 
 
 def checkpoint_path(key: str, path: Path) -> Path:
-    """Return where ``key`` stands in the nested dict that a reader of the checkpoint rebuilds.
+    """Return the path of ``key`` in the nested dict that a reader of the checkpoint rebuilds.
 
     >>> checkpoint_path("model.layers.4.w", ("model", "layers.0.w"))
     ('model', 'layers.4.w')
 
-    Parts of the path that the renaming left alone stay parts of their own.
+    Components of the path that the rename did not change stay components.
     """
     if ".".join(map(str, path)) == key:
         return path

@@ -1,4 +1,4 @@
-"""Patterns with a number in them: where the number of an expert or a layer stands in a key."""
+"""Patterns with a number: the position of the number of an expert or a layer in a key."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def check_one_number(pattern: str) -> None:
 
 
 def number_finder(pattern: str) -> re.Pattern[str]:
-    """Return what finds the number of ``pattern`` in ``"." + key``, as its group ``NUMBER``."""
+    """Return a regex that finds the number of ``pattern`` in ``"." + key`` as group ``NUMBER``."""
     named = re.findall(r"\{(\w+)\}", pattern)
     return compile_with_number(pattern, named[0] if named else None)
 
 
 @lru_cache(maxsize=1 << 10)
 def compile_with_number(pattern: str, selector: str | None) -> re.Pattern[str]:
-    """Return what finds ``{}`` of a pattern as group ``NUMBER``, and ``{selector}`` as ``by``."""
+    """Return a regex with ``{}`` of a pattern as group ``NUMBER`` and ``{selector}`` as ``by``."""
     # The placeholders pass through compile_pattern as characters that it leaves alone.
     plain = pattern.replace("{}", "\0")
     if selector is not None:
@@ -42,7 +42,7 @@ def compile_with_number(pattern: str, selector: str | None) -> re.Pattern[str]:
 
 @lru_cache(maxsize=1 << 10)
 def compile_without_number(pattern: str) -> re.Pattern[str]:
-    """Return what finds the place of the missing number as the empty group ``NUMBER``."""
+    """Return a regex with the position of the missing number as the empty group ``NUMBER``."""
     # A component of its own comes with its dot.
     regex = compile_pattern(pattern.replace("{}", "\0")).pattern
     absent = "\\.\0" if is_component(pattern) else "\0"

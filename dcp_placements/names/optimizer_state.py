@@ -1,10 +1,10 @@
 """Which keys are optimizer state, and of which parameter.
 
-Every form that torch produces is ``<head>.state.<parameter>.<name>``, nested or flattened;
-hyperparameters stand beside it, in ``<head>.param_groups.<parameter>.<name>`` or, nested, in
-``<head>.param_groups.<number>``. But a model may stand under a key ``state`` as well, or have a
-module of that name, so the word alone says nothing: a key is optimizer state where its parameter is
-there, or where parameter groups stand beside it.
+Every form that torch produces is ``<head>.state.<parameter>.<name>``, nested or flattened, with
+hyperparameters in ``<head>.param_groups.<parameter>.<name>`` or, nested, in
+``<head>.param_groups.<number>``. But a model may have the key ``state`` as well, or a module of
+that name, so the word alone proves nothing: a key is optimizer state if its parameter is among the
+keys, or if there are parameter groups of the same head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dcp_placements.errors import Fault, PlacementError
 
 
 def possible_parameters(fqn: str) -> list[str]:
-    """Return the parameters that a key would speak of if it were optimizer state.
+    """Return the parameters that a key may belong to if it is optimizer state.
 
     >>> possible_parameters("optim.state.layers.0.w.exp_avg")
     ['layers.0.w']
@@ -37,11 +37,11 @@ def possible_parameters(fqn: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Whose optimizer state a key is.
+    """The parameter of an optimizer state key.
 
     Attributes:
-        parameter: What the optimizer calls the parameter.
-        group: What the keys of all its state begin with: up to and with the parameter.
+        parameter: Its name in the optimizer.
+        group: The common prefix of the keys of its state, up to and with the parameter.
     """
 
     parameter: str
@@ -49,20 +49,20 @@ class State:
 
 
 class Unseen:
-    """A value of which nothing is known but that it is there."""
+    """A tensor of unknown shape."""
 
 
 UNSEEN = Unseen()
 
 
 class OptimizerStates:
-    """Which keys are optimizer state, judged by the other keys.
+    """Which keys are optimizer state, by the other keys.
 
     ``<head>.state.<parameter>.<name>`` is state if a tensor's key is ``<parameter>`` or ends in
-    it, and what the group holds can be state of that tensor: a tensor of as many dims (of the same
-    shape, where both are seen alike), or a ``step``, or nothing that has dims. Where the tensor is
-    elsewhere (an optimizer that is saved alone), it is state if ``<head>.param_groups`` is there,
-    and names the parameter if it names any.
+    it, and the group can be state of that tensor: it has a tensor of as many dims (of the same
+    shape, if both are whole or both are local), or a ``step``, or nothing with dims. Without such a
+    tensor (an optimizer that is saved alone), it is state if there is ``<head>.param_groups`` that
+    names the parameter or names none.
 
     >>> held = {"model.w": UNSEEN, "optim.state.w.exp_avg": UNSEEN}
     >>> OptimizerStates(held).of("optim.state.w.exp_avg")
@@ -70,8 +70,8 @@ class OptimizerStates:
     >>> OptimizerStates({"state.model.0.w": UNSEEN}).of("state.model.0.w")
 
     Args:
-        held: Flat state dicts, and what a checkpoint tells of its tensors: values by key.
-        names: Further names of parameters, such as this rank's own where keys are renamed.
+        held: Flat state dicts, or the metadata of a checkpoint: values by key.
+        names: Further names of parameters, such as this rank's own if keys are renamed.
     """
 
     def __init__(self, *held: Mapping[str, Any], names: Iterable[str] = ()) -> None:
@@ -80,12 +80,11 @@ class OptimizerStates:
         self._states: dict[str, State | None] = {}
         self._groups: dict[str, _Named] = {}
         self._possible: list[str] = []
-        # Names of possible parameters from back to front, sorted: those that end alike are
-        # neighbours.
+        # Names of possible parameters, reversed and sorted: names with one ending are adjacent.
         self._reversed: list[str] | None = None
 
     def of(self, fqn: str) -> State | None:
-        """Return whose optimizer state a key is; None where it is none."""
+        """Return the parameter that a key is optimizer state of; None if it is not state."""
         parent = fqn.rpartition(".")[0]
         if "state." not in parent:
             return None
@@ -96,16 +95,16 @@ class OptimizerStates:
         return self._states[parent]
 
     def keys_of(self, parameter: str) -> list[str]:
-        """Return the keys of the tensors that an optimizer may call so."""
+        """Return the keys of the tensors that an optimizer may call ``parameter``."""
         if self._reversed is None:
             self._learn()
-        found = dict.fromkeys(self._ending_in(parameter))
-        return [key for key in found if self._values(key)]
+        names = dict.fromkeys(self._ending_in(parameter))
+        return [key for key in names if self._values(key)]
 
     def is_counted(self, fqn: str) -> bool:
-        """Whether a key knows its parameter by its number in ``optimizer.state_dict()``.
+        """Whether a key names its parameter by its number in ``optimizer.state_dict()``.
 
-        Its parameter groups say so; where there are none, a ``step`` beside tensors of one shape.
+        Its parameter groups show that; without them, a ``step`` beside tensors of one shape.
         """
         match = _COUNTED.search(fqn)
         if match is None:
@@ -130,7 +129,7 @@ class OptimizerStates:
         return list(dict.fromkeys(name for named in self._groups.values() for name in named.names))
 
     def _learn(self) -> None:
-        found = self._reversed = [name[::-1] for name in self._names]
+        names = self._reversed = [name[::-1] for name in self._names]
         possible = []
         for held in self._held:
             for fqn, value in held.items():
@@ -139,14 +138,14 @@ class OptimizerStates:
                 if "state." in fqn and _POSSIBLE.search(fqn) is not None:
                     possible.append(fqn)
                 elif _is_tensor(value):
-                    found.append(fqn[::-1])
-        found.sort()
+                    names.append(fqn[::-1])
+        names.sort()
         self._possible = sorted(set(possible))
-        # What is no state of these is a parameter itself: of a model under a key ``state``.
+        # A key that is not state of these is a parameter: of a model under a key ``state``.
         more = [fqn for fqn in self._possible if self.of(fqn) is None]
         if more:
-            found += [fqn[::-1] for fqn in more if any(map(_is_tensor, self._values(fqn)))]
-            found.sort()
+            names += [fqn[::-1] for fqn in more if any(map(_is_tensor, self._values(fqn)))]
+            names.sort()
             self._states.clear()
 
     def _note_group(self, fqn: str, value: Any) -> None:
@@ -182,7 +181,7 @@ class OptimizerStates:
         return None
 
     def _has_parameter(self, parameter: str, group: str) -> bool:
-        """Whether the parameter is there, and can have the state that its group holds."""
+        """Whether there is such a parameter that can have the state in its group."""
         keys = self._ending_in(parameter)
         if not keys:
             return False
@@ -198,36 +197,36 @@ class OptimizerStates:
         )
 
     def _ending_in(self, parameter: str) -> list[str]:
-        """Return the names of possible parameters that are this one or end in it."""
+        """Return the names of possible parameters that equal this one or end in it."""
         assert self._reversed is not None
         wanted = parameter[::-1]
         at = bisect_left(self._reversed, wanted)
         is_there = at < len(self._reversed) and self._reversed[at] == wanted
-        found = [parameter] if is_there else []
+        names = [parameter] if is_there else []
         wanted += "."
         at = bisect_left(self._reversed, wanted, at)
         while at < len(self._reversed) and self._reversed[at].startswith(wanted):
-            found.append(self._reversed[at][::-1])
+            names.append(self._reversed[at][::-1])
             at += 1
-        return found
+        return names
 
     def _members(self, group: str) -> list[tuple[str, Any]]:
-        """Return the keys of a group, behind its own name, and their values."""
+        """Return the keys of a group, without its name, and their values."""
         start = group + "."
-        found = []
+        members = []
         at = bisect_left(self._possible, start)
         while at < len(self._possible) and self._possible[at].startswith(start):
             fqn = self._possible[at]
-            found += [(fqn.removeprefix(start), value) for value in self._values(fqn)]
+            members += [(fqn.removeprefix(start), value) for value in self._values(fqn)]
             at += 1
-        return found
+        return members
 
     def _values(self, fqn: str) -> list[Any]:
         return [held[fqn] for held in self._held if fqn in held]
 
 
 class _Named:
-    """What the parameter groups of one optimizer list, as far as it can be seen."""
+    """The parameters that the parameter groups of one optimizer list."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
@@ -249,19 +248,19 @@ class _Named:
 
 
 def _runs(name: str) -> Iterator[str]:
-    """Yield a name, and what is left of it without its last components, one by one."""
+    """Yield a name, then the name without its last component, and so on."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor, or what a checkpoint tells of one."""
+    """Whether a value is a tensor, or the metadata of one."""
     return value is UNSEEN or hasattr(value, "shape") or hasattr(value, "chunks")
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of a tensor, or of what a checkpoint tells of one; None where unknown."""
+    """Return the shape of a tensor or of its metadata; None if unknown."""
     shape = getattr(value, "shape", None)
     if shape is None and hasattr(value, "chunks"):
         shape = value.size
@@ -283,38 +282,38 @@ def _may_be_of(tensor: Any, parameter: Any) -> bool:
 
 
 def _seen_as(value: Any) -> tuple[bool, bool]:
-    """Return what tells whether a shape is that of the whole tensor."""
+    """Return the attributes by which two shapes are comparable: both whole, or both local."""
     return hasattr(value, "chunks"), hasattr(value, "placements")
 
 
 def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
-    """Return parameters that an optimizer knows of and has no state for, where others have some.
+    """Return parameters of an optimizer that have no state while others have some.
 
-    Adam and its kin make the state of a parameter at its first step, so a parameter that never
-    had a gradient has none.
+    Optimizers like Adam create the state of a parameter at its first step, so a parameter that
+    never had a gradient has none.
     """
     if not any("param_groups" in fqn for fqn in state_dict):
         return []
     states = OptimizerStates(state_dict)
     with_state = {state.parameter for fqn in state_dict if (state := states.of(fqn)) is not None}
-    known = states.named_parameters()
-    return [name for name in known if name not in with_state] if with_state else []
+    named = states.named_parameters()
+    return [name for name in named if name not in with_state] if with_state else []
 
 
 def counted_state(state_dict: Mapping[str, Any]) -> list[str]:
-    """Return the state keys that know their parameter by its number in ``optimizer.state_dict()``.
+    """Return the state keys that name their parameter by its number in ``optimizer.state_dict()``.
 
-    ``state.0.exp_avg`` is one, unless the state dict has a parameter that is called ``0``.
+    ``state.0.exp_avg`` is one, unless the state dict has a parameter with the name ``0``.
     """
-    found = [fqn for fqn in state_dict if "state." in fqn and _COUNTED.search(fqn) is not None]
-    if not found:
+    numbered = [fqn for fqn in state_dict if "state." in fqn and _COUNTED.search(fqn) is not None]
+    if not numbered:
         return []
     states = OptimizerStates(state_dict)
-    return [fqn for fqn in found if states.is_counted(fqn)]
+    return [fqn for fqn in numbered if states.is_counted(fqn)]
 
 
 def counted_fault(fqn: str, why: str) -> Fault:
-    """Return the fault that a state key knows its parameter by a number, and why that matters."""
+    """Return the fault of a state key that names its parameter by a number."""
     return Fault(
         fqn.rpartition(".")[0],
         f"this optimizer state knows its parameter by a number, which does not tell where it "

@@ -1,7 +1,7 @@
 """Why a checkpoint lacks keys: another prefix, or the optimizer state in another form.
 
-Such a difference concerns thousands of keys at once, so it is found by tables of name tails, in
-time linear in the number of keys, and told in the same words at each of them.
+Such a difference concerns thousands of keys at once, so tables of name tails find it, in time
+linear in the number of keys, and every key gets the same text.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ LONGEST_PREFIX = 3
 
 
 def other_names(missing: Sequence[str], unread: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return, for keys that a checkpoint lacks, details that say what they are called there.
+    """Return details for keys that a checkpoint lacks: their names there.
 
     Args:
         missing: The keys that the checkpoint lacks.
-        unread: The checkpoint's keys that nobody asked for.
+        unread: The checkpoint's keys that the load does not ask for.
 
     Returns:
-        Of keys that share a prefix which differs, and of optimizer state in another form; equal for
-        equal causes. Keys that nothing is known of are left out.
+        Details by key, for keys whose prefix differs and for optimizer state in another form;
+        equal for equal causes. Keys without an explanation are left out.
     """
     details: dict[str, tuple[str, ...]] = dict.fromkeys(_of_other_form(missing, unread), _FORM)
     tails: dict[str, str] = {}
@@ -74,13 +74,13 @@ def _splits(key: str) -> Iterable[tuple[str, str]]:
 
 def _prefix_details(asked: str, stored: str) -> tuple[str, ...]:
     if not stored:
-        told = f"the same name without the prefix {asked!r}"
+        there = f"the same name without the prefix {asked!r}"
     elif not asked:
-        told = f"the same name with the prefix {stored!r}"
+        there = f"the same name with the prefix {stored!r}"
     else:
-        told = f"the same name with {stored!r} in place of {asked!r}"
+        there = f"the same name with {stored!r} in place of {asked!r}"
     return (
-        f"it has:      {told}",
+        f"it has:      {there}",
         "likely:      the state dict is nested otherwise than at the save, "
         "as in dcp.save({'model': ...})",
     )

@@ -1,9 +1,10 @@
-"""What others are to know of a rename: its steps as a checkpoint keeps them, and a rank's keys."""
+"""A rename as others see it: the steps that a checkpoint keeps, and the keys of a rank."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from dcp_placements.names.numbers import NUMBER, number_finder
 from dcp_placements.names.renames import Renames
@@ -13,16 +14,15 @@ from dcp_placements.names.stacks import Split, Stack, Unstack
 FUNCTION = "function"
 
 Step = tuple[str, str, int | None]
-"""The class of a rename, its pattern in the checkpoint's keys, and how many numbers there are."""
+"""The class of a rename, its pattern in the checkpoint's keys, and the count of numbers."""
 
 
 def renames_in_force(
     rename: object, local: Collection[str], renamed: Collection[str]
 ) -> tuple[Step, ...]:
-    """Return what a checkpoint is to keep of a rename.
+    """Return the steps of a rename that a checkpoint keeps.
 
-    Of a function that is none of the above it is where its numbers stand, as far as the keys of
-    this rank show.
+    Of a user's function it keeps where numbers change, as far as the keys of this rank show.
 
     Args:
         rename: The rename.
@@ -31,18 +31,15 @@ def renames_in_force(
     """
     if rename is None:
         return ()
-    found: dict[Step, None] = {}
-    steps = rename.steps if isinstance(rename, Renames) else (rename,)
-    for at, step in enumerate(steps):
+    kept: dict[Step, None] = {}
+    renames = _steps_of(rename)
+    for at, step in enumerate(renames.steps):
         if isinstance(step, Renumber | Stack | Unstack | Split):
-            pattern = step.pattern
-            for later in steps[at + 1 :]:
-                if isinstance(later, Replace):
-                    pattern = later(pattern)
+            pattern = renames.pattern_after(at, step.pattern)
             total = step.total if isinstance(step, Renumber | Stack) else None
-            found[type(step).__name__, pattern, total] = None
+            kept[type(step).__name__, pattern, total] = None
         elif isinstance(step, Replace):
-            found[type(step).__name__, str(step), None] = None
+            kept[type(step).__name__, str(step), None] = None
         else:
             patterns: set[str] = set()
             if len(local) == len(renamed):
@@ -51,8 +48,12 @@ def renames_in_force(
                         patterns.update(_renumbered(one, other))
             name = getattr(step, "__qualname__", type(step).__name__)
             for pattern in sorted(patterns) or [name]:
-                found[FUNCTION, pattern, None] = None
-    return tuple(found)
+                kept[FUNCTION, pattern, None] = None
+    return tuple(kept)
+
+
+def _steps_of(rename: Any) -> Renames:
+    return rename if isinstance(rename, Renames) else Renames(rename)
 
 
 def _renumbered(local: str, renamed: str) -> Iterator[str]:
@@ -78,33 +79,30 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 def holder(rename: object) -> Callable[[str], bool] | None:
-    """Return whether a rank has a key of the checkpoint, as far as the numbers in it say.
+    """Return a test of whether a rank has a key of the checkpoint, by the numbers in the key.
 
     >>> holds = holder(Renumber("experts.{}", [6, 1], total=8))
     >>> holds("layers.3.experts.6.w1"), holds("layers.3.experts.0.w1"), holds("norm.weight")
     (True, False, True)
 
     Returns:
-        None for a rename that is none of the above: nobody knows what keys it makes.
+        None for a function of the user's: its keys are not known in advance.
     """
-    steps = rename.steps if isinstance(rename, Renames) else (rename,)
-    known: list[tuple[re.Pattern[str], dict[str, set[int]]]] = []
-    for at, step in enumerate(steps):
+    renames = _steps_of(rename)
+    numbered: list[tuple[re.Pattern[str], dict[str, set[int]]]] = []
+    for at, step in enumerate(renames.steps):
         if isinstance(step, Renumber):
-            pattern = step.pattern
-            for later in steps[at + 1 :]:
-                if isinstance(later, Replace):
-                    pattern = later(pattern)
-            known.append((number_finder(pattern), step.numbers(pattern)))
+            pattern = renames.pattern_after(at, step.pattern)
+            numbered.append((number_finder(pattern), step.numbers(pattern)))
         elif not isinstance(step, Replace):
             return None
 
     def holds(key: str) -> bool:
-        for finder, numbers in known:
-            found = finder.search("." + key)
-            if found is not None:
-                selector = found["by"] if "by" in finder.groupindex else ""
-                if int(found[NUMBER]) not in numbers.get(selector, ()):
+        for finder, numbers in numbered:
+            match = finder.search("." + key)
+            if match is not None:
+                selector = match["by"] if "by" in finder.groupindex else ""
+                if int(match[NUMBER]) not in numbers.get(selector, ()):
                     return False
         return True
 

@@ -27,8 +27,8 @@ class Renames(ReadyRename):
 
     Args:
         steps: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, ``Split``, or any function of a
-            key. What stands behind a ``Stack``, an ``Unstack`` or a ``Split`` renames the keys that
-            it makes.
+            key. Steps after a ``Stack``, an ``Unstack`` or a ``Split`` rename the keys that it
+            makes.
     """
 
     steps: tuple[Rename, ...]
@@ -55,29 +55,32 @@ class Renames(ReadyRename):
         return name
 
     def name(self, key: str) -> str:
-        """Return the key alone: of a row that of its stack, of rows the one with ``{}`` in it."""
+        """Return the key alone: for a row the key of its stack, for rows the one with ``{}``."""
         renamed = self(key)
         return renamed if isinstance(renamed, str) else renamed.fqn
 
     @property
     def numbered(self) -> tuple[Numbered, ...]:
-        """What all ranks together are checked for, by the names that the last step leaves."""
-        found = []
-        for at, step in enumerate(self.steps):
-            for known in numbering(step):
-                pattern = known.pattern
-                for later in self.steps[at + 1 :]:
-                    if isinstance(later, Replace):
-                        pattern = later(pattern)
-                found.append(replace(known, pattern=pattern))
-        return tuple(found)
+        """The numbers that all ranks are checked for, by the names that the last step leaves."""
+        return tuple(
+            replace(one, pattern=self.pattern_after(at, one.pattern))
+            for at, step in enumerate(self.steps)
+            for one in numbering(step)
+        )
+
+    def pattern_after(self, at: int, pattern: str) -> str:
+        """Return the pattern of step ``at`` in the checkpoint's keys: as later steps replace it."""
+        for later in self.steps[at + 1 :]:
+            if isinstance(later, Replace):
+                pattern = later(pattern)
+        return pattern
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))
 
 
 def _row_of(row: Row, renamed: Renamed, step: Rename) -> Row:
-    """Return a row of a stack that is called otherwise, or is a row itself."""
+    """Return a row of a stack that a later step renames, or makes a row itself."""
     if isinstance(renamed, Row):
         return replace(row, fqn=renamed.fqn, within=(*row.within, *renamed.rows))
     return replace(row, fqn=_as_name(renamed, row.fqn, step))
@@ -96,11 +99,11 @@ def _as_name(renamed: Renamed, name: str, step: Rename) -> str:
 
 
 def _whole_name(step: Rename, name: str) -> str:
-    """Return what rules call a tensor; they speak of none of its rows or parts."""
+    """Return the name of the whole tensor for the rules, which do not name its rows or parts."""
     renamed = step(name)
     return renamed if isinstance(renamed, str) else name
 
 
 def numbering(rename: object) -> tuple[Numbered, ...]:
-    """Return what a rename says of numbers; nothing for a function that is none of the above."""
+    """Return the numbers that a rename gives; nothing for any other function."""
     return rename.numbered if isinstance(rename, Renumber | Renames) else ()

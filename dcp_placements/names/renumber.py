@@ -1,4 +1,4 @@
-"""Renames within one name: a rank's numbers of experts and layers as those of the whole model.
+"""Renames of one name to another: local numbers of experts and layers become global ones.
 
 A pipeline stage calls its first layer 0, as an expert-parallel rank does its first expert.
 ``Renumber`` maps these numbers to the global ones; ``Replace`` maps or drops components.
@@ -41,12 +41,12 @@ def contiguous(counts: Sequence[int], at: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """What a ``Renumber`` says of the checkpoint's keys, for the check of all ranks together.
+    """The numbers that a ``Renumber`` gives, for the check over all ranks.
 
     Attributes:
         pattern: Where the number stands in the checkpoint's keys.
         total: How many there are.
-        ranges: Numbers that this rank has to itself, as ``(selector, start, stop)``.
+        ranges: Numbers that no other rank has a part of, as ``(selector, start, stop)``.
     """
 
     pattern: str
@@ -55,7 +55,7 @@ class Numbered:
 
 
 class ReadyRename(ABC):
-    """What all ready-made renames have in common."""
+    """The base of all renames of this package."""
 
     __slots__ = ()
 
@@ -81,8 +81,8 @@ class Renumber(ReadyRename):
     >>> print(rename)
     experts.{}: 0 -> 6, 1 -> 1 (of 8)
 
-    A pattern with a second placeholder takes the numbers by what stands there: another expert map
-    per layer, or the layers of each chunk of an interleaved pipeline stage.
+    A second placeholder of the pattern selects the numbers: a different expert map per layer, or
+    the layers of each chunk of an interleaved pipeline stage.
 
     >>> rename = Renumber("model{chunk}.layers.{}", {0: [0, 1], 1: [4, 5]}, total=8)
     >>> rename("model1.layers.0.mlp.weight")
@@ -92,10 +92,11 @@ class Renumber(ReadyRename):
         pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number (a component
             or a part of one, ``weight{}``) and at most one ``{name}`` that selects among ``ids``.
         ids: This rank's numbers in the whole, in local order; any order, and the same number on
-            several ranks for replicas. A ``range`` (as ``contiguous`` gives) says that no other
-            range has a part of it. By what ``{name}`` stands for, where the pattern has one.
-        total: How many there are on all ranks together: a save is refused where any is missing.
-            None where some are left out on purpose.
+            several ranks for replicas. A ``range`` (as ``contiguous`` returns) declares that no
+            other range has a part of it. A mapping from the text of ``{name}`` to the numbers, if
+            the pattern has one.
+        total: How many there are on all ranks together: a save is refused if any is missing.
+            None if some are left out on purpose.
 
     Raises:
         PlacementError: A pattern without ``{}``, or numbers outside ``0 .. total - 1``.
@@ -152,10 +153,10 @@ class Renumber(ReadyRename):
                 f"it has them for {', '.join(self._maps)}",
                 "way out:     give ids for it, an empty list where this rank has none",
             )
-        known = self._maps[selector]
+        numbers = self._maps[selector]
         return RenameError(
-            f"local number {local} of {self.pattern} is none of the {len(known)} of this rank",
-            f"ids:         {_format_map(known) or 'none'}"
+            f"local number {local} of {self.pattern} is none of the {len(numbers)} of this rank",
+            f"ids:         {_format_map(numbers) or 'none'}"
             + ("" if self.total is None else f" (of {self.total})"),
             "likely:      ids= of another rank, or of a model with fewer of them",
             "way out:     one id for every local number, in local order",
@@ -163,42 +164,42 @@ class Renumber(ReadyRename):
 
     @property
     def numbered(self) -> tuple[Numbered, ...]:
-        """What all ranks together are checked for."""
+        """The numbers that all ranks are checked for."""
         if self.total is None:
             return ()
         by = self.ids.items() if isinstance(self.ids, Mapping) else [("", self.ids)]
         ranges = [
-            (str(selector), known.start, known.stop)
-            for selector, known in by
-            if isinstance(known, range) and known.step == 1 and len(known)
+            (str(selector), ids.start, ids.stop)
+            for selector, ids in by
+            if isinstance(ids, range) and ids.step == 1 and len(ids)
         ]
         return (Numbered(self.pattern, self.total, tuple(ranges)),)
 
     def numbers(self, pattern: str) -> dict[str, set[int]]:
-        """Return this rank's numbers by what stands in ``pattern`` for ``{name}``.
+        """Return this rank's numbers by the text of ``{name}`` in ``pattern``.
 
-        Where ``pattern`` (its own, after a ``Replace``) has no such part: all, under ``""``.
+        All of them under ``""`` if ``pattern`` (its own, after a ``Replace``) has no ``{name}``.
         """
         if not isinstance(self.ids, Mapping):
             return {"": set(self.ids)}
         if f"{{{self._by}}}" not in pattern:
-            return {"": {number for known in self.ids.values() for number in known}}
-        return {str(selector): set(known) for selector, known in self.ids.items()}
+            return {"": {number for ids in self.ids.values() for number in ids}}
+        return {str(selector): set(ids) for selector, ids in self.ids.items()}
 
     def __str__(self) -> str:
         of = "" if self.total is None else f" (of {self.total})"
         if self._by is None:
             return f"{self.pattern}: {_format_map(self._maps['']) or 'none'}{of}"
         return "\n".join(
-            f"{self.pattern.replace(f'{{{self._by}}}', selector)}: {_format_map(known) or 'none'}"
+            f"{self.pattern.replace(f'{{{self._by}}}', selector)}: {_format_map(numbers) or 'none'}"
             f"{of}"
-            for selector, known in self._maps.items()
+            for selector, numbers in self._maps.items()
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Replace(ReadyRename):
-    """Renames a run of components, or drops it: a stage's prefix that the whole does not have.
+    """Renames a run of components, or drops it: a prefix that only a pipeline stage has.
 
     >>> Replace("model_pp*", "model")("model_pp3.layers.0.weight")
     'model.layers.0.weight'
@@ -237,9 +238,9 @@ def _format_name(name: object) -> str:
     return name.fqn if isinstance(name, Rows | Parts) else str(name)
 
 
-def _format_map(known: Mapping[str, str]) -> str:
+def _format_map(numbers: Mapping[str, str]) -> str:
     runs: list[list[int]] = []
-    for local, number in ((int(a), int(b)) for a, b in known.items()):
+    for local, number in ((int(a), int(b)) for a, b in numbers.items()):
         if runs and number == runs[-1][2] + runs[-1][1] - runs[-1][0] + 1:
             runs[-1][1] = local
         else:

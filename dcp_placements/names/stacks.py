@@ -20,16 +20,16 @@ from dcp_placements.rules.patterns import compile_pattern
 
 @dataclass(frozen=True, slots=True)
 class Stack(ReadyRename):
-    """Stores tensors that differ by a number in their names as one, with a dim more.
+    """Stores tensors whose names differ by a number as one tensor, with one dim more.
 
     >>> Stack("experts.{}.w*", total=8)("layers.0.experts.5.w1.weight")
     Row(fqn='layers.0.experts.w1.weight', index=5, total=8, dim=0, within=())
 
-    The numbers are those of the whole: ``Renumber`` comes first. Scalars (``step``) become a tensor
+    The numbers are global: ``Renumber`` comes first. Scalars (``step``) become a tensor
     ``[total]``; objects (``lr``) must be equal and are stored once.
 
-    A ``Stack`` behind another stacks what that one makes: that of the experts, then that of the
-    layers gives a tensor ``[layers, experts, ...]``. A rank may have other experts of each layer.
+    A ``Stack`` after another stacks the result of that one: a stack of experts, then of layers, is
+    a tensor ``[layers, experts, ...]``. A rank may hold different experts of each layer.
 
     Args:
         pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number.
@@ -75,12 +75,12 @@ class Unstack(ReadyRename):
     >>> Unstack("experts.{}.w*")("layers.0.experts.w1.weight")
     Rows(fqn='layers.0.experts.{}.w1.weight', stacked='layers.0.experts.w1.weight', dim=0)
 
-    The rules speak of the stacked tensor, by the name that it has here. A scalar or an object of
-    its optimizer state goes to every row.
+    The rules name the stacked tensor, by its key on this rank. A scalar or an object of its
+    optimizer state goes to every row.
 
     Args:
-        pattern: Dotted components as in ``PlacementRules``, with ``{}`` where the number is to
-            stand; without it, it is found in this rank's keys.
+        pattern: Dotted components as in ``PlacementRules``, with ``{}`` at the position of the
+            number; this rank's keys match the pattern without it.
         dim: The dim of the stacked tensor that the rows lie along.
 
     Raises:
@@ -114,20 +114,20 @@ class Split(ReadyRename):
     Parts(fqns=('layers.0.mlp.gate_proj', 'layers.0.mlp.up_proj'), \
 whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
 
-    Behind an ``Unstack`` it splits every row. The rules speak of the fused tensor. A scalar or an
-    object of its optimizer state goes to every part.
+    After an ``Unstack`` it splits every row. The rules name the fused tensor. A scalar or an object
+    of its optimizer state goes to every part.
 
     Args:
         pattern: Dotted components as in ``PlacementRules``; the first run that matches is replaced.
         names: The components to put there, one per part.
-        dim: The dim that the parts lie along; behind an ``Unstack`` that of a row.
-        sizes: Of the parts, in proportion to each other: heads of q, k and v, say. By default they
-            are equal.
-        groups: How often the parts follow each other along the dim: query groups that each have
-            their own q, k and v.
+        dim: The dim that the parts lie along; after an ``Unstack`` a dim of each row.
+        sizes: The sizes of the parts relative to each other, such as the heads of q, k and v. By
+            default they are equal.
+        groups: How many times the sequence of parts repeats along the dim: query groups that each
+            have their own q, k and v.
 
     Raises:
-        PlacementError: No names, or not as many sizes, or sizes or groups that count nothing.
+        PlacementError: No names, another number of sizes, or sizes or groups below 1.
     """
 
     pattern: str

@@ -10,7 +10,7 @@ from dcp_placements.errors import PlacementError
 
 
 class Mesh(Protocol):
-    """What is asked of a mesh; ``torch.distributed.DeviceMesh`` has it."""
+    """The attributes that a mesh needs; ``torch.distributed.DeviceMesh`` has them."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -25,8 +25,7 @@ class Mesh(Protocol):
 class MeshCoordinate:
     """A mesh seen from one coordinate, without a process group.
 
-    For rehearsals, conversions and tests: whatever is worked out from a ``DeviceMesh`` on a rank
-    is worked out from this anywhere.
+    For rehearsals, conversions and tests: it replaces the ``DeviceMesh`` of a rank in any process.
 
     >>> mesh = MeshCoordinate(("ep", "edp"), (4, 2), (3, 0))
     >>> mesh.shape, mesh.get_coordinate()
@@ -87,7 +86,7 @@ class Axis:
         name: The axis name; None where the mesh has no names.
         size: Ranks along it.
         position: This rank's position along it.
-        group: The global ranks along it, this rank's among them, where the mesh knows them.
+        group: The global ranks along it, this rank's among them, if the mesh has them.
     """
 
     name: str | None
@@ -96,19 +95,19 @@ class Axis:
     group: tuple[int, ...] | None = None
 
     def is_same(self, other: Axis) -> bool:
-        """Whether both are one axis: by name, and without names by their ranks."""
+        """Whether both are one axis: by name or, without names, by their ranks."""
         if self.name is not None and other.name is not None:
             return self.name == other.name
         return self.group is not None and self.group == other.group
 
 
 def mesh_axes(mesh: Mesh, *, with_ranks: bool = False) -> tuple[Axis, ...] | None:
-    """Return the axes of ``mesh`` from this rank, or None where it is no part of the mesh.
+    """Return the axes of ``mesh`` from this rank, or None if the rank is not part of the mesh.
 
     Args:
         mesh: The mesh.
-        with_ranks: Tell the ranks along each axis, where the mesh knows them, also where the axes
-            have names: what two axes are compared by when one of them has none.
+        with_ranks: Set ``Axis.group`` for axes with names, too: two axes are compared by their
+            ranks if one of them has no name.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -127,10 +126,10 @@ def mesh_axes(mesh: Mesh, *, with_ranks: bool = False) -> tuple[Axis, ...] | Non
 
 
 def mesh_state(mesh: Mesh) -> Hashable:
-    """Return what a mesh is told apart by: names, sizes, this rank's position, and its ranks.
+    """Return the value of a mesh: its names, sizes, this rank's position, and its ranks.
 
-    A mesh that says itself what it equals, as a ``DeviceMesh`` does, stands for its ranks; of any
-    other one the ranks are listed, where it knows them.
+    A mesh that defines equality itself, as a ``DeviceMesh`` does, stands for its ranks; the ranks
+    of any other mesh are listed, if it has them.
     """
     kind = type(mesh)
     ranks: Any = None
@@ -150,23 +149,23 @@ def mesh_state(mesh: Mesh) -> Hashable:
 
 
 class MeshNumbers:
-    """Numbers meshes, of one piece of work: equal ones have one number, whichever objects they are.
+    """Numbers meshes: equal meshes have one number, whichever objects they are.
 
-    The few that were asked about last are known again at once, since nearly all tensors of a state
-    dict are on two or three meshes.
+    The last few are compared by identity first, because nearly all tensors of a state dict are on
+    two or three meshes.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
-        self._lately: list[tuple[Mesh, int]] = []
+        self._recent: list[tuple[Mesh, int]] = []
 
     def __call__(self, mesh: Mesh) -> int:
         """Return the number of a mesh."""
-        for known, number in self._lately:
-            if known is mesh:
+        for recent, number in self._recent:
+            if recent is mesh:
                 return number
         number = self._numbers.setdefault(mesh_state(mesh), len(self._numbers))
-        self._lately = [(mesh, number), *self._lately[:3]]
+        self._recent = [(mesh, number), *self._recent[:3]]
         return number
 
 

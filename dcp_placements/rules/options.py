@@ -80,15 +80,15 @@ def check_declaration(
 
 
 def of_instance(method: F) -> F:
-    """Let a method say so where it is called on the class instead of an instance.
+    """Refuse, in plain words, to call a method on the class instead of an instance.
 
-    ``dcp.save(..., planner=PlacementSavePlanner)`` would end in a text about arguments.
+    ``dcp.save(..., planner=PlacementSavePlanner)`` would end in a message about arguments.
     """
     return cast(F, _OfInstance(method))
 
 
 class _OfInstance:
-    """A method that knows its class; on an instance an ordinary one."""
+    """A method that has a reference to its class; on an instance it is an ordinary one."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method

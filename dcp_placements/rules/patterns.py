@@ -25,7 +25,7 @@ RuleTable = Mapping[str | re.Pattern[str], CheckpointPlacement | None]
 
 
 class PlacementRules:
-    """Patterns and the placements that they stand for.
+    """Placements by pattern.
 
     >>> rules = PlacementRules({"hc_head.*": None, "head.weight": None})
     >>> rules.pattern_of("model.hc_head.weight")
@@ -33,15 +33,15 @@ class PlacementRules:
 
     Args:
         rules: ``{pattern: CheckpointPlacement or None}`` in the order in which they are tried;
-            None says that the tensor keeps its own mesh and placements. ``*`` stands for one
-            component or a part of one (``weight*``), ``**`` for any number of components. A
-            compiled ``re.Pattern`` is searched in the key instead.
-        optional: A pattern that matches nothing is no slip: a table for a family of models, each of
-            which has some of the names.
+            with None the tensor keeps its own mesh and placements. ``*`` matches one component or
+            a part of one (``weight*``), ``**`` any number of components. A compiled ``re.Pattern``
+            is searched in the key instead.
+        optional: Do not warn of patterns that match nothing: for the table of a family of models,
+            each of which has some of the names.
 
     Raises:
-        PlacementError: No mapping, an empty pattern, or a value that is no
-                ``CheckpointPlacement``.
+        PlacementError: Not a mapping, an empty pattern, or a value that is not a
+            ``CheckpointPlacement``.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class PlacementRules:
                 self._rules.append((f"re:{pattern.pattern}", pattern, placement))
             else:
                 self._rules.append((pattern, compile_pattern(pattern), placement))
-        self._found: dict[str, int | None] = {}
+        self._matched: dict[str, int | None] = {}
 
     def __call__(self, fqn: str, tensor: Any = None) -> CheckpointPlacement | None:
-        """Return the placement of ``fqn``, or None where no rule or a None rule speaks."""
-        found = self._find(fqn)
-        return None if found is None else self._rules[found][2]
+        """Return the placement of ``fqn``, or None if no rule matches or its rule is None."""
+        rule = self._find(fqn)
+        return None if rule is None else self._rules[rule][2]
 
     def find(self, fqn: str) -> tuple[str, CheckpointPlacement | None] | None:
-        """Return the pattern that speaks for ``fqn`` and what it says, or None."""
-        found = self._find(fqn)
-        return None if found is None else (self._rules[found][0], self._rules[found][2])
+        """Return the first pattern that matches ``fqn`` and its placement, or None."""
+        rule = self._find(fqn)
+        return None if rule is None else (self._rules[rule][0], self._rules[rule][2])
 
     def pattern_of(self, fqn: str) -> str | None:
-        """Return the pattern that speaks for ``fqn``, or None."""
-        found = self._find(fqn)
-        return None if found is None else self._rules[found][0]
+        """Return the first pattern that matches ``fqn``, or None."""
+        rule = self._find(fqn)
+        return None if rule is None else self._rules[rule][0]
 
     @property
     def meshes(self) -> list[Any]:
@@ -109,15 +109,15 @@ class PlacementRules:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optional": self.optional, "_rules": self._rules, "_found": {}}
+        return {"optional": self.optional, "_rules": self._rules, "_matched": {}}
 
     def _find(self, fqn: str) -> int | None:
-        if fqn not in self._found:
-            self._found[fqn] = next(
+        if fqn not in self._matched:
+            self._matched[fqn] = next(
                 (i for i, (name, regex, _) in enumerate(self._rules) if _matches(name, regex, fqn)),
                 None,
             )
-        return self._found[fqn]
+        return self._matched[fqn]
 
 
 def _matches(name: str, regex: re.Pattern[str], fqn: str) -> bool:
@@ -155,12 +155,12 @@ def _component(component: str) -> str:
 
 
 def expected_patterns(rules: Rules | None) -> tuple[str, ...]:
-    """Return the patterns that ought to match something on some rank."""
+    """Return the patterns that should match a key on some rank."""
     return rules.patterns if isinstance(rules, PlacementRules) and not rules.optional else ()
 
 
 def rule_name(rules: Rules | None, fqn: str) -> str | None:
-    """Return what to call the rule that speaks for ``fqn`` in a message, or None."""
+    """Return the name for messages of the rule that matches ``fqn``, or None."""
     if rules is None:
         return None
     if isinstance(rules, PlacementRules):

@@ -1,8 +1,8 @@
-"""What a user declares of one tensor: the checkpoint mesh, and what each of its axes does.
+"""The declaration of one tensor: the checkpoint mesh, and one placement per axis.
 
-``Shard``, ``Replicate`` and ``_StridedShard`` are torch's own; the two placements that torch has no
-word for are defined here. Torch's are told apart by what they answer (``is_replicate()``, ``dim``,
-``split_factor``), so that declaring needs no process group and no import of torch.distributed.
+``Shard``, ``Replicate`` and ``_StridedShard`` are torch's own; the two placements that torch does
+not have are defined here. Torch's are recognised by their attributes (``is_replicate()``, ``dim``,
+``split_factor``), so that a declaration needs no process group and no import of torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class FusedShard:
 
     Attributes:
         dim: The tensor dim, negative from the end.
-        parts: Number of logical tensors (``torch.chunk`` of what is being split), or their sizes,
-            which must add up to what is being split.
+        parts: Number of logical tensors (split as by ``torch.chunk``), or their sizes in rows,
+            which must add up to the size of the dim that is split.
         interleaved: The parts alternate row by row (g0 u0 g1 u1 ...); they must be of equal size.
 
     Raises:
@@ -55,14 +55,14 @@ class IndexShard:
     """This rank holds just these rows of a dim, in this order (expert maps, EPLB).
 
     Any count per rank, repeats across ranks allowed; the checkpoint placement needs
-    ``global_shape``, since the rows of the other ranks are not known here.
+    ``global_shape``, because one rank does not have the rows of the others.
 
     Attributes:
         dim: The tensor dim, negative from the end.
         indices: Global rows, one per local row.
 
     Raises:
-        PlacementError: A negative index, or a dim that is no number.
+        PlacementError: A negative index, or a dim that is not an int.
     """
 
     dim: int
@@ -78,11 +78,11 @@ class IndexShard:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointPlacement:
-    """Where a tensor lies in the checkpoint: a mesh, and one placement per axis of it.
+    """The place of a tensor in the checkpoint: a mesh, and one placement per axis of it.
 
-    ``CheckpointPlacement(mesh, {"ep": Shard(0)})`` says: what this rank holds under that name is
-    its ``ep`` part of the checkpoint's tensor, and the other axes of ``mesh`` hold replicas, as far
-    as the tensor's own DTensor says nothing else. Two that say the same are equal.
+    ``CheckpointPlacement(mesh, {"ep": Shard(0)})`` declares that the tensor of this rank is its
+    ``ep`` part of the checkpoint's tensor, and that the other axes of ``mesh`` hold replicas unless
+    the tensor's own DTensor shards them. Two of the same content are equal.
 
     Args:
         mesh: A ``DeviceMesh``, or anything with ``shape``, ``mesh_dim_names``,
@@ -95,8 +95,9 @@ class CheckpointPlacement:
             beyond ``global_shape`` are not stored, and keep what they have on load.
 
     Raises:
-        PlacementError: An unknown axis, a wrong count, a dim out of range, a placement that is
-            none, two ``IndexShard`` rows beyond the shape, or shapes that contradict each other.
+        PlacementError: An unknown axis, a wrong count, a dim out of range, a value that is not a
+            placement, an ``IndexShard`` without ``global_shape``, or shapes that contradict each
+            other.
     """
 
     mesh: Mesh
@@ -125,22 +126,22 @@ class CheckpointPlacement:
             return True
         if not isinstance(other, CheckpointPlacement):
             return NotImplemented
-        if self._said() != other._said():
+        if self._content() != other._content():
             return False
         return self.mesh is other.mesh or mesh_state(self.mesh) == mesh_state(other.mesh)
 
     def __hash__(self) -> int:
-        found: int | None = self.__dict__.get("_hash")
-        if found is None:
-            # Asked for each tensor of a state dict, and the rows of an IndexShard may be many.
-            found = hash((tuple(self.mesh.shape), self._said()))
-            object.__setattr__(self, "_hash", found)
-        return found
+        value: int | None = self.__dict__.get("_hash")
+        if value is None:
+            # Needed for each tensor of a state dict, and an IndexShard may have many rows.
+            value = hash((tuple(self.mesh.shape), self._content()))
+            object.__setattr__(self, "_hash", value)
+        return value
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    def _said(self) -> tuple[Any, ...]:
+    def _content(self) -> tuple[Any, ...]:
         return self.placements, self.global_shape, self.padded_shape
 
     def _check_shapes(self) -> None:
@@ -190,7 +191,7 @@ def shards(placement: Any) -> bool:
 
 
 def is_placement(placement: Any) -> bool:
-    """Whether ``placement`` says what one axis does, in torch's words or ours."""
+    """Whether a value is a placement of torch or of this package."""
     return isinstance(placement, IndexShard | FusedShard) or hasattr(placement, "is_replicate")
 
 
@@ -217,7 +218,12 @@ def shard_parts(placement: Any) -> tuple[int | tuple[int, ...], bool]:
 
 
 def cut_of(placement: Any, ndim: int, axis: int) -> Cut | Pick:
-    """Return what a placement that splits a dim does, over the axis at that position.
+    """Return a placement that splits a dim as a step of a layout.
+
+    Args:
+        placement: The placement.
+        ndim: Dims of the tensor.
+        axis: Position of its mesh axis.
 
     Raises:
         PlacementError: A dim that a tensor of ``ndim`` dims does not have.
@@ -236,9 +242,9 @@ def format_placement(placement: Any) -> str:
         tail = ", interleaved=True" if placement.interleaved else ""
         return f"FusedShard({placement.dim}, {placement.parts}{tail})"
     if isinstance(placement, IndexShard):
-        told = ", ".join(map(str, placement.indices[:8]))
+        rows = ", ".join(map(str, placement.indices[:8]))
         more = f", ... ({len(placement.indices)} rows)" if len(placement.indices) > 8 else ""
-        return f"IndexShard({placement.dim}, [{told}{more}])"
+        return f"IndexShard({placement.dim}, [{rows}{more}])"
     if hasattr(placement, "split_factor"):
         return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
     if shards(placement):
@@ -290,7 +296,7 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Replicated:
-    """Stands for the axes that a mapping leaves out; answers as torch's ``Replicate`` does."""
+    """The placement of axes that a mapping leaves out; has the methods of ``Replicate``."""
 
     def is_replicate(self) -> bool:
         return True
