@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +17,11 @@ from dcp_placements._torch import (
     TensorWriteData,
     WriteItem,
     WriteItemType,
+    filled,
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group
-from dcp_placements.save.local_plan import Held, Holding, unpacked_ints
+from dcp_placements.save.local_plan import Held, Holding, Ints, unpacked_ints
 
 Run = tuple[int, int]
 """``start, stop``: the positions of those keys of a piece of which a rank writes one box."""
@@ -160,6 +162,25 @@ def tensor_properties(group: Group) -> TensorProperties:
     """Return the properties of a group's tensors that metadata keeps."""
     assert group.dtype is not None
     return TensorProperties(group.dtype, getattr(torch, group.layout), group.requires_grad)
+
+
+class Chunks:
+    """Makes torch's form of boxes; equal boxes are one object."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[tuple[int, ...], ChunkStorageMetadata] = {}
+        self._size = cache(torch.Size)
+
+    def of(self, boxes: Ints) -> list[ChunkStorageMetadata]:
+        """Return the chunks of boxes, ``(n, 2 * ndim)``: offsets, then sizes."""
+        ndim = boxes.shape[1] // 2
+        chunks, size = self._chunks, self._size
+        rows = list(map(tuple, boxes.tolist()))
+        for row in rows:
+            if row not in chunks:
+                parts = {"offsets": size(row[:ndim]), "sizes": size(row[ndim:])}
+                chunks[row] = filled(ChunkStorageMetadata, parts)
+        return [chunks[row] for row in rows]
 
 
 def chunk_metadata(box: Box) -> ChunkStorageMetadata:

@@ -280,7 +280,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         assignments = coordinator.world_plan.assignments
         if self.shadows is None or alone:
             return assignments
-        unlike = unlike_objects(coordinator.cohorts, coordinator.pieces.all, self.digests)
+        unlike = unlike_objects(coordinator.pieces.all, self.digests)
         shadowing = Shadowing(self.shadows, unlike)
         return [dataclasses.replace(one, shadows=shadowing) for one in assignments]
 

@@ -153,16 +153,14 @@ def pack_items(packs: Sequence[Pack], place: int) -> list[WriteItem]:
     return items
 
 
-def unlike_objects(
-    cohorts: Cohorts, pieces: Sequence[Piece], digest_kind: str
-) -> frozenset[str] | None:
+def unlike_objects(pieces: Sequence[Piece], digest_kind: str) -> frozenset[str] | None:
     """Return the keys of objects that differ by rank, or may; None where digests are off."""
     if digest_kind == "off":
         return None
     found: set[str] = set()
     for piece in pieces:
         if piece.group.kind == OBJECT:
-            found.update(differing_objects(cohorts, piece))
+            found.update(differing_objects(piece))
     return frozenset(found)
 
 

@@ -6,10 +6,8 @@ is one integer array, and so are their digests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -18,65 +16,41 @@ from dcp_placements.save.key_table import KeyTable, unpacked_table
 from dcp_placements.save.local_plan import Ints, LocalPlan, unpacked_ints
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Cohort:
     """Ranks whose plans differ in numbers only.
 
     Attributes:
+        number: Position in ``Cohorts.cohorts``.
         tables: Positions of their tables in ``Cohorts.tables``, in their order.
-        plans: Positions of their plans.
-        counts: By table and group, boxes of each rank.
-        boxes: One row per rank: offsets and sizes, group after group.
-        digests: One row per rank, likewise; None where there are none.
-        stored: One row per rank and item, 16 bytes as two numbers; None where there are none.
-        buckets: As in ``LocalPlan``.
+        plans: Positions of their plans, ascending.
     """
 
+    number: int
     tables: tuple[int, ...]
     plans: Ints
-    counts: list[list[int]]
-    boxes: Ints
-    digests: Digests | None
-    stored: Digests | None
-    buckets: int
 
 
 @dataclass(slots=True)
 class Rows:
-    """What one cohort holds of a group.
+    """What one cohort holds of a group: a row per rank and box.
 
     Attributes:
-        cohort: The cohort.
-        plans: By row (rank after rank, box after box), the position of the plan.
+        cohort: Number of the cohort.
+        plans: By row, the position of the plan.
         boxes: By row, offsets and sizes.
-        first: Where the group's boxes begin among all boxes of a rank of the cohort.
-        count: Boxes of a rank.
-        digests: Columns of the cohort's digests that are the group's, slots by boxes.
-        items: Where the group's items, keys by boxes, stand among all items of a rank.
+        slots: Which digests a row has; None where it has none.
+        digests: By row and slot.
+        stored: By rank and item (keys by boxes), 16 bytes as two numbers; None where no digests
+            are stored.
     """
 
-    cohort: Cohort
+    cohort: int
     plans: Ints
     boxes: Ints
-    first: int
-    count: int
-    digests: slice | None = None
-    items: slice = field(default_factory=lambda: slice(0))
-
-
-@dataclass(slots=True)
-class Held:
-    """A group of a table, on all ranks that have the table.
-
-    Attributes:
-        table: Position in ``Cohorts.tables``.
-        group: Number of the group there.
-        rows: Cohort by cohort.
-    """
-
-    table: int
-    group: int
-    rows: list[Rows] = field(default_factory=list)
+    slots: Slots | None = None
+    digests: Digests = field(default_factory=lambda: np.zeros((0, 0), np.uint64))
+    stored: Digests | None = None
 
 
 class Cohorts:
@@ -84,111 +58,107 @@ class Cohorts:
 
     Args:
         plans: One per rank.
+        world: Number of ranks that there are.
 
     Attributes:
         plans: The same.
-        world: Number of plans.
+        world: The same.
         tables: The different key tables.
+        cohorts: The cohorts.
+        rows: By table and group, what each cohort holds.
         members: By table, positions of the plans that have it, ascending.
     """
 
     def __init__(self, plans: Sequence[LocalPlan], world: int) -> None:
         self.plans = plans
         self.world = world
-        self._numbers: dict[bytes, int] = {}
-        numbers = self._numbers
         self.tables: list[KeyTable] = []
-        by_tables: dict[tuple[bytes, ...], tuple[int, ...]] = {}
-        alike: dict[Any, list[int]] = {}
-        for at, plan in enumerate(plans):
-            tables = by_tables.get(plan.tables)
-            if tables is None:
-                for packed in plan.tables:
-                    if packed not in numbers:
-                        numbers[packed] = len(numbers)
-                        self.tables.append(unpacked_table(packed))
-                tables = by_tables[plan.tables] = tuple([numbers[p] for p in plan.tables])
-            alike.setdefault((tables, len(plan.digests), plan.buckets), []).append(at)
         self.cohorts: list[Cohort] = []
-        for (tables, _, buckets), members in alike.items():
-            self.cohorts += self._cohorts(tables, members, buckets)
+        self.rows: list[list[list[Rows]]] = []
+        self._numbers: dict[bytes, int] = {}
+        self._slots: dict[tuple[int, int, int], Slots] = {}
+        alike: dict[tuple[tuple[bytes, ...], int, int], list[int]] = {}
+        for at, plan in enumerate(plans):
+            alike.setdefault((plan.tables, plan.buckets, len(plan.digests)), []).append(at)
+        for (packed_tables, buckets, _), members in alike.items():
+            tables = tuple([self._number(packed) for packed in packed_tables])
+            self._add(tables, members, buckets)
         having: list[list[Ints]] = [[] for _ in self.tables]
         for cohort in self.cohorts:
             for table in cohort.tables:
                 having[table].append(cohort.plans)
-        self.members: list[Ints] = [np.sort(np.concatenate(found)) for found in having]
+        self.members: list[Ints] = [np.sort(np.concatenate(parts)) for parts in having]
 
     def tables_of(self, plan: LocalPlan) -> list[KeyTable]:
         """Return the key tables of a plan, unpacked."""
         return [self.tables[self._numbers[packed]] for packed in plan.tables]
 
-    def _cohorts(self, tables: tuple[int, ...], plans: list[int], buckets: int) -> Iterator[Cohort]:
-        groups = [len(self.tables[table].groups) for table in tables]
-        width = sum(groups)
-        by_counts: dict[bytes, list[tuple[int, Ints]]] = {}
-        for at in plans:
-            flat = unpacked_ints(self.plans[at].boxes)
-            by_counts.setdefault(flat[:width].tobytes(), []).append((at, flat[width:]))
-        for counts, found in by_counts.items():
-            flat_counts: list[int] = np.frombuffer(counts, np.int64).tolist()
-            ends = np.cumsum(groups).tolist()
-            split = [flat_counts[end - n : end] for end, n in zip(ends, groups, strict=True)]
-            raw = [self.plans[at].digests for at, _ in found]
-            digests = None
-            if raw[0]:
-                digests = np.frombuffer(b"".join(raw), np.uint64).reshape(len(found), -1)
-            stored = None
-            if self.plans[found[0][0]].stored_digests:
-                joined = b"".join([self.plans[at].stored_digests for at, _ in found])
-                stored = np.frombuffer(joined, np.uint64).reshape(len(found), -1, 2)
-            yield Cohort(
-                tables,
-                np.array([at for at, _ in found], np.int64),
-                split,
-                np.stack([boxes for _, boxes in found]),
-                digests,
-                stored,
-                buckets,
-            )
+    def _number(self, packed: bytes) -> int:
+        """Return the position of a table, unpacking it where it is new."""
+        number = self._numbers.setdefault(packed, len(self.tables))
+        if number == len(self.tables):
+            self.tables.append(unpacked_table(packed))
+            self.rows.append([[] for _ in self.tables[-1].groups])
+        return number
 
-    @cached_property
-    def groups(self) -> list[list[Held]]:
-        """By table and group, what all ranks hold."""
-        found = [
-            [Held(at, group) for group in range(len(table.groups))]
-            for at, table in enumerate(self.tables)
+    def _add(self, tables: tuple[int, ...], members: list[int], buckets: int) -> None:
+        """Make cohorts of plans with the same tables."""
+        width = sum(len(self.tables[table].groups) for table in tables)
+        unpacked: dict[bytes, Ints] = {}
+        by_counts: dict[bytes, tuple[list[int], list[Ints]]] = {}
+        for at in members:
+            packed = self.plans[at].boxes
+            flat = unpacked.get(packed)
+            if flat is None:
+                flat = unpacked[packed] = unpacked_ints(packed)
+            plans, boxes = by_counts.setdefault(flat[:width].tobytes(), ([], []))
+            plans.append(at)
+            boxes.append(flat[width:])
+        for counts, (plans, boxes) in by_counts.items():
+            cohort = Cohort(len(self.cohorts), tables, np.array(plans, np.int64))
+            self.cohorts.append(cohort)
+            per_group: list[int] = np.frombuffer(counts, np.int64).tolist()
+            self._add_rows(cohort, per_group, np.stack(boxes), buckets)
+
+    def _add_rows(self, cohort: Cohort, counts: list[int], boxes: Ints, buckets: int) -> None:
+        """Append what a cohort holds to the rows of each of its groups."""
+        plans = [self.plans[at] for at in cohort.plans.tolist()]
+        digests = _side_by_side([plan.digests for plan in plans])
+        stored = _side_by_side([plan.stored_digests for plan in plans])
+        column = slot = item = 0
+        places = [
+            (table, number, group)
+            for table in cohort.tables
+            for number, group in enumerate(self.tables[table].groups)
         ]
-        for cohort in self.cohorts:
-            column = first = at_digest = at_item = 0
-            for table, counts in zip(cohort.tables, cohort.counts, strict=True):
-                key_table = self.tables[table]
-                for group, count in enumerate(counts):
-                    width = 2 * len(key_table.groups[group].shape)
-                    stop = column + count * width
-                    boxes = cohort.boxes[:, column:stop].reshape(len(cohort.plans) * count, width)
-                    rows = Rows(cohort, np.repeat(cohort.plans, count), boxes, first, count)
-                    if (
-                        count
-                        and cohort.digests is not None
-                        and may_have_replicas(key_table.groups[group], self.world)
-                    ):
-                        nbr = self.slots(table, group, cohort.buckets).count * count
-                        rows.digests = slice(at_digest, at_digest + nbr)
-                        at_digest += nbr
-                    rows.items = slice(at_item, at_item + key_table.sizes[group] * count)
-                    found[table][group].rows.append(rows)
-                    column, first, at_item = stop, first + count, rows.items.stop
-        return found
+        for (table, number, group), count in zip(places, counts, strict=True):
+            width = 2 * len(group.shape)
+            held = boxes[:, column : column + count * width]
+            column += count * width
+            of_row = cohort.plans if count == 1 else np.repeat(cohort.plans, count)
+            rows = Rows(cohort.number, of_row, held.reshape(len(of_row), width))
+            if count and digests is not None and may_have_replicas(group, self.world):
+                slots = rows.slots = self._slots_of(table, number, buckets)
+                mine = digests[:, slot : slot + slots.count * count]
+                mine = mine.reshape(-1, slots.count, count).transpose(0, 2, 1)
+                rows.digests = mine.reshape(-1, slots.count)
+                slot += slots.count * count
+            if stored is not None:
+                items = self.tables[table].sizes[number] * count
+                rows.stored = stored.reshape(len(plans), -1, 2)[:, item : item + items]
+                item += items
+            self.rows[table][number].append(rows)
 
-    def slots(self, table: int, group: int, buckets: int) -> Slots:
+    def _slots_of(self, table: int, group: int, buckets: int) -> Slots:
         """Return which keys of a group have digests of their own."""
         key = table, group, buckets
-        slots = self._slots.get(key)
-        if slots is None:
-            numbered = self.tables[table].numbered_of(group)
-            slots = self._slots[key] = Slots(numbered, buckets)
-        return slots
+        if key not in self._slots:
+            self._slots[key] = Slots(self.tables[table].numbered_of(group), buckets)
+        return self._slots[key]
 
-    @cached_property
-    def _slots(self) -> dict[tuple[int, int, int], Slots]:
-        return {}
+
+def _side_by_side(packed: list[bytes]) -> Digests | None:
+    """Return digests of several ranks, a row per rank; None where there are none."""
+    if not packed[0]:
+        return None
+    return np.frombuffer(b"".join(packed), np.uint64).reshape(len(packed), -1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -15,7 +14,7 @@ from dcp_placements.layout.tiling import overlaps, tiles
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Cover:
     """The boxes of all ranks side by side.
 
@@ -23,6 +22,7 @@ class Cover:
 
     Attributes:
         boxes: The different boxes, ``(n, 2 * ndim)``: offsets, then sizes; in order of offsets.
+        numel: Elements of each box.
         box_of: By row, position in ``boxes``.
         ranks: By row, the rank (position of its plan).
         order: The rows by box, then by rank.
@@ -30,6 +30,7 @@ class Cover:
     """
 
     boxes: Ints
+    numel: Ints
     box_of: Ints
     ranks: Ints
     order: Ints
@@ -39,13 +40,6 @@ class Cover:
     def has_replicas(self) -> bool:
         """Whether any box is held more than once."""
         return len(self.boxes) < len(self.ranks)
-
-    @cached_property
-    def numel(self) -> Ints:
-        """Elements of each box."""
-        ndim = self.boxes.shape[1] // 2
-        found: Ints = np.prod(self.boxes[:, ndim:], axis=1, dtype=np.int64)
-        return found
 
     def holders(self, box: int) -> Ints:
         """Return the ranks that hold a box, ascending."""
@@ -57,6 +51,43 @@ class Cover:
         return [Box(tuple(row[:ndim]), tuple(row[ndim:])) for row in self.boxes.tolist()]
 
 
+_NO_ROWS = np.zeros(0, np.int64)
+NOTHING = Cover(
+    boxes=np.zeros((0, 0), np.int64),
+    numel=_NO_ROWS,
+    box_of=_NO_ROWS,
+    ranks=_NO_ROWS,
+    order=_NO_ROWS,
+    starts=np.zeros(1, np.int64),
+)
+"""The cover of no rows."""
+
+
+class Covers:
+    """Makes covers; ranks that hold equal boxes in the same order share one but for ``ranks``.
+
+    Args:
+        complete: Whether the ranks are all there are.
+    """
+
+    def __init__(self, complete: bool) -> None:
+        self.complete = complete
+        self._memo: dict[tuple[tuple[int, ...], int, bytes, bytes], tuple[Cover, bool]] = {}
+
+    def of(self, ranks: Ints, boxes: Ints, shape: tuple[int, ...]) -> tuple[Cover, bool]:
+        """Return who holds what, and whether the boxes make the whole; as ``cover_of``."""
+        # Rows of ascending ranks have one order within a box, whatever the ranks are.
+        is_sorted = bool((ranks[1:] >= ranks[:-1]).all())
+        key = shape, len(boxes), boxes.tobytes(), b"" if is_sorted else ranks.tobytes()
+        result = self._memo.get(key)
+        if result is None:
+            cover = cover_of(ranks, boxes, shape)
+            whole = makes_whole(cover, shape, complete=self.complete)
+            result = self._memo[key] = cover, whole
+        cover, whole = result
+        return replace(cover, ranks=ranks), whole
+
+
 def cover_of(ranks: Ints, boxes: Ints, shape: tuple[int, ...]) -> Cover:
     """Return who holds what.
 
@@ -65,11 +96,26 @@ def cover_of(ranks: Ints, boxes: Ints, shape: tuple[int, ...]) -> Cover:
         boxes: By row, offsets and sizes.
         shape: Of the whole tensor.
     """
-    unique, box_of = _distinct(boxes, shape)
-    order = np.lexsort((ranks, box_of))
-    ordered = box_of[order]
-    starts = np.searchsorted(ordered, np.arange(len(unique) + 1))
-    return Cover(unique, box_of, ranks, order, starts)
+    ndim = len(shape)
+    # One number per offset sorts many times faster than rows do.
+    place = np.zeros(len(boxes), np.int64)
+    if prod(shape) < 1 << 62:
+        place = boxes[:, :ndim] @ np.array([prod(shape[dim + 1 :]) for dim in range(ndim)], int)
+    order = np.lexsort((ranks, place))
+    ordered = boxes[order]
+    is_new = np.ones(len(boxes), bool)
+    is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    if (place[order][1:] == place[order][:-1])[is_new[1:]].any():
+        # Boxes of one offset and several sizes, or offsets beyond one number.
+        order = np.lexsort((ranks, *boxes.T[::-1]))
+        ordered = boxes[order]
+        is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    starts = np.flatnonzero(is_new)
+    unique = ordered[starts]
+    box_of = np.empty(len(boxes), np.int64)
+    box_of[order] = np.cumsum(is_new) - 1
+    numel = np.prod(unique[:, ndim:], axis=1, dtype=np.int64)
+    return Cover(unique, numel, box_of, ranks, order, np.append(starts, len(boxes)))
 
 
 def makes_whole(cover: Cover, shape: tuple[int, ...], *, complete: bool) -> bool:
@@ -84,42 +130,24 @@ def makes_whole(cover: Cover, shape: tuple[int, ...], *, complete: bool) -> bool
         return True
     boxes = cover.boxes
     ndim = len(shape)
-    offsets, sizes = boxes[:, :ndim], boxes[:, ndim:]
-    if ((offsets + sizes) > np.array(shape, np.int64)).any():
+    if ((boxes[:, :ndim] + boxes[:, ndim:]) > np.array(shape, np.int64)).any():
         return False
     held = int(cover.numel.sum())
     if held > prod(shape) or (complete and held < prod(shape)):
         return False
-    if len(boxes) < 2:
+    if len(boxes) < 2 or all(_is_split(boxes[:, d], boxes[:, ndim + d]) for d in range(ndim)):
+        # Different cells of a grid do not overlap.
         return True
-    for dim in range(ndim):
-        found = np.unique(boxes[:, (dim, ndim + dim)], axis=0)
-        ends = found[:, 0] + found[:, 1]
-        if (found[1:, 0] < ends[:-1]).any():
-            return _is_tiling(cover, shape, complete)
-    # Different cells of a grid do not overlap.
-    return True
-
-
-def _is_tiling(cover: Cover, shape: tuple[int, ...], complete: bool) -> bool:
-    boxes = cover.as_boxes()
     if complete:
-        return tiles(Box((0,) * len(shape), shape), boxes)
-    return not overlaps(boxes, limit=1)
+        return tiles(Box((0,) * ndim, shape), cover.as_boxes())
+    return not overlaps(cover.as_boxes(), limit=1)
 
 
-def _distinct(boxes: Ints, shape: tuple[int, ...]) -> tuple[Ints, Ints]:
-    """Return the distinct rows, and for each row which of them it is."""
-    ndim = len(shape)
-    if not ndim or not len(boxes):
-        return boxes[:1], np.zeros(len(boxes), np.int64)
-    if prod(shape) < 1 << 62:
-        # One number per offset sorts many times faster than rows do; sizes are looked at then.
-        strides = np.array([prod(shape[dim + 1 :]) for dim in range(ndim)], np.int64)
-        place = boxes[:, :ndim] @ strides
-        _, first, found = np.unique(place, return_index=True, return_inverse=True)
-        unique = boxes[first]
-        if (unique[found] == boxes).all():
-            return unique, found.reshape(-1)
-    unique, found = np.unique(boxes, axis=0, return_inverse=True)
-    return unique, found.reshape(-1)
+def _is_split(offsets: Ints, sizes: Ints) -> bool:
+    """Whether different intervals of one dim do not overlap."""
+    if offsets[0] == offsets[-1] and (offsets == offsets[0]).all():
+        return bool((sizes == sizes[0]).all())
+    order = np.argsort(offsets, kind="stable")
+    offsets, sizes = offsets[order], sizes[order]
+    is_same = (offsets[1:] == offsets[:-1]) & (sizes[1:] == sizes[:-1])
+    return bool((is_same | (offsets[1:] >= offsets[:-1] + sizes[:-1])).all())

@@ -12,8 +12,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, overlaps, uncovered
 from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.save.coordinator.cohorts import Cohorts
-from dcp_placements.save.coordinator.contents import Suspects, held_rows, own_digests, rows_of
-from dcp_placements.save.coordinator.cover import Cover
+from dcp_placements.save.coordinator.contents import Suspects, own_digests
 from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.key_table import OBJECT, ROWS, Group
 from dcp_placements.save.local_plan import LocalPlan
@@ -138,9 +137,9 @@ class Faults:
             ),
         )
 
-    def same_coordinate(self, piece: Piece, cover: Cover, box: int) -> Fault:
+    def same_coordinate(self, piece: Piece, box: int) -> Fault:
         """Return that ranks hold equal boxes though the mesh has a part for each of them."""
-        claims = self.claims(piece, 0)
+        claims, cover = self.claims(piece, 0), piece.cover
         return Fault(
             piece.fqns[0],
             f"{self._ranks(cover.holders(box).tolist())} hold the same part, "
@@ -187,24 +186,13 @@ class Faults:
         for source, group in zip(piece.sources, piece.groups, strict=True):
             members = found.groups.setdefault(group, [])
             members += self.cohorts.members[source.table].tolist()
-        if len({(len(group.shape), group.kind) for group in piece.groups}) > 1:
-            return self._add_boxes_apart(found, piece)
-        plans, rows = rows_of(self.cohorts, piece)
-        digests = own_digests(self.cohorts, piece, position).tolist()
-        for plan, row, digest in zip(plans.tolist(), rows.tolist(), digests, strict=True):
+        digests = own_digests(piece, [position])[:, 0].tolist()
+        # Row by row: tables may disagree on the number of dims.
+        rows = [row for held in piece.rows for row in held.boxes.tolist()]
+        for plan, row, digest in zip(piece.plans.tolist(), rows, digests, strict=True):
             ndim = len(row) // 2
             box = Box(tuple(row[:ndim]), tuple(row[ndim:]))
             found.boxes.setdefault(box, []).append((plan, digest))
-        return found
-
-    def _add_boxes_apart(self, found: Claims, piece: Piece) -> Claims:
-        """Take in boxes of tables that do not agree on the number of dims."""
-        for source in piece.sources:
-            for rows in held_rows(self.cohorts, source):
-                for plan, row in zip(rows.plans.tolist(), rows.boxes.tolist(), strict=True):
-                    ndim = len(row) // 2
-                    box = Box(tuple(row[:ndim]), tuple(row[ndim:]))
-                    found.boxes.setdefault(box, []).append((plan, 0))
         return found
 
     def _disagreement(self, claims: Claims) -> Fault:

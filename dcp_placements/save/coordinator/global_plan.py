@@ -7,19 +7,16 @@ the run of keys that it writes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from dcp_placements._torch import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    TensorStorageMetadata,
-)
+from dcp_placements._torch import BytesStorageMetadata, TensorStorageMetadata
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.report import KeyReport, key_report
 from dcp_placements.save.coordinator.cohorts import Cohorts
@@ -27,14 +24,13 @@ from dcp_placements.save.coordinator.contents import (
     differing_buckets,
     differing_keys,
     held_beside_its_own,
-    rows_of,
     uncompared,
 )
-from dcp_placements.save.coordinator.cover import Cover, cover_of, makes_whole
+from dcp_placements.save.coordinator.cover import Covers
 from dcp_placements.save.coordinator.faults import Faults
 from dcp_placements.save.coordinator.owners import BALANCE, SMALL_NBYTES, divide
 from dcp_placements.save.coordinator.pieces import Piece, Pieces, pieces_of
-from dcp_placements.save.items import Assignment, chunk_metadata, tensor_properties
+from dcp_placements.save.items import Assignment, Chunks, tensor_properties
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import Ints, LocalPlan, packed_ints
 from dcp_placements.save.statement import Statement
@@ -42,7 +38,7 @@ from dcp_placements.save.statement import Statement
 
 @dataclass(slots=True)
 class WorldPlan:
-    """What the plans of all ranks come to.
+    """One plan of all ranks.
 
     Attributes:
         assignments: One per rank.
@@ -78,22 +74,20 @@ class Coordinator:
 
     Attributes:
         world_plan: The plan that they make.
-        statements: What each rank says beside its keys.
+        statements: By plan, what the rank sends beside its keys.
+        cohorts: The plans side by side.
+        pieces: The groups of all ranks.
     """
 
     def __init__(self, plans: Sequence[LocalPlan], *, world: int, complete: bool) -> None:
         self.plans = plans
         self.complete = complete
         self.world_plan = WorldPlan()
-        unpacked: dict[bytes, Statement] = {}
-        for plan in plans:
-            if plan.statement not in unpacked:
-                unpacked[plan.statement] = Statement.unpacked(plan.statement)
-        self.statements = [unpacked[plan.statement] for plan in plans]
+        unpacked = cache(Statement.unpacked)
+        self.statements = [unpacked(plan.statement) for plan in plans]
         self.cohorts = Cohorts(plans, world)
         self.pieces = Pieces()
-        self.covers: list[Cover] = []
-        self._cover_memo: dict[tuple[bytes, bytes, tuple[int, ...]], tuple[Cover, bool]] = {}
+        self._covers = Covers(complete)
 
     def plan(
         self, *, left: Collection[str] = (), lowest_rank: bool = False, save_id: bytes = b""
@@ -123,13 +117,11 @@ class Coordinator:
             disagreement = faults.disagreement(piece)
             if disagreement:
                 self.world_plan.faults += disagreement
-                self.covers.append(_NOTHING)
                 continue
-            cover, whole = self._cover(*rows_of(self.cohorts, piece), piece.group.shape)
-            self.covers.append(cover)
+            piece.cover, whole = self._covers.of(piece.plans, piece.boxes, piece.group.shape)
             if not whole:
                 self.world_plan.faults += faults.tiling(piece)
-            self._compare(piece, cover, faults)
+            self._compare(piece, faults)
         self._compare_buckets(faults)
 
     def _unlike_digests(self) -> Fault | None:
@@ -145,46 +137,29 @@ class Coordinator:
             ("way out:     give every rank's PlacementSavePlanner the same options",),
         )
 
-    def _cover(self, plans: Ints, boxes: Ints, shape: tuple[int, ...]) -> tuple[Cover, bool]:
-        """Return who holds what, and whether the boxes make the whole.
-
-        Args:
-            plans: By row, the position of the plan that holds a box.
-            boxes: By row, offsets and sizes.
-            shape: Of the whole tensor.
-        """
-        # A function of these values; most pieces lie like another one.
-        key = (plans.tobytes(), boxes.tobytes(), shape)
-        result = self._cover_memo.get(key)
-        if result is None:
-            cover = cover_of(plans, boxes, shape)
-            whole = makes_whole(cover, shape, complete=self.complete)
-            result = self._cover_memo[key] = cover, whole
-        return result
-
-    def _compare(self, piece: Piece, cover: Cover, faults: Faults) -> None:
+    def _compare(self, piece: Piece, faults: Faults) -> None:
         world_plan, group = self.world_plan, piece.group
-        box = held_beside_its_own(self.cohorts, piece, cover)
+        box = held_beside_its_own(piece, self.cohorts.world)
         if box is not None and 0 not in group.shape:
-            world_plan.faults.append(faults.same_coordinate(piece, cover, box))
+            world_plan.faults.append(faults.same_coordinate(piece, box))
             return
-        world_plan.uncompared += uncompared(self.cohorts, piece, cover)
-        for position in differing_keys(self.cohorts, piece, cover):
+        world_plan.uncompared += uncompared(piece)
+        for position in differing_keys(piece):
             if group.kind == OBJECT:
                 world_plan.notes.append(faults.object_note(piece, position))
             else:
                 world_plan.conflicts.append(faults.conflict(piece, position))
 
     def _compare_buckets(self, faults: Faults) -> None:
-        for table, groups in enumerate(self.cohorts.groups):
-            for number, held in enumerate(groups):
-                if not any(rows.digests and rows.cohort.buckets for rows in held.rows):
+        """Compare the keys that have no digests of their own, group by group."""
+        for table, by_group in zip(self.cohorts.tables, self.cohorts.rows, strict=True):
+            for number, (group, held) in enumerate(zip(table.groups, by_group, strict=True)):
+                if not any(rows.slots is not None and rows.slots.folded for rows in held):
                     continue
-                group = self.cohorts.tables[table].groups[number]
-                plans = np.concatenate([rows.plans for rows in held.rows])
-                boxes = np.concatenate([rows.boxes for rows in held.rows])
-                cover, _ = self._cover(plans, boxes, group.shape)
-                for suspects in differing_buckets(self.cohorts, table, number, cover):
+                plans = np.concatenate([rows.plans for rows in held])
+                boxes = np.concatenate([rows.boxes for rows in held])
+                cover, _ = self._covers.of(plans, boxes, group.shape)
+                for suspects in differing_buckets(held, table.keys(number), cover):
                     if group.kind == OBJECT:
                         self.world_plan.notes.append(faults.object_suspicion(suspects))
                     else:
@@ -193,185 +168,162 @@ class Coordinator:
     def describe(self, left: Collection[str] = ()) -> None:
         """Make the metadata and the report of all keys."""
         world_plan = self.world_plan
-        memo: dict[tuple[Any, ...], ChunkStorageMetadata] = {}
-        lists: dict[tuple[tuple[int, ...], bytes], list[ChunkStorageMetadata]] = {}
-        for piece, cover in zip(self.pieces.all, self.covers, strict=True):
+        chunks = Chunks()
+        lists: dict[Hashable, list[Any]] = {}
+        partial: dict[tuple[int, ...], tuple[int, ...] | None] = {}
+        for piece in self.pieces.all:
             if piece.fqns[0] in left:
                 continue
-            ranks = {source.table: self.cohorts.members[source.table] for source in piece.sources}
-            having = np.unique(np.concatenate(list(ranks.values())))
-            if len(having) < len(self.plans):
-                partial = tuple([self.plans[at].rank for at in having.tolist()])
-                world_plan.partial.update(dict.fromkeys(piece.fqns, partial))
-            group = piece.group
+            tables = tuple([source.table for source in piece.sources])
+            if tables not in partial:
+                partial[tables] = self._ranks_if_partial(tables)
+            ranks = partial[tables]
+            if ranks is not None:
+                world_plan.partial.update(dict.fromkeys(piece.fqns, ranks))
+            group, cover = piece.group, piece.cover
             if group.kind == OBJECT:
                 world_plan.metadata.update({fqn: BytesStorageMetadata() for fqn in piece.fqns})
                 world_plan.objects += piece.fqns
                 continue
             # Without their shape, no boxes are the same bytes as that of a scalar.
             key = cover.boxes.shape, cover.boxes.tobytes()
-            chunks = lists.get(key)
-            if chunks is None:
-                chunks = lists[key] = _chunks(cover, memo)
+            if key not in lists:
+                lists[key] = chunks.of(cover.boxes)
             stored = TensorStorageMetadata(
-                tensor_properties(group), torch.Size(group.shape), chunks
+                tensor_properties(group), torch.Size(group.shape), lists[key]
             )
-            numel = cover.numel
-            unique = prod(group.shape) if self.complete else int(numel.sum())
-            held = int(numel[cover.box_of].sum())
-            report = key_report(group.shape, group.dtype, len(chunks), unique, held)
+            unique = prod(group.shape) if self.complete else int(cover.numel.sum())
+            held = int(cover.numel[cover.box_of].sum())
+            report = key_report(group.shape, group.dtype, len(lists[key]), unique, held)
             world_plan.metadata.update(dict.fromkeys(piece.fqns, stored))
             world_plan.keys.update(dict.fromkeys(piece.fqns, report))
+
+    def _ranks_if_partial(self, tables: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the ranks that have any of some tables; None where all have."""
+        having = np.unique(np.concatenate([self.cohorts.members[table] for table in tables]))
+        if len(having) == len(self.plans):
+            return None
+        return tuple([self.plans[at].rank for at in having.tolist()])
 
     def assign(self, *, lowest_rank: bool, left: Collection[str], save_id: bytes) -> None:
         """Assign to every rank what it writes."""
         runs = self._runs(lowest_rank, left)
         writes = np.zeros(len(self.plans), bool)
-        for piece_runs, cover in zip(runs, self.covers, strict=True):
-            writes[cover.ranks[piece_runs[:, 0] < piece_runs[:, 1]]] = True
+        for piece, piece_runs in zip(self.pieces.all, runs, strict=True):
+            writes[piece.plans[piece_runs[:, 0] < piece_runs[:, 1]]] = True
         packed = self._packed_runs(runs)
         in_chunks = self._in_chunks(runs)
         writers = int(writes.sum())
         objects = tuple(self.world_plan.objects[:_MOST_NAMED])
         split = [packed_ints(split) if split else b"" for split in self.pieces.split]
-        by_tables: dict[tuple[int, ...], tuple[bytes, ...]] = {}
-        assignments: list[Assignment | None] = [None] * len(self.plans)
+        assignments: list[Any] = [None] * len(self.plans)
         for cohort in self.cohorts.cohorts:
-            pieces = by_tables.get(cohort.tables)
-            if pieces is None:
-                pieces = tuple([split[table] for table in cohort.tables])
-                pieces = by_tables[cohort.tables] = pieces if any(pieces) else ()
+            pieces = tuple([split[table] for table in cohort.tables])
+            pieces = pieces if any(pieces) else ()
             for plan in cohort.plans.tolist():
                 assignments[plan] = Assignment(
-                    runs=packed[plan],
-                    pieces=pieces,
-                    writers=writers,
-                    in_chunks=in_chunks,
-                    objects=objects,
-                    save_id=save_id,
-                    place=plan,
+                    packed[plan], pieces, writers, in_chunks, objects, save_id, place=plan
                 )
-        self.world_plan.assignments = [one for one in assignments if one is not None]
+        self.world_plan.assignments = assignments
 
     def _runs(self, lowest_rank: bool, left: Collection[str]) -> list[Ints]:
         """Return for each piece, by row, the run of keys that the rank writes of the box."""
-        runs = [np.zeros((len(cover.ranks), 2), np.int64) for cover in self.covers]
+        pieces = self.pieces.all
+        covers = [piece.cover for piece in pieces]
+        ends = np.cumsum([len(cover.ranks) for cover in covers])
+        # Rows and boxes of all pieces, one after another.
+        ranks = np.concatenate([_NO_INTS, *[cover.ranks for cover in covers]])
+        order = np.concatenate(
+            [
+                _NO_INTS,
+                *[
+                    cover.order + end - len(cover.order)
+                    for cover, end in zip(covers, ends, strict=True)
+                ],
+            ]
+        )
+        holders = np.concatenate([_NO_INTS, *[np.diff(cover.starts) for cover in covers]])
+        starts = np.cumsum(holders) - holders
+        of_piece = np.repeat(np.arange(len(pieces)), [len(cover.boxes) for cover in covers])
+        of_key = [
+            cover.numel * piece.group.itemsize for piece, cover in zip(pieces, covers, strict=True)
+        ]
+        nbytes = np.concatenate([_NO_INTS, *of_key])
+        is_left = np.array([piece.fqns[0] in left for piece in pieces], bool)[of_piece]
+        is_object = np.array([piece.group.kind == OBJECT for piece in pieces], bool)[of_piece]
+        counts = np.where(is_left, 0, np.array([len(p.fqns) for p in pieces], np.int64)[of_piece])
+        runs = np.zeros((len(ranks), 2), np.int64)
         load = np.zeros(len(self.plans), np.int64)
-        shared: dict[bytes, list[tuple[int, int, int]]] = {}
-        total = 0
-        for at, (piece, cover) in enumerate(zip(self.pieces.all, self.covers, strict=True)):
-            if piece.fqns[0] in left:
-                continue
-            count = len(piece.fqns)
-            of_key = cover.numel * piece.group.itemsize
-            nbytes = of_key * count
-            total += int(nbytes.sum())
-            first = cover.order[cover.starts[:-1]]
-            alone = (np.diff(cover.starts) == 1) | (lowest_rank or piece.group.kind == OBJECT)
-            runs[at][first[alone], 1] = count
-            np.add.at(load, cover.ranks[first[alone]], nbytes[alone])
-            for box in np.flatnonzero(~alone).tolist():
-                held = (int(of_key[box]), at, box)
-                shared.setdefault(cover.holders(box).tobytes(), []).append(held)
-        mean = total / max(len(self.plans), 1)
+        alone = (holders == 1) | lowest_rank | is_object
+        first = order[starts[alone]]
+        runs[first, 1] = counts[alone]
+        np.add.at(load, ranks[first], (counts * nbytes)[alone])
+        mean = int((counts * nbytes).sum()) / max(len(self.plans), 1)
         limit = max(BALANCE * mean, float(load.max(initial=0)), SMALL_NBYTES)
+        shared: dict[bytes, list[int]] = {}
+        in_order = ranks[order]
+        for box in np.flatnonzero(~alone & ~is_left).tolist():
+            group = in_order[starts[box] : starts[box] + holders[box]]
+            shared.setdefault(group.tobytes(), []).append(box)
+        divided = cache(divide)
         # The smaller a group of replicas, the fewer ranks can make up for what it writes.
-        for group in sorted(shared, key=len):
-            self._divide(np.frombuffer(group, np.int64), shared[group], runs, load, limit)
-        return runs
-
-    def _divide(
-        self,
-        holders: Ints,
-        boxes: list[tuple[int, int, int]],
-        runs: list[Ints],
-        load: Ints,
-        limit: float,
-    ) -> None:
-        """Divide what a replica group holds among its ranks.
-
-        Args:
-            holders: Positions of their plans.
-            boxes: Bytes of one key, position of the piece, and the box there.
-            runs: What ``_runs`` returns.
-            load: Bytes that each rank writes already.
-            limit: Bytes that none ought to write more than.
-        """
-        # The smallest stay together, with the lowest rank.
-        boxes = sorted(boxes)
-        pieces = [(len(self.pieces.all[at].fqns), nbytes) for nbytes, at, _ in boxes]
-        divided = divide(pieces, load[holders].tolist(), limit)
-        for (nbytes, at, box), cuts in zip(boxes, divided, strict=True):
-            cover = self.covers[at]
-            rows = cover.order[cover.starts[box] :][: len(cuts) - 1]
-            runs[at][rows, 0] = cuts[:-1]
-            runs[at][rows, 1] = cuts[1:]
-            load[holders[: len(cuts) - 1]] += np.diff(cuts) * nbytes
+        for key in sorted(shared, key=len):
+            group = np.frombuffer(key, np.int64)
+            boxes = np.array(shared[key])
+            # The smallest stay together, with the lowest rank.
+            boxes = boxes[np.argsort(nbytes[boxes], kind="stable")]
+            shares = tuple(zip(counts[boxes].tolist(), nbytes[boxes].tolist(), strict=True))
+            cuts = np.array(divided(shares, tuple(load[group].tolist()), limit))
+            rows = order[starts[boxes][:, None] + np.arange(cuts.shape[1] - 1)]
+            runs[rows, 0] = cuts[:, :-1]
+            runs[rows, 1] = cuts[:, 1:]
+            load[group[: cuts.shape[1] - 1]] += nbytes[boxes] @ np.diff(cuts, axis=1)
+        return np.split(runs, ends[:-1]) if pieces else []
 
     def _packed_runs(self, runs: list[Ints]) -> list[bytes]:
         """Return for each rank the runs of its tables, table after table, piece after piece."""
-        starts = [0] * len(self.pieces.all)
-        packed = [b""] * len(self.plans)
-        # Rows of a piece stand source after source, and cohort after cohort within each.
-        parts: dict[tuple[int, int, int], Ints] = {}
-        for at, piece in enumerate(self.pieces.all):
+        columns: dict[tuple[int, int, int], Ints] = {}
+        for piece, piece_runs in zip(self.pieces.all, runs, strict=True):
+            start = 0
             for source in piece.sources:
-                for number, rows in enumerate(self.cohorts.groups[source.table][source.group].rows):
-                    stop = starts[at] + len(rows.plans)
-                    parts[source.table, source.number, number] = runs[at][starts[at] : stop]
-                    starts[at] = stop
-        seen = [0] * len(self.cohorts.tables)
+                for rows in source.rows:
+                    stop = start + len(rows.plans)
+                    columns[rows.cohort, source.table, source.number] = piece_runs[start:stop]
+                    start = stop
+        packed = [b""] * len(self.plans)
+        pack = cache(lambda row: packed_ints(np.frombuffer(row, np.int64)))
         for cohort in self.cohorts.cohorts:
             ranks = len(cohort.plans)
-            columns = []
-            for table in cohort.tables:
-                for number in range(len(self.pieces.groups[table])):
-                    columns.append(parts[table, number, seen[table]].reshape(ranks, -1))
-                seen[table] += 1
-            matrix = np.concatenate(columns, axis=1) if columns else np.zeros((ranks, 0), np.int64)
-            memo: dict[bytes, bytes] = {}
+            of_pieces = [
+                columns[cohort.number, table, number].reshape(ranks, -1)
+                for table in cohort.tables
+                for number in range(self.pieces.counts[table])
+            ]
+            matrix = np.concatenate(of_pieces or [np.zeros((ranks, 0), np.int64)], axis=1)
             for plan, row in zip(cohort.plans.tolist(), matrix, strict=True):
-                key = row.tobytes()
-                found = memo.get(key)
-                if found is None:
-                    found = memo[key] = packed_ints(row)
-                packed[plan] = found
+                packed[plan] = pack(row.tobytes())
         return packed
 
     def _in_chunks(self, runs: list[Ints]) -> tuple[tuple[str, int, int], ...]:
         """Return some keys of which one rank writes several chunks."""
-        found = []
-        for piece, cover, piece_runs in zip(self.pieces.all, self.covers, runs, strict=True):
+        named = []
+        for piece, piece_runs in zip(self.pieces.all, runs, strict=True):
             written = piece_runs[:, 0] < piece_runs[:, 1]
             if not written.any():
                 continue
-            counts = np.bincount(cover.ranks[written])
+            counts = np.bincount(piece.plans[written])
             most = int(counts.argmax())
             if counts[most] > 1:
-                mine = piece_runs[written & (cover.ranks == most)]
+                mine = piece_runs[written & (piece.plans == most)]
                 for position in range(int(mine[:, 0].min()), int(mine[:, 1].max())):
                     inside = int(((mine[:, 0] <= position) & (position < mine[:, 1])).sum())
                     if inside > 1:
-                        found.append((piece.fqns[position], self.plans[most].rank, inside))
+                        named.append((piece.fqns[position], self.plans[most].rank, inside))
                         break
-            if len(found) == _MOST_NAMED:
+            if len(named) == _MOST_NAMED:
                 break
-        return tuple(found)
+        return tuple(named)
 
 
 _MOST_NAMED = 8
 _NO_INTS = np.zeros(0, np.int64)
-_NOTHING = Cover(np.zeros((0, 0), np.int64), _NO_INTS, _NO_INTS, _NO_INTS, np.zeros(1, np.int64))
-
-
-def _chunks(
-    cover: Cover, memo: dict[tuple[Any, ...], ChunkStorageMetadata]
-) -> list[ChunkStorageMetadata]:
-    """Return torch's form of the boxes; equal ones of all pieces are one object."""
-    chunks = []
-    for box in cover.as_boxes():
-        chunk = memo.get(box)
-        if chunk is None:
-            chunk = memo[box] = chunk_metadata(box)
-        chunks.append(chunk)
-    return chunks

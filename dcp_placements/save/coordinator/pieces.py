@@ -7,12 +7,17 @@ holds for one key of a piece holds for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
-from dcp_placements.save.coordinator.cohorts import Cohorts
+import numpy as np
+
+from dcp_placements.save.coordinator.cohorts import Cohorts, Rows
+from dcp_placements.save.coordinator.cover import NOTHING, Cover
 from dcp_placements.save.key_table import Group, KeyTable
+from dcp_placements.save.local_plan import Ints
 
 
 @dataclass(slots=True)
@@ -24,32 +29,58 @@ class Source:
         group: Number of the group there.
         positions: Of the piece's keys among those of the group, in the piece's order.
         number: Which piece of the table it is.
+        rows: What each cohort holds of the group.
     """
 
     table: int
     group: int
     positions: list[int]
-    number: int = 0
+    number: int
+    rows: list[Rows]
 
 
-@dataclass(slots=True)
+@dataclass
 class Piece:
     """Keys that every rank which has one of them has all of, lying alike.
 
     Attributes:
         fqns: The keys.
         sources: The tables that have them.
-        groups: What each source says that they have in common.
+        groups: By source, what the keys have in common.
+        cover: Which ranks hold which box.
     """
 
     fqns: list[str]
-    sources: list[Source]
-    groups: list[Group]
+    sources: list[Source] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    cover: Cover = NOTHING
 
     @property
     def group(self) -> Group:
-        """What the first source says."""
+        """The group of the first source."""
         return self.groups[0]
+
+    @cached_property
+    def rows(self) -> list[Rows]:
+        """What is held, source after source, and cohort after cohort within each."""
+        return [rows for source in self.sources for rows in source.rows]
+
+    @cached_property
+    def plans(self) -> Ints:
+        """By row, the position of the plan."""
+        plans = [rows.plans for rows in self.rows]
+        return plans[0] if len(plans) == 1 else np.concatenate(plans)
+
+    @cached_property
+    def boxes(self) -> Ints:
+        """By row, offsets and sizes; for groups of one number of dims."""
+        boxes = [rows.boxes for rows in self.rows]
+        return boxes[0] if len(boxes) == 1 else np.concatenate(boxes)
+
+    def by_row(self, values: Sequence[int]) -> Ints:
+        """Return values, one per source, by row."""
+        counts = [sum(len(rows.plans) for rows in source.rows) for source in self.sources]
+        return np.repeat(np.array(values, np.int64), counts)
 
 
 @dataclass(slots=True)
@@ -59,16 +90,12 @@ class Pieces:
     Attributes:
         all: The pieces, in the order of the tables.
         split: By table, the piece of each key; empty where every group is a piece by itself.
-        groups: By table, the group of each piece.
+        counts: By table, the number of its pieces.
     """
 
     all: list[Piece] = field(default_factory=list)
     split: list[list[int]] = field(default_factory=list)
-    groups: list[list[int]] = field(default_factory=list)
-
-
-Place = tuple[int, int, int]
-"""Table, group and position of a key."""
+    counts: list[int] = field(default_factory=list)
 
 
 def pieces_of(cohorts: Cohorts, apart: Collection[str] = ()) -> Pieces:
@@ -79,44 +106,38 @@ def pieces_of(cohorts: Cohorts, apart: Collection[str] = ()) -> Pieces:
         apart: Keys that are to be pieces of their own.
     """
     shared = _shared_keys(cohorts.tables)
-    found = Pieces()
+    pieces = Pieces()
     by_kind: dict[object, Piece] = {}
     for at, table in enumerate(cohorts.tables):
-        if shared.keys().isdisjoint(table.fqns) and not apart:
-            for group, of in enumerate(table.groups):
-                source = Source(at, group, list(range(table.sizes[group])), group)
-                found.all.append(Piece(table.keys(group), [source], [of]))
-            found.split.append([])
-            found.groups.append(list(range(len(table.groups))))
-            continue
-        numbers: dict[tuple[int, object], int] = {}
+        is_whole = not apart and shared.keys().isdisjoint(table.fqns)
         split: list[int] = []
-        for group, (start, stop) in enumerate(pairwise(table.starts)):
-            for fqn in table.fqns[start:stop]:
-                kind: object = (at, group)
-                if fqn in shared:
-                    kind = shared[fqn]
-                if fqn in apart:
-                    kind = (kind, fqn)
-                number = numbers.setdefault((group, kind), len(numbers))
-                split.append(number)
-        by_number: list[list[int]] = [[] for _ in numbers]
-        for entry, number in enumerate(split):
-            by_number[number].append(entry)
-        groups = [group for group, _ in numbers]
-        for number, (group, kind) in enumerate(numbers):
-            start = table.starts[group]
-            entries = by_number[number]
-            piece = by_kind.get(kind)
-            if piece is None:
-                piece = by_kind[kind] = Piece([table.fqns[entry] for entry in entries], [], [])
-                found.all.append(piece)
-            positions = [entry - start for entry in entries]
-            piece.sources.append(Source(at, group, positions, number))
-            piece.groups.append(table.groups[group])
-        found.split.append(split if len(numbers) > len(table.groups) else [])
-        found.groups.append(groups)
-    return found
+        count = 0
+        for number, group in enumerate(table.groups):
+            fqns = table.keys(number)
+            by_piece: dict[object, list[int]] = {}
+            if is_whole:
+                by_piece[at, number] = list(range(len(fqns)))
+            else:
+                for position, fqn in enumerate(fqns):
+                    kind = shared.get(fqn, (at, number))
+                    kind = (kind, fqn) if fqn in apart else kind
+                    by_piece.setdefault(kind, []).append(position)
+            piece_of = [count] * len(fqns)
+            for kind, positions in by_piece.items():
+                piece = by_kind.get(kind)
+                if piece is None:
+                    piece = by_kind[kind] = Piece([fqns[position] for position in positions])
+                    pieces.all.append(piece)
+                rows = cohorts.rows[at][number]
+                piece.sources.append(Source(at, number, positions, count, rows))
+                piece.groups.append(group)
+                for position in positions:
+                    piece_of[position] = count
+                count += 1
+            split += piece_of
+        pieces.split.append(split if count > len(table.groups) else [])
+        pieces.counts.append(count)
+    return pieces
 
 
 def _shared_keys(tables: list[KeyTable]) -> dict[str, object]:
@@ -126,22 +147,20 @@ def _shared_keys(tables: list[KeyTable]) -> dict[str, object]:
     for table in tables:
         several.update(seen.intersection(table.fqns))
         seen.update(table.fqns)
-    if not several:
-        return {}
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[tuple[int, int, int]]] = {fqn: [] for fqn in several}
     for at, table in enumerate(tables):
         if several.isdisjoint(table.fqns):
             continue
         for group, (start, stop) in enumerate(pairwise(table.starts)):
             for position, fqn in enumerate(table.fqns[start:stop]):
                 if fqn in several:
-                    places.setdefault(fqn, []).append((at, group, position))
+                    places[fqn].append((at, group, position))
     alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
-    for fqn, found in places.items():
-        alike.setdefault(tuple([place[:2] for place in found]), []).append(fqn)
+    for fqn, where in places.items():
+        alike.setdefault(tuple([place[:2] for place in where]), []).append(fqn)
     shared: dict[str, object] = {}
     for kind, fqns in alike.items():
-        # Runs speak of positions: where two tables have the keys in another order, one by one.
+        # Runs are positions: where two tables have the keys in another order, one by one.
         orders = {tuple(sorted(fqns, key=lambda fqn: places[fqn][i][2])) for i in range(len(kind))}
         for fqn in fqns:
             shared[fqn] = kind if len(orders) == 1 else (kind, fqn)
