@@ -42,7 +42,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
 from dcp_placements.save import content_digests
 from dcp_placements.save.key_table import unpacked_table
-from dcp_placements.save.local_plan import LocalPlan, unpacked_ints
+from dcp_placements.save.local_plan import LocalPlan
+from dcp_placements.save.packing import unpacked_ints
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ ROWS_OF_BUCKETS = 2
 
 def may_have_replicas(group: Group, world: int) -> bool:
     """Whether another rank may hold the same box: not if there are as many parts as ranks."""
-    return group.declared.parts != world or world == 1
+    return group.parts != world or world == 1
 
 
 def budget(world: int) -> int:

@@ -21,7 +21,8 @@ from dcp_placements._torch import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group
-from dcp_placements.save.local_plan import Held, Holding, Ints, unpacked_ints
+from dcp_placements.save.local_plan import Held, Holding
+from dcp_placements.save.packing import Ints, unpacked_ints
 
 Run = tuple[int, int]
 """``start, stop``: the positions of those keys of a piece of which a rank writes one box."""

@@ -8,12 +8,10 @@ all that the coordinator needs to compare.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 
 from dcp_placements._torch import default_write_items, has_hooks
@@ -24,41 +22,15 @@ from dcp_placements.save.key_table import (
     OBJECT,
     PLAIN,
     SHARD,
-    Declaration,
     Group,
     KeyTable,
-    declaration_of,
+    declared_group,
     path_counts,
 )
-
-T = TypeVar("T")
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+from dcp_placements.save.packing import packed_ints, unpacked_ints
 
 OBJECT_BOX = Box((), ())
 """An object is held as one box without dims, as a scalar is."""
-
-_SHORT_NBYTES = 128
-_WIDTHS = {b"B": 1 << 8, b"H": 1 << 16, b"I": 1 << 32, b"q": 1 << 63}
-_COMPRESSED = b"z"
-
-
-def packed_ints(values: Sequence[int] | Ints) -> bytes:
-    """Return non-negative integers as they travel; long rows of them mostly repeat themselves."""
-    array = np.asarray(values, dtype=np.int64)
-    largest = int(array.max()) if array.size else 0
-    kind = next(kind for kind, end in _WIDTHS.items() if largest < end)
-    data = array.astype("<" + kind.decode()).tobytes()
-    if len(data) <= _SHORT_NBYTES:
-        return kind + data
-    return _COMPRESSED + kind + zlib.compress(data, 1)
-
-
-def unpacked_ints(packed: bytes) -> Ints:
-    """Return the integers that were packed."""
-    kind, data = packed[:1], packed[1:]
-    if kind == _COMPRESSED:
-        kind, data = data[:1], zlib.decompress(data[1:])
-    return np.frombuffer(data, "<" + kind.decode()).astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -154,17 +126,64 @@ def holding_of(
 ) -> Holding:
     """Return what a rank holds of a flat state dict, by group.
 
+    Keys that other ranks need not have stand in tables apart, so that the other tables are equal on
+    more ranks: by the mesh axes of their tensors, and by the head of the nested dict.
+
     Args:
         state_dict: Flat, with the checkpoint's keys.
         placing: Its tensors' places.
         paths: Where the keys stand in the nested dict; None where it was not flattened.
     """
-    builder = _Builder()
+    holding = Holding()
+    numbers: dict[Alike, int] = {}
+    # Most tensors lie like another one: by all that a group is worked out from, its number.
+    memo: dict[Any, int] = {}
+    places: dict[tuple[Any, int, bool], tuple[int, int]] = {}
+    tables: dict[Any, int] = {}
+    entries: list[list[list[Entry]]] = []
     for fqn, value in state_dict.items():
-        if fqn not in placing.absent:
-            path = (fqn,) if paths is None else paths.get(fqn, (fqn,))
-            builder.add(fqn, value, placing.placed.get(fqn), path)
-    return builder.finished()
+        if fqn in placing.absent:
+            continue
+        placed = placing.placed.get(fqn)
+        source = _source_of_group(fqn, value, placed)
+        if source not in memo:
+            memo[source] = numbers.setdefault(_alike(fqn, value, placed), len(numbers))
+        path = (fqn,) if paths is None else paths.get(fqn, (fqn,))
+        head = path[0] if len(path) > 1 else fqn.partition(".")[0]
+        has_own_key = placed is not None and placed.has_own_key
+        key = head, memo[source], has_own_key
+        if key not in places:
+            group, boxes = list(numbers)[memo[source]]
+            table = tables.setdefault(
+                (head, group.kind, group.axis_names, has_own_key), len(holding.tables)
+            )
+            if table == len(holding.tables):
+                holding.tables.append(KeyTable())
+                holding.boxes.append([])
+                entries.append([])
+            places[key] = table, len(entries[table])
+            holding.tables[table].groups.append(group)
+            holding.boxes[table].append(boxes)
+            entries[table].append([])
+        table, number = places[key]
+        keys = entries[table][number]
+        holding.keys.append(Held(fqn, value, placed, table, number, len(keys)))
+        keys.append((fqn, None if placed is None else placed.rule, path_counts(path)))
+    for key_table, by_group in zip(holding.tables, entries, strict=True):
+        _add_keys(key_table, by_group)
+    return holding
+
+
+def _add_keys(table: KeyTable, by_group: Sequence[Sequence[Entry]]) -> None:
+    """Add its keys to a table that has its groups."""
+    entries = [entry for group in by_group for entry in group]
+    rules = {rule: at for at, rule in enumerate(dict.fromkeys(rule for _, rule, _ in entries))}
+    paths = {path: at for at, path in enumerate(dict.fromkeys(path for _, _, path in entries))}
+    table.fqns = [fqn for fqn, _, _ in entries]
+    table.sizes = [len(group) for group in by_group]
+    table.rules, table.paths = list(rules), list(paths)
+    table.rule_of = [rules[rule] for _, rule, _ in entries]
+    table.path_of = [paths[path] for _, _, path in entries]
 
 
 def sent_holding(plan: LocalPlan, tables: Sequence[KeyTable]) -> Holding:
@@ -205,100 +224,21 @@ def sent_boxes(plan: LocalPlan, tables: Sequence[KeyTable]) -> list[list[tuple[B
 Alike = tuple[Group, tuple[Box, ...]]
 """What makes a group on one rank: what its keys have in common, and the boxes held."""
 
-
-class _Group:
-    """A group in the making: its place, and its keys with their rules and path counts."""
-
-    __slots__ = ("keys", "number", "table")
-
-    def __init__(self, table: int, number: int) -> None:
-        self.table = table
-        self.number = number
-        self.keys: list[tuple[str, str | None, tuple[int, ...]]] = []
+Entry = tuple[str, str | None, tuple[int, ...]]
+"""A key, the rule that matched it, and how its path makes it."""
 
 
-class _Builder:
-    def __init__(self) -> None:
-        # Most tensors lie like another one: by all that a group is worked out from, its number.
-        self.known: dict[Any, int] = {}
-        self.numbers: dict[Alike, int] = {}
-        self.alike: list[Alike] = []
-        self.groups: dict[tuple[Any, int, bool], _Group] = {}
-        self.tables: dict[Any, list[tuple[Alike, _Group]]] = {}
-        self.order: dict[Any, int] = {}
-        self.keys: list[Held] = []
-
-    def add(self, fqn: str, value: Any, placed: Placed | None, path: Path) -> None:
-        number = self._number(fqn, value, placed)
-        own = placed is not None and placed.has_own_key
-        head = path[0] if len(path) > 1 else fqn.partition(".")[0]
-        group = self.groups.get((head, number, own))
-        if group is None:
-            group = self.groups[head, number, own] = self._group(head, number, own)
-        rule = None if placed is None else placed.rule
-        self.keys.append(Held(fqn, value, placed, group.table, group.number, len(group.keys)))
-        group.keys.append((fqn, rule, path_counts(path)))
-
-    def _group(self, head: Any, number: int, own: bool) -> _Group:
-        """Begin a group.
-
-        Keys that other ranks need not have stand in tables apart, so that the other tables are
-        equal on more ranks: by the mesh axes of their tensors, and by the head of the nested dict.
-        """
-        alike = self.alike[number]
-        apart = (head, alike[0].kind, alike[0].declared.axis_names, own)
-        table = self.tables.setdefault(apart, [])
-        at = self.order.setdefault(apart, len(self.order))
-        group = _Group(at, len(table))
-        table.append((alike, group))
-        return group
-
-    def finished(self) -> Holding:
-        tables = list(self.tables.values())
-        boxes = [[alike[1] for alike, _ in table] for table in tables]
-        return Holding([_key_table(table) for table in tables], boxes, self.keys)
-
-    def _number(self, fqn: str, value: Any, placed: Placed | None) -> int:
-        """Return which of ``alike`` a value is."""
-        key: Any
-        if placed is not None:
-            tensor = placed.tensor
-            look = tensor.dtype, tensor.layout, tensor.requires_grad
-            key = (placed.binding, len(placed.chunks), look)
-        elif has_hooks(value):
-            key = fqn
-        elif isinstance(value, torch.Tensor):
-            key = (value.shape, value.dtype, value.layout, value.requires_grad)
-        else:
-            key = None
-        number = self.known.get(key)
-        if number is None:
-            alike = _alike(fqn, value, placed)
-            number = self.numbers.setdefault(alike, len(self.alike))
-            if number == len(self.alike):
-                self.alike.append(alike)
-            self.known[key] = number
-        return number
-
-
-def _key_table(groups: Sequence[tuple[Alike, _Group]]) -> KeyTable:
-    keys = [key for _, group in groups for key in group.keys]
-    rules = _numbered([rule for _, rule, _ in keys if rule is not None])
-    paths = _numbered([counts for _, _, counts in keys])
-    return KeyTable(
-        groups=[alike[0] for alike, _ in groups],
-        fqns=[fqn for fqn, _, _ in keys],
-        sizes=[len(group.keys) for _, group in groups],
-        rules=list(rules),
-        rule_of=[-1 if rule is None else rules[rule] for _, rule, _ in keys],
-        paths=list(paths),
-        path_of=[paths[counts] for _, _, counts in keys],
-    )
-
-
-def _numbered(values: Iterable[T]) -> dict[T, int]:
-    """Return the different values, numbered as they come."""
-    return {value: number for number, value in enumerate(dict.fromkeys(values))}
+def _source_of_group(fqn: str, value: Any, placed: Placed | None) -> Any:
+    """Return a value that determines the group of a key on this rank."""
+    if placed is not None:
+        tensor = placed.tensor
+        look = tensor.dtype, tensor.layout, tensor.requires_grad
+        return placed.binding, len(placed.chunks), look
+    if has_hooks(value):
+        return fqn
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.layout, value.requires_grad
+    return None
 
 
 def _alike(fqn: str, value: Any, placed: Placed | None) -> Alike:
@@ -319,8 +259,8 @@ def _look_of(tensor: torch.Tensor) -> tuple[torch.dtype, str, bool]:
 def _of_placed(placed: Placed) -> Alike:
     binding = placed.binding
     names = tuple([axis.name for axis in binding.axes])
-    declared = declaration_of(binding.sharding, names, is_exact=binding.is_exact)
-    group = Group(SHARD, placed.global_shape, *_look_of(placed.tensor), declared)
+    look = _look_of(placed.tensor)
+    group = declared_group(binding.sharding, names, *look, is_exact=binding.is_exact)
     return group, tuple([chunk.box for chunk in held_chunks(placed)])
 
 
@@ -333,7 +273,7 @@ def _of_own_chunks(fqn: str, value: Any) -> Alike:
     look = data[0].properties
     name = str(look.layout).removeprefix("torch.")
     shape = tuple(data[0].size)
-    return Group(SHARD, shape, look.dtype, name, look.requires_grad, Declaration()), tuple(boxes)
+    return Group(SHARD, shape, look.dtype, name, look.requires_grad), tuple(boxes)
 
 
 def held_chunks(placed: Placed) -> tuple[Chunk, ...]:

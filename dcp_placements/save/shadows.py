@@ -25,7 +25,7 @@ from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.contents import differing_objects
 from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.items import Assignment, chunk_metadata, tensor_properties
-from dcp_placements.save.key_table import OBJECT, Declaration, Group
+from dcp_placements.save.key_table import OBJECT, Group
 from dcp_placements.save.local_plan import Holding, sent_boxes, sent_holding
 from dcp_placements.storage.metadata.shadow_records import PACK_NBYTES, PREFIX
 
@@ -106,7 +106,7 @@ def packs_of(holding: Holding, assignment: Assignment) -> list[Pack]:
             candidates.append((nbytes, held.fqn, group, others))
     alike: dict[tuple[Group, tuple[Box, ...]], list[str]] = {}
     for _, fqn, group, boxes in _chosen(candidates, shadowing.wanted):
-        alike.setdefault((group._replace(declared=Declaration()), boxes), []).append(fqn)
+        alike.setdefault((Group(*group[:5]), boxes), []).append(fqn)
     packs = []
     for (group, boxes), fqns in alike.items():
         nbytes = max(box.numel for box in boxes) * group.itemsize

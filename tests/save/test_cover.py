@@ -8,7 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from dcp_placements.save.coordinator.cover import Cover, Ints, cover_of, makes_whole
+from dcp_placements.save.coordinator.cover import Cover, cover_of, makes_whole
+from dcp_placements.save.packing import Ints
 
 Row = tuple[int, ...]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dcp_placements.layout.sharding import Cut, Sharding
 from dcp_placements.save.digest_vector import (
     BUCKETS,
     BUDGET_NBYTES,
@@ -18,7 +19,7 @@ from dcp_placements.save.digest_vector import (
     budget,
     may_have_replicas,
 )
-from dcp_placements.save.key_table import SHARD, Declaration, DeclaredCut, Group, KeyTable
+from dcp_placements.save.key_table import KeyTable, declared_group
 from dcp_placements.storage.digests import SAMPLED_NBYTES
 
 
@@ -34,10 +35,9 @@ def suspects(slots: Slots, one: Digests, two: Digests) -> list[int]:
 
 
 def table(keys: int, *, parts: int = 4, numbered: bool = True) -> KeyTable:
-    cut = DeclaredCut(0, 0, 1)
-    group = Group(SHARD, (8, 8), torch.float32, declared=Declaration(("x",), (parts,), (cut,)))
+    group = declared_group(Sharding((8, 8), (parts,), (Cut(0, 0),)), ("x",), torch.float32)
     fqns = [f"layers.{i}.w" if numbered else f"w{i}" for i in range(keys)]
-    return KeyTable([group], fqns, [keys], [], [-1] * keys, [(1,)], [0] * keys)
+    return KeyTable([group], fqns, [keys], [None], [0] * keys, [(1,)], [0] * keys)
 
 
 def test_without_buckets_every_key_has_a_digest_of_its_own() -> None:

@@ -15,21 +15,18 @@ from hypothesis import strategies as st
 from strategies import examples
 
 from dcp_placements.layout.sharding import Cut, Pick, Sharding
-from dcp_placements.save.key_packing import packed_keys, unpacked_keys
 from dcp_placements.save.key_table import (
     OBJECT,
     PLAIN,
-    ROWS,
     SHARD,
-    Declaration,
-    DeclaredCut,
     Group,
     KeyTable,
-    declaration_of,
+    declared_group,
     path_counts,
     unpacked_table,
 )
-from dcp_placements.save.local_plan import packed_ints, unpacked_ints
+from dcp_placements.save.packing import packed_ints, packed_keys, unpacked_ints, unpacked_keys
+from dcp_placements.storage.metadata.record import SavedCut
 
 WORDS = st.sampled_from(
     ["layers", "experts", "w", "b1", "1b", "0", "00", "7", "10", "007", "é", ""]
@@ -58,12 +55,13 @@ def test_the_keys_of_a_large_model_travel_in_few_bytes(name: str) -> None:
     assert len(sent) < 400
 
 
-def table(groups: dict[Group, list[str]], rules: list[str] | None = None) -> KeyTable:
+def table(groups: dict[Group, list[str]], rules: list[str | None] | None = None) -> KeyTable:
     """Return a table of keys that no rule names, or each of them the next one."""
     fqns = [fqn for keys in groups.values() for fqn in keys]
-    rule_of = [i % len(rules) if rules else -1 for i in range(len(fqns))]
+    rules = rules or [None]
+    rule_of = [i % len(rules) for i in range(len(fqns))]
     sizes = [len(keys) for keys in groups.values()]
-    return KeyTable(list(groups), fqns, sizes, rules or [], rule_of, [(1,)], [0] * len(fqns))
+    return KeyTable(list(groups), fqns, sizes, rules, rule_of, [(1,)], [0] * len(fqns))
 
 
 GROUPS = [
@@ -71,26 +69,23 @@ GROUPS = [
     Group(PLAIN, (), torch.float32),
     Group(PLAIN, (4, 0), torch.bool, requires_grad=True),
     Group(PLAIN, (3,), torch.float64, layout="sparse_coo"),
-    Group(SHARD, (8, 6), torch.bfloat16, declared=Declaration(("tp", None), (2, 3))),
+    Group(SHARD, (8, 6), torch.bfloat16, axis_names=("tp", None)),
     Group(
         SHARD,
         (8, 6),
         torch.float8_e4m3fn,
         "strided",
         True,
-        Declaration(
-            ("ep", "fsdp"),
-            (2, 4),
-            (DeclaredCut(0, 0, ROWS), DeclaredCut(1, 1, (2, 4), True), DeclaredCut(0, -1, ROWS)),
-            (8, 8),
+        ("ep", "fsdp"),
+        (
+            SavedCut("ep", 2, 0, "rows"),
+            SavedCut("fsdp", 4, 1, "fused", (2, 4), True),
+            SavedCut(None, 1, 0, "rows"),
         ),
+        (8, 8),
+        parts=None,
     ),
-    Group(
-        SHARD,
-        (1 << 40, 6),
-        torch.int8,
-        declared=Declaration(("x",), (2,), (DeclaredCut(0, 0, 4, strided=True),)),
-    ),
+    declared_group(Sharding((1 << 40, 6), (2,), (Cut(0, 0, 4, strided=True),)), ("x",), torch.int8),
 ]
 
 
@@ -99,7 +94,7 @@ def test_a_table_of_all_kinds_of_groups_comes_back() -> None:
     sent = unpacked_table(found.packed())
     assert sent == found
     assert sent.packed() == found.packed()
-    assert all(isinstance(cut, DeclaredCut) for g in sent.groups for cut in g.declared.cuts)
+    assert all(isinstance(cut, SavedCut) for g in sent.groups for cut in g.cuts)
     for number, group in enumerate(GROUPS):
         assert sent.keys(number) == [f"g{number}.{j}.w" for j in range(number)]
         assert sent.groups[number].itemsize == (group.dtype.itemsize if group.dtype else 0)
@@ -118,16 +113,18 @@ def anew(value: Any) -> Any:
 
 
 def test_equal_tables_are_equal_bytes_whatever_objects_they_are_made_of() -> None:
-    declared = Declaration(("ep", "fsdp"), (2, 4), (DeclaredCut(0, 0, 1), DeclaredCut(0, 1, 1)))
+    cuts = (Cut(0, 0), Cut(0, 1))
     some = {
-        Group(SHARD, (i, 7000), torch.float32, declared=declared): [f"layers.{i}.w"]
+        declared_group(Sharding((i, 7000), (2, 4), cuts), ("ep", "fsdp"), torch.float32): [
+            f"layers.{i}.w"
+        ]
         for i in range(9)
     }
     one = table(some, ["'layers'", "'layers.*'"])
     other = table({anew(group): anew(tuple(keys)) for group, keys in some.items()})  # type: ignore[misc]
     other.rules, other.rule_of = [anew(rule) for rule in one.rules], list(one.rule_of)
     assert other == one
-    assert other.groups[0].declared is not other.groups[1].declared
+    assert other.groups[0].cuts is not other.groups[1].cuts
     assert other.packed() == one.packed()
     assert pickle.loads(pickle.dumps(one)).packed() == one.packed()
     assert unpacked_table(one.packed()).packed() == one.packed()
@@ -176,10 +173,10 @@ PATH = st.lists(st.one_of(st.integers(0, 20), KEYS.filter(bool)), min_size=1, ma
 @examples(100)
 def test_a_table_knows_where_its_keys_stand(paths: list[tuple[str | int, ...]]) -> None:
     counts = list(dict.fromkeys(map(path_counts, paths)))
-    found = KeyTable([Group(PLAIN)], sizes=[len(paths)], paths=counts)
+    found = KeyTable([Group(PLAIN)], sizes=[len(paths)], rules=[None], paths=counts)
     for path in paths:
         found.fqns.append(".".join(map(str, path)))
-        found.rule_of.append(-1)
+        found.rule_of.append(0)
         found.path_of.append(counts.index(path_counts(path)))
     sent = unpacked_table(found.packed())
     assert sent == found
@@ -190,12 +187,12 @@ def test_a_declaration_is_what_ranks_have_in_common() -> None:
     """Rows that a rank lists are not in it; where nobody lists any, it is the whole sharding."""
     cuts = (Cut(0, 1), Cut(1, 0, (2, 4), True))
     sharding = Sharding((8, 6), (2, 4, 2), cuts, (8, 8))
-    told = declaration_of(sharding, ("ep", "fsdp", "dp"))
-    assert told.parts == 8
-    assert told.equal_along == {"dp"}
+    group = declared_group(sharding, ("ep", "fsdp", "dp"), torch.int8)
+    assert group.parts == 8
+    assert group.equal_along == {"dp"}
     made = [
-        declaration_of(Sharding((8, 6), (2, 4), (Pick(0, rows), Cut(0, 1))), ("ep", "fsdp"))
-        for rows in [(0, 1), (5, 2, 2)]
+        declared_group(Sharding((8, 6), (2, 4), cuts), ("ep", "fsdp"), torch.int8)
+        for cuts in [(Pick(0, rows), Cut(0, 1)) for rows in [(0, 1), (5, 2, 2)]]
     ]
     assert made[0] == made[1]
     assert made[0].parts is None

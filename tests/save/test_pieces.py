@@ -28,7 +28,7 @@ def table(groups: dict[Group, str]) -> KeyTable:
     fqns = [fqn for some in keys for fqn in some]
     sizes = [len(some) for some in keys]
     count = len(fqns)
-    return KeyTable(list(groups), fqns, sizes, [], [-1] * count, [(1,)], [0] * count)
+    return KeyTable(list(groups), fqns, sizes, [None], [0] * count, [(1,)], [0] * count)
 
 
 def plan(rank: int, *tables: KeyTable) -> LocalPlan:

@@ -13,7 +13,8 @@ import numpy as np
 
 from dcp_placements.save.digest_vector import Digests, Slots, may_have_replicas
 from dcp_placements.save.key_table import KeyTable, unpacked_table
-from dcp_placements.save.local_plan import Ints, LocalPlan, unpacked_ints
+from dcp_placements.save.local_plan import LocalPlan
+from dcp_placements.save.packing import Ints, unpacked_ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import overlaps, tiles
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+from dcp_placements.save.packing import Ints
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -14,9 +14,10 @@ from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.contents import Suspects, own_digests
 from dcp_placements.save.coordinator.pieces import Piece
-from dcp_placements.save.key_table import OBJECT, ROWS, Group
+from dcp_placements.save.key_table import OBJECT, Group
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.statement import Statement
+from dcp_placements.storage.metadata.record import ROWS
 
 Plans = list[int]
 """Positions of local plans."""
@@ -290,7 +291,7 @@ class Faults:
             axes = [name for name in axes if self._apart(name, having, lacking)] or axes
             text = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
             details.append(f"likely:      {factor} times too little is held{text}")
-        listed = any(cut.parts == ROWS for group in claims.groups for cut in group.declared.cuts)
+        listed = any(cut.kind == ROWS for group in claims.groups for cut in group.cuts)
         details += self._hole_advice(claims.fqn, listed)
         return Fault(
             claims.fqn,
@@ -343,7 +344,7 @@ class Faults:
         if not group.shape:
             yield "likely:      a number that each rank counts for itself, under one name"
             yield "way out:     a name per rank (the rank in its key), or one number for all ranks"
-        elif differs and group.declared.equal_along.issuperset(differs):
+        elif differs and group.equal_along.issuperset(differs):
             along = _quoted(differs)
             yield (
                 f"likely:      replicas that have drifted apart, declared equal along {along}; or "
@@ -429,7 +430,7 @@ class Faults:
         found: set[str | None] = set()
         for table in self.cohorts.tables:
             if claims.fqn in table.fqns:
-                found.add(table.rule(table.fqns.index(claims.fqn)))
+                found.add(table.rules[table.rule_of[table.fqns.index(claims.fqn)]])
         return found
 
     def _rule_lines(self, claims: Claims) -> list[str]:

@@ -32,7 +32,8 @@ from dcp_placements.save.coordinator.owners import BALANCE, SMALL_NBYTES, divide
 from dcp_placements.save.coordinator.pieces import Piece, Pieces, pieces_of
 from dcp_placements.save.items import Assignment, Chunks, tensor_properties
 from dcp_placements.save.key_table import OBJECT
-from dcp_placements.save.local_plan import Ints, LocalPlan, packed_ints
+from dcp_placements.save.local_plan import LocalPlan
+from dcp_placements.save.packing import Ints, packed_ints
 from dcp_placements.save.statement import Statement
 
 

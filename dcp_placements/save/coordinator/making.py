@@ -7,12 +7,12 @@ from typing import Any
 
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.items import Assignment
-from dcp_placements.save.key_table import OBJECT, ROWS, Declaration
+from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import sent_boxes, sent_holding
 from dcp_placements.save.statement import Statement
 from dcp_placements.storage.digests import FULL_NBYTES
 from dcp_placements.storage.metadata.provenance import StoredDigests
-from dcp_placements.storage.metadata.record import Cuts, packed_record, saved_cut
+from dcp_placements.storage.metadata.record import ROWS, Cuts, packed_record
 
 
 def cuts_and_renames(
@@ -29,7 +29,7 @@ def cuts_and_renames(
     group_of: dict[str, int] = {}
     for table in cohorts.tables:
         for number, group in enumerate(table.groups):
-            cuts = _saved_cuts(group.declared)
+            cuts = group.cuts if group.is_exact else ()
             here = numbers.setdefault(cuts, len(numbers))
             for fqn in table.keys(number):
                 # Nothing is kept of a key that ranks declare in several ways.
@@ -37,16 +37,6 @@ def cuts_and_renames(
                     group_of[fqn] = 0
     renames = dict.fromkeys(step for statement in statements for step in statement.renames)
     return packed_record(list(numbers), group_of, keys, renames)
-
-
-def _saved_cuts(declared: Declaration) -> Cuts:
-    """Return declared cuts by the names of their axes; none where they are not exact."""
-    if not declared.is_exact:
-        return ()
-    names, sizes = declared.axis_names, declared.axis_sizes
-    return tuple(
-        [saved_cut(cut, names, sizes, lists_rows=cut.parts == ROWS) for cut in declared.cuts]
-    )
 
 
 def making(
@@ -59,13 +49,13 @@ def making(
     """
     rules: dict[str, str] = {}
     for table in cohorts.tables:
-        for fqn, rule in zip(table.fqns, table.rule_of, strict=True):
-            if rule >= 0:
-                rules[fqn] = table.rules[rule]
+        for fqn, at in zip(table.fqns, table.rule_of, strict=True):
+            if (rule := table.rules[at]) is not None:
+                rules[fqn] = rule
     row_maps: dict[str, dict[int, tuple[int, ...]]] = {}
     for cohort in cohorts.cohorts:
         tables = [cohorts.tables[table] for table in cohort.tables]
-        dims = [[_listed_dim(group.declared.cuts) for group in table.groups] for table in tables]
+        dims = [[_listed_dim(group.cuts) for group in table.groups] for table in tables]
         if all(dim is None for table_dims in dims for dim in table_dims):
             continue
         for at in cohort.plans.tolist():
@@ -88,7 +78,7 @@ def making(
 
 def _listed_dim(cuts: Sequence[Any]) -> int | None:
     """Return the dim whose rows ranks list; None where there is none, or several."""
-    dims = {cut.dim for cut in cuts if cut.parts == ROWS}
+    dims = {cut.dim for cut in cuts if cut.kind == ROWS}
     return dims.pop() if len(dims) == 1 else None
 
 

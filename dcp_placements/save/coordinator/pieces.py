@@ -17,7 +17,7 @@ import numpy as np
 from dcp_placements.save.coordinator.cohorts import Cohorts, Rows
 from dcp_placements.save.coordinator.cover import NOTHING, Cover
 from dcp_placements.save.key_table import Group, KeyTable
-from dcp_placements.save.local_plan import Ints
+from dcp_placements.save.packing import Ints
 
 
 @dataclass(slots=True)

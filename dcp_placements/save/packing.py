@@ -1,46 +1,61 @@
-"""Keys as they travel: text and numbers apart.
+"""Keys and integers as they travel.
 
 The keys of a model repeat themselves from layer to layer but for a number. With the numbers taken
-out the same few pieces of text come round again and again, and the numbers count up; both shrink
-to next to nothing when they are compressed.
+out the same few pieces of text recur, and the numbers count up; both compress to little.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
 _MAX_DIGITS = 9
+_SHORT_NBYTES = 128
+_COMPRESSED = b"z"
 
 
-def packed_column(values: Sequence[int] | np.ndarray[Any, Any]) -> tuple[str, bytes]:
-    """Return integers in as few bytes each as they all fit into."""
-    column = np.asarray(values, np.int32)
-    if not len(column):
-        return "B", b""
-    kind = np.result_type(*map(np.min_scalar_type, (column.min(), column.max())))
-    return kind.char, column.astype(kind).tobytes()
+def packed_ints(values: Sequence[int] | np.ndarray[Any, Any], *, compress: bool = True) -> bytes:
+    """Return integers in as few bytes each as they all fit into.
+
+    Args:
+        values: The integers, between ``-2**31`` and ``2**63 - 1``; none above ``2**31`` where any
+            is negative.
+        compress: Whether to compress long rows; they mostly repeat themselves.
+    """
+    array = np.asarray(values, np.int64)
+    kind = np.dtype(np.uint8)
+    if array.size:
+        kind = np.result_type(*map(np.min_scalar_type, (array.min(), array.max())))
+    prefix, data = kind.char.encode(), array.astype(kind).tobytes()
+    if not compress or len(data) <= _SHORT_NBYTES:
+        return prefix + data
+    return _COMPRESSED + prefix + zlib.compress(data, 1)
 
 
-def unpacked_column(packed: tuple[str, bytes]) -> list[int]:
+def unpacked_ints(packed: bytes) -> Ints:
     """Return the integers that were packed.
 
-    >>> unpacked_column(packed_column([3, -1, 70000]))
+    >>> unpacked_ints(packed_ints([3, -1, 70000])).tolist()
     [3, -1, 70000]
     """
-    values: list[int] = np.frombuffer(packed[1], packed[0]).tolist()
-    return values
+    kind, data = packed[:1], packed[1:]
+    if kind == _COMPRESSED:
+        kind, data = data[:1], zlib.decompress(data[1:])
+    return np.frombuffer(data, kind.decode()).astype(np.int64)
 
 
 def packed_keys(keys: Sequence[str]) -> Any:
     """Return keys as a value that pickles to bytes that compress well.
 
-    It is the pieces of text between numbers, each once; which of them come one after the other;
-    and by how much the number after each is larger than the last one after the same piece. What
-    cannot be written so (a number with a leading zero, a line break, other scripts) comes as it is.
+    The value has the pieces of text between numbers, each once; the order of the pieces; and by how
+    much the number after each is larger than the last one after the same piece. Keys that do not
+    fit this form (a number with a leading zero, a line break, other scripts) come as a list.
     """
     joined = "\n".join(keys)
     if not joined.isascii() or joined.count("\n") != len(keys) - 1:
@@ -60,7 +75,7 @@ def packed_keys(keys: Sequence[str]) -> Any:
     steps = np.empty_like(numbers)
     steps[by_piece] = np.where(first, numbers[by_piece], np.diff(numbers[by_piece], prepend=0))
     # No piece has a digit in it.
-    return "0".join(pieces), packed_column(order), packed_column(steps)
+    return "0".join(pieces), packed_ints(order, compress=False), packed_ints(steps, compress=False)
 
 
 def unpacked_keys(packed: Any) -> list[str]:
@@ -72,7 +87,7 @@ def unpacked_keys(packed: Any) -> list[str]:
     if isinstance(packed, list):
         return packed
     pieces = packed[0].split("0")
-    order, steps = map(unpacked_column, packed[1:])
+    order, steps = [unpacked_ints(column).tolist() for column in packed[1:]]
     last = [0] * len(pieces)
     parts = []
     for piece, step in zip(order, steps, strict=False):
