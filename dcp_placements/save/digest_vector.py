@@ -80,11 +80,11 @@ class Slots:
             np.bitwise_xor.at(rows, self._bucket(row), values)
         return np.concatenate([own, rows])
 
-    def first_row(self, told: Digests, like: Slots) -> Digests:
+    def first_row(self, sent: Digests, like: Slots) -> Digests:
         """Return the first row of buckets that other slots of these keys would have.
 
         Args:
-            told: What travelled by these slots, of shape (rows, ``count``).
+            sent: Digests by these slots, of shape (rows, ``count``).
             like: The others, of as many buckets or fewer; they are folded.
 
         Returns:
@@ -92,9 +92,9 @@ class Slots:
         """
         if not self.folded:
             start = len(like.own)
-            return like.vector(told.T)[start : start + like.buckets].T
+            return like.vector(sent.T)[start : start + like.buckets].T
         start = len(self.own)
-        mine = told[:, start : start + self.buckets].reshape(len(told), -1, like.buckets)
+        mine = sent[:, start : start + self.buckets].reshape(len(sent), -1, like.buckets)
         row: Digests = np.bitwise_xor.reduce(mine, axis=1)
         return row
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from dcp_placements._torch import (
     ChunkStorageMetadata,
     MetadataIndex,
+    SavePlan,
     TensorProperties,
     TensorWriteData,
     WriteItem,
     WriteItemType,
+    files_by_name,
     filled,
 )
+from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group
 from dcp_placements.save.local_plan import Held, Holding
@@ -59,53 +62,35 @@ class Assignment:
     def by_key(self, holding: Holding) -> Iterator[tuple[Held, Sequence[tuple[Box, bool]]]]:
         """Yield every key of the rank with its boxes, and whether it writes each of them."""
         flat = unpacked_ints(self.runs).reshape(-1, 2).tolist()
-        tables, start = [], 0
-        for at in range(len(holding.tables)):
-            table = _Runs(holding, at, flat, start, self.pieces[at] if self.pieces else b"")
-            tables.append(table)
-            start = table.stop
+        start = 0
+        by_entry: list[list[tuple[list[list[int]], int]]] = []
+        for at, table in enumerate(holding.tables):
+            groups = np.repeat(np.arange(len(table.groups)), table.sizes).tolist()
+            is_split = bool(self.pieces and self.pieces[at])
+            pieces = unpacked_ints(self.pieces[at]).tolist() if is_split else groups
+            runs_of: dict[int, list[list[int]]] = {}
+            keys_of: dict[int, int] = {}
+            entries = []
+            # Pieces are numbered in the order in which they begin.
+            for group, piece in zip(groups, pieces, strict=True):
+                if piece not in runs_of:
+                    stop = start + len(holding.boxes[at][group])
+                    runs_of[piece] = flat[start:stop]
+                    start = stop
+                position = keys_of[piece] = keys_of.get(piece, -1) + 1
+                entries.append((runs_of[piece], position))
+            by_entry.append(entries)
         for held in holding.keys:
-            yield held, tables[held.table].of(held)
-
-
-class _Runs:
-    """The runs of one table, by piece."""
-
-    def __init__(
-        self, holding: Holding, at: int, flat: list[list[int]], start: int, pieces: bytes
-    ) -> None:
-        self.table = holding.tables[at]
-        self.boxes = holding.boxes[at]
-        self.split: list[int] | None = unpacked_ints(pieces).tolist() if pieces else None
-        self.positions: list[int] = []
-        group_of = list(range(len(self.table.groups)))
-        if self.split is not None:
-            counts = dict[int, int]()
-            for piece in self.split:
-                self.positions.append(counts.setdefault(piece, 0))
-                counts[piece] += 1
-            of_piece = {
-                piece: group
-                for group, (start, stop) in enumerate(pairwise(self.table.starts))
-                for piece in self.split[start:stop]
-            }
-            group_of = [of_piece[piece] for piece in range(len(of_piece))]
-        self.runs: list[list[list[int]]] = []
-        for group in group_of:
-            count = len(self.boxes[group])
-            self.runs.append(flat[start : start + count])
-            start += count
-        self.stop = start
-
-    def of(self, held: Held) -> Sequence[tuple[Box, bool]]:
-        piece, position = held.group, held.position
-        if self.split is not None:
-            entry = self.table.starts[held.group] + held.position
-            piece, position = self.split[entry], self.positions[entry]
-        return [
-            (box, start <= position < stop)
-            for box, (start, stop) in zip(self.boxes[held.group], self.runs[piece], strict=True)
-        ]
+            entry = holding.tables[held.table].starts[held.group] + held.position
+            runs, position = by_entry[held.table][entry]
+            boxes = holding.boxes[held.table][held.group]
+            yield (
+                held,
+                [
+                    (box, first <= position < end)
+                    for box, (first, end) in zip(boxes, runs, strict=True)
+                ],
+            )
 
 
 def all_items(holding: Holding) -> list[WriteItem]:
@@ -187,3 +172,45 @@ class Chunks:
 def chunk_metadata(box: Box) -> ChunkStorageMetadata:
     """Return torch's form of a box."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def writer_faults(plan: SavePlan, assignment: Assignment) -> list[Fault]:
+    """Return why files that keep a tensor by its name alone cannot hold what is planned."""
+    if not files_by_name(plan.storage_data):
+        return []
+    faults = [
+        Fault(
+            fqn,
+            f"rank {rank} writes it in several chunks ({count}), and HuggingFaceStorageWriter "
+            "would keep only the last of them in a file",
+            ("way out:     save with FileSystemWriter, and dcp-placements export --to hf",),
+        )
+        for fqn, rank, count in assignment.in_chunks
+    ]
+    faults += [
+        Fault(
+            fqn,
+            "is no tensor, and HuggingFaceStorageWriter's files hold tensors only: it would write "
+            "one that nobody can read",
+            ("way out:     leave it out, or save with FileSystemWriter",),
+        )
+        for fqn in assignment.objects
+    ]
+    if assignment.shadows is not None:
+        faults.append(
+            Fault(
+                "shadows=",
+                "HuggingFaceStorageWriter would write the copies as tensors of the model",
+                ('way out:     shadows="off", or FileSystemWriter',),
+            )
+        )
+    if assignment.writers > 1 and "shard_index" not in plan.storage_data:
+        faults.append(
+            Fault(
+                "HuggingFaceStorageWriter",
+                f"{assignment.writers} ranks would write files of the same names, one over the "
+                "other",
+                ("way out:     HuggingFaceStorageWriter(..., save_distributed=True)",),
+            )
+        )
+    return faults

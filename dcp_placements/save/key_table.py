@@ -27,6 +27,21 @@ from dcp_placements.storage.metadata.record import Cuts, SavedCut, cuts_of
 
 _NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 
+_RAW = -zlib.MAX_WBITS
+
+# What most tables contain; most frequent last, as zlib wants it.
+_COMMON = (
+    b"embed_tokens.weight0norm.weight0lm_head.weight0tp0pp0dp0edp0ep0fsdp0plain0objectN"
+    b"0.bias0.self_attn.q_proj.k_proj.v_proj.o_proj.weight\n0.input_layernorm.weight\n"
+    b"0.post_attention_layernorm.weight\n0.mlp.gate_proj.weight\n0.mlp.up_proj.weight\n"
+    b"0.mlp.down_proj.weight\n0.mlp.experts.0.w2.weight\n0.mlp.shared_experts.w1.weight\n"
+    b"\noptim.state.model.layers.0.weight.step\noptim.state.model.layers.0.weight.exp_avg\n"
+    b"optim.state.model.layers.0.weight.exp_avg_sq\nmodel.layers.0"
+    b"\x8c\x05shard\x94\x8c\x0etorch.bfloat16\x8c\x07strided\x89)N\x88K\x01t"
+    b"\x8c\x05shard\x8c\rtorch.float32\x8c\x07strided\x89\x8c\x04fsdp\x85"
+    b"K\x00\x8c\x05plainK\x01\x89t\x85N\x88Nt"
+)
+
 OBJECT = "object"
 """A value that is no tensor."""
 PLAIN = "plain"
@@ -156,12 +171,14 @@ class KeyTable:
         # References are not memoised: whether two equal values are one object differs by rank.
         pickler.fast = True
         pickler.dump((groups, packed_keys(self.fqns), self.rules, self.paths, *columns))
-        return zlib.compress(buffer.getvalue(), 6)
+        deflate = zlib.compressobj(9, wbits=_RAW, zdict=_COMMON)
+        return deflate.compress(buffer.getvalue()) + deflate.flush()
 
 
 def unpacked_table(packed: bytes) -> KeyTable:
     """Return the table that was packed."""
-    plain, keys, rules, paths, *columns = pickle.loads(zlib.decompress(packed))
+    inflated = zlib.decompressobj(_RAW, zdict=_COMMON).decompress(packed)
+    plain, keys, rules, paths, *columns = pickle.loads(inflated)
     groups = []
     for values in plain:
         group = Group(*values)

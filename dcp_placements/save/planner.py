@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import logging
 import uuid
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,13 +22,7 @@ from dcp_placements._torch import (
     global_rank,
     world_size,
 )
-from dcp_placements.errors import (
-    Fault,
-    PlacementError,
-    format_faults,
-    format_names,
-    raise_faults,
-)
+from dcp_placements.errors import PlacementError, raise_faults
 from dcp_placements.lazy_items import LazyItems
 from dcp_placements.names.keys import Rename
 from dcp_placements.quiet_gc import quiet_gc
@@ -43,20 +35,17 @@ from dcp_placements.rules.options import (
     of_instance,
 )
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.save.coordinator.global_plan import Coordinator, WorldPlan
+from dcp_placements.save.coordinator.global_plan import Coordinator
 from dcp_placements.save.coordinator.making import cuts_and_renames, making, written_digests
 from dcp_placements.save.coordinator.numbering import numbering_faults
 from dcp_placements.save.coordinator.owners import left_to_others
-from dcp_placements.save.coordinator.summary import summarise, summarise_rank
-from dcp_placements.save.items import Assignment, all_items, assigned_items
+from dcp_placements.save.coordinator.summary import judged, summarise_rank
+from dcp_placements.save.items import Assignment, all_items, assigned_items, writer_faults
 from dcp_placements.save.local_plan import sent_holding
 from dcp_placements.save.rank_save import RankSave
 from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
-from dcp_placements.save.statement import Statement
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
-
-logger = logging.getLogger(__name__)
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
@@ -224,17 +213,22 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 ranks = [plan.rank for plan in coordinator.plans]
                 tables = coordinator.cohorts.tables
                 world_plan.faults += numbering_faults(ranks, coordinator.statements, tables)
-            save.report = self._judge(world_plan, coordinator.statements)
+            save.report = judged(
+                world_plan, coordinator.statements, self.waive, strict=self.on_conflict == "error"
+            )
             assignments = self._with_shadows(coordinator, alone)
+            described = world_plan.metadata
             # What a writer put into a local plan stays in it: without collectives, its file names.
-            save.global_plan = [
+            self.global_plan = [
                 _assigned(plan, assignment, coordinator)
                 for plan, assignment in zip(all_plans, assignments, strict=True)
             ]
-            save.metadata = Metadata(
-                dict(world_plan.metadata), planner_data=self._planner_data(coordinator, assignments)
+            # In the order of this rank's state dict, then what only other ranks hold.
+            first = {key: described[key] for key in save.state_dict if key in described}
+            self.metadata = Metadata(
+                first | described, planner_data=self._planner_data(coordinator, assignments)
             )
-        return save.global_plan, save.metadata
+        return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return what this rank writes. Called on every rank.
@@ -244,9 +238,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         """
         assignment = new_plan.planner_data
         if isinstance(assignment, Assignment):
-            raise_faults(
-                "the storage writer cannot hold this", _writer_faults(new_plan, assignment)
-            )
+            raise_faults("the storage writer cannot hold this", writer_faults(new_plan, assignment))
             if isinstance(new_plan.items, LazyItems):
                 with quiet_gc():
                     items = self._run.items(assignment)
@@ -283,32 +275,6 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         unlike = unlike_objects(coordinator.pieces.all, self.digests)
         shadowing = Shadowing(self.shadows, unlike)
         return [dataclasses.replace(one, shadows=shadowing) for one in assignments]
-
-    def _judge(self, world_plan: WorldPlan, statements: Sequence[Statement]) -> SaveReport:
-        """Return the report; refuse what cannot be saved, and warn of notes."""
-        faults = list(world_plan.faults)
-        notes = [*world_plan.notes, *_merged_notes(statements)]
-        if world_plan.uncompared:
-            notes.append(_uncompared(world_plan.uncompared))
-        (faults if self.on_conflict == "error" else notes).extend(world_plan.conflicts)
-        ranks = len(statements)
-        report = summarise(world_plan, statements, self.waive)
-        # A rank that plans alone cannot see what the patterns match on others.
-        alone = ranks == 1 and world_size() > 1
-        if report.unmatched and not alone:
-            # Listed with the faults, too: a mistake in a pattern is their likely cause.
-            (faults or notes).append(_unmatched(report.unmatched, world_plan))
-        raise_faults("the ranks' plans do not make a checkpoint", faults)
-        if 1 < ranks < world_size():
-            notes.append(_too_few(ranks, world_size()))
-        report.warnings = tuple(map(str, notes))
-        if notes:
-            warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
-        if alone:
-            # Asked for (use_collectives=False, no_dist=True): logged, no warning.
-            logger.info("%s", _alone(world_size()))
-            report.warnings += (str(_alone(world_size())),)
-        return report
 
     def _planner_data(
         self, coordinator: Coordinator, assignments: Sequence[Assignment]
@@ -347,95 +313,3 @@ def _assigned(plan: SavePlan, assignment: Assignment, coordinator: Coordinator) 
 
     # dataclasses.replace takes several times as long, and there is one plan per rank.
     return filled(type(plan), {**vars(plan), "items": LazyItems(items), "planner_data": assignment})
-
-
-def _writer_faults(plan: SavePlan, assignment: Assignment) -> list[Fault]:
-    """Return why files that know a tensor by its name alone cannot hold what is planned."""
-    if not files_by_name(plan.storage_data):
-        return []
-    faults = [
-        Fault(
-            fqn,
-            f"rank {rank} writes it in several chunks ({count}), and HuggingFaceStorageWriter "
-            "would keep only the last of them in a file",
-            ("way out:     save with FileSystemWriter, and dcp-placements export --to hf",),
-        )
-        for fqn, rank, count in assignment.in_chunks
-    ]
-    faults += [
-        Fault(
-            fqn,
-            "is no tensor, and HuggingFaceStorageWriter's files hold tensors only: it would write "
-            "one that nobody can read",
-            ("way out:     leave it out, or save with FileSystemWriter",),
-        )
-        for fqn in assignment.objects
-    ]
-    if assignment.shadows is not None:
-        faults.append(
-            Fault(
-                "shadows=",
-                "HuggingFaceStorageWriter would write the copies as tensors of the model",
-                ('way out:     shadows="off", or FileSystemWriter',),
-            )
-        )
-    if assignment.writers > 1 and "shard_index" not in plan.storage_data:
-        faults.append(
-            Fault(
-                "HuggingFaceStorageWriter",
-                f"{assignment.writers} ranks would write files of the same names, one over the "
-                "other",
-                ("way out:     HuggingFaceStorageWriter(..., save_distributed=True)",),
-            )
-        )
-    return faults
-
-
-def _uncompared(keys: int) -> Fault:
-    return Fault(
-        "this save",
-        f"replicas of {keys} keys are not compared",
-        (
-            "reason:      in a world of this size digests are folded, and the ranks that hold "
-            "these keys hold other keys beside them",
-            "way out:     dcp_placements.check(state_dict, rules) compares key by key",
-        ),
-    )
-
-
-def _merged_notes(statements: Iterable[Statement]) -> list[Fault]:
-    """Return the ranks' notes, those with one text once."""
-    return list(dict.fromkeys(note for statement in statements for note in statement.notes))
-
-
-def _unmatched(patterns: Sequence[str], world_plan: WorldPlan) -> Fault:
-    keys = [*world_plan.keys, *world_plan.objects]
-    details = (f"the keys are {format_names(keys, 4)}",) if keys else ()
-    return Fault(
-        ", ".join(map(repr, patterns)),
-        "no key on any rank matches",
-        (*details, "way out:     correct the pattern, or drop it"),
-    )
-
-
-def _alone(world: int) -> Fault:
-    return Fault(
-        "this save",
-        f"planned by 1 of {world} ranks, by itself",
-        (
-            "reason:      with use_collectives=False, no_dist=True or a group of one nobody sees "
-            "what the others hold: replicas are not compared, and what is missing is not found",
-        ),
-    )
-
-
-def _too_few(ranks: int, world: int) -> Fault:
-    return Fault(
-        "this save",
-        f"{ranks} of {world} ranks take part",
-        (
-            "reason:      what only the others hold is not saved; and if they save into the same "
-            "directory, their files take the place of these",
-            "way out:     save with all ranks, or give every group a directory of its own",
-        ),
-    )

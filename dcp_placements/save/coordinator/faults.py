@@ -3,51 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from dcp_placements.errors import Fault, format_names, format_ranks
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, overlaps, uncovered
 from dcp_placements.names.optimizer_state import possible_parameters
+from dcp_placements.save.coordinator.claims import Claims, Plans, claims_of, plans_by_digest
 from dcp_placements.save.coordinator.cohorts import Cohorts
-from dcp_placements.save.coordinator.contents import Suspects, own_digests
+from dcp_placements.save.coordinator.contents import Suspects
 from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.key_table import OBJECT, Group
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.statement import Statement
 from dcp_placements.storage.metadata.record import ROWS
-
-Plans = list[int]
-"""Positions of local plans."""
-
-
-@dataclass(slots=True)
-class Claims:
-    """What the ranks say of one key.
-
-    Attributes:
-        fqn: The key.
-        groups: What the plans say of it, group by group.
-        boxes: The plans that hold each box, with the digest of what they hold; 0 for none.
-    """
-
-    fqn: str
-    groups: dict[Group, Plans] = field(default_factory=dict)
-    boxes: dict[Box, list[tuple[int, int]]] = field(default_factory=dict)
-
-    @property
-    def plans(self) -> Plans:
-        """The plans that have the key."""
-        return sorted({plan for plans in self.groups.values() for plan in plans})
-
-    def by(self, attribute: str) -> dict[Any, Plans]:
-        """Return the plans by one attribute of what they say."""
-        found: dict[Any, Plans] = {}
-        for group, plans in self.groups.items():
-            found.setdefault(getattr(group, attribute), []).extend(plans)
-        return {value: sorted(plans) for value, plans in found.items()}
 
 
 class Faults:
@@ -69,11 +38,13 @@ class Faults:
         """Return that tables say different things of the keys of a piece, if they do."""
         if len({(g.kind == OBJECT, g.shape, g.dtype) for g in piece.groups}) == 1:
             return []
-        return [self._disagreement(self.claims(piece, at)) for at in range(len(piece.fqns))]
+        return [
+            self._disagreement(claims_of(self.cohorts, piece, at)) for at in range(len(piece.fqns))
+        ]
 
     def tiling(self, piece: Piece) -> list[Fault]:
         """Return why the boxes of a piece do not make the whole of its tensors."""
-        claims = self.claims(piece, 0)
+        claims = claims_of(self.cohorts, piece, 0)
         shape = piece.group.shape
         whole = Box((0,) * len(shape), shape)
         boxes = [box for box in claims.boxes if box.numel]
@@ -100,9 +71,11 @@ class Faults:
 
     def conflict(self, piece: Piece, position: int) -> Fault:
         """Return that ranks hold one box of a key with different contents."""
-        claims = self.claims(piece, position)
+        claims = claims_of(self.cohorts, piece, position)
         differing = [
-            (box, found) for box, held in claims.boxes.items() if len(found := _by_digest(held)) > 1
+            (box, found)
+            for box, held in claims.boxes.items()
+            if len(found := plans_by_digest(held)) > 1
         ]
         box, groups = differing[0]
         shape, others = piece.group.shape, len(differing) - 1
@@ -140,7 +113,7 @@ class Faults:
 
     def same_coordinate(self, piece: Piece, box: int) -> Fault:
         """Return that ranks hold equal boxes though the mesh has a part for each of them."""
-        claims, cover = self.claims(piece, 0), piece.cover
+        claims, cover = claims_of(self.cohorts, piece, 0), piece.cover
         return Fault(
             piece.fqns[0],
             f"{self._ranks(cover.holders(box).tolist())} hold the same part, "
@@ -156,8 +129,8 @@ class Faults:
 
     def object_note(self, piece: Piece, position: int) -> Fault:
         """Return that an object differs between ranks."""
-        claims = self.claims(piece, position)
-        groups = _by_digest([one for held in claims.boxes.values() for one in held])
+        claims = claims_of(self.cohorts, piece, position)
+        groups = plans_by_digest([one for held in claims.boxes.values() for one in held])
         holders = "; ".join(self._ranks(plans) for plans in list(groups.values())[:4])
         more = f" and {len(groups) - 4} more groups" if len(groups) > 4 else ""
         return Fault(
@@ -180,21 +153,6 @@ class Faults:
                 "way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",
             ),
         )
-
-    def claims(self, piece: Piece, position: int) -> Claims:
-        """Return what the ranks say of one key."""
-        found = Claims(piece.fqns[position])
-        for source, group in zip(piece.sources, piece.groups, strict=True):
-            members = found.groups.setdefault(group, [])
-            members += self.cohorts.members[source.table].tolist()
-        digests = own_digests(piece, [position])[:, 0].tolist()
-        # Row by row: tables may disagree on the number of dims.
-        rows = [row for held in piece.rows for row in held.boxes.tolist()]
-        for plan, row, digest in zip(piece.plans.tolist(), rows, digests, strict=True):
-            ndim = len(row) // 2
-            box = Box(tuple(row[:ndim]), tuple(row[ndim:]))
-            found.boxes.setdefault(box, []).append((plan, digest))
-        return found
 
     def _disagreement(self, claims: Claims) -> Fault:
         kinds: dict[bool, Plans] = {}
@@ -219,35 +177,34 @@ class Faults:
         return Fault(claims.fqn, headline, (*details, *self._rule_lines(claims)))
 
     def _shape_details(self, claims: Claims, shapes: Sequence[tuple[int, ...]]) -> list[str]:
-        details = []
-        if len({len(shape) for shape in shapes}) == 1:
-            largest = tuple(map(max, zip(*shapes, strict=True)))
-            holes = uncovered(Box((0,) * len(largest), largest), list(claims.boxes))
-            if holes:
-                text = ", ".join(format_box(hole, largest) for hole in holes)
-                details.append(f"nobody holds {text} of {largest}")
-        if len(self._rules_of(claims)) > 1:
-            return [
-                *details,
+        rules = self._rules_of(claims)
+        if len(rules) > 1:
+            advice = [
                 "likely:      the ranks have different rules for it",
                 "way out:     the same rules on every rank",
             ]
-        if any(self._rules_of(claims)):
-            return [
-                *details,
+        elif any(rules):
+            advice = [
                 "likely:      a rule without global_shape= over shards of unequal size: each rank "
                 "takes its own size times the axis for the whole",
                 "way out:     global_shape= in the rule; where torch.chunk would cut otherwise, "
                 "IndexShard(dim, rows), too",
             ]
-        return [
-            *details,
-            "likely:      DTensor.from_local() of uneven shards without shape= and stride=, so "
-            "that each rank infers a whole of its own; or one name for different tensors on "
-            "different ranks (pipeline stages, local expert indices)",
-            "way out:     pass shape= and stride= to from_local(); give different tensors "
-            "different names (rename=)",
-        ]
+        else:
+            advice = [
+                "likely:      DTensor.from_local() of uneven shards without shape= and stride=, so "
+                "that each rank infers a whole of its own; or one name for different tensors on "
+                "different ranks (pipeline stages, local expert indices)",
+                "way out:     pass shape= and stride= to from_local(); give different tensors "
+                "different names (rename=)",
+            ]
+        if len({len(shape) for shape in shapes}) == 1:
+            largest = tuple(map(max, zip(*shapes, strict=True)))
+            holes = uncovered(Box((0,) * len(largest), largest), list(claims.boxes))
+            if holes:
+                text = ", ".join(format_box(hole, largest) for hole in holes)
+                advice.insert(0, f"nobody holds {text} of {largest}")
+        return advice
 
     def _overlap(
         self, claims: Claims, shape: tuple[int, ...], crossing: Sequence[tuple[Box, Box]]
@@ -319,9 +276,7 @@ class Faults:
         ]
 
     def _neighbours(self, claims: Claims, hole: Box) -> str:
-        grown = Box(
-            tuple(offset - 1 for offset in hole.offsets), tuple(size + 2 for size in hole.sizes)
-        )
+        grown = Box(tuple([o - 1 for o in hole.offsets]), tuple([n + 2 for n in hole.sizes]))
         touching = [
             (box, held)
             for box, held in claims.boxes.items()
@@ -409,11 +364,7 @@ class Faults:
         return dict(zip(names, self.plans[plan].coordinate, strict=True))
 
     def _axis_sizes(self) -> dict[str, int]:
-        return {
-            name: size
-            for statement in self.statements
-            for name, size in statement.axis_sizes.items()
-        }
+        return dict(size for one in self.statements for size in one.axis_sizes.items())
 
     def _apart(self, name: str, some: Sequence[int], others: Sequence[int]) -> bool:
         """Whether two sets of plans stand at different positions of an axis."""
@@ -427,11 +378,8 @@ class Faults:
         return format_ranks(self.plans[plan].rank for plan in plans)
 
     def _rules_of(self, claims: Claims) -> set[str | None]:
-        found: set[str | None] = set()
-        for table in self.cohorts.tables:
-            if claims.fqn in table.fqns:
-                found.add(table.rules[table.rule_of[table.fqns.index(claims.fqn)]])
-        return found
+        tables = [table for table in self.cohorts.tables if claims.fqn in table.fqns]
+        return {table.rules[table.rule_of[table.fqns.index(claims.fqn)]] for table in tables}
 
     def _rule_lines(self, claims: Claims) -> list[str]:
         rules = sorted(rule or "no rule" for rule in self._rules_of(claims))
@@ -442,15 +390,6 @@ def _one_or_more(fqns: Sequence[str]) -> Iterable[str]:
     """Yield the keys among which some differ; nothing where there is no doubt which."""
     if len(fqns) > 1:
         yield f"it is one or more of {len(fqns)} keys: {format_names(fqns)}"
-
-
-def _by_digest(held: Sequence[tuple[int, int]]) -> dict[int, Plans]:
-    found: dict[int, Plans] = {}
-    if len(held) > 1:
-        for plan, digest in held:
-            if digest:
-                found.setdefault(digest, []).append(plan)
-    return found
 
 
 def _quoted(names: Sequence[str]) -> str:

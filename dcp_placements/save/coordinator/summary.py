@@ -1,15 +1,65 @@
-"""The report on a save."""
+"""The report on a save: what refuses it, what is only warned of."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Mapping, Sequence
 
+from dcp_placements._torch import world_size
 from dcp_placements.bind.placed import Placing
+from dcp_placements.errors import Fault, format_faults, format_names, raise_faults
 from dcp_placements.report import SaveReport, key_report
 from dcp_placements.save.coordinator.global_plan import WorldPlan
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import Holding
 from dcp_placements.save.statement import Statement
+
+logger = logging.getLogger(__name__)
+
+
+def judged(
+    world_plan: WorldPlan,
+    statements: Sequence[Statement],
+    waived: Mapping[str, str],
+    *,
+    strict: bool,
+) -> SaveReport:
+    """Return the report on a save by all ranks; refuse what cannot be saved, and warn of notes.
+
+    Args:
+        world_plan: The plan of all ranks.
+        statements: What each of them says.
+        waived: Patterns whose lint warnings were silenced, with the reason.
+        strict: Whether replicas that differ refuse the save.
+
+    Raises:
+        PlacementError: All faults.
+    """
+    faults = list(world_plan.faults)
+    # Notes of several ranks with one text stand once.
+    notes = [*world_plan.notes, *dict.fromkeys(note for one in statements for note in one.notes)]
+    if world_plan.uncompared:
+        notes.append(_uncompared(world_plan.uncompared))
+    (faults if strict else notes).extend(world_plan.conflicts)
+    ranks, world = len(statements), world_size()
+    report = summarise(world_plan, statements, waived)
+    # A rank that plans alone cannot see what the patterns match on others.
+    alone = ranks == 1 and world > 1
+    if report.unmatched and not alone:
+        # Listed with the faults, too: a mistake in a pattern is their likely cause.
+        (faults or notes).append(_unmatched(report.unmatched, world_plan))
+    raise_faults("the ranks' plans do not make a checkpoint", faults)
+    if 1 < ranks < world:
+        notes.append(_too_few(ranks, world))
+    report.warnings = tuple(map(str, notes))
+    if notes:
+        warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
+    if alone:
+        # Asked for (use_collectives=False, no_dist=True): logged, no warning.
+        logger.info("%s", _alone(world))
+        report.warnings += (str(_alone(world)),)
+    return report
 
 
 def summarise(
@@ -53,3 +103,48 @@ def summarise_rank(holding: Holding, placing: Placing, waived: Mapping[str, str]
         report.keys[held.fqn] = key_report(group.shape, group.dtype, len(boxes), numel, numel)
     report.objects = tuple(objects)
     return report
+
+
+def _uncompared(keys: int) -> Fault:
+    return Fault(
+        "this save",
+        f"replicas of {keys} keys are not compared",
+        (
+            "reason:      in a world of this size digests are folded, and the ranks that hold "
+            "these keys hold other keys beside them",
+            "way out:     dcp_placements.check(state_dict, rules) compares key by key",
+        ),
+    )
+
+
+def _unmatched(patterns: Sequence[str], world_plan: WorldPlan) -> Fault:
+    keys = [*world_plan.keys, *world_plan.objects]
+    details = (f"the keys are {format_names(keys, 4)}",) if keys else ()
+    return Fault(
+        ", ".join(map(repr, patterns)),
+        "no key on any rank matches",
+        (*details, "way out:     correct the pattern, or drop it"),
+    )
+
+
+def _alone(world: int) -> Fault:
+    return Fault(
+        "this save",
+        f"planned by 1 of {world} ranks, by itself",
+        (
+            "reason:      with use_collectives=False, no_dist=True or a group of one nobody sees "
+            "what the others hold: replicas are not compared, and what is missing is not found",
+        ),
+    )
+
+
+def _too_few(ranks: int, world: int) -> Fault:
+    return Fault(
+        "this save",
+        f"{ranks} of {world} ranks take part",
+        (
+            "reason:      what only the others hold is not saved; and if they save into the same "
+            "directory, their files take the place of these",
+            "way out:     save with all ranks, or give every group a directory of its own",
+        ),
+    )
