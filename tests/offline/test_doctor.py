@@ -14,6 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
+from dcp_placements import (
+    CheckpointPlacement,
+    MeshCoordinate,
+    PlacementRules,
+    PlacementSavePlanner,
+    Renumber,
+)
 from dcp_placements.offline import CannotLook, Checkpoint, diagnose, rescue, verify
 from dcp_placements.offline.repairs.diagnosis import OVERWRITTEN, UNCLEAR, WHOLE, Diagnosis
 from dcp_placements.testing import FakeMesh, World, cut, real_dtensor
@@ -214,6 +221,61 @@ def test_a_sound_save_is_healthy(tmp_path: Path, run: Run) -> None:
     assert refused.code == 1
     assert "so nothing is to be rescued" in refused.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("axis", ["ep", "expert_parallel"])
+def test_a_save_by_rules_is_sound_whatever_the_mesh(tmp_path: Path, run: Run, axis: str) -> None:
+    world = World(4)
+    axes = {"ep": 2, "edp": 2}
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        mesh = MeshCoordinate(
+            (axis, "edp"), (2, 2), tuple(world.mesh(rank, **axes).get_coordinate())
+        )
+        rules = PlacementRules({"experts": CheckpointPlacement(mesh, {axis: Shard(0)})})
+        return PlacementSavePlanner(rules, digests="sampled" if axis == "ep" else "full")
+
+    world.save(tmp_path, lambda rank: state_dict(world.mesh(rank, **axes), 1), planner)
+    for mesh in ("ep=4,edp=2", "ep=2,edp=2", "edp=1,ep=1", "dp=4"):
+        ran = run("doctor", tmp_path, "--mesh", mesh)
+        assert ran.code == 0
+        assert "experts:   all there, in 9 tensors" in ran.out
+        assert f"saved as:    Shard(0) over '{axis}' of size 2" in ran.out
+    assert run("doctor", tmp_path, "--experts-per-layer", 24).code == 1
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_save_that_numbers_experts_is_sound(tmp_path: Path, numbered: bool) -> None:
+    world = World(4)
+    axes = {"ep": 2, "edp": 2}
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        (position,) = world.mesh(rank, **axes)["ep"].get_coordinate()
+        mine = range(6 * position, 6 * position + 6)
+        if numbered:
+            return PlacementSavePlanner(None, rename=Renumber("experts.{}", mine, total=EXPERTS))
+        # Numbers of layers alone: the experts of ranks are taken for replicas, silently.
+        layers = Renumber("layers.{}", [0], total=1)
+        return PlacementSavePlanner(None, rename=layers, digests="off")
+
+    world.save(tmp_path, lambda rank: state_dict(world.mesh(rank, **axes), 1, alone=True), planner)
+    diagnosis = diagnose(tmp_path, axes={"ep": 4, "edp": 1} if numbered else axes)
+    assert diagnosis.healthy is numbered
+    assert {tensor.verdict for tensor in diagnosis.tensors.values()} == {
+        WHOLE if numbered else OVERWRITTEN
+    }
+
+
+def test_fsdp_alone_proves_nothing(tmp_path: Path) -> None:
+    world = World(4)
+    axes = {"ep": 2, "edp": 2}
+    world.save(
+        tmp_path,
+        lambda rank: state_dict(world.mesh(rank, **axes), 1),
+        lambda rank: PlacementSavePlanner(None, digests="off"),
+    )
+    diagnosis = diagnose(tmp_path, axes=axes)
+    assert {tensor.verdict for tensor in diagnosis.tensors.values()} == {OVERWRITTEN}
 
 
 def test_gaps_in_local_numbers_are_unclear(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Json, Mesh
-from dcp_placements.cli.printing import counted, print_lines, print_table, progress, ranges, show
+from dcp_placements.cli.printing import (
+    counted,
+    print_lines,
+    print_table,
+    progress,
+    ranges,
+    short,
+    show,
+)
 from dcp_placements.errors import format_names, format_nbytes, format_ranks
 from dcp_placements.offline.as_json import to_json
 from dcp_placements.offline.repairs.diagnosis import OVERWRITTEN, UNCLEAR, Diagnosis, ExpertTensor
@@ -78,6 +86,8 @@ def _print(diagnosis: Diagnosis) -> None:
         print_lines("experts:   no key names any")
     elif diagnosis.healthy:
         print_lines(f"experts:   all there, in {counted(len(diagnosis.tensors), 'tensor')}")
+        if recorded := sorted({t.reason for t in diagnosis.tensors.values() if t.reason}):
+            print_lines(f"    saved as:    {short(recorded)}")
     elif overwritten:
         number = counted(len(overwritten), "tensor")
         print_lines(f"experts:   overwritten in {number}: others passed for replicas")

@@ -3,6 +3,9 @@
 Experts of one name on several ep ranks look like replicas if nothing says otherwise. DCP keeps one
 of each chunk and balances the writers, so the survivors of a layer come from several ep ranks. A
 file's name tells which rank wrote a chunk, and that rank's place in the mesh which experts it held.
+
+A checkpoint of ``PlacementSavePlanner`` records how it was cut and renamed. Experts that were cut
+over ep, or numbered by a rename, are whole whatever the mesh was.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from dcp_placements.offline.experts import (
     expert_families,
     expert_key,
 )
+from dcp_placements.offline.repairs.recorded_experts import recorded_experts
 
 EP = "ep"
 """The axis along which ranks hold different experts."""
@@ -62,7 +66,7 @@ class ExpertTensor:
         experts: The number of experts that the model has; None if that is not known.
         verdict: ``"whole"``; ``"overwritten"``: experts of several ranks were taken for replicas;
             ``"unclear"``.
-        reason: Why it is unclear.
+        reason: Why it is unclear; of a whole tensor, what the checkpoint records of its save.
         survivors: The experts in the checkpoint, if it is overwritten.
     """
 
@@ -144,30 +148,39 @@ def diagnose(
 
     Args:
         path: The checkpoint.
-        experts_per_layer: The number of experts in a layer of the model. By default it is taken
-            from the routers' shapes, layer by layer, or from the mesh.
+        experts_per_layer: The number of experts in a layer of the model. By default it is the
+            number stored, for tensors that the checkpoint records as cut or numbered over ep;
+            for others it is taken from the routers' shapes, layer by layer, or from the mesh.
         axes: The mesh of the ranks that saved: sizes by axis name, in rank order; one is ``ep``.
-            Each ep rank is assumed to have held a contiguous run of the experts.
+            Each ep rank is assumed to have held a contiguous run of the experts. Ignored if the
+            checkpoint records how all of its experts were saved.
 
     Raises:
         CannotLook: There is no checkpoint; or ``axes`` has no ``ep`` or fewer ranks than wrote, or
             ranks of such a mesh cannot have written these files.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    if axes is not None:
-        _check_axes(checkpoint, axes)
     families = _families(checkpoint)
     states = OptimizerStates({**checkpoint.tensors, **checkpoint.objects})
+    recorded = recorded_experts(checkpoint, families, axis=EP)
+    if axes is not None and (len(recorded) < len(families) or not families):
+        _check_axes(checkpoint, axes)
     routers = _routers(checkpoint, families, states)
     tensors = {}
     for fqn, family in families.items():
         layer = _layer(family.layer)
-        experts = experts_per_layer or routers.get(layer)
+        experts = experts_per_layer
+        if experts is None:
+            experts = family.stored if fqn in recorded else routers.get(layer)
         if experts is None and axes is not None:
             experts = family.stored * axes[EP]
         is_state = any(_is_state(key, states) for key in family.keys)
-        result = _examine(family, experts, axes)
-        tensors[fqn] = ExpertTensor(fqn, layer, is_state, family.stored, experts, *result)
+        verdict, reason, survivors = _examine(family, experts, axes)
+        if verdict == WHOLE:
+            reason = recorded.get(fqn, "")
+        tensors[fqn] = ExpertTensor(
+            fqn, layer, is_state, family.stored, experts, verdict, reason, survivors
+        )
     return Diagnosis(
         checkpoint.path,
         axes,
