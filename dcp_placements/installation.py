@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
-from weakref import WeakSet
 
 from dcp_placements._torch import (
     ASYNC_EXECUTORS,
@@ -43,7 +42,7 @@ class _Installation:
 
     def save_planner(self, planner: Any, target: str) -> Any:
         """Return the planner of a save that was called with ``planner``, which may be None."""
-        if planner in _serving:  # an async save, which has come to its own thread
+        if any(planner is one for one in _async_planners):  # the thread of an async save
             return planner
         if planner is not None and type(planner) is not DefaultSavePlanner:
             return self._others("dcp.save", planner, PlacementSavePlanner, target)
@@ -60,15 +59,15 @@ class _Installation:
     @staticmethod
     def _ours(call: str, planner: Any, target: str) -> Any:
         logger.info("%s%s: planned by %s", call, target, type(planner).__name__)
-        _serving.add(planner)
         return planner
 
     def _others(self, call: str, planner: Any, ours: type, target: str) -> Any:
         """Return a planner that is neither None nor torch's default class."""
+        if isinstance(planner, type | Placements):  # DCP refuses what is no planner
+            return planner
         name = f"{type(planner).__module__}.{type(planner).__qualname__}"
         logger.info("%s%s: planned by %s, as the caller passed it", call, target, name)
         if isinstance(planner, ours):
-            _serving.add(planner)
             return planner
         text = (
             f"{call}{target} was called with planner={name}, which installed() does not replace\n"
@@ -80,15 +79,14 @@ class _Installation:
         if self.strict:
             raise PlacementError(text)
         warnings.warn(text, stacklevel=4)
-        _serving.add(planner)
         return planner
 
 
 _SAVE_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank")
 _LOAD_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
 
-_serving: WeakSet[Any] = WeakSet()
-"""Planners of saves that ``installed`` has looked at already."""
+_async_planners: list[Any] = []
+"""Of the async saves that have not ended. Their threads call ``save`` with the same planner."""
 _lock = RLock()
 _installations: list[_Installation] = []
 """Those that are entered and not left, the innermost last; the same for all threads."""
@@ -161,12 +159,29 @@ def _with_planner(
 
 def _executor(kind: type) -> type:
     """Return a class of executors whose saves have their planner when they are started."""
-    execute_save = _with_planner(
-        kind.execute_save,  # type: ignore[attr-defined]
-        _Installation.save_planner,
-        "storage_writer",
-    )
+    original = kind.execute_save  # type: ignore[attr-defined]
+
+    def start(executor: Any, *args: Any, planner: Any = None, **kwargs: Any) -> Any:
+        if planner is None:  # the context has been left
+            return original(executor, *args, **kwargs)
+        _async_planners.append(planner)
+        try:
+            future = original(executor, *args, planner=planner, **kwargs)
+        except BaseException:
+            _forget(planner)
+            raise
+        future.add_done_callback(lambda _: _forget(planner))
+        return future
+
+    start.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    execute_save = _with_planner(start, _Installation.save_planner, "storage_writer")
     return type(kind.__name__, (kind,), {"execute_save": execute_save})
+
+
+def _forget(planner: Any) -> None:
+    with _lock:
+        at = next(at for at, one in enumerate(_async_planners) if one is planner)
+        del _async_planners[at]
 
 
 _replaced: list[tuple[Seam, Any, Any]] = []

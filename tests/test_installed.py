@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,50 @@ def test_a_planner_of_ours_that_is_passed_serves_as_it_is(tmp_path: Path) -> Non
     with installed(PLACEMENTS, strict=True):
         dcp.save(STATE, storage_writer=writer, planner=ours)
     assert writer.planner is ours
+
+
+def test_a_planner_that_was_left_alone_before_is_named_and_refused_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs, ours = TheirSavePlanner(), PlacementSavePlanner()
+    caplog.set_level(logging.INFO, "dcp_placements.installation")
+    with installed(PLACEMENTS):
+        for _ in range(2):
+            dcp.save(STATE, checkpoint_id=tmp_path, planner=ours)
+            with pytest.warns(UserWarning, match="TheirSavePlanner"):
+                dcp.save(STATE, checkpoint_id=tmp_path, planner=theirs)
+            with pytest.warns(UserWarning, match="TheirSavePlanner"):
+                async_save(STATE, checkpoint_id=tmp_path, planner=theirs).result()
+    assert len(caplog.records) == 6
+    with installed(PLACEMENTS, strict=True), pytest.raises(PlacementError, match="TheirSave"):
+        dcp.save(STATE, checkpoint_id=tmp_path, planner=theirs)
+
+
+def test_an_async_save_of_another_planner_is_named_once(tmp_path: Path) -> None:
+    with installed(PLACEMENTS), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        async_save(STATE, checkpoint_id=tmp_path, planner=TheirSavePlanner()).result()
+    assert sum("installed()" in str(warning.message) for warning in caught) == 1
+
+
+def test_planners_that_have_no_hash_and_what_is_no_planner(tmp_path: Path) -> None:
+    @dataclass
+    class WithoutHash(DefaultSavePlanner):
+        def __post_init__(self) -> None:
+            super().__init__()
+
+    with installed(PLACEMENTS), pytest.warns(UserWarning, match="WithoutHash"):
+        dcp.save(STATE, checkpoint_id=tmp_path / "a", planner=WithoutHash())
+    none: Any
+    for none, text in (
+        (PLACEMENTS, "planner= is a Placements, not a planner"),
+        (PlacementSavePlanner, "planner=PlacementSavePlanner is a class, not a planner"),
+    ):
+        for strict in (False, True):
+            with installed(PLACEMENTS, strict=strict), warnings.catch_warnings():
+                warnings.filterwarnings("error", "(?s).*installed")
+                with pytest.raises(dcp.CheckpointException, match=text):
+                    dcp.save(STATE, checkpoint_id=tmp_path / "b", planner=none)
 
 
 def test_an_async_save_that_plans_after_the_context_is_ours(tmp_path: Path) -> None:
