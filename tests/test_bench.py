@@ -132,3 +132,20 @@ def test_bench_load_counts_files_calls_and_bytes_of_both_sides(tmp_path: Path) -
             assert sides["ours"]["read_bytes"] < sides["stock"]["read_bytes"]
             assert sides["shadows"]["opens"] == 1
     assert report["cases"]["norms"]["ours"]["small_ratio"] <= 1.1
+
+
+def test_bench_restart_reports_saves_and_loads_of_both_sides(tmp_path: Path) -> None:
+    printed, report = bench("restart", tmp_path)
+    assert "Save" in printed
+    assert "Load" in printed
+    assert report["faults"] == []
+    [entry] = report["entries"]
+    assert (entry["workload"], entry["ranks"]) == ("w1", 8)
+    assert entry["factor"] > 1
+    for side in ("ours", "stock"):
+        cost = entry[side]
+        assert cost["gathered_bytes"] > cost["rank_bytes"] > 0
+        assert cost["metadata_bytes"] > 0
+        assert cost["join_s"] > 0
+        assert cost["same"]["read_bytes"] > 0
+    assert {"plan_s", "look_up_s"} <= set(entry["ours"]["resharded"])
