@@ -8,6 +8,7 @@ ours do under every torch, because they are attributes and nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from dcp_placements._torch import has_hooks
 from dcp_placements.bind.binding import BindError, Binding
 from dcp_placements.layout.sharding import Chunk, ListedLayout, Sharding
+from dcp_placements.layout.tiling import tiles
 
 NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """The attributes; a tensor that has only some of them is a plain tensor, as torch takes it."""
@@ -44,7 +46,7 @@ def listed_binding(tensor: Any) -> Binding:
     """
     global_shape = _ints(tensor.global_shape, "global_shape")
     local_shape = tuple(tensor.shape)
-    lists = [list(getattr(tensor, name)) for name in NAMES[1:]]
+    lists = [_entries(getattr(tensor, name), name) for name in NAMES[1:]]
     if len({len(entries) for entries in lists}) != 1:
         counts = ", ".join(f"{len(one)} {name}" for one, name in zip(lists, NAMES[1:], strict=True))
         raise BindError(f"lists {counts}", "way out:     one of each per chunk")
@@ -67,6 +69,15 @@ def listed_binding(tensor: Any) -> Binding:
         _check_inside(local_offsets, sizes, local_shape, "the local tensor", "local_offsets")
         if 0 not in sizes:
             chunks.append(Chunk(local_offsets, offsets, sizes))
+    sizes_at: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for chunk in chunks:
+        first = sizes_at.setdefault(chunk.offsets, chunk.sizes)
+        if first != chunk.sizes:
+            raise BindError(
+                f"lists two chunks that overlap: at offsets {chunk.offsets} one of sizes {first} "
+                f"and one of {chunk.sizes}",
+                "way out:     list each element once, or equal chunks where copies are held",
+            )
     layout = ListedLayout.of(global_shape, local_shape, tuple(chunks))
     return Binding(Sharding(global_shape), (), layout, is_exact=False)
 
@@ -79,9 +90,11 @@ def check_equal(listed: Binding, ruled: Binding) -> None:
     """
     by_rule = ruled.layout.chunks()
     own = listed.layout.chunks()
-    same = listed.global_shape == ruled.global_shape
-    same = same and sum(c.box.numel for c in own) == sum(c.box.numel for c in by_rule)
-    if not same or not all(any(_is_part(one, other) for other in by_rule) for one in own):
+    parts = [[one.box for one in own if _is_part(one, other)] for other in by_rule]
+    same = listed.global_shape == ruled.global_shape and sum(map(len, parts)) == len(own)
+    if not same or not all(
+        tiles(other.box, boxes) for other, boxes in zip(by_rule, parts, strict=True)
+    ):
         raise BindError(
             "lists chunks of its own that are not those of its rule",
             *_differing("by itself", listed.global_shape, own),
@@ -116,9 +129,16 @@ def _format(offsets: Any, local_offsets: Any, sizes: Any) -> str:
     return f"offsets {offsets}, local offsets {local_offsets}, sizes {sizes}"
 
 
+def _entries(values: Any, name: str) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise BindError(f"has {name}={values!r}, which is no list") from None
+
+
 def _ints(values: Any, name: str) -> tuple[int, ...]:
     try:
-        return tuple([int(value) for value in values])
+        return tuple([index(value) for value in values])
     except (TypeError, ValueError):
         raise BindError(f"has {name}={values!r}, which is no tuple of integers") from None
 

@@ -22,6 +22,7 @@ from dcp_placements.bind.own_chunks import (
 )
 from dcp_placements.bind.placed import Place, Placed, Placing
 from dcp_placements.errors import Fault
+from dcp_placements.layout.sharding import ListedLayout
 from dcp_placements.names.keys import Rename
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
@@ -31,7 +32,7 @@ from dcp_placements.names.optimizer_state import (
 )
 from dcp_placements.rules.mesh import MeshNumbers
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement, shards
+from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, shards
 
 
 def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Placing:
@@ -213,9 +214,11 @@ class Placer:
     def _bind_listed(
         self, fqn: str, value: torch.Tensor, placement: CheckpointPlacement | None, rule: str | None
     ) -> None:
-        """Bind a tensor that lists its chunks; a rule that cuts has to say the same."""
+        """Bind a tensor that lists its chunks; a rule that says more has to say the same."""
         listed = listed_binding(value)
-        if placement is None or not any(shards(entry) for entry in placement.placements):
+        if placement is None or (
+            not _cuts(placement) and placement.global_shape in (None, listed.global_shape)
+        ):
             self._place(fqn, value, (listed, listed.layout.chunks()), None)
             return
         bound = self._bind_plain(value, placement)
@@ -256,8 +259,8 @@ def counted_faults(
 ) -> list[Fault]:
     """Return a fault for optimizer state that refers to its parameters by position.
 
-    Positions are wrong if keys are renamed, or if a rule shards a parameter over ranks and no rule
-    matches the state of that shape.
+    Positions are wrong if keys are renamed, or if a parameter is sharded by a rule, or lists its
+    chunks, and state of that shape has no place.
     """
     state = counted_state(state_dict)
     if rename is not None:
@@ -266,21 +269,33 @@ def counted_faults(
         return list(dict.fromkeys(faults))
     if not state:
         return []
-    parts = {
-        placed.tensor.shape: fqn
-        for fqn, placed in placing.placed.items()
-        if placed.rule is not None and not placed.binding.layout.is_whole
-    }
+    parts: dict[torch.Size, str] = {}
+    for fqn, placed in placing.placed.items():
+        if not placed.binding.layout.is_whole:
+            if placed.rule is not None:
+                parts[placed.tensor.shape] = f"{fqn}, of that shape, is sharded by a rule"
+            elif _is_listed(placed):
+                parts[placed.tensor.shape] = f"{fqn}, of that shape, lists its chunks"
     faults = []
     for fqn in state:
-        placed = placing.placed.get(fqn)
-        tensor = state_dict[fqn] if placed is None else placed.tensor
+        own = placing.placed.get(fqn)
+        tensor = state_dict[fqn] if own is None else own.tensor
         shape = getattr(tensor, "shape", None)
-        if shape in parts and (placed is None or placed.rule is None):
-            faults.append(
-                counted_fault(fqn, f"{parts[shape]}, of that shape, is sharded by a rule")
-            )
+        if shape in parts and (own is None or (own.rule is None and not _is_listed(own))):
+            faults.append(counted_fault(fqn, parts[shape]))
     return list(dict.fromkeys(faults))
+
+
+def _is_listed(placed: Placed) -> bool:
+    return isinstance(placed.binding.layout, ListedLayout)
+
+
+def _cuts(placement: CheckpointPlacement) -> bool:
+    """Whether a placement splits a tensor over several ranks, or lists its rows."""
+    return any(
+        isinstance(entry, IndexShard) or (shards(entry) and size > 1)
+        for entry, size in zip(placement.placements, placement.mesh.shape, strict=True)
+    )
 
 
 _UNBOUND: Any = object()

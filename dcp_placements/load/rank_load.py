@@ -163,8 +163,7 @@ class RankLoad:
         self.checks = checks
         report.compared = checks.compared
         faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
-        if rename is not None or rules is not None:
-            faults += counted_faults(state_dict, placing, rename)
+        faults += counted_faults(state_dict, placing, rename)
         if live is not None:
             faults += live_faults(state_dict, placing, live, report, self.mappings)
         raise_faults(f"rank {rank} cannot be loaded from this checkpoint", faults)

@@ -92,8 +92,7 @@ class RankSave:
             unfolded = unfold(self.state_dict, self.mappings, self.placing, rules, rank)
             self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
         faults = self.placing.faults
-        if rename is not None or rules is not None:
-            faults += counted_faults(self.state_dict, self.placing, rename)
+        faults += counted_faults(self.state_dict, self.placing, rename)
         raise_faults(f"rank {rank} cannot be placed in the checkpoint", faults)
         paths = self.mappings if flat else None
         if flat and rename is not None:

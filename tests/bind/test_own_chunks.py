@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_placements import (
     CheckpointPlacement,
     PlacementLoadPlanner,
+    PlacementRules,
     PlacementSavePlanner,
     Stack,
     Unstack,
@@ -180,6 +181,55 @@ def test_a_rule_has_to_say_the_same(tmp_path: Path) -> None:
     assert torch.equal(stock(tmp_path), WHOLE)
 
 
+def test_a_rule_that_cuts_over_one_rank_leaves_the_tensor_what_it_lists(tmp_path: Path) -> None:
+    def rules(rank: int) -> PlacementRules:
+        mesh = World(2).mesh(rank, ep=1, tp=2)
+        return PlacementRules({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+    ranks = [{"w": rows(0, 4)}, {"w": rows(4, 8)}]
+    World(2).save(tmp_path, ranks.__getitem__, lambda rank: PlacementSavePlanner(rules(rank)))
+    assert torch.equal(stock(tmp_path), WHOLE)
+
+
+def test_a_rule_of_another_whole_shape_is_refused(tmp_path: Path) -> None:
+    placement = CheckpointPlacement(
+        World(1).mesh(0, tp=1), {}, global_shape=(7, 6), padded_shape=(8, 6)
+    )
+    text = refusal(tmp_path, {"w": rows(0, 8)}, rules=PlacementRules({"w": placement}))
+    assert "lists chunks of its own that are not those of its rule" in text
+
+
+def test_lists_of_a_rule_that_repeat_or_overlap_are_refused(tmp_path: Path) -> None:
+    top, middle = ((0, 0), (0, 0), (2, 6)), ((1, 0), (1, 0), (2, 6))
+    for places in ([top, top], [top, middle]):
+        tensor = listed(WHOLE[:4].clone(), *places)
+        with pytest.raises(dcp.CheckpointException, match="not those of its rule"):
+            World(2).save(
+                tmp_path,
+                lambda rank, tensor=tensor: {"w": tensor if not rank else rows(4, 8)},
+                lambda rank: PlacementSavePlanner(
+                    PlacementRules(
+                        {"w": CheckpointPlacement(World(2).mesh(rank, ep=2), {"ep": Shard(0)})}
+                    )
+                ),
+            )
+
+
+def test_state_that_names_a_listed_parameter_by_number_is_refused(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        weight = rows(4 * rank, 4 * rank + 4)
+        moments = {"exp_avg": torch.zeros(4, 6), "step": torch.tensor(1.0)}
+        groups = [{"params": [0], "lr": 0.1}]
+        return {"model": {"w": weight}, "optim": {"state": {0: moments}, "param_groups": groups}}
+
+    text = refusal(tmp_path, state(0), state(1))
+    assert "optim.state.0: this optimizer state knows its parameter by a number" in text
+    assert "model.w, of that shape, lists its chunks" in text
+    save(tmp_path / "model", *({"model": state(rank)["model"]} for rank in range(2)))
+    with pytest.raises(dcp.CheckpointException, match="lists its chunks"):
+        World(2).load(tmp_path / "model", state, lambda rank: PlacementLoadPlanner())
+
+
 def test_optimizer_state_follows_and_may_say_its_own(tmp_path: Path) -> None:
     def state(rank: int) -> dict[str, Any]:
         weight = rows(4 * rank, 4 * rank + 4)
@@ -208,6 +258,14 @@ def test_optimizer_state_follows_and_may_say_its_own(tmp_path: Path) -> None:
             [(("a", 0), (0, 0), (4, 6))],
             "has global_offsets[0]=('a', 0), which is no tuple",
         ),
+        (
+            [((0.5, 0), (0, 0), (4, 6))],
+            "has global_offsets[0]=(0.5, 0), which is no tuple",
+        ),
+        (
+            [((0, 0), (0, 0), (4, 6)), ((0, 0), (2, 0), (2, 6))],
+            "lists two chunks that overlap: at offsets (0, 0) one of sizes (4, 6) and one of",
+        ),
     ],
 )
 def test_attributes_that_do_not_fit_are_refused(
@@ -222,6 +280,12 @@ def test_lists_of_unequal_length_are_refused(tmp_path: Path) -> None:
     tensor.local_sizes = ()
     text = refusal(tmp_path, {"w": tensor})
     assert "lists 1 global_offsets, 1 local_offsets, 0 local_sizes" in text
+
+
+def test_an_attribute_that_is_no_list_is_refused(tmp_path: Path) -> None:
+    tensor: Any = rows(0, 8)
+    tensor.local_sizes = 8
+    assert "w: rank 0 has local_sizes=8, which is no list" in refusal(tmp_path, {"w": tensor})
 
 
 def test_a_tensor_with_some_of_the_attributes_is_a_plain_tensor(tmp_path: Path) -> None:
