@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import inspect
 import pickle
 import warnings
@@ -28,7 +29,6 @@ from torch.distributed.checkpoint import (
     SavePlanner,
     _version,
 )
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
@@ -43,6 +43,13 @@ from dcp_placements import (
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX
 from dcp_placements.testing import FakeDTensor, World, real_dtensor
+
+# Public from torch 2.15 on, where the private module warns.
+_public = importlib.util.find_spec("torch.distributed.checkpoint.fsspec_filesystem")
+_fsspec = importlib.import_module(
+    f"torch.distributed.checkpoint.{'' if _public else '_'}fsspec_filesystem"
+)
+FsspecReader, FsspecWriter = _fsspec.FsspecReader, _fsspec.FsspecWriter
 
 SavePlanners = [DefaultSavePlanner, PlacementSavePlanner]
 LoadPlanners = [DefaultLoadPlanner, PlacementLoadPlanner]
@@ -141,6 +148,10 @@ def test_without_rules_the_metadata_is_that_of_torch_s_planner_but_for_the_ident
         save(path, state_dict, planner(**options))
         found.append(FileSystemReader(path).read_metadata())
     ours, theirs = found[1], found[0]
+    for entry in theirs.state_dict_metadata.values():
+        # From torch 2.15 on: the strides of rank 0's own tensor, and with our planner C order.
+        if getattr(getattr(entry, "properties", None), "strides", None) is not None:
+            entry.properties.strides = torch.empty(entry.size, device="meta").stride()
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
     provenance = ours.planner_data.pop(RESERVED_KEY)
@@ -482,6 +493,7 @@ def test_an_async_save_in_a_thread_writes_what_was_there(tmp_path: Path) -> None
         assert read["step"] == 3
 
 
+@pytest.mark.filterwarnings("ignore:fsync not supported for this stream")  # torch 2.15, memory://
 @pytest.mark.parametrize("scheme", ["memory://", "file://"])
 def test_fsspec_paths_are_written_and_read(scheme: str, tmp_path: Path) -> None:
     path = f"{scheme}{tmp_path}/checkpoint"

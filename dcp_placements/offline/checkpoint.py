@@ -158,6 +158,7 @@ class Checkpoint:
         objects: By key.
         shadows: Copies of some of them (``shadows=``), by pack; a pack of objects has no tensor.
         provenance: Facts about its save that it stores; None where it stores none.
+        newer: What plain torch of this version, under this Python, fails at in its metadata.
         absent: File by key, of keys that the index of safetensors files names and the file lacks.
 
     Raises:
@@ -170,6 +171,7 @@ class Checkpoint:
         self.directory = path if isinstance(path, Directory) else Directory(path)
         with quiet_gc():
             self.absent: dict[str, str] = {}
+            self.newer: set[str] = set()
             self.format, self.metadata = self._read()
             self._rows = checked_rows(self.directory.path, self.metadata)
             self._places = _Places(self._rows)
@@ -244,8 +246,8 @@ class Checkpoint:
         names = directory.names()
         if ".metadata" in names:
             kind = TORCH_DIST if is_torch_dist(directory) else DCP
-            return kind, read_pickle(directory, ".metadata")
-        if parts := read_rank_parts(directory):
+            return kind, read_pickle(directory, ".metadata", self.newer)
+        if parts := read_rank_parts(directory, self.newer):
             return DCP, merge_rank_metadata(parts)
         if files := [name for name in names if name.endswith(".safetensors")]:
             metadata, self.absent = read_safetensors_metadata(directory, files)

@@ -20,6 +20,7 @@ from dcp_placements._torch import (
     WriteItemType,
     files_by_name,
     filled,
+    properties_of,
 )
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
@@ -147,7 +148,8 @@ class _Items:
 def tensor_properties(group: Group) -> TensorProperties:
     """Return the properties of a group's tensors that metadata keeps."""
     assert group.dtype is not None
-    return TensorProperties(group.dtype, getattr(torch, group.layout), group.requires_grad)
+    layout = getattr(torch, group.layout)
+    return properties_of(group.dtype, layout, group.requires_grad, group.shape)
 
 
 class Chunks:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Json
 from dcp_placements.cli.printing import counted, print_lines, show
 
 
-def merge_metadata_command(ckpt: CheckpointPath, json: Json = False) -> int:
+def merge_metadata_command(
+    ckpt: CheckpointPath,
+    rewrite: Annotated[
+        bool,
+        typer.Option("--rewrite", help="Write the existing .metadata as every torch reads it."),
+    ] = False,
+    json: Json = False,
+) -> int:
     """Put the metadata of a save without collectives together, and write .metadata."""
-    metadata = offline.merge_metadata(ckpt)
+    metadata = offline.merge_metadata(ckpt, rewrite=rewrite)
     keys, chunks = len(metadata.state_dict_metadata), len(metadata.storage_data)
     document = {"path": ckpt, "written": ".metadata", "keys": keys, "chunks": chunks}
     line = f"{ckpt}/.metadata: written, {counted(keys, 'key')} in {counted(chunks, 'record')}"

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from dcp_placements.errors import format_names
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
@@ -156,6 +158,14 @@ def _digest_gaps(
 def _notes(checkpoint: Checkpoint) -> list[str]:
     """Return signs of damage that prove none: a copy of a checkpoint has them as well."""
     notes = []
+    if checkpoint.newer:
+        merge = f"dcp-placements merge-metadata {checkpoint.path}"
+        has_file = checkpoint.directory.size(".metadata") is not None
+        notes.append(
+            f"plain torch {torch.__version__} cannot read .metadata here: it has "
+            f"{' and '.join(sorted(checkpoint.newer))}. PlacementFileSystemReader reads it; "
+            f"{merge}{' --rewrite' if has_file else ''} writes it as every torch reads it"
+        )
     without = files_without_id(checkpoint)
     if 0 < len(without) < len(checkpoint.files):
         notes.append(

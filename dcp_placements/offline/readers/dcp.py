@@ -44,21 +44,32 @@ def is_torch_dist(directory: Directory) -> bool:
     return isinstance(content, dict) and content.get("sharded_backend") == TORCH_DIST
 
 
-def read_rank_parts(directory: Directory) -> list[tuple[int, Metadata]]:
+def read_rank_parts(
+    directory: Directory, newer: set[str] | None = None
+) -> list[tuple[int, Metadata]]:
     """Return the metadata of every rank of a save without collectives, by rank.
+
+    Args:
+        directory: Of the checkpoint.
+        newer: As of ``read_metadata``.
 
     Raises:
         CannotLook: As ``read_pickle``.
     """
     ranks = sorted((r, n) for n in directory.names() if (r := rank_file_rank(n)) is not None)
-    parts = [(rank, read_pickle(directory, name)) for rank, name in ranks]
+    parts = [(rank, read_pickle(directory, name, newer)) for rank, name in ranks]
     for (_, name), (_, part) in zip(ranks, parts, strict=True):
         checked_rows(f"{directory.path}/{name}", part)
     return parts
 
 
-def read_pickle(directory: Directory, name: str) -> Metadata:
+def read_pickle(directory: Directory, name: str, newer: set[str] | None = None) -> Metadata:
     """Return the content of a metadata file; nothing that it names is executed.
+
+    Args:
+        directory: Of the checkpoint.
+        name: Of the file.
+        newer: As of ``read_metadata``.
 
     Raises:
         CannotLook: It is refused, or cannot be read.
@@ -66,7 +77,7 @@ def read_pickle(directory: Directory, name: str) -> Metadata:
     where = f"{directory.path}/{name}"
     try:
         with directory.open(name) as stream:
-            return read_metadata(stream, restricted=True)
+            return read_metadata(stream, restricted=True, newer=newer)
     except RefusedGlobal as error:
         raise CannotLook(
             f"{where}: refused, {error}\n"

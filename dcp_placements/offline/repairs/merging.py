@@ -1,4 +1,4 @@
-"""One ``.metadata`` out of the ranks' own."""
+"""One ``.metadata`` out of the ranks' own, or out of one that only a later torch reads."""
 
 from __future__ import annotations
 
@@ -9,31 +9,43 @@ from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.output import Output
-from dcp_placements.offline.readers.dcp import read_rank_parts
+from dcp_placements.offline.readers.dcp import (
+    checked_rows,
+    is_torch_dist,
+    read_pickle,
+    read_rank_parts,
+)
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
+from dcp_placements.storage.metadata.table import StorageTable
 
 
-def merge_metadata(path: str | os.PathLike[str]) -> Metadata:
+def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Metadata:
     """Write one ``.metadata`` for a checkpoint that was saved without collectives.
 
     ``dcp.save(..., use_collectives=False)`` leaves every rank's own ``__<rank>.metadata``, from
     which torch loads that rank's part only. With one ``.metadata`` of all ranks any reader loads
     the checkpoint into any topology. Data files and the ranks' own files are left as they are.
 
+    It has the form that every torch from 2.10 on reads. Torch 2.15 and Python 3.13 write one that
+    older ones do not; with ``rewrite`` such a ``.metadata`` is read, and written anew.
+
     Args:
         path: The checkpoint directory.
+        rewrite: Write the existing ``.metadata`` anew, in place of merging those of ranks.
 
     Returns:
         The metadata written.
 
     Raises:
-        CannotLook: There is no rank's metadata, or it cannot be read or is refused; or another
-            process is writing ``.metadata``.
+        CannotLook: There is no rank's metadata (to rewrite: no ``.metadata``, or Megatron's), or it
+            cannot be read or is refused; or another process is writing ``.metadata``.
         PlacementError: Chunks overlap, or no rank stored some elements. Nothing is written then.
     """
     directory = Path(path)
+    if rewrite:
+        return _rewritten(directory)
     with quiet_gc():
         parts = read_rank_parts(Directory(path))
     if not parts:
@@ -43,6 +55,23 @@ def merge_metadata(path: str | os.PathLike[str]) -> Metadata:
         )
     with quiet_gc():
         merged = merge_rank_metadata(parts, whole=True)
-        with Output(directory / ".metadata", replace=True) as output, output.file() as stream:
-            write_metadata(merged, merged.storage_data, stream)
+        _write(directory, merged, merged.storage_data)
     return merged
+
+
+def _rewritten(path: Path) -> Metadata:
+    directory = Directory(path)
+    if ".metadata" not in directory.names():
+        raise CannotLook(f"{path}: no .metadata, so there is nothing to rewrite")
+    if is_torch_dist(directory):
+        raise CannotLook(f"{path}: .metadata is Megatron's, of a class of its own: not rewritten")
+    with quiet_gc():
+        metadata = read_pickle(directory, ".metadata")
+        metadata.storage_data = StorageTable(checked_rows(directory.path, metadata))
+        _write(path, metadata, metadata.storage_data)
+    return metadata
+
+
+def _write(directory: Path, metadata: Metadata, table: StorageTable) -> None:
+    with Output(directory / ".metadata", replace=True) as output, output.file() as stream:
+        write_metadata(metadata, table, stream)

@@ -4,17 +4,22 @@ In torch's pickle the entries of two stored chunks differ only in a few numbers.
 with chunks and ranks is therefore written as an array of records of equal length, which refer to
 shared values in the pickle's memo. ``pickle.load`` makes torch's objects of it. A footer behind the
 end of the pickle, which torch ignores, describes how to read the records back as an array.
+
+What is written has the form that every torch from 2.10 on reads, under every Python: fields that a
+later torch added are left out. What is read may have been written by any of them.
 """
 
 from __future__ import annotations
 
 import copy
+import copyreg
 import io
 import pickle
 import struct
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import IO, Any
 
@@ -22,15 +27,19 @@ import numpy as np
 import torch
 
 from dcp_placements._torch import (
+    PICKLED_PROPERTIES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageInfo,
+    StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
+    portable_state,
 )
 from dcp_placements.layout.alike import BySequence
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.metadata.safe_pickle import load_restricted
+from dcp_placements.storage.metadata.safe_pickle import PATHS, PATHS_OF_3_13, load_restricted
 from dcp_placements.storage.metadata.table import ROW, Array, Rows, StorageTable
 
 MAGIC = b"dcp_placements/1"
@@ -71,19 +80,27 @@ def write_metadata(metadata: Metadata, table: StorageTable, stream: IO[bytes]) -
         stream.write(_TRAILER.pack(len(head), position + _END_NBYTES, MAGIC))
 
 
-def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
-    """Return the metadata in a ``.metadata`` file, whoever wrote it.
+def read_metadata(
+    stream: IO[bytes], *, restricted: bool = False, newer: set[str] | None = None
+) -> Metadata:
+    """Return the metadata in a ``.metadata`` file, whoever wrote it, with whichever torch.
 
     Args:
         stream: The file.
         restricted: Whether it may be anybody's: only DCP's own classes are made then, and
             the records are checked for what ``pickle.load`` would do with them.
+        newer: What ``pickle.load`` with this torch and Python would fail at is added here, as
+            text. Only where it is restricted.
 
     Raises:
         RefusedGlobal: It is restricted and names something else.
         pickle.UnpicklingError: It is restricted, and its records are no records.
     """
-    load: Callable[[IO[bytes]], Any] = load_restricted if restricted else pickle.load
+    load: Callable[[IO[bytes]], Any] = (
+        partial(load_restricted, newer=newer)
+        if restricted
+        else lambda file: _Unpickler(file).load()
+    )
     with quiet_gc():
         trailer = _trailer(stream)
         if trailer is None:
@@ -125,6 +142,14 @@ def read_metadata(stream: IO[bytes], *, restricted: bool = False) -> Metadata:
             )
         )
         return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = PICKLED_PROPERTIES.get((module, name))
+        if found is not None:
+            return found
+        return super().find_class(PATHS if module == PATHS_OF_3_13 else module, name)
 
 
 def _inflated(data: bytes, before: int) -> bytes:
@@ -186,6 +211,7 @@ def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _MemoNumbers]:
     # Protocol 3 has no frames, which would need the length of the records, and it numbers its
     # memo in order.
     pickler = pickle.Pickler(buffer, 3)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _portable}
     words = [MetadataIndex, StorageInfo, *_WORDS]
     pickler.dump((words, names))
     # Of equal values the first one counts: that of a word, if it is one.
@@ -204,12 +230,28 @@ def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _MemoNumbers]:
     shared = copy.copy(metadata)
     shared.state_dict_metadata = chunks
     shared.storage_data = None
+    if metadata.storage_meta is not None:
+        shared.storage_meta = _portable_meta(metadata.storage_meta)
     first = buffer.tell()
     pickler.dump(shared)
     dumped = buffer.getvalue()
     # Pop the names; then the Metadata, whose state ends with an empty "storage_data" dict.
     opening = b"}" + pickle.dumps("storage_data", 3)[2:-1].partition(b"q")[0] + b"}"
     return dumped[: first - 1] + b"0" + dumped[first:-1] + opening, memo
+
+
+def _portable(properties: TensorProperties) -> tuple[Any, ...]:
+    """Return how to pickle properties: as ``pickle`` does, with fewer fields."""
+    return copyreg.__newobj__, (TensorProperties,), portable_state(properties)  # type: ignore[attr-defined]
+
+
+def _portable_meta(meta: StorageMeta) -> StorageMeta:
+    path = meta.checkpoint_id
+    if type(path).__module__ != PATHS_OF_3_13:
+        return meta
+    meta = copy.copy(meta)
+    meta.checkpoint_id = str(path)
+    return meta
 
 
 def _memo_key(value: Any) -> Hashable:

@@ -6,6 +6,7 @@ the file to be changed.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -26,6 +27,8 @@ from dcp_placements._torch import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
+    has_unknown_properties,
+    set_properties,
 )
 from dcp_placements.storage.restricted_pickle import (
     RefusedGlobal,
@@ -37,21 +40,35 @@ from dcp_placements.storage.restricted_pickle import (
 )
 
 
-def load_restricted(stream: IO[bytes]) -> Any:
+def load_restricted(stream: IO[bytes], newer: set[str] | None = None) -> Any:
     """Return the value of a pickle of DCP's metadata.
+
+    Args:
+        stream: The file.
+        newer: What ``pickle.load`` with this torch and Python would fail at is added here, as text.
 
     Raises:
         RefusedGlobal: It names anything else; nothing has been called then.
         pickle.UnpicklingError: It is broken, or is no pickle of metadata.
     """
-    return _MetadataUnpickler(stream.read()).load()
+    unpickler = _MetadataUnpickler(stream.read())
+    value = unpickler.load()
+    if newer is not None:
+        newer.update(unpickler.newer)
+    return value
 
 
 class _MetadataUnpickler(RestrictedUnpickler):
     subject = "DCP's metadata"
     hashed = RestrictedUnpickler.hashed | {PurePosixPath, PureWindowsPath}
 
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.newer: set[str] = set()
+
     def find_class(self, module: str, name: str) -> Any:
+        if module == PATHS_OF_3_13 and sys.version_info < (3, 13):
+            self.newer.add("a path as Python 3.13 pickles it")
         return _ADMITTED.get((module, name)) or super().find_class(module, name)
 
     def key(self, value: Any, depth: int = 0) -> Any:
@@ -70,7 +87,9 @@ class _MetadataUnpickler(RestrictedUnpickler):
             raise refusal(f"it changes {describe(instance)}")
         if kind is TensorProperties:
             _check_properties(state)
-            instance.__setstate__(state)
+            set_properties(instance, state)
+            if has_unknown_properties(state):
+                self.newer.add(f"a TensorProperties of {len(state)} fields (torch 2.15 or newer)")
             return
         if type(state) is not dict:
             raise TypeError
@@ -120,10 +139,13 @@ _FIELDS: dict[type[Any], Mapping[str, set[type[Any]]]] = {
 
 
 def _check_properties(state: Any) -> None:
-    dtype, layout, grad, encoding, pinned = state
+    dtype, layout, grad, encoding, pinned, *later = state
     kinds = ((dtype, torch.dtype), (layout, torch.layout), (grad, bool), (pinned, bool))
     if type(state) is not tuple or not all(type(value) is kind for value, kind in kinds):
         raise refusal("the properties of a tensor are of other types")
+    strides = later[0] if later else None
+    if strides is not None and (type(strides) is not tuple or not all(map(_is_int64, strides))):
+        raise refusal("the strides of a tensor are no tuple of 64-bit integers")
     if type(type(encoding)) is not EnumType:
         raise refusal("the memory format of a tensor is no member of its enumeration")
 
@@ -170,14 +192,16 @@ def _enum_member(unpickler: RestrictedUnpickler, args: tuple[Any, ...]) -> Any:
     raise RefusedGlobal("builtins.getattr", unpickler.subject)
 
 
+PATHS = "pathlib"
+PATHS_OF_3_13 = "pathlib._local"
+"""Where Python 3.13 says that its paths are; older ones have no such module."""
+
 # Pure paths reach no file system.
 _PATHS = {
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib", "PurePosixPath"): PurePosixPath,
-    ("pathlib", "WindowsPath"): PureWindowsPath,
-    ("pathlib", "PureWindowsPath"): PureWindowsPath,
-    ("pathlib._local", "PosixPath"): PurePosixPath,
-    ("pathlib._local", "WindowsPath"): PureWindowsPath,
+    (module, prefix + kind.__name__.removeprefix("Pure")): kind
+    for module in (PATHS, PATHS_OF_3_13)
+    for prefix in ("", "Pure")
+    for kind in (PurePosixPath, PureWindowsPath)
 }
 
 _ADMITTED: dict[tuple[str, str], StandIn] = {
