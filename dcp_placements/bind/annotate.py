@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_placements._torch import (
     HAS_CHECKPOINTABLE_TENSOR,
@@ -18,7 +19,7 @@ from dcp_placements._torch import (
     global_rank,
     set_element,
 )
-from dcp_placements.bind.placed import Placed
+from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.keys import (
@@ -47,10 +48,11 @@ def annotate(
     Stock planners do not do what needs more than one rank or more than one tensor: they do not
     compare replicas, they check only the number of elements and not that chunks tile the tensor,
     and they neither record nor compare how a checkpoint was cut. A rename that stacks, unstacks
-    or splits tensors needs our planners.
+    or splits tensors, and rows that a rank holds several times, need our planners.
 
     Args:
-        state_dict: Of one rank, nested or flat; not changed.
+        state_dict: Of one rank, nested or flat; not changed. Without models and optimizers
+            themselves, whose tensors ``dcp.save`` asks for later.
         rules: As for ``PlacementSavePlanner``, or the mapping that ``PlacementRules`` are made of.
         rename: This rank's key to the checkpoint's key, a string for a string.
 
@@ -60,7 +62,7 @@ def annotate(
 
     Raises:
         PlacementError: A torch whose planners would ignore the attributes; tensors and rules that
-            do not fit; a rename that gives anything but names.
+            do not fit; a rename that gives anything but names; a model in place of its tensors.
     """
     if not HAS_CHECKPOINTABLE_TENSOR:
         raise PlacementError(
@@ -75,6 +77,7 @@ def annotate(
     flat, paths = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
     placing = place(flat, rules, rank)
     faults = [*placing.faults, *counted_faults(flat, placing, rename), *_reshaped(flat)]
+    faults += [*_stateful(state_dict), *_repeated(placing)]
     raise_faults(f"rank {rank} cannot be annotated", faults)
     annotated: dict[str, Any] = {}
     for key, value in flat.items():
@@ -97,12 +100,38 @@ def _reshaped(state_dict: Mapping[str, Any]) -> list[Fault]:
     ]
 
 
+def _stateful(state_dict: Mapping[str, Any]) -> list[Fault]:
+    """Return a fault per object that makes its state dict when ``dcp.save`` asks for it."""
+    return [
+        Fault(
+            key,
+            f"is a {type(value).__name__}, whose state dict is made in dcp.save, without places",
+            (f"way out:     its tensors: annotate({{{key!r}: value.state_dict()}}, rules)",),
+        )
+        for key, value in state_dict.items()
+        if isinstance(value, Stateful)
+    ]
+
+
+def _repeated(placing: Placing) -> list[Fault]:
+    return [
+        Fault(
+            key,
+            "this rank holds some of its rows several times, of which stock planners write two "
+            "copies or fill one",
+            ("way out:     Placements(rules, rename=...) and its planners",),
+        )
+        for key, placed in placing.placed.items()
+        if len({chunk.offsets for chunk in placed.chunks}) < len(placed.chunks)
+    ]
+
+
 def _annotated(placed: Placed) -> torch.Tensor:
     """Return a view of the local tensor that says where it lies."""
     tensor = placed.tensor.detach()
     if 0 in placed.global_shape:
         return tensor.new_empty(placed.global_shape)
-    chunks = {chunk.offsets: chunk for chunk in reversed(placed.chunks)}.values()
+    chunks = placed.chunks
     places = {
         "global_shape": placed.global_shape,
         "global_offsets": tuple(chunk.offsets for chunk in chunks),

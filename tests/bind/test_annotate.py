@@ -109,6 +109,25 @@ def test_what_stock_planners_cannot_do_is_refused() -> None:
         annotate({"w": tensor}, {"w": wrong})
 
 
+@pytest.mark.usefixtures("any_torch")
+def test_rows_that_a_rank_holds_twice_are_refused() -> None:
+    mesh = World(4).mesh(0, **AXES)
+    rule = CheckpointPlacement(mesh, [IndexShard(0, (1, 0, 1)), Replicate()], global_shape=(9, 5))
+    with pytest.raises(PlacementError, match="w: this rank holds some of its rows several times"):
+        annotate({"w": torch.zeros(3, 5)}, {"w": rule})
+
+
+@pytest.mark.usefixtures("any_torch")
+def test_a_model_in_place_of_its_tensors_is_refused() -> None:
+    mesh = World(4).mesh(0, **AXES)
+    rule = CheckpointPlacement(mesh, [Shard(0), Replicate()])
+    model = torch.nn.Linear(2, 4)
+    with pytest.raises(PlacementError, match=r"model: is a Linear[\s\S]*value\.state_dict\(\)"):
+        annotate({"model": model}, {"weight": rule})
+    annotated = annotate({"model": model.state_dict()}, {"weight": rule})
+    assert annotated["model"]["weight"].global_shape == (8, 2)
+
+
 @pytest.mark.skipif(STOCK, reason="this torch knows the attributes")
 def test_an_older_torch_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"needs torch 2\.14[\s\S]*installed\("):
