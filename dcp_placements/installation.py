@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -92,8 +92,7 @@ _installations: list[_Installation] = []
 """Those that are entered and not left, the innermost last; the same for all threads."""
 
 
-@contextmanager
-def installed(placements: Placements, *, strict: bool = False) -> Iterator[None]:
+class installed(ContextDecorator):
     """Serve every save and load inside by the planners of ``placements``.
 
     ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` that are called without a planner, or with an
@@ -102,7 +101,8 @@ def installed(placements: Placements, *, strict: bool = False) -> Iterator[None]
     thread or process plans after the context is left. One line per call is logged, by
     ``logging.getLogger("dcp_placements.installation")`` at level INFO.
 
-    Contexts nest: the innermost counts. They hold for all threads of the process.
+    It is a context manager: ``with installed(placements): ...``. Contexts nest: the innermost
+    counts. They hold for all threads of the process.
 
     Args:
         placements: The rules and names of this job.
@@ -112,23 +112,37 @@ def installed(placements: Placements, *, strict: bool = False) -> Iterator[None]
     Raises:
         PlacementError: ``placements`` is none; inside, with ``strict=True``, by a save or load.
     """
-    if not isinstance(placements, Placements):
-        raise PlacementError(
-            f"installed() takes a Placements, not {type(placements).__name__}\n"
-            "    way out:     installed(Placements(rules, rename=...))"
-        )
-    installation = _Installation(placements, strict)
-    with _lock:
-        if not _installations:
-            _replace_seams()
-        _installations.append(installation)
-    try:
-        yield
-    finally:
+
+    def __init__(self, placements: Placements, *, strict: bool = False) -> None:
+        if not isinstance(placements, Placements):
+            raise PlacementError(
+                f"installed() takes a Placements, not {type(placements).__name__}\n"
+                "    way out:     installed(Placements(rules, rename=...))"
+            )
+        self._installation = _Installation(placements, strict)
+        self._entered = False
+
+    def __enter__(self) -> None:
         with _lock:
-            _installations.remove(installation)
+            if not _installations:
+                _replace_seams()
+            _installations.append(self._installation)
+        self._entered = True
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            _installations.remove(self._installation)
             if not _installations:
                 _restore_seams()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_entered", True):
+            warnings.warn(
+                "installed(placements) was called and never entered: it changed nothing\n"
+                "    way out:     with installed(placements): ..., around the calls of the "
+                "framework",
+                stacklevel=2,
+            )
 
 
 def _innermost() -> _Installation | None:
