@@ -30,7 +30,11 @@ class LazyItems(Sequence[T]):
         """The items."""
         if self._made is None:
             if self._make is None:
-                raise RuntimeError("these plan items were not sent; finish_plan() makes them anew")
+                raise RuntimeError(
+                    "these plan items were not sent; finish_plan() makes them anew\n"
+                    "    likely:      the coordinator uses another planner than this rank\n"
+                    "    way out:     the same planner on every rank; installed() on every rank"
+                )
             self._made = self._make()
         return self._made
 

@@ -489,6 +489,70 @@ def test_keys_that_the_checkpoint_lacks_are_named_with_those_like_it(saved: Path
     assert_says(message, "norm", "rename=", "optional=[pattern]", "(2 faults)")
 
 
+def test_ranks_that_read_different_checkpoints_are_refused(tmp_path: Path) -> None:
+    """Every rank's load is right by itself; together they would be a mixture of two steps."""
+    world = World(3)
+    names = ("a", "b")
+    for step, name in enumerate(names):
+        world.save(
+            tmp_path / name,
+            lambda rank, step=step: {"w": torch.full((3,), float(step))},
+            lambda rank, step=step: PlacementSavePlanner(step=step),
+        )
+
+    def load(reader: Ranked) -> dict[int, str]:
+        return refusals(
+            lambda: world.load(
+                tmp_path,
+                lambda rank: {"w": torch.zeros(3)},
+                lambda rank: PlacementLoadPlanner(),
+                reader,
+            )
+        )
+
+    message = load(lambda rank: dcp.FileSystemReader(tmp_path / names[rank == 2]))[0]
+    assert_says(
+        message,
+        "the ranks read different checkpoints",
+        "(step 0) by ranks 0-1",
+        "(step 1) by rank 2",
+        "choose the directory on one rank",
+    )
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "stock")
+    message = load(lambda rank: dcp.FileSystemReader(tmp_path / ("a", "a", "stock")[rank]))[0]
+    assert_says(message, "(step 0) by ranks 0-1", "one without a save id by rank 2")
+
+
+def test_parts_that_ranks_saved_alone_are_not_taken_for_different_checkpoints(
+    tmp_path: Path,
+) -> None:
+    world = World(2)
+    world.save(
+        tmp_path,
+        lambda rank: {f"w{rank}": torch.ones(3)},
+        lambda rank: PlacementSavePlanner(),
+        use_collectives=False,
+    )
+
+    class OwnMetadata(dcp.FileSystemReader):
+        """Reads what a rank wrote, as torch does where there is no global metadata."""
+
+        def __init__(self, rank: int) -> None:
+            super().__init__(tmp_path)
+            self.own = rank
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return super().read_metadata(rank=self.own)
+
+    loaded = world.load(
+        tmp_path,
+        lambda rank: {f"w{rank}": torch.zeros(3)},
+        lambda rank: PlacementLoadPlanner(),
+        OwnMetadata,
+    )
+    assert loaded[1]["w1"].tolist() == [1, 1, 1]
+
+
 def test_objects_and_tensors_are_not_taken_for_each_other(saved: Path) -> None:
     world = World(1)
     rules = ruled(world, "note", {"tp": Replicate()}, tp=1)
@@ -575,6 +639,34 @@ def test_a_pattern_behind_a_more_general_one_never_speaks_and_is_warned_about(
     )
     assert report.unmatched == ("model.head.weight",)
     assert len(messages) == 1
+
+
+def test_ranks_that_write_into_different_directories_are_warned_about(tmp_path: Path) -> None:
+    """A name with the time of day in it differs between ranks now and then."""
+    with pytest.warns(UserWarning, match="different directories") as caught:
+        planners = World(3).save(
+            tmp_path,
+            lambda rank: {"w": torch.ones(3), f"w{rank}": torch.ones(3)},
+            lambda rank: PlacementSavePlanner(),
+            lambda rank: dcp.FileSystemWriter(tmp_path / ("at-59", "at-59", "at-60")[rank]),
+        )
+    (warning,) = planners[0].report.warnings
+    assert warning in str(caught[0].message)
+    assert_says(warning, "2 different directories: ranks 0-1; rank 2", "choose the name on one")
+
+
+def test_a_rank_with_another_planner_is_refused_by_its_position(tmp_path: Path) -> None:
+    def save(stock: int) -> str:
+        with pytest.raises(CheckpointException) as refused:
+            World(2).save(
+                tmp_path,
+                lambda rank: {"w": torch.ones(3)},
+                lambda rank: dcp.DefaultSavePlanner() if rank == stock else PlacementSavePlanner(),
+            )
+        return str(refused.value.failures[0][0])
+
+    assert_says(save(1), "1 of 2 ranks planned it with another planner", "position 1")
+    assert_says(save(0), "the coordinator uses another planner")
 
 
 def test_objects_that_differ_between_ranks_are_warned_about(tmp_path: Path) -> None:

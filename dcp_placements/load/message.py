@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dcp_placements.errors import Fault
+from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.load.comparison.checks import Asked
 from dcp_placements.load.exchange.shares import Claims
 
@@ -23,6 +23,7 @@ class LoadMessage:
         patterns: The patterns that should match a key on some rank.
         asked: What it asks for of wholes that ranks divide.
         notes: Declarations that are probably wrong, packed.
+        save: Which save wrote the checkpoint that this rank reads; empty where nothing tells.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class LoadMessage:
     patterns: tuple[str, ...] = ()
     asked: Asked = field(default_factory=Asked)
     notes: bytes = b""
+    save: str = ""
 
     def with_reader(self) -> LoadMessage:
         """Return it with its claims marked: the rank's reader calls the exchange."""
@@ -42,7 +44,7 @@ class LoadMessage:
     def is_empty(self) -> bool:
         """Whether the coordinator has no use for it."""
         asks = self.asked.numbers or self.asked.rows
-        return self.claims is None and not (self.patterns or asks or self.notes)
+        return self.claims is None and not (self.patterns or asks or self.notes or self.save)
 
 
 def packed_notes(notes: Sequence[Fault]) -> bytes:
@@ -56,6 +58,30 @@ def all_notes(messages: Iterable[LoadMessage]) -> list[Fault]:
     for packed in dict.fromkeys(message.notes for message in messages if message.notes):
         notes.update(dict.fromkeys(pickle.loads(zlib.decompress(packed))))
     return list(notes)
+
+
+def mixed_checkpoints(messages: Iterable[LoadMessage]) -> list[Fault]:
+    """Return that ranks read the metadata of different checkpoints, if they do."""
+    ranks: dict[str, list[int]] = {}
+    for message in messages:
+        ranks.setdefault(message.save, []).append(message.rank)
+    if len(ranks) < 2:
+        return []
+    return [
+        Fault(
+            "this load",
+            "the ranks read different checkpoints",
+            (
+                *(
+                    f"read:        {save or 'one without a save id'} by {format_ranks(members)}"
+                    for save, members in ranks.items()
+                ),
+                "likely:      each rank looked for the latest checkpoint by itself, or the "
+                "checkpoint was replaced meanwhile",
+                "way out:     choose the directory on one rank, and broadcast it to the others",
+            ),
+        )
+    ]
 
 
 def unmatched_patterns(messages: Sequence[LoadMessage]) -> tuple[str, ...]:

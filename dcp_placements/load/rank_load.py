@@ -36,6 +36,7 @@ from dcp_placements.load.live import fleeting_faults, live_faults
 from dcp_placements.load.message import (
     LoadMessage,
     all_notes,
+    mixed_checkpoints,
     packed_notes,
     unmatched_patterns,
 )
@@ -46,7 +47,7 @@ from dcp_placements.names.keys import Path, Rename, rename_keys
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.patterns import Rules, expected_patterns
-from dcp_placements.storage.metadata.provenance import stored
+from dcp_placements.storage.metadata.provenance import saved_by, stored
 from dcp_placements.storage.metadata.save_ids import IdRecord, id_records, speaking_for
 
 
@@ -196,6 +197,7 @@ class RankLoad:
             patterns=expected_patterns(rules),
             asked=self.checks.asked,
             notes=packed_notes(self.checks.notes),
+            save=saved_by(self.metadata) if world_size() > 1 else "",
         )
         return None if message.is_empty else message
 
@@ -214,6 +216,7 @@ class RankLoad:
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
         if not complete:
             return
+        raise_faults("nothing can be loaded", mixed_checkpoints(messages))
         asked = {message.rank: message.asked for message in messages}
         faults = asked_faults(asked, self.checks.record, self.metadata)
         self.report.unmatched = unmatched_patterns(messages)

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from dcp_placements._torch import default_write_items, has_hooks
+from dcp_placements._torch import SavePlan, default_write_items, has_hooks
 from dcp_placements.bind.placed import Placed, Placing
+from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.names.keys import Path
 from dcp_placements.save.key_table import (
@@ -184,6 +185,22 @@ def _add_keys(table: KeyTable, by_group: Sequence[Sequence[Entry]]) -> None:
     table.rules, table.paths = list(rules), list(paths)
     table.rule_of = [rules[rule] for _, rule, _ in entries]
     table.path_of = [paths[path] for _, _, path in entries]
+
+
+def foreign_plans(plans: Sequence[SavePlan]) -> list[Fault]:
+    """Return that other planners made some of the plans, if they did."""
+    ours = [isinstance(plan.planner_data, LocalPlan) for plan in plans]
+    if all(ours):
+        return []
+    others = len(ours) - sum(ours)
+    return [
+        Fault(
+            "this save",
+            f"{others} of {len(ours)} ranks planned it with another planner, the first at position "
+            f"{ours.index(False)}",
+            ("way out:     the same planner on every rank; installed() on every rank",),
+        )
+    ]
 
 
 def sent_holding(plan: LocalPlan, tables: Sequence[KeyTable]) -> Holding:

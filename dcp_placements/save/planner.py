@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import uuid
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -39,9 +40,9 @@ from dcp_placements.save.coordinator.global_plan import Coordinator
 from dcp_placements.save.coordinator.making import cuts_and_renames, making, written_digests
 from dcp_placements.save.coordinator.numbering import numbering_faults
 from dcp_placements.save.coordinator.owners import left_to_others
-from dcp_placements.save.coordinator.summary import judged, summarise_rank
+from dcp_placements.save.coordinator.summary import directory_notes, judged, summarise_rank
 from dcp_placements.save.items import Assignment, all_items, assigned_items, writer_faults
-from dcp_placements.save.local_plan import sent_holding
+from dcp_placements.save.local_plan import foreign_plans, sent_holding
 from dcp_placements.save.rank_save import RankSave
 from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
@@ -157,6 +158,8 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             )
         self._run = RankSave()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        target = None if storage_meta is None else storage_meta.checkpoint_id
+        self._run.target = 0 if target is None else zlib.crc32(str(target).encode())
         self._run.rename(self.rename)
 
     def create_local_plan(self) -> SavePlan:
@@ -197,6 +200,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         with quiet_gc():
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.
             alone = len(all_plans) == 1 and world_size() > 1
+            raise_faults("the ranks do not save together", foreign_plans(all_plans))
             coordinator = Coordinator(
                 [plan.planner_data for plan in all_plans], world=world_size(), complete=not alone
             )
@@ -213,6 +217,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 ranks = [plan.rank for plan in coordinator.plans]
                 tables = coordinator.cohorts.tables
                 world_plan.faults += numbering_faults(ranks, coordinator.statements, tables)
+                world_plan.notes += directory_notes(ranks, coordinator.statements)
             save.report = judged(
                 world_plan, coordinator.statements, self.waive, strict=self.on_conflict == "error"
             )

@@ -53,6 +53,7 @@ class RankSave:
         report: The report on the save; None before it is made.
         renames: What the checkpoint is to keep of the rename.
         is_planned: Whether the local plan has been made.
+        target: A checksum of the name of the directory that it writes into; 0 for no name.
     """
 
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class RankSave:
     report: SaveReport | None = None
     renames: tuple[Step, ...] = ()
     is_planned: bool = False
+    target: int = 0
     _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
 
     def rename(self, rename: Rename | None) -> None:
@@ -129,6 +131,7 @@ class RankSave:
             renames=self.renames,
             waived=waived,
             notes=repeats,
+            target=self.target,
         )
         plan = LocalPlan(
             rank=rank,

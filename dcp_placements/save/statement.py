@@ -33,6 +33,7 @@ class Statement:
         numbered: The numbers of experts and layers that its rename gives.
         renames: What the checkpoint is to keep of its rename.
         axis_sizes: Sizes of the named mesh axes that it knows of.
+        target: A checksum of the name of the directory that it writes into; 0 for no name.
     """
 
     matched: Mapping[str, int] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Statement:
     numbered: tuple[Numbered, ...] = ()
     renames: tuple[Step, ...] = ()
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
+    target: int = 0
 
     def packed(self) -> bytes:
         """Return it as it travels."""
@@ -63,6 +65,7 @@ def statement_of(
     renames: tuple[Step, ...] = (),
     waived: Mapping[str, str],
     notes: Sequence[Fault] = (),
+    target: int = 0,
 ) -> tuple[Statement, tuple[int, ...]]:
     """Return what a rank says, and its position along each of the axes named there.
 
@@ -74,6 +77,7 @@ def statement_of(
         renames: What the checkpoint is to keep of it.
         waived: Patterns of keys whose lint warnings are silenced.
         notes: Other warnings of this rank.
+        target: A checksum of the name of the directory that it writes into.
     """
     axes = _axes(placing, rules)
     findings = unwaived(placing.placed.values(), waived, renamed=rename is not None)
@@ -85,6 +89,7 @@ def statement_of(
         numbered=numbering(rename),
         renames=renames,
         axis_sizes={name: size for name, (_, size) in axes.items()},
+        target=target,
     )
     return statement, tuple([position for position, _ in axes.values()])
 

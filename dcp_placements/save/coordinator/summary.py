@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from dcp_placements._torch import world_size
 from dcp_placements.bind.placed import Placing
-from dcp_placements.errors import Fault, format_faults, format_names, raise_faults
+from dcp_placements.errors import Fault, format_faults, format_names, format_ranks, raise_faults
 from dcp_placements.report import SaveReport, key_report
 from dcp_placements.save.coordinator.global_plan import WorldPlan
 from dcp_placements.save.key_table import OBJECT
@@ -136,6 +136,29 @@ def _alone(world: int) -> Fault:
             "what the others hold: replicas are not compared, and what is missing is not found",
         ),
     )
+
+
+def directory_notes(ranks: Sequence[int], statements: Sequence[Statement]) -> list[Fault]:
+    """Return that ranks write into directories of different names, if they do."""
+    groups: dict[int, list[int]] = {}
+    for rank, statement in zip(ranks, statements, strict=True):
+        groups.setdefault(statement.target, []).append(rank)
+    if len(groups) < 2:
+        return []
+    shown = "; ".join(map(format_ranks, list(groups.values())[:4]))
+    more = "; ..." if len(groups) > 4 else ""
+    return [
+        Fault(
+            "this save",
+            f"the ranks write into {len(groups)} different directories: {shown}{more}",
+            (
+                "reason:      .metadata is written into one of them only, and a load looks for "
+                "all files beside it",
+                "likely:      the name has the rank or a time of day in it",
+                "way out:     choose the name on one rank, and broadcast it to the others",
+            ),
+        )
+    ]
 
 
 def _too_few(ranks: int, world: int) -> Fault:

@@ -45,6 +45,18 @@ def stored(metadata: Metadata) -> Mapping[str, Any] | None:
     return None
 
 
+def saved_by(metadata: Metadata) -> str:
+    """Return a short text that names the save; empty where nothing tells, or each rank saved alone.
+
+    The metadata that a rank wrote without collectives has an id of its own.
+    """
+    provenance = stored(metadata)
+    if provenance is None or provenance.get("world_size", 1) == 1:
+        return ""
+    step = f" (step {provenance['step']})" if "step" in provenance else ""
+    return f"save {provenance['save_id'][:8]}{step}"
+
+
 def stored_digest(provenance: Mapping[str, Any], index: MetadataIndex) -> bytes | None:
     """Return the digest of one stored chunk or object."""
     offset = None if index.offset is None else tuple(index.offset)
