@@ -17,12 +17,21 @@ class LazyItems(Sequence[T]):
 
     Args:
         make: Returns the items; None after unpickling.
+        outline: Returns which chunks the items write, without making them; None after unpickling.
+
+    Attributes:
+        outline: The same.
     """
 
-    __slots__ = ("_made", "_make")
+    __slots__ = ("_made", "_make", "outline")
 
-    def __init__(self, make: Callable[[], list[T]] | None = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[], list[T]] | None = None,
+        outline: Callable[[], Any] | None = None,
+    ) -> None:
         self._make = make
+        self.outline = outline
         self._made: list[T] | None = None
 
     @property
@@ -65,3 +74,16 @@ class LazyItems(Sequence[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LazyItems, ()
+
+
+class OutlinedItems(list[T]):
+    """The items of a final plan, and which chunks they write; pickled without that.
+
+    Attributes:
+        outline: As that of ``LazyItems``.
+    """
+
+    outline: Callable[[], Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)

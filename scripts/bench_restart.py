@@ -54,7 +54,8 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.metadata.table import RowsBuilder, WriteResults
+from dcp_placements.storage.metadata.table import RowsBuilder
+from dcp_placements.storage.metadata.write_results import WriteResults
 
 RECORD_NBYTES = 1200
 """What a record has besides its elements."""
@@ -80,16 +81,17 @@ def save(workload: Workload, plans: Path, path: Path, stock_rows: int) -> dict[s
     local = [pickle.loads(data) for data in read_plans([plans])]
     central, metadata = planner.create_global_plan(local)
     central = writer.prepare_global_plan(central)
+    order = {fqn: number for number, fqn in enumerate(metadata.state_dict_metadata)}
     sent, stock = [], []
-    rows = 0
+    chunks = rows = 0
     for plan in central:
-        made = written(plan)
+        made = written(plan, order)
+        chunks += len(made)
         sent.append(pickle.dumps(made))
         if rows < stock_rows:
             rows += len(made)
             stock.append(pickle.dumps([_plain(result) for result in made]))
         plan.items._made = None
-    chunks = sum(len(pickle.loads(data)) for data in sent)
     costs = {"chunks": chunks, "ours": _finish(writer, metadata, sent, 1.0)}
     stock_writer = FileSystemWriter(path / "stock")
     stock_writer.set_up_storage_writer(True)
@@ -98,16 +100,16 @@ def save(workload: Workload, plans: Path, path: Path, stock_rows: int) -> dict[s
     return costs
 
 
-def written(plan: Any) -> WriteResults:
-    """Return what a rank reports that wrote its plan into one file."""
+def written(plan: Any, order: dict[str, int]) -> WriteResults:
+    """Return what a rank reports that wrote its plan into one file, in the order of its keys."""
     builder, start = RowsBuilder(), 0
     name = f"{plan.storage_data.prefix}0.distcp"
-    for item in plan.items:
+    for item in sorted(plan.items, key=lambda item: order[item.index.fqn]):
         data = item.tensor_data
         length = int(data.chunk.sizes.numel()) * 4 + RECORD_NBYTES
         builder.add(item.index, path=name, start=start, length=length)
         start += length
-    return WriteResults(builder.rows())
+    return WriteResults(builder.rows(), plan.items.outline)
 
 
 def _plain(result: WriteResult) -> WriteResult:

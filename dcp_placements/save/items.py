@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
-from dcp_placements.save.key_table import OBJECT, PLAIN, Group
-from dcp_placements.save.local_plan import Held, Holding
+from dcp_placements.save.key_table import OBJECT, PLAIN, Group, KeyTable
+from dcp_placements.save.local_plan import Held, Holding, keys_of
 from dcp_placements.save.packing import Ints, unpacked_ints
+from dcp_placements.storage.metadata.write_results import Outline
 
 Run = tuple[int, int]
 """``start, stop``: the positions of those keys of a piece of which a rank writes one box."""
@@ -112,6 +114,61 @@ def assigned_items(holding: Holding, assignment: Assignment) -> list[WriteItem]:
         for held, boxes in assignment.by_key(holding)
         for item in items.of(held, [box for box, written in boxes if written])
     ]
+
+
+class Outlines:
+    """Makes the outlines of plans; ranks with equal key tables and runs share all but offsets."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[Any, tuple[tuple[str, ...], bytes]] = {}
+
+    def of(
+        self,
+        tables: Sequence[KeyTable],
+        boxes: Sequence[Sequence[Sequence[Box]]],
+        assignment: Assignment,
+        like: Hashable = None,
+    ) -> Outline:
+        """Return which chunks a rank writes, by key table; the same there and on the coordinator.
+
+        Args:
+            tables: The key tables of the rank.
+            boxes: Per table and group, the boxes that it holds.
+            assignment: What it is assigned.
+            like: Equal for ranks with equal key tables.
+        """
+        groups = [
+            (group, held)
+            for table, by_group in zip(tables, boxes, strict=True)
+            for group, held in zip(table.groups, by_group, strict=True)
+        ]
+        starts = tuple(accumulate([len(held) for _, held in groups], initial=0))
+        key = like, starts, assignment.runs, assignment.pieces
+        chunks = self._chunks.get(key)
+        if chunks is None:
+            holding = Holding(list(tables), [list(map(tuple, held)) for held in boxes])
+            holding.keys = keys_of(tables)
+            chunks = self._chunks[key] = _written(holding, assignment, starts)
+        offsets = [
+            None if group.kind == OBJECT else box.offsets for group, held in groups for box in held
+        ]
+        return Outline(chunks[0], chunks[1], tuple(offsets))
+
+
+def _written(
+    holding: Holding, assignment: Assignment, starts: Sequence[int]
+) -> tuple[tuple[str, ...], bytes]:
+    """Return the keys of the chunks that a rank writes, and the number of each chunk's box."""
+    first = iter(starts)
+    numbers = [[next(first) for _ in table.groups] for table in holding.tables]
+    written = [
+        (held.fqn, numbers[held.table][held.group] + number)
+        for held, boxes in assignment.by_key(holding)
+        for number, (_, is_written) in enumerate(boxes)
+        if is_written
+    ]
+    slots = np.array([slot for _, slot in written], np.int64)
+    return tuple([fqn for fqn, _ in written]), slots.tobytes()
 
 
 class _Items:

@@ -24,7 +24,7 @@ from dcp_placements._torch import (
     world_size,
 )
 from dcp_placements.errors import PlacementError, raise_faults
-from dcp_placements.lazy_items import LazyItems
+from dcp_placements.lazy_items import LazyItems, OutlinedItems
 from dcp_placements.names.keys import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
@@ -41,12 +41,19 @@ from dcp_placements.save.coordinator.making import cuts_and_renames, making, wri
 from dcp_placements.save.coordinator.numbering import numbering_faults
 from dcp_placements.save.coordinator.owners import left_to_others
 from dcp_placements.save.coordinator.summary import directory_notes, judged, summarise_rank
-from dcp_placements.save.items import Assignment, all_items, assigned_items, writer_faults
-from dcp_placements.save.local_plan import foreign_plans, sent_holding
+from dcp_placements.save.items import (
+    Assignment,
+    Outlines,
+    all_items,
+    assigned_items,
+    writer_faults,
+)
+from dcp_placements.save.local_plan import foreign_plans, sent_boxes, sent_holding
 from dcp_placements.save.rank_save import RankSave
 from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
+from dcp_placements.storage.metadata.write_results import Outline
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
@@ -224,8 +231,9 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             assignments = self._with_shadows(coordinator, alone)
             described = world_plan.metadata
             # What a writer put into a local plan stays in it: without collectives, its file names.
+            outlines = Outlines()
             self.global_plan = [
-                _assigned(plan, assignment, coordinator)
+                _assigned(plan, assignment, coordinator, outlines)
                 for plan, assignment in zip(all_plans, assignments, strict=True)
             ]
             # In the order of this rank's state dict, then what only other ranks hold.
@@ -246,7 +254,11 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             raise_faults("the storage writer cannot hold this", writer_faults(new_plan, assignment))
             if isinstance(new_plan.items, LazyItems):
                 with quiet_gc():
-                    items = self._run.items(assignment)
+                    items = OutlinedItems(self._run.items(assignment))
+                if assignment.shadows is None:
+                    items.outline = partial(
+                        Outlines().of, self._run.holding.tables, self._run.holding.boxes, assignment
+                    )
                 new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
             # A rank that writes nothing makes no file for its id alone.
             if new_plan.items and not (
@@ -310,11 +322,19 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         return data
 
 
-def _assigned(plan: SavePlan, assignment: Assignment, coordinator: Coordinator) -> SavePlan:
+def _assigned(
+    plan: SavePlan, assignment: Assignment, coordinator: Coordinator, outlines: Outlines
+) -> SavePlan:
+    sent = plan.planner_data
+
     def items() -> list[WriteItem]:
-        sent = plan.planner_data
         holding = sent_holding(sent, coordinator.cohorts.tables_of(sent))
         return assigned_items(holding, assignment)
 
+    def outline() -> Outline:
+        tables = coordinator.cohorts.tables_of(sent)
+        return outlines.of(tables, sent_boxes(sent, tables), assignment, sent.tables)
+
+    lazy = LazyItems(items, None if assignment.shadows else outline)
     # dataclasses.replace takes several times as long, and there is one plan per rank.
-    return filled(type(plan), {**vars(plan), "items": LazyItems(items), "planner_data": assignment})
+    return filled(type(plan), {**vars(plan), "items": lazy, "planner_data": assignment})

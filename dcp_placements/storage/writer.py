@@ -16,7 +16,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from io import BytesIO, UnsupportedOperation
 from typing import Any
@@ -43,13 +43,8 @@ from dcp_placements._torch import (
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.save_ids import is_data_file, named
-from dcp_placements.storage.metadata.table import (
-    RowsBuilder,
-    StorageTable,
-    WriteResults,
-    join,
-    rows_of,
-)
+from dcp_placements.storage.metadata.table import RowsBuilder, StorageTable, join
+from dcp_placements.storage.metadata.write_results import WriteResults, rows_of
 from dcp_placements.storage.protocols import NamesSave
 from dcp_placements.storage.tensor_stamp import TensorSaver
 
@@ -68,17 +63,29 @@ class PlacementFileSystemWriter(FileSystemWriter):
     is in place: until then the older checkpoint is whole, and the directory holds both.
     """
 
+    _plans: Sequence[Any] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A plan is no part of a writer that is sent to another process.
+        return {**vars(self), "_plans": ()}
+
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
         # A planner of this package has an id, the same on all ranks.
         own = uuid.uuid4().bytes
+        # A subclass may look at results before they are worked out.
+        is_own = type(self).finish is PlacementFileSystemWriter.finish
+        self._plans = [plan.items for plan in plans] if is_own and self.use_collectives else ()
         prepared = []
         for number, plan in enumerate(plans):
             given = plan.storage_data
             prefix = f"__{number}_" if given is None else given.prefix
             sent = plan.planner_data
             save_id = sent.save_id if isinstance(sent, NamesSave) else own
-            prepared.append(replace(plan, storage_data=StoragePrefix(named(prefix, save_id))))
+            # The ranks need not send what the plans of this coordinator have.
+            is_kept = bool(self._plans) and getattr(plan.items, "outline", None) is not None
+            kind = _KeptPrefix if is_kept else StoragePrefix
+            prepared.append(replace(plan, storage_data=kind(named(prefix, save_id))))
         return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -122,7 +129,10 @@ class PlacementFileSystemWriter(FileSystemWriter):
             self._remove(names)
             raise failures[0]
         future: Future[list[WriteResult]] = Future()
-        future.set_result(WriteResults(join(builder.rows() for builder in builders)))  # type: ignore[arg-type]
+        is_kept = isinstance(plan.storage_data, _KeptPrefix)
+        outline = getattr(plan.items, "outline", None) if is_kept else None
+        rows = join(builder.rows() for builder in builders)
+        future.set_result(WriteResults(rows, outline))  # type: ignore[arg-type]
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -132,6 +142,10 @@ class PlacementFileSystemWriter(FileSystemWriter):
         it is called on every rank, and writes that rank's own metadata file.
         """
         older = self._older_files()
+        for result, items in zip(results, self._plans, strict=False):
+            if isinstance(result, WriteResults):
+                result.outline = getattr(items, "outline", None)
+        self._plans = ()
         self._write_metadata(metadata, results)
         if older:
             assert metadata.storage_data is not None
@@ -237,6 +251,11 @@ class PlacementFileSystemWriter(FileSystemWriter):
             os.fsync(stream.fileno())
         except (AttributeError, UnsupportedOperation):
             os.sync()
+
+
+@dataclass
+class _KeptPrefix(StoragePrefix):
+    """The beginning of file names, from a coordinator that knows the rank's items by its plan."""
 
 
 def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:

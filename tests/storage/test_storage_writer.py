@@ -33,7 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
-from dcp_placements.storage.metadata.table import StorageTable, WriteResults, join, rows_of_entries
+from dcp_placements.storage.metadata.table import StorageTable, join, rows_of_entries
+from dcp_placements.storage.metadata.write_results import WriteResults
 from dcp_placements.storage.tensor_stamp import Stamp, TensorSaver
 from dcp_placements.storage.writer import PlacementFileSystemWriter, split_by_chunk
 from dcp_placements.testing import World

@@ -12,11 +12,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
-from dcp_placements._torch import MetadataIndex, StorageInfo, WriteResult
+from dcp_placements._torch import MetadataIndex, StorageInfo
 from dcp_placements.layout.alike import BySequence
 
 Offset = tuple[int, ...] | None
@@ -189,34 +189,6 @@ class _Lazy:
         return type(self), (held.packed() if isinstance(held, Rows) else held,)
 
 
-class WriteResults(_Lazy, Sequence[WriteResult]):
-    """What one rank wrote: a sequence of torch's ``WriteResult``, in columns.
-
-    Args:
-        rows: One per item.
-    """
-
-    def __len__(self) -> int:
-        return len(self.rows.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> WriteResult: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[WriteResult]: ...
-    def __getitem__(self, index: int | slice) -> WriteResult | list[WriteResult]:
-        if isinstance(index, slice):
-            return [self._result(row) for row in self.rows.rows[index]]
-        return self._result(self.rows.rows[index])
-
-    def _result(self, row: Any) -> WriteResult:
-        return WriteResult(self.rows.index(row), int(row["length"]), self.rows.info(row))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 class StorageTable(_Lazy, Mapping[MetadataIndex, StorageInfo]):
     """``Metadata.storage_data``: a read-only mapping as torch's dict, in columns.
 
@@ -277,13 +249,6 @@ class StorageTable(_Lazy, Mapping[MetadataIndex, StorageInfo]):
             last = np.append(keys[1:] != keys[:-1], True)[: len(keys)]
             self._keys, self._order = keys[last], order[last]
         return self._keys
-
-
-def rows_of(results: Sequence[WriteResult]) -> Rows:
-    """Return the rows of write results, whatever storage writer they are from."""
-    if isinstance(results, WriteResults):
-        return results.rows
-    return rows_of_entries((result.index, result.storage_data) for result in results)
 
 
 def rows_of_entries(entries: Iterable[tuple[MetadataIndex, StorageInfo]]) -> Rows:

@@ -1,0 +1,226 @@
+"""What a rank wrote, as it sends it: by reference to its plan where that is possible.
+
+The coordinator made the plan, so it knows which chunks a rank writes. What it cannot know is where
+their records are in files, which is the same for thousands of ranks: the length of a record depends
+on shape and dtype alone, and records follow one another. So a rank sends lengths and order, and the
+coordinator works the rows out.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from dcp_placements._torch import WriteResult
+from dcp_placements.storage.metadata.table import (
+    ROW,
+    Array,
+    Offset,
+    Rows,
+    Starts,
+    rows_of_entries,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Which chunks a rank writes, in an order that the rank and the coordinator agree on.
+
+    Attributes:
+        fqns: By chunk, its key.
+        slots: By chunk, a number; chunks of one number have one offset, and most of them one record
+            length. Packed int64.
+        offsets: By number; None of objects.
+    """
+
+    fqns: tuple[str, ...]
+    slots: bytes
+    offsets: tuple[Offset, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """What a rank sends of its rows; its outline has the rest.
+
+    Attributes:
+        places: Packed: order, lengths and starts of the records; equal on many ranks.
+        paths: The files.
+    """
+
+    places: bytes
+    paths: tuple[str, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Confirmation, (self.places, self.paths)
+
+    def rows(self, outline: Outline) -> Rows:
+        """Return the rows.
+
+        Args:
+            outline: Of the plan of the rank that sent this.
+        """
+        columns = _columns(self.places, outline.fqns, outline.slots)
+        names: dict[Offset, int] = {}
+        numbers = np.zeros(len(outline.offsets), np.uint32)
+        for slot in columns.slots:
+            numbers[slot] = names.setdefault(outline.offsets[slot], len(names))
+        rows = columns.rows.copy()
+        rows["offset"] = numbers[rows["offset"]]
+        return Rows(columns.fqns, tuple(names), self.paths, (None,), rows, columns.starts)
+
+
+def confirmation_of(rows: Rows, outline: Outline) -> Confirmation | None:
+    """Return what is to be sent of rows; None where they are not those of the outline."""
+    slots = np.frombuffer(outline.slots, np.int64)
+    if not len(rows.rows) or len(rows.rows) != len(slots) or rows.transforms != (None,):
+        return None
+    offsets = [outline.offsets[slot] for slot in slots.tolist()]
+    places = {chunk: at for at, chunk in enumerate(zip(outline.fqns, offsets, strict=True))}
+    written = zip(rows.rows["fqn"].tolist(), rows.rows["offset"].tolist(), strict=True)
+    order = [places.get((rows.fqns[fqn], rows.offsets[offset]), -1) for fqn, offset in written]
+    if sorted(order) != list(range(len(slots))):
+        return None
+    by_row = slots[order]
+    length, path, start = rows.rows["length"], rows.rows["path"], rows.rows["start"]
+    # By slot the length of its records; -1 where they differ, as those of objects do.
+    lengths = np.full(len(outline.offsets), -1, np.int64)
+    lengths[by_row] = length
+    lengths[by_row[lengths[by_row] != length]] = -1
+    explicit = length[lengths[by_row] < 0]
+    follow = bool((_following(path, length) == start).all())
+    sent = (
+        np.diff(order, prepend=0).astype(np.int32).tobytes(),
+        lengths.tolist(),
+        explicit.tolist(),
+        path.tobytes() if len(rows.paths) > 1 else None,
+        None if follow else start.tobytes(),
+        rows.starts,
+    )
+    return Confirmation(zlib.compress(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL), 9), rows.paths)
+
+
+class WriteResults(Sequence[WriteResult]):
+    """What one rank wrote: a sequence of torch's ``WriteResult``, in columns.
+
+    Args:
+        rows: One per item.
+        outline: Returns that of the rank's plan, for a coordinator that has it, too; None to send
+            all rows.
+
+    Attributes:
+        outline: On the coordinator to be set to that of the plan which the rank got.
+    """
+
+    def __init__(self, rows: Rows, outline: Callable[[], Outline] | None = None) -> None:
+        self._rows: Rows | None = rows
+        self._sent: Confirmation | tuple[bytes, bytes] | None = None
+        self.outline = outline
+
+    @property
+    def rows(self) -> Rows:
+        """The rows; worked out where they were not sent."""
+        if self._rows is None:
+            if not isinstance(self._sent, Confirmation):
+                assert self._sent is not None
+                self._rows = Rows.unpacked(*self._sent)
+            elif self.outline is None:
+                raise RuntimeError("these results were sent without what is in the rank's plan")
+            else:
+                self._rows = self._sent.rows(self.outline())
+        return self._rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._sent is None:
+            assert self._rows is not None
+            sent = None if self.outline is None else confirmation_of(self._rows, self.outline())
+            self._sent = sent or self._rows.packed()
+        return _arrived, (self._sent,)
+
+    def __len__(self) -> int:
+        return len(self.rows.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> WriteResult: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[WriteResult]: ...
+    def __getitem__(self, index: int | slice) -> WriteResult | list[WriteResult]:
+        if isinstance(index, slice):
+            return [self._result(row) for row in self.rows.rows[index]]
+        return self._result(self.rows.rows[index])
+
+    def _result(self, row: Any) -> WriteResult:
+        return WriteResult(self.rows.index(row), int(row["length"]), self.rows.info(row))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _arrived(sent: Confirmation | tuple[bytes, bytes]) -> WriteResults:
+    results = WriteResults.__new__(WriteResults)
+    results._rows, results._sent, results.outline = None, sent, None
+    return results
+
+
+def rows_of(results: Sequence[WriteResult]) -> Rows:
+    """Return the rows of write results, whatever storage writer they are from."""
+    if isinstance(results, WriteResults):
+        return results.rows
+    return rows_of_entries((result.index, result.storage_data) for result in results)
+
+
+class _Columns(NamedTuple):
+    """Rows but for offsets and paths.
+
+    Attributes:
+        fqns: Their keys.
+        slots: Their slots, in the order in which they first occur.
+        rows: With slots in the place of offsets.
+        starts: Of small tensors.
+    """
+
+    fqns: tuple[str, ...]
+    slots: tuple[int, ...]
+    rows: Array
+    starts: Starts | None
+
+
+@lru_cache(maxsize=256)
+def _columns(places: bytes, fqns: tuple[str, ...], slots: bytes) -> _Columns:
+    """Return what ranks with equal records have in common."""
+    steps, lengths, explicit, paths, begins, starts = pickle.loads(zlib.decompress(places))
+    order = np.cumsum(np.frombuffer(steps, np.int32))
+    by_row = np.frombuffer(slots, np.int64)[order]
+    length = np.array(lengths, np.int64)[by_row]
+    length[length < 0] = explicit
+    path = np.zeros(len(order), np.uint32)
+    if paths is not None:
+        path = np.frombuffer(paths, np.uint32)
+    names: dict[str, int] = {}
+    rows = np.zeros(len(order), ROW)
+    rows["fqn"] = [names.setdefault(fqns[at], len(names)) for at in order.tolist()]
+    rows["offset"] = by_row
+    rows["path"] = path
+    rows["start"] = _following(path, length) if begins is None else np.frombuffer(begins, np.int64)
+    rows["length"] = length
+    return _Columns(tuple(names), tuple(dict.fromkeys(by_row.tolist())), rows, starts)
+
+
+def _following(path: Array, length: Array) -> Array:
+    """Return where records begin that follow one another in their files."""
+    order = np.argsort(path, kind="stable")
+    ends = np.cumsum(length[order])
+    begins = ends - length[order]
+    is_first = np.diff(path[order].astype(np.int64), prepend=-1) != 0
+    # Each file begins at 0.
+    begins -= begins[is_first][np.cumsum(is_first) - 1]
+    start = np.empty_like(begins)
+    start[order] = begins
+    return start
