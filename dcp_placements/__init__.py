@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from dcp_placements.save.planner import PlacementSavePlanner
     from dcp_placements.storage.reader import PlacementFileSystemReader
     from dcp_placements.storage.writer import PlacementFileSystemWriter
+    from dcp_placements.transfer.plan import transfer_plan
+    from dcp_placements.transfer.world import TransferWorld
 
 __all__ = [
     "CheckpointPlacement",
@@ -48,11 +50,13 @@ __all__ = [
     "SaveReport",
     "Split",
     "Stack",
+    "TransferWorld",
     "Unstack",
     "annotate",
     "check",
     "contiguous",
     "installed",
+    "transfer_plan",
 ]
 
 # Names are imported on first access, so that the layout algebra and a mesh need no torch.
@@ -78,11 +82,13 @@ _HOMES = {
     "SaveReport": "report",
     "Split": "names.stacks",
     "Stack": "names.stacks",
+    "TransferWorld": "transfer.world",
     "Unstack": "names.stacks",
     "annotate": "bind.annotate",
     "check": "save.check",
     "contiguous": "names.renumber",
     "installed": "installation",
+    "transfer_plan": "transfer.plan",
 }
 
 

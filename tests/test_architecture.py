@@ -29,6 +29,7 @@ FLOORS = (
     {"installation"},
     {"presets"},
     {"offline"},
+    {"transfer"},
     {"formats"},
     {"cli"},
 )

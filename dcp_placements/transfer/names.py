@@ -1,0 +1,111 @@
+"""The names by which the tensors of two worlds are matched.
+
+A rank's rename has two parts. ``Renumber`` and ``Replace`` make its keys those of its world, with
+global numbers, and determine which of them the rank holds. From the first ``Stack``, ``Unstack`` or
+``Split`` on, the steps are equal on all ranks: they make the *common* tensors of both worlds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_placements.errors import Fault, PlacementError
+from dcp_placements.names.boxes import Target, renamed_boxes, row_target
+from dcp_placements.names.keys import Rename, RenameError, Row
+from dcp_placements.names.renames import Renames
+from dcp_placements.names.renumber import Renumber, Replace
+from dcp_placements.names.stacks import Split, Stack, Unstack
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor of a world under its names.
+
+    Attributes:
+        key: Its key in the world.
+        shape: Its whole shape, in elements.
+        dtype: Of its elements.
+        rule_name: The key that the world's rules see.
+        rule_shape: The shape that the world's rules cut: that of the stack for one of its rows.
+        rule_dims: For each dim of ``shape`` that of ``rule_shape``.
+        targets: The common tensors that it is, or is a part of.
+    """
+
+    key: str
+    shape: Shape
+    dtype: torch.dtype
+    rule_name: str
+    rule_shape: Shape
+    rule_dims: tuple[int, ...]
+    targets: tuple[Target, ...]
+
+    def probe(self) -> torch.Tensor:
+        """Return a tensor without data for rules that are a function."""
+        return torch.empty(self.rule_shape, dtype=self.dtype, device="meta")
+
+
+def split_rename(rename: object) -> tuple[Renames, Renames]:
+    """Return the steps that lead to the keys of the world, and those to the common keys.
+
+    Raises:
+        PlacementError: A function of the user's among the first: which keys a rank holds does not
+            follow from it.
+    """
+    steps = list(_flat(rename))
+    first = [isinstance(step, Stack | Unstack | Split) for step in steps]
+    at = first.index(True) if any(first) else len(steps)
+    for step in steps[:at]:
+        if not isinstance(step, Renumber | Replace):
+            raise PlacementError(
+                f"the rename of a rank's Placements has the step {step!r}: which keys the rank "
+                "holds does not follow from it\n"
+                "    way out:     Renumber and Replace; or rename= of transfer_plan, for names "
+                "that differ between the worlds and not between ranks"
+            )
+    return Renames(*steps[:at]), Renames(*steps[at:])
+
+
+def _flat(rename: Any) -> Iterator[Any]:
+    if isinstance(rename, Renames):
+        for step in rename.steps:
+            yield from _flat(step)
+    elif rename is not None:
+        yield rename
+
+
+def named_tensors(
+    tensors: Mapping[str, Any], world: Renames, more: Rename | None, faults: list[Fault]
+) -> list[Named]:
+    """Return the tensors of a world under their names.
+
+    Args:
+        tensors: By key: anything with ``shape`` and ``dtype``.
+        world: The steps from the keys of the world to the keys that its rules see.
+        more: A further step to the common keys, or None.
+        faults: Takes in the tensors that have no name, or do not fit it.
+    """
+    whole = world if more is None else Renames(*world.steps, more)
+    found = []
+    for key, tensor in tensors.items():
+        shape = tuple(int(size) for size in tensor.shape)
+        try:
+            seen = world(key)
+            rule_shape: Shape = shape
+            rule_dims = tuple(range(len(shape)))
+            if isinstance(seen, Row):
+                stack = row_target(seen, shape)
+                rule_shape = stack.shape
+                rule_dims = tuple(d for d, origin in enumerate(stack.dims) if origin is not None)
+            rule_name = seen if isinstance(seen, str) else getattr(seen, "stacked", seen.fqn)
+            targets = tuple(renamed_boxes(whole(key), shape))
+        except RenameError as error:
+            faults.append(Fault(key, error.headline, error.details))
+            continue
+        found.append(Named(key, shape, tensor.dtype, rule_name, rule_shape, rule_dims, targets))
+    return found

@@ -1,0 +1,211 @@
+"""``transfer_plan``: which rank of one world sends which box to which rank of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dcp_placements.errors import Fault, PlacementError, raise_faults
+from dcp_placements.names.keys import Rename
+from dcp_placements.storage.metadata.table import Array
+from dcp_placements.transfer.holding import Group, held_groups
+from dcp_placements.transfer.matching import Matcher
+from dcp_placements.transfer.messages import Transfers
+from dcp_placements.transfer.routes import Hosts, Route
+from dcp_placements.transfer.world import TransferWorld
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPart:
+    """What one rank does in a transfer.
+
+    Attributes:
+        rank: The global rank.
+        sends: What it sends to other ranks.
+        receives: What other ranks send to it.
+        copies: What it has already, and copies into its target tensors.
+    """
+
+    rank: int
+    sends: Transfers
+    receives: Transfers
+    copies: Transfers
+
+
+class Pairs(NamedTuple):
+    """Bytes by pair of ranks, sorted, in columns; a rank paired with itself copies.
+
+    Attributes:
+        source_rank: Global ranks that send.
+        target_rank: Global ranks that receive.
+        nbytes: Bytes, by the dtype of the source.
+        messages: How many boxes of single tensors.
+    """
+
+    source_rank: Array
+    target_rank: Array
+    nbytes: Array
+    messages: Array
+
+
+class TransferPlan:
+    """Which rank sends which box to which, between two worlds.
+
+    Every element of every target tensor is filled exactly once: this was proved when the plan was
+    made. A rank that holds a replica of what it needs copies its own.
+
+    Attributes:
+        source: The world that sends.
+        target: The world that receives.
+        unused: Keys of the source that no target tensor needs.
+    """
+
+    def __init__(
+        self, source: TransferWorld, target: TransferWorld, routes: list[Route], unused: list[str]
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.unused = unused
+        self._routes = routes
+        self._sent_by = _by_rank([np.unique(route.source.rank) for route in routes])
+        self._sent_to = _by_rank([np.unique(route.target.rank) for route in routes])
+
+    def part(self, rank: int) -> TransferPart:
+        """Return what one rank does. The parts of other ranks are not computed.
+
+        Args:
+            rank: A global rank; one that is in neither world does nothing.
+        """
+        sends, receives, copies = [], [], []
+        for number in _routes_of(self._sent_by, rank):
+            route = self._routes[number]
+            sent = route.from_rank(rank)
+            sends.append((route, sent.kept(route.target.rank[sent.receiver] != rank)))
+        for number in _routes_of(self._sent_to, rank):
+            route = self._routes[number]
+            received = route.to_rank(rank)
+            own = route.source.rank[received.sender] == rank
+            receives.append((route, received.kept(~own)))
+            copies.append((route, received.kept(own)))
+        return TransferPart(rank, Transfers(sends), Transfers(receives), Transfers(copies))
+
+    def everything(self) -> Transfers:
+        """Return the messages of all ranks, copies within a rank among them."""
+        return Transfers([(route, route.everything()) for route in self._routes])
+
+    def pairs(self) -> Pairs:
+        """Return the bytes of each pair of ranks that have something to do with each other."""
+        found: list[tuple[Array, Array, Array]] = []
+        size = 1 + max(*self.source.global_ranks, *self.target.global_ranks)
+        for route in self._routes:
+            messages = route.everything()
+            numel = route.sizes.prod(1)[messages.piece]
+            pair = route.source.rank[messages.sender] * size
+            pair += route.target.rank[messages.receiver]
+            found.append(_summed(pair, numel * route.itemsize, np.ones_like(pair)))
+        none = np.zeros(0, np.int64)
+        columns = zip(*found, strict=True) if found else ((none,), (none,), (none,))
+        pair, nbytes, messages_of = _summed(*map(np.concatenate, columns))
+        return Pairs(pair // size, pair % size, nbytes, messages_of)
+
+
+def _by_rank(ranks_of: list[Array]) -> tuple[Array, Array]:
+    """Return ``(ranks, route numbers)``, sorted, of the ranks of each route."""
+    ranks = np.concatenate([np.zeros(0, np.int64), *ranks_of])
+    routes = np.repeat(np.arange(len(ranks_of)), [len(ranks) for ranks in ranks_of])
+    order = np.argsort(ranks, kind="stable")
+    return ranks[order], routes[order]
+
+
+def _routes_of(by_rank: tuple[Array, Array], rank: int) -> list[int]:
+    """Return the numbers of the routes of one rank."""
+    first, last = np.searchsorted(by_rank[0], [rank, rank + 1])
+    numbers: list[int] = by_rank[1][first:last].tolist()
+    return numbers
+
+
+def _summed(key: Array, nbytes: Array, counts: Array) -> tuple[Array, Array, Array]:
+    """Return the distinct keys, sorted, with the sums of both values."""
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(key) else order
+    return (
+        ordered[starts],
+        np.add.reduceat(nbytes[order], starts) if len(key) else nbytes,
+        np.add.reduceat(counts[order], starts) if len(key) else counts,
+    )
+
+
+def transfer_plan(
+    source: TransferWorld, target: TransferWorld, *, rename: Rename | None = None
+) -> TransferPlan:
+    """Return which rank sends which box of which tensor to which, between two worlds.
+
+    Integers only: nothing is sent, and no process group is needed. The tensors of both worlds are
+    matched by common keys, which are those of a checkpoint that either world would save. The plan
+    of one rank does not need those of the others, and is the same wherever it is computed. Replicas
+    take turns as senders; those on the receiver's host come first if both worlds have ``hosts``.
+
+    A ``(4, 6)`` tensor, ``Shard(0)`` over two ranks, for two others that have it as ``Shard(1)``:
+
+    >>> import torch
+    >>> from torch.distributed.tensor import Shard
+    >>> from dcp_placements import CheckpointPlacement, TransferWorld, transfer_plan
+    >>> def sharded(dim):
+    ...     return lambda mesh: {"w": CheckpointPlacement(mesh, {"tp": Shard(dim)})}
+    >>> tensors = {"w": torch.empty(4, 6, device="meta")}
+    >>> rows = TransferWorld({"tp": 2}, sharded(0), tensors)
+    >>> columns = TransferWorld({"tp": 2}, sharded(1), ranks=[2, 3])
+    >>> for one in transfer_plan(rows, columns).part(2).receives:
+    ...     print(one.source_rank, one.source_slices, one.target_slices)
+    0 (slice(0, 2, None), slice(0, 3, None)) (slice(0, 2, None), slice(0, 3, None))
+    1 (slice(0, 2, None), slice(0, 3, None)) (slice(2, 4, None), slice(0, 3, None))
+
+    Args:
+        source: The world that has the tensors; it needs ``tensors``, their whole shapes.
+        target: The world that gets them. Without ``tensors`` it gets all of the source's, under
+            their common keys.
+        rename: Maps a key of the source, as its rules see it, to the common key, where the names
+            differ: a function, ``Replace``, ``Stack``, ``Unstack``, ``Split`` or ``Renames``.
+
+    Returns:
+        The plan. Slices are in elements of local tensors.
+
+    Raises:
+        PlacementError: A rule that does not fit its tensor; a target tensor that the source lacks,
+            or has in another shape; elements that no source rank holds, or two hold differently.
+        CannotLook: A function of the rules fails, or an FSDP axis is not in its mesh.
+    """
+    faults: list[Fault] = []
+    if source.tensors is None:
+        raise PlacementError("the source of a transfer needs tensors=, its whole tensors by key")
+    sources = held_groups(source, source.tensors, rename, faults)
+    wanted = _made(sources) if target.tensors is None else target.tensors
+    targets = held_groups(target, wanted, None, faults)
+    raise_faults("the transfer cannot be planned", faults)
+    matcher = Matcher(sources, targets, Hosts(source, target))
+    routes = matcher.routes()
+    raise_faults("the transfer cannot be planned", matcher.faults)
+    unused = [one.key for group in sources for one in group.tensors if one.key not in matcher.used]
+    return TransferPlan(source, target, routes, unused)
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A whole tensor without data."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _made(groups: list[Group]) -> Mapping[str, _Whole]:
+    """Return the common tensors that the source's tensors make."""
+    return {
+        target.fqn: _Whole(target.shape, tensor.dtype)
+        for group in groups
+        for tensor in group.tensors
+        for target in tensor.targets
+    }

@@ -1,0 +1,263 @@
+"""Which boxes go between tensors that lie alike, and who sends and receives each of them.
+
+A *route* joins one group of source tensors to one group of target tensors. Its boxes are computed
+once, in the coordinates of the common tensor, and hold for every pair of tensors of the route.
+Senders follow from numbers alone, so each rank computes the same plan without the others' parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from dcp_placements.layout.sharding import Box
+from dcp_placements.names.boxes import Target
+from dcp_placements.storage.metadata.table import Array
+from dcp_placements.transfer.holding import Boxes
+from dcp_placements.transfer.joins import distinct, expanded, meeting
+from dcp_placements.transfer.names import Named
+from dcp_placements.transfer.world import TransferWorld
+
+
+class Hosts:
+    """The host of every global rank, for the choice of a near sender.
+
+    Args:
+        source: The world that sends.
+        target: The world that receives.
+
+    Attributes:
+        size: One more than the highest global rank of both.
+        count: The number of hosts of the source; 1 if hosts are unknown.
+        source: The number of the host of each global rank; -1 of a rank that is not in the source.
+        target: The number of the host of each global rank; -1 where the source has no such host.
+    """
+
+    def __init__(self, source: TransferWorld, target: TransferWorld) -> None:
+        ranks = source.global_ranks
+        self.size = 1 + max(*ranks, *target.global_ranks)
+        self.source = np.full(self.size, -1)
+        self.source[ranks] = 0
+        self.target = np.full(self.size, -1)
+        self.count = 1
+        near, far = source.host_names, target.host_names
+        if near is not None and far is not None:
+            numbers = {host: number for number, host in enumerate(dict.fromkeys(near))}
+            self.source[ranks] = [numbers[host] for host in near]
+            self.target[target.global_ranks] = [numbers.get(host, -1) for host in far]
+            self.count = len(numbers)
+
+    def key(self, box: Array, host: Array, rank: Array | int) -> Array:
+        """Return numbers that sort holders by box, then host, then rank."""
+        return (box * (self.count + 1) + host + 1) * self.size + rank
+
+
+class Holders:
+    """The distinct boxes of a common tensor, and who holds them.
+
+    Args:
+        held: What ranks hold of the world's tensor.
+        target: The world's tensor as the common tensor.
+        hosts: Sorts the holders of a box.
+
+    Attributes:
+        offsets: Of the distinct boxes, in the common tensor, ``[boxes, dims]``.
+        sizes: Their sizes.
+        box: The box of each holder, sorted.
+        rank: Its global rank.
+        local: The start of the box in its local tensor, ``[holders, dims of the local tensor]``.
+        first: The first holder of each box, and the number of holders.
+        key: ``Hosts.key`` of each holder, sorted.
+    """
+
+    def __init__(self, held: Boxes, target: Target, hosts: Hosts) -> None:
+        ranks, local, offsets, sizes = _as_common(held, target)
+        self.offsets, self.sizes, box = distinct(offsets, sizes)
+        key = hosts.key(box, hosts.source[ranks], ranks)
+        order = np.argsort(key, kind="stable")
+        self.box, self.rank, self.local, self.key = (
+            box[order],
+            ranks[order],
+            local[order],
+            key[order],
+        )
+        self.first = np.searchsorted(self.box, np.arange(len(self.offsets) + 1))
+
+    @cached_property
+    def counts(self) -> Array:
+        """The number of holders of each box."""
+        return np.diff(self.first)
+
+
+def _as_common(held: Boxes, target: Target) -> Boxes:
+    """Return the boxes of a tensor as boxes of the common tensor; ``local`` keeps its dims."""
+    found = []
+    for source, common in target.boxes:
+        start, size = np.array(source.offsets, np.int64), np.array(source.sizes, np.int64)
+        low = np.maximum(held.offsets, start)
+        high = np.minimum(held.offsets + held.sizes, start + size)
+        kept = (low < high).all(1)
+        low, high = low[kept], high[kept]
+        offsets = np.empty((len(low), len(target.dims)), np.int64)
+        sizes = np.ones_like(offsets)
+        for dim, origin in enumerate(target.dims):
+            offsets[:, dim] = common.offsets[dim]
+            if origin is not None:
+                offsets[:, dim] += low[:, origin] - source.offsets[origin]
+                sizes[:, dim] = high[:, origin] - low[:, origin]
+        local = held.local[kept] + low - held.offsets[kept]
+        found.append(Boxes(held.ranks[kept], local, offsets, sizes))
+    return Boxes(*map(np.concatenate, zip(*found, strict=True)))
+
+
+class Messages(NamedTuple):
+    """Messages of one route, in columns: each is one box of one pair of tensors.
+
+    Attributes:
+        piece: The box, as an index of ``Route.offsets``.
+        sender: A holder of it, as an index of ``Route.source``.
+        receiver: Who gets it, as an index of ``Route.target``.
+        member: Which pair of tensors of the route.
+    """
+
+    piece: Array
+    sender: Array
+    receiver: Array
+    member: Array
+
+    def kept(self, mask: Array) -> Messages:
+        """Return those where ``mask`` is true."""
+        return Messages(*[column[mask] for column in self])
+
+
+@dataclass(eq=False)
+class Route:
+    """From alike source tensors to alike target tensors.
+
+    Attributes:
+        source: Who holds what of the source tensors.
+        target: The same of the target tensors.
+        source_as: A source tensor as the common tensor, for the dims.
+        target_as: A target tensor as the common tensor.
+        hosts: For the choice of near senders.
+        start: Where the rotation over replicas begins.
+        members: The pairs of tensors and the key of the common one.
+    """
+
+    source: Holders
+    target: Holders
+    source_as: Target
+    target_as: Target
+    hosts: Hosts
+    start: int
+    members: list[tuple[Named, Named, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        source, target = self.source, self.target
+        # By target box, so that a receiver's are one range.
+        self.to, self.of = meeting(target.offsets, target.sizes, source.offsets, source.sizes)
+        low = np.maximum(target.offsets[self.to], source.offsets[self.of])
+        high = np.minimum(
+            target.offsets[self.to] + target.sizes[self.to],
+            source.offsets[self.of] + source.sizes[self.of],
+        )
+        self.offsets, self.sizes = low, high - low
+        self._first_to = np.searchsorted(self.to, np.arange(len(target.offsets) + 1))
+        self._by_of = np.argsort(self.of, kind="stable")
+        ordered = self.of[self._by_of]
+        self._first_of = np.searchsorted(ordered, np.arange(len(source.offsets) + 1))
+        # How many receivers the pieces of the same source box before this one have.
+        counts = target.counts[self.to[self._by_of]]
+        before = np.cumsum(counts) - counts
+        at_first = self._first_of[ordered]
+        self._turn = np.empty(len(counts), np.int64)
+        self._turn[self._by_of] = before - before[at_first] if len(counts) else before
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a source element."""
+        return self.members[0][0].dtype.itemsize
+
+    def overlap(self) -> tuple[Box, Box] | None:
+        """Return two source boxes that share elements; None if there are none.
+
+        Without any, no element comes to a target twice.
+        """
+        offsets, sizes = self.source.offsets, self.source.sizes
+        one, other = meeting(offsets, sizes, offsets, sizes)
+        at = np.flatnonzero(one < other)
+        if not len(at):
+            return None
+        first, second = (
+            Box(tuple(offsets[box].tolist()), tuple(sizes[box].tolist()))
+            for box in (one[at[0]], other[at[0]])
+        )
+        return first, second
+
+    def received(self) -> Array:
+        """Return the elements that come to each global rank, of one pair of tensors."""
+        numel = self.sizes.prod(1)
+        by_box = np.bincount(self.to, numel, len(self.target.offsets)).astype(np.int64)
+        weights = by_box[self.target.box]
+        return np.bincount(self.target.rank, weights, self.hosts.size).astype(np.int64)
+
+    def to_rank(self, rank: int) -> Messages:
+        """Return what a rank receives, with what it has itself."""
+        held = np.flatnonzero(self.target.rank == rank)
+        box = self.target.box[held]
+        which, piece = expanded(self._first_to[box], np.diff(self._first_to)[box])
+        # In the order of a sender, so that both ends of a pair list the same messages alike.
+        order = np.lexsort((held[which], piece))
+        return self._sent(piece[order], held[which][order])
+
+    def from_rank(self, rank: int) -> Messages:
+        """Return what a rank sends, with what it keeps."""
+        box = np.unique(self.source.box[self.source.rank == rank])
+        _, at = expanded(self._first_of[box], np.diff(self._first_of)[box])
+        piece = np.sort(self._by_of[at])
+        which, receiver = self._receivers(piece)
+        messages = self._sent(piece[which], receiver)
+        return messages.kept(self.source.rank[messages.sender] == rank)
+
+    def everything(self) -> Messages:
+        """Return all messages of the route."""
+        which, receiver = self._receivers(np.arange(len(self.to)))
+        return self._sent(which, receiver)
+
+    def _receivers(self, piece: Array) -> tuple[Array, Array]:
+        box = self.to[piece]
+        return expanded(self.target.first[box], self.target.counts[box])
+
+    def _sent(self, piece: Array, receiver: Array) -> Messages:
+        """Return the messages of these pieces and receivers, of every pair of tensors.
+
+        A receiver that holds the box is its own sender. Otherwise the holders on its host, or all
+        holders if there are none, take turns.
+        """
+        source, target, hosts = self.source, self.target, self.hosts
+        box, rank = self.of[piece], target.rank[receiver]
+        low = np.searchsorted(source.key, hosts.key(box, hosts.target[rank], 0))
+        high = np.searchsorted(source.key, hosts.key(box, hosts.target[rank], hosts.size))
+        far = low == high
+        low, high = (
+            np.where(far, source.first[box], low),
+            np.where(far, source.first[box + 1], high),
+        )
+        own_key = hosts.key(box, hosts.source[rank], rank)
+        own = np.minimum(np.searchsorted(source.key, own_key), len(source.key) - 1)
+        is_own = source.key[own] == own_key
+        low, high = np.where(is_own, own, low), np.where(is_own, own + 1, high)
+        count = len(self.members)
+        turn = self._turn[piece] + receiver - target.first[target.box[receiver]]
+        member = np.arange(count)
+        numbers = self.start + turn[:, None] * count + member
+        sender = low[:, None] + numbers % (high - low)[:, None]
+        return Messages(
+            np.repeat(piece, count),
+            sender.reshape(-1),
+            np.repeat(receiver, count),
+            np.tile(member, len(piece)),
+        )

@@ -1,0 +1,415 @@
+"""``transfer_plan`` against plain slicing: kinds of cuts, names, replicas, hosts, and refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    IndexShard,
+    MeshCoordinate,
+    PlacementError,
+    PlacementRules,
+    Placements,
+    Renames,
+    Renumber,
+    Replace,
+    Split,
+    Stack,
+    TransferWorld,
+    Unstack,
+    transfer_plan,
+)
+from dcp_placements.names.keys import Rename
+from dcp_placements.testing import cut
+from dcp_placements.testing.reference import numbered, part
+from dcp_placements.transfer.plan import TransferPlan
+
+State = dict[str, torch.Tensor]
+
+
+def meta(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+
+
+def world(
+    axes: Mapping[str, int],
+    placements: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    *,
+    rename: Callable[[MeshCoordinate], Any] = lambda mesh: None,
+    padded: tuple[int, ...] | None = None,
+    **options: Any,
+) -> TransferWorld:
+    """Return a world; ``placements`` maps a pattern to placements by axis, or a function of it."""
+
+    def rules(mesh: MeshCoordinate) -> Placements:
+        table = {}
+        for pattern, by_axis in placements.items():
+            cuts = by_axis(mesh) if callable(by_axis) else by_axis
+            if padded is not None or any(isinstance(one, IndexShard) for one in cuts.values()):
+                assert tensors is not None
+                shape = tuple(tensors[pattern].shape)
+                table[pattern] = CheckpointPlacement(
+                    mesh, cuts, global_shape=shape, padded_shape=padded
+                )
+            else:
+                table[pattern] = CheckpointPlacement(mesh, cuts)
+        return Placements(PlacementRules(table), rename=rename(mesh))
+
+    return TransferWorld(axes, rules, tensors, **options)
+
+
+def filled(plan: TransferPlan, sources: Mapping[int, State], targets: Mapping[int, State]) -> None:
+    """Fill the targets; assert that each of their elements but padding (-1) comes exactly once."""
+    found = {r: {k: torch.full_like(t, -2) for k, t in s.items()} for r, s in targets.items()}
+    for rank in targets:
+        mine = plan.part(rank)
+        for one in (*mine.receives, *mine.copies):
+            into = found[rank][one.target_fqn][one.target_slices]
+            assert (into == -2).all(), f"{one} comes twice"
+            into.copy_(
+                sources[one.source_rank][one.source_fqn][one.source_slices].reshape(into.shape)
+            )
+    for rank, state in targets.items():
+        for key, tensor in state.items():
+            expected = torch.where(tensor == -1, -2, tensor)
+            assert torch.equal(found[rank][key], expected), f"{key} on rank {rank}"
+
+
+CUTS: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...] | None]] = {
+    "rows": ((5, 3), Shard(0), None),
+    "columns": ((5, 3), Shard(1), None),
+    "fused": ((10, 3), FusedShard(0, (6, 2, 2)), None),
+    "interleaved": ((8, 3), FusedShard(0, 2, interleaved=True), None),
+    "padded": ((5, 3), Shard(0), (8, 3)),
+}
+
+
+def held(
+    kind: str, axes: Mapping[str, int], first: int, shape: tuple[int, ...]
+) -> tuple[TransferWorld, dict[int, State]]:
+    _, placement, padding = CUTS[kind]
+    if padding is not None:
+        padding = (shape[0] + 3, *shape[1:])
+    size = axes["tp"] * axes["dp"]
+    made = world(
+        axes,
+        {"w": {"tp": placement}},
+        meta(w=shape),
+        padded=padding,
+        ranks=range(first, first + size),
+    )
+    whole = numbered(shape, padding)
+    states = {
+        first + rank: {"w": cut(whole, [placement], [axes["tp"]], [rank % axes["tp"]])}
+        for rank in range(size)
+    }
+    return made, states
+
+
+@pytest.mark.parametrize("target", CUTS)
+@pytest.mark.parametrize("source", CUTS)
+def test_every_kind_of_cut_fills_every_other(source: str, target: str) -> None:
+    shape = (10, 3) if "fused" in (source, target) else (8, 3)
+    sender, sources = held(source, {"dp": 2, "tp": 3}, 0, shape)
+    receiver, targets = held(target, {"dp": 1, "tp": 4}, 6, shape)
+    filled(transfer_plan(sender, receiver), sources, targets)
+
+
+@given(
+    shape=st.tuples(st.integers(0, 9), st.integers(1, 5)),
+    dims=st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 1), st.integers(0, 1)),
+    sizes=st.tuples(*[st.integers(1, 3)] * 4),
+    together=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_two_meshes(
+    shape: tuple[int, int], dims: Sequence[int], sizes: Sequence[int], together: bool
+) -> None:
+    sides = []
+    for side in (0, 1):
+        a, b = sizes[2 * side : 2 * side + 2]
+        placements = {"a": Shard(dims[2 * side]), "b": Shard(dims[2 * side + 1])}
+        first = 0 if together or not side else sizes[0] * sizes[1]
+        states = {
+            first + rank: {
+                "w": cut(numbered(shape), list(placements.values()), (a, b), divmod(rank, b))
+            }
+            for rank in range(a * b)
+        }
+        ranks = range(first, first + a * b)
+        sides.append(
+            (world({"a": a, "b": b}, {"w": placements}, meta(w=shape), ranks=ranks), states)
+        )
+    plan = transfer_plan(sides[0][0], sides[1][0])
+    filled(plan, sides[0][1], sides[1][1])
+    for rank, state in sides[1][1].items():
+        own = sides[0][1].get(rank, {"w": torch.zeros(0)})["w"]
+        lacking = sum(int(number not in own) for number in state["w"].flatten())
+        assert plan.part(rank).receives.nbytes == lacking * 4, "what it lacks is sent, once"
+    messages = [one for rank in range(plan_size(plan)) for one in plan.part(rank).sends]
+    received = [one for rank in range(plan_size(plan)) for one in plan.part(rank).receives]
+    assert Counter(map(repr, messages)) == Counter(map(repr, received))
+
+
+def plan_size(plan: TransferPlan) -> int:
+    return 1 + max(*plan.source.global_ranks, *plan.target.global_ranks)
+
+
+def test_both_ends_of_a_pair_list_their_messages_in_one_order() -> None:
+    sender = world(
+        {"dp": 2, "tp": 2}, {"a": {"tp": Shard(0)}, "b": {"tp": Shard(1)}}, meta(a=(7, 4), b=(3, 8))
+    )
+    receiver = world(
+        {"tp": 3},
+        {"a": {"tp": Shard(1)}, "b": {"tp": Shard(0)}},
+        meta(a=(7, 4), b=(3, 8)),
+        ranks=[4, 5, 6],
+    )
+    plan = transfer_plan(sender, receiver)
+    for source in range(4):
+        for target in (4, 5, 6):
+            sent = [one for one in plan.part(source).sends if one.target_rank == target]
+            assert sent == [one for one in plan.part(target).receives if one.source_rank == source]
+
+
+def test_rows_that_ranks_list_are_replicas_wherever_they_lie() -> None:
+    rows = ((0, 1, 4), (3, 1), (2, 4, 0))
+
+    def listed(mesh: MeshCoordinate) -> dict[str, Any]:
+        return {"ep": IndexShard(0, rows[mesh.get_coordinate()[0]])}
+
+    shape = (5, 2)
+    sender = world({"ep": 3}, {"w": listed}, meta(w=shape))
+    receiver = world({"ep": 2}, {"w": {"ep": Shard(0)}}, meta(w=shape), ranks=[3, 4])
+    whole = numbered(shape)
+    sources = {rank: {"w": whole[list(rows[rank])]} for rank in range(3)}
+    targets = {3: {"w": whole[:3]}, 4: {"w": whole[3:]}}
+    filled(transfer_plan(sender, receiver), sources, targets)
+    back = world({"ep": 2}, {"w": {"ep": Shard(0)}}, meta(w=shape), ranks=[3, 4])
+    filled(transfer_plan(back, sender), targets, sources)
+
+
+EXPERTS, HIDDEN, INNER = 4, 3, 4
+GATE_UP = torch.arange(EXPERTS * 2 * INNER * HIDDEN).reshape(EXPERTS, 2 * INNER, HIDDEN)
+NAMES = Renames(
+    Unstack("experts.{}.gate_up"),
+    Split("gate_up", ("gate.weight", "up.weight")),
+    Replace("model", "engine"),
+)
+
+
+def trainer(first: int, rename: Rename | None = None) -> tuple[TransferWorld, dict[int, State]]:
+    """Return experts in one tensor, gate over up, on ``(ep, etp)``."""
+    cuts = {"ep": Shard(0), "etp": FusedShard(1, 2)}
+    key = "model.experts.gate_up"
+    made = world(
+        {"ep": 2, "etp": 2},
+        {"experts.gate_up": cuts},  # with the rename the rules see another prefix
+        meta(**{key: tuple(GATE_UP.shape)}),
+        rename=lambda mesh: rename,
+        ranks=range(first, first + 4),
+    )
+    states = {
+        first + rank: {key: cut(GATE_UP, list(cuts.values()), (2, 2), divmod(rank, 2))}
+        for rank in range(4)
+    }
+    return made, states
+
+
+def engine(first: int) -> tuple[TransferWorld, dict[int, State]]:
+    """Return two tensors per expert, numbered locally, half of the experts on each rank."""
+    tensors = {
+        f"engine.experts.{expert}.{name}.weight": part(GATE_UP[expert], which, 0, (1, 1))
+        for expert in range(EXPERTS)
+        for which, name in enumerate(("gate", "up"))
+    }
+    ids = ([0, 2], [3, 1])
+
+    def rename(mesh: MeshCoordinate) -> Renumber:
+        return Renumber("experts.{}", ids[mesh.get_coordinate()[0]], total=EXPERTS)
+
+    shapes = meta(**{key: tuple(tensor.shape) for key, tensor in tensors.items()})
+    made = world({"ep": 2}, {}, shapes, rename=rename, ranks=[first, first + 1])
+    states = {
+        first + rank: {key: t for key, t in tensors.items() if int(key.split(".")[2]) in ids[rank]}
+        for rank in (0, 1)
+    }
+    return made, states
+
+
+def test_a_trainer_s_stack_of_gate_and_up_for_an_engine_s_experts() -> None:
+    (sender, sources), (receiver, targets) = trainer(0), engine(4)
+    filled(transfer_plan(sender, receiver, rename=NAMES), sources, targets)
+
+
+def test_and_back_by_the_rename_of_the_trainer() -> None:
+    (sender, sources), (receiver, targets) = engine(4), trainer(0, NAMES)
+    filled(transfer_plan(sender, receiver), sources, targets)
+
+
+def test_a_target_without_shapes_gets_what_the_renames_make() -> None:
+    (sender, sources), (receiver, targets) = trainer(0), engine(4)
+    unknown = TransferWorld(receiver.axes, receiver.rules, ranks=receiver.ranks)
+    filled(transfer_plan(sender, unknown, rename=NAMES), sources, targets)
+
+
+def test_experts_of_their_own_are_stacked() -> None:
+    tensors = meta(**{f"e.{index}.w": (3, 4) for index in range(4)})
+    contents = {key: numbered((3, 4)) + 12 * index for index, key in enumerate(tensors)}
+
+    def rename(mesh: MeshCoordinate) -> Renames:
+        ids = range(2 * mesh.get_coordinate()[0], 2 * mesh.get_coordinate()[0] + 2)
+        return Renames(Renumber("e.{}", ids, total=4), Stack("e.{}.w", total=4))
+
+    sender = world({"ep": 2, "etp": 2}, {}, tensors, rename=rename)
+    # The rules name the stack.
+    sender = TransferWorld(
+        sender.axes,
+        lambda mesh: Placements(
+            PlacementRules({"e.w": CheckpointPlacement(mesh, {"ep": Shard(0), "etp": Shard(2)})}),
+            rename=rename(mesh),
+        ),
+        tensors,
+    )
+    sources = {
+        rank: {
+            key: cut(contents[key], [Shard(1)], [2], [rank % 2])
+            for index, key in enumerate(tensors)
+            if index // 2 == rank // 2
+        }
+        for rank in range(4)
+    }
+    receiver = world(
+        {"tp": 3}, {"e.w": {"tp": Shard(1)}}, meta(**{"e.w": (4, 3, 4)}), ranks=[4, 5, 6]
+    )
+    whole = torch.stack(list(contents.values()))
+    targets = {4 + rank: {"e.w": whole[:, rank : rank + 1]} for rank in range(3)}
+    filled(transfer_plan(sender, receiver), sources, targets)
+    filled(transfer_plan(receiver, sender), targets, sources)
+
+
+def test_fsdp_cuts_inside_of_the_rules() -> None:
+    sender = world({"fsdp": 2, "tp": 2}, {"w": {"tp": Shard(0)}}, meta(w=(9, 2)), fsdp=["fsdp"])
+    whole = numbered((9, 2))
+    sources = {
+        rank: {"w": cut(whole, [Shard(0), Shard(0)], (2, 2), (rank % 2, rank // 2))}
+        for rank in range(4)
+    }
+    receiver = world({"tp": 1}, {}, ranks=[9])
+    filled(transfer_plan(sender, receiver), sources, {9: {"w": whole}})
+
+
+def test_replicas_take_turns() -> None:
+    tensors = meta(**{f"layers.{index}.w": (8, 4) for index in range(12)})
+    sender = world({"dp": 4}, {}, tensors)
+    receiver = world({"dp": 2}, {}, ranks=[4, 5])
+    plan = transfer_plan(sender, receiver)
+    assert [plan.part(rank).sends.nbytes for rank in range(4)] == [6 * 8 * 4 * 4] * 4
+
+
+def test_a_replica_on_the_same_host_sends() -> None:
+    tensors = meta(**{f"layers.{index}.w": (8, 4) for index in range(12)})
+    sender = world({"dp": 4}, {}, tensors, hosts=["a", "a", "b", "b"])
+    receiver = world({"dp": 3}, {}, ranks=[4, 5, 6], hosts=["b", "a", "c"])
+    plan = transfer_plan(sender, receiver)
+    senders = {
+        rank: Counter(one.source_rank for one in plan.part(rank).receives) for rank in (4, 5, 6)
+    }
+    assert senders == {
+        4: {2: 6, 3: 6},
+        5: {0: 6, 1: 6},
+        6: {0: 3, 1: 3, 2: 3, 3: 3},
+    }
+
+
+def test_a_rank_of_both_worlds_copies_what_it_has() -> None:
+    sender = world({"tp": 2}, {"w": {"tp": Shard(0)}}, meta(w=(4, 4)))
+    receiver = world({"dp": 2}, {}, meta(w=(4, 4)))
+    plan = transfer_plan(sender, receiver)
+    mine = plan.part(1)
+    assert [one.source_slices for one in mine.copies] == [(slice(0, 2), slice(0, 4))]
+    assert [one.source_rank for one in mine.receives] == [0]
+    pairs = plan.pairs()
+    table = zip(*[column.tolist() for column in pairs], strict=True)
+    assert list(table) == [(0, 0, 32, 1), (0, 1, 32, 1), (1, 0, 32, 1), (1, 1, 32, 1)]
+
+
+def test_what_the_target_does_not_need_is_unused() -> None:
+    sender = world({"tp": 2}, {}, meta(a=(2,), b=(2,)))
+    receiver = world({"tp": 1}, {}, meta(b=(2,)), ranks=[2])
+    assert transfer_plan(sender, receiver).unused == ["a"]
+
+
+def refusal(sender: TransferWorld, receiver: TransferWorld, **options: Any) -> str:
+    with pytest.raises(PlacementError) as caught:
+        transfer_plan(sender, receiver, **options)
+    return str(caught.value)
+
+
+def test_a_tensor_that_the_source_lacks_is_refused() -> None:
+    text = refusal(world({"tp": 2}, {}, meta(a=(2,))), world({"tp": 1}, {}, meta(b=(2,))))
+    assert text.splitlines()[1:] == [
+        "b: the source has no such tensor",
+        "    way out:     rename= where the names differ; tensors= without it",
+    ]
+
+
+def test_another_shape_is_refused() -> None:
+    text = refusal(world({"tp": 2}, {}, meta(a=(2,))), world({"tp": 1}, {}, meta(a=(3,))))
+    assert "a: the source has a in shape (2,), the target in shape (3,)" in text
+
+
+def test_experts_that_no_source_rank_holds_are_refused() -> None:
+    tensors = meta(**{f"experts.{index}.w": (3,) for index in range(3)})
+    ids = lambda mesh: Renumber("experts.{}", [mesh.get_coordinate()[0]], total=3)  # noqa: E731
+    text = refusal(world({"ep": 2}, {}, tensors, rename=ids), world({"tp": 2}, {}, tensors))
+    assert text.splitlines()[1:] == [
+        "experts.2.w: no source rank holds all of it",
+        "    rank 0 receives 0 of 3 elements; 2 ranks lack some",
+        "    nobody has:  [:]",
+    ]
+
+
+def test_boxes_that_share_elements_are_refused() -> None:
+    def uneven(mesh: MeshCoordinate) -> dict[str, CheckpointPlacement | None]:
+        cut_on_one = mesh.get_coordinate()[0] == 1
+        return {"w": CheckpointPlacement(mesh, {"tp": Shard(0)}) if cut_on_one else None}
+
+    sender = TransferWorld({"tp": 2}, uneven, meta(w=(4,)))
+    text = refusal(sender, world({"tp": 1}, {}))
+    assert "w: source ranks hold different boxes of it that share elements" in text
+    assert "boxes:       [:], [2:4]" in text
+
+
+def test_a_function_as_rename_of_a_rank_is_refused() -> None:
+    sender = world({"tp": 1}, {}, meta(w=(4,)), rename=lambda mesh: str.upper)
+    assert "which keys the rank holds does not follow" in refusal(sender, world({"tp": 1}, {}))
+
+
+def test_one_key_for_two_tensors_is_refused() -> None:
+    sender = world({"tp": 1}, {}, meta(a=(4,), b=(4,)))
+    text = refusal(sender, world({"tp": 1}, {}), rename=lambda key: "c")
+    assert "c: the source makes it, or a row of it, more than once: of a, b" in text
+
+
+def test_a_source_needs_shapes() -> None:
+    assert "needs tensors=" in refusal(world({"tp": 1}, {}), world({"tp": 1}, {}))
+
+
+@pytest.mark.parametrize(
+    "options", [{"ranks": [1]}, {"ranks": [1, 1]}, {"hosts": ["a"]}, {"hosts": 0}]
+)
+def test_ranks_and_hosts_must_be_those_of_the_mesh(options: dict[str, Any]) -> None:
+    with pytest.raises(PlacementError):
+        world({"tp": 2}, {}, **options)
