@@ -1,9 +1,9 @@
 """scripts/bench transfer: how long a plan between two worlds takes, and how much memory.
 
 The 3,075 tensors of ``w1`` (DeepSeek-V3 with AdamW moments): FSDP over all ranks for the dense
-part, EP 64 and FSDP for the stacks of experts. ``same`` has them cut alike for fewer ranks; ``engine`` is
-the model alone, one tensor per expert, TP 8 and EP over all ranks. Each case runs in a process of
-its own. Seconds are CPU time of one thread, medians of the rounds.
+part, EP 64 and FSDP for the stacks of experts. ``same`` has them cut alike for fewer ranks;
+``engine`` is the model alone, one tensor per expert, TP 8 and EP over all ranks. Each case runs in
+a process of its own. Seconds are CPU time of one thread, medians of the rounds.
 """
 
 from __future__ import annotations
