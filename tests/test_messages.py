@@ -374,7 +374,13 @@ def test_a_random_state_of_each_rank_under_one_key_is_told_to_take_the_rank_into
         lambda rank: {"rng": torch.arange(9, dtype=torch.uint8) + rank},
         no_rules,
     )[0]
-    assert_says(message, "rng: 2 different contents", "a name per rank (f'rng.{rank}')")
+    assert_says(
+        message,
+        "rng: 2 different contents",
+        "likely:      a number or random state",
+        "a name per rank (f'rng.{rank}')",
+    )
+    assert "PlacementRules" not in message
 
 
 def test_dtypes_that_differ_between_ranks_name_the_ranks(tmp_path: Path) -> None:
@@ -653,6 +659,53 @@ def test_ranks_that_write_into_different_directories_are_warned_about(tmp_path: 
     (warning,) = planners[0].report.warnings
     assert warning in str(caught[0].message)
     assert_says(warning, "2 different directories: ranks 0-1; rank 2", "choose the name on one")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "likely"),
+    [
+        (["expert"], "'expert' is no component of any key; 'experts' is"),
+        (["module.layers.*.experts"], "'layers.*.experts' would match"),
+        ([r"layers\\.\\d+\\.experts"], "compile it: re.compile(...)"),
+        (["layers", "experts"], "a pattern above it takes the keys"),
+        (["attention"], None),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_told_why(
+    tmp_path: Path, patterns: list[str], likely: str | None
+) -> None:
+    with pytest.warns(UserWarning, match="no key on any rank matches") as caught:
+        World(1).save(
+            tmp_path,
+            lambda rank: {"layers.0.experts.w1": torch.ones(3)},
+            lambda rank: PlacementSavePlanner(PlacementRules(dict.fromkeys(patterns))),
+        )
+    message = str(caught[0].message)
+    assert ("likely:" in message) == (likely is not None)
+    assert (likely or "") in message
+
+
+def test_a_rule_that_shards_another_dim_on_some_ranks_is_told_as_that(tmp_path: Path) -> None:
+    world = World(2)
+
+    def rules(rank: int) -> PlacementRules:
+        return PlacementRules({"w": CheckpointPlacement(world.mesh(rank, ep=2), [Shard(rank)])})
+
+    message = refused_saves(tmp_path, world, lambda rank: {"w": torch.ones(4, 3)}, rules)[0]
+    assert_says(message, "the ranks have different rules")
+    assert "global_shape=" not in message
+
+
+def test_a_wrong_global_shape_over_a_dtensor_is_told_as_that(tmp_path: Path) -> None:
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, fsdp=2)["fsdp"]
+        return {"w": FakeDTensor.distribute(torch.ones(4, 3), mesh, [Shard(0)])}
+
+    rules = ruled(world, "w", {"ep": Shard(0)}, (10, 3), ep=2, fsdp=2)
+    message = refused_saves(tmp_path, world, state_dict, rules)[0]
+    assert_says(message, "likely:      a wrong global_shape=", "correct global_shape=")
 
 
 def test_a_rank_with_another_planner_is_refused_by_its_position(tmp_path: Path) -> None:

@@ -349,6 +349,14 @@ def _format_cuts(sharding: Sharding, axes: Sequence[Axis]) -> str:
 
 def _mismatch_advice(own: Own, placement: CheckpointPlacement | None) -> tuple[str, ...]:
     rows = "IndexShard(dim, rows) with global_shape= in the rule says which rows this rank holds"
+    if own.mesh is not None and placement is not None and placement.global_shape is not None:
+        return (
+            "likely:      a wrong global_shape= (padded_shape=), which is the whole over all axes "
+            "and holds for every key that the rule matches; or DTensor.from_local() with shards "
+            "that torch.chunk would not make",
+            f"way out:     correct global_shape=, or leave it out where all shards are equal; or "
+            f"{rows}, for a plain tensor or a DTensor over the other axes alone",
+        )
     if own.mesh is not None:
         return (
             "likely:      DTensor.from_local() with shards that torch.chunk would not make; only "

@@ -9,7 +9,8 @@ pattern names a parameter and everything that is keyed by it: ``experts.w1`` mat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -152,6 +153,34 @@ def _component(component: str) -> str:
     if component == "*":
         return r"\.[^.]+"
     return r"\." + re.escape(component).replace(r"\*", "[^.]*")
+
+
+def why_unmatched(pattern: str, keys: Sequence[str]) -> str | None:
+    """Return why ``pattern``, as ``PlacementRules`` name it, probably took no key; None: no idea.
+
+    >>> why_unmatched("expert.w1", ["layers.0.experts.w1"])
+    "'expert' is no component of any key; 'experts' is"
+    """
+    if pattern.startswith("re:"):
+        return None
+    dotted = ["." + key for key in keys]
+    if any(compile_pattern(pattern).search(key) for key in dotted):
+        return "a pattern above it takes the keys that it matches; the first match wins"
+    if re.search(r"[\\^$+()|\[\]]", pattern):
+        return "a regular expression as a string; compile it: re.compile(...)"
+    components = pattern.split(".")
+    known = {component for key in keys for component in key.split(".")}
+    for component in components:
+        if "*" not in component and component not in known:
+            near = get_close_matches(component, known, 1)
+            if near:
+                return f"{component!r} is no component of any key; {near[0]!r} is"
+    for start in range(1, len(components)):
+        shorter = ".".join(components[start:])
+        if shorter.strip("*.") and any(compile_pattern(shorter).search(key) for key in dotted):
+            prefix = ".".join(components[:start])
+            return f"the prefix {prefix!r} is not in the keys; {shorter!r} would match"
+    return None
 
 
 def expected_patterns(rules: Rules | None) -> tuple[str, ...]:

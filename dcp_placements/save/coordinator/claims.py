@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,9 @@ from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.contents import own_digests
 from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.key_table import Group
+
+RANDOM = re.compile(r"(?i)(\.|_|^)(rng|random|seed)(s?_?states?)?(_|\.|$)")
+"""In the key of a random state."""
 
 Plans = list[int]
 """Positions of local plans."""

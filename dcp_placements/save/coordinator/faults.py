@@ -9,7 +9,7 @@ from dcp_placements.errors import Fault, format_names, format_ranks
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, overlaps, uncovered
 from dcp_placements.names.optimizer_state import possible_parameters
-from dcp_placements.save.coordinator.claims import Claims, Plans, claims_of, plans_by_digest
+from dcp_placements.save.coordinator.claims import RANDOM, Claims, Plans, claims_of, plans_by_digest
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.contents import Suspects
 from dcp_placements.save.coordinator.pieces import Piece
@@ -178,7 +178,8 @@ class Faults:
 
     def _shape_details(self, claims: Claims, shapes: Sequence[tuple[int, ...]]) -> list[str]:
         rules = self._rules_of(claims)
-        if len(rules) > 1:
+        unlike_dims = sum(len(set(sizes)) > 1 for sizes in zip(*shapes, strict=False))
+        if len(rules) > 1 or (any(rules) and unlike_dims > 1):
             advice = [
                 "likely:      the ranks have different rules for it",
                 "way out:     the same rules on every rank",
@@ -296,9 +297,10 @@ class Faults:
             tail = f", agrees along {_quoted(agrees)}" if agrees else ""
             yield f"the copies:  differs along {_quoted(differs)}{tail}"
         renamed = any(part.isdigit() for part in fqn.split("."))
-        if not group.shape:
-            yield "likely:      a number that each rank counts for itself, under one name"
-            yield "way out:     a name per rank (the rank in its key), or one number for all ranks"
+        own_value = not group.shape or RANDOM.search(fqn)
+        if own_value:
+            yield "likely:      a number or random state of each rank's own, under one name"
+            yield "way out:     a name per rank (f'rng.{rank}'), or one value for all ranks"
         elif differs and group.equal_along.issuperset(differs):
             along = _quoted(differs)
             yield (
@@ -317,7 +319,7 @@ class Faults:
                 "is sharded, or a name per rank; if these are meant to be replicas, they have "
                 "drifted apart"
             )
-        if group.shape:
+        if not own_value:
             yield (
                 "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: "
                 "Shard(dim)})})"

@@ -10,6 +10,7 @@ from dcp_placements._torch import world_size
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault, format_faults, format_names, format_ranks, raise_faults
 from dcp_placements.report import SaveReport, key_report
+from dcp_placements.rules.patterns import why_unmatched
 from dcp_placements.save.coordinator.global_plan import WorldPlan
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import Holding
@@ -119,7 +120,11 @@ def _uncompared(keys: int) -> Fault:
 
 def _unmatched(patterns: Sequence[str], world_plan: WorldPlan) -> Fault:
     keys = [*world_plan.keys, *world_plan.objects]
-    details = (f"the keys are {format_names(keys, 4)}",) if keys else ()
+    details = [f"the keys are {format_names(keys, 4)}"] if keys else []
+    for pattern in patterns:
+        if reason := why_unmatched(pattern, keys):
+            of = f"for {pattern!r}, " if len(patterns) > 1 else ""
+            details.append(f"likely:      {of}{reason}")
     return Fault(
         ", ".join(map(repr, patterns)),
         "no key on any rank matches",
