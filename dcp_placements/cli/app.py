@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
+import torch
 import typer
 
 from dcp_placements.cli.commands.differing import diff_command
@@ -23,6 +24,7 @@ from dcp_placements.cli.commands.verifying import verify_command
 from dcp_placements.cli.printing import print_error
 from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.offline import CannotLook
+from dcp_placements.storage.metadata.provenance import own_version
 
 PROGRAM = "dcp-placements"
 DEBUG = "DCP_PLACEMENTS_DEBUG"
@@ -66,6 +68,23 @@ def _add_command(name: str, function: Callable[..., int]) -> None:
     # typer's own summary is cut short.
     first_paragraph = (function.__doc__ or "").partition("\n\n")[0]
     app.command(name, short_help=" ".join(first_paragraph.split()))(command)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"{PROGRAM} {own_version()}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions."),
+    ] = False,
+) -> None:
+    # Without a docstring: the help is that of the application.
+    pass
 
 
 def _exit_code(command: Callable[[], int]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements.cli.app import app
@@ -41,6 +42,13 @@ COMMANDS = {
     "merge-metadata": (),
 }
 """Commands on one checkpoint, with what they are to be told besides it."""
+
+
+def test_version(run: Run) -> None:
+    ran = run("--version")
+    assert ran.code == 0
+    assert re.fullmatch(r"dcp-placements \S+, torch \S+\n", ran.out)
+    assert torch.__version__ in ran.out
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -28,7 +28,7 @@ def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, 
     """
     provenance: dict[str, Any] = {
         "save_id": save_id.hex(),
-        "versions": {"dcp_placements": _own_version(), "torch": str(torch.__version__)},
+        "versions": {"dcp_placements": own_version(), "torch": str(torch.__version__)},
         "world_size": world_size,
     }
     if step is not None:
@@ -82,7 +82,8 @@ def merged_provenance(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @cache
-def _own_version() -> str:
+def own_version() -> str:
+    """Return the installed version of this package; ``"unknown"`` from a source tree."""
     try:
         return version("dcp-placements")
     except PackageNotFoundError:  # run from a source tree
