@@ -10,6 +10,7 @@ import torch
 from dcp_placements._torch import has_hooks
 from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
+from dcp_placements.layout.sharding import ListedLayout
 
 
 def alias_faults(
@@ -44,8 +45,15 @@ def alias_faults(
         other = placed.get(first)
         if first == fqn or not tensor.numel() or _lie_alike(place, other):
             continue
-        ruled, missed = (fqn, first) if other is None or other.rule is None else (first, fqn)
-        rule = placed[ruled].rule if ruled in placed else None
+        speaks = other is None or (other.rule is None and place is not None)
+        ruled, missed = (fqn, first) if speaks else (first, fqn)
+        rule = placed[ruled].rule
+        likely = f"rule {rule} speaks for {ruled} and misses {missed}"
+        way_out = "name both in the rules, with one placement"
+        if rule is None:
+            lost = "without its DTensor or its attributes" if missed not in placed else "cut anew"
+            likely = f"{missed} is a view of {ruled}, {lost}"
+            way_out = f"the same tensor under both names; or no {missed} in the state dict"
         faults.append(
             Fault(
                 missed,
@@ -54,8 +62,8 @@ def alias_faults(
                 (
                     f"{ruled}: {_place_text(placed.get(ruled))}",
                     f"{missed}: {_place_text(placed.get(missed))}",
-                    f"likely:      rule {rule} speaks for {ruled} and misses {missed}",
-                    "way out:     name both in the rules, with one placement",
+                    f"likely:      {likely}",
+                    f"way out:     {way_out}",
                 ),
             )
         )
@@ -73,6 +81,8 @@ def _place_text(placed: Placed | None) -> str:
     if placed is None:
         return "no rule, the whole tensor"
     axes = placed.binding.axes
+    if isinstance(placed.binding.layout, ListedLayout):
+        return f"{len(placed.chunks)} listed chunks of a {placed.global_shape} tensor"
     mesh = ", ".join(f"{axis.name or 'axis'}={axis.size}" for axis in axes)
     by = "no rule" if placed.rule is None else f"rule {placed.rule}"
     return f"{by}, part of a {placed.global_shape} tensor over ({mesh})"

@@ -288,6 +288,15 @@ def test_an_attribute_that_is_no_list_is_refused(tmp_path: Path) -> None:
     assert "w: rank 0 has local_sizes=8, which is no list" in refusal(tmp_path, {"w": tensor})
 
 
+def test_a_view_that_lost_the_attributes_is_named(tmp_path: Path) -> None:
+    tensor = rows(0, 4)
+    for state in ({"w": tensor, "view": tensor[:]}, {"view": tensor[:], "w": tensor}):
+        text = refusal(tmp_path, state)
+        assert "view: rank 0 has it in one storage with w" in text
+        assert "w: 1 listed chunks of a (8, 6) tensor" in text
+        assert "rule None" not in text
+
+
 def test_a_tensor_with_some_of_the_attributes_is_a_plain_tensor(tmp_path: Path) -> None:
     tensor: Any = WHOLE.clone()
     tensor.global_shape = (80, 6)
