@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from dcp_placements._torch import (
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group, KeyTable
-from dcp_placements.save.local_plan import Held, Holding, keys_of
+from dcp_placements.save.local_plan import Held, Holding
 from dcp_placements.save.packing import Ints, unpacked_ints
 from dcp_placements.storage.metadata.write_results import Outline
 
@@ -117,10 +116,11 @@ def assigned_items(holding: Holding, assignment: Assignment) -> list[WriteItem]:
 
 
 class Outlines:
-    """Makes the outlines of plans; ranks with equal key tables and runs share all but offsets."""
+    """Makes the outlines of plans; ranks with equal key tables share the work."""
 
     def __init__(self) -> None:
-        self._chunks: dict[Any, tuple[tuple[str, ...], bytes]] = {}
+        self._held: dict[Any, tuple[tuple[str, ...], Ints]] = {}
+        self._written: dict[Any, tuple[tuple[str, ...], bytes]] = {}
 
     def of(
         self,
@@ -137,38 +137,54 @@ class Outlines:
             assignment: What it is assigned.
             like: Equal for ranks with equal key tables.
         """
-        groups = [
-            (group, held)
+        counts = [[len(held) for held in by_group] for by_group in boxes]
+        alike = like, tuple(map(tuple, counts)), assignment.pieces
+        written = self._written.get((alike, assignment.runs))
+        if written is None:
+            if alike not in self._held:
+                self._held[alike] = _chunks_held(tables, counts, assignment.pieces)
+            fqns, (run, position, slots) = self._held[alike]
+            first, end = unpacked_ints(assignment.runs).reshape(-1, 2)[run].T
+            chosen = np.flatnonzero((first <= position) & (position < end))
+            names = tuple([fqns[at] for at in chosen.tolist()])
+            written = self._written[alike, assignment.runs] = names, slots[chosen].tobytes()
+        offsets = [
+            None if group.kind == OBJECT else box.offsets
             for table, by_group in zip(tables, boxes, strict=True)
             for group, held in zip(table.groups, by_group, strict=True)
+            for box in held
         ]
-        starts = tuple(accumulate([len(held) for _, held in groups], initial=0))
-        key = like, starts, assignment.runs, assignment.pieces
-        chunks = self._chunks.get(key)
-        if chunks is None:
-            holding = Holding(list(tables), [list(map(tuple, held)) for held in boxes])
-            holding.keys = keys_of(tables)
-            chunks = self._chunks[key] = _written(holding, assignment, starts)
-        offsets = [
-            None if group.kind == OBJECT else box.offsets for group, held in groups for box in held
-        ]
-        return Outline(chunks[0], chunks[1], tuple(offsets))
+        return Outline(*written, offsets=tuple(offsets))
 
 
-def _written(
-    holding: Holding, assignment: Assignment, starts: Sequence[int]
-) -> tuple[tuple[str, ...], bytes]:
-    """Return the keys of the chunks that a rank writes, and the number of each chunk's box."""
-    first = iter(starts)
-    numbers = [[next(first) for _ in table.groups] for table in holding.tables]
-    written = [
-        (held.fqn, numbers[held.table][held.group] + number)
-        for held, boxes in assignment.by_key(holding)
-        for number, (_, is_written) in enumerate(boxes)
-        if is_written
-    ]
-    slots = np.array([slot for _, slot in written], np.int64)
-    return tuple([fqn for fqn, _ in written]), slots.tobytes()
+def _chunks_held(
+    tables: Sequence[KeyTable], counts: Sequence[Sequence[int]], packed_pieces: Sequence[bytes]
+) -> tuple[tuple[str, ...], Ints]:
+    """Return the key of every chunk that a rank holds, and three rows of integers.
+
+    By chunk they are the position of its run in ``Assignment.runs``, that of its key in the piece,
+    and the number of its box among all of the rank.
+    """
+    fqns, numbers = [], []
+    first_run = first_slot = 0
+    for at, (table, by_group) in enumerate(zip(tables, counts, strict=True)):
+        slots = np.cumsum([first_slot, *by_group]).tolist()
+        groups = np.repeat(np.arange(len(table.groups)), table.sizes).tolist()
+        is_split = bool(packed_pieces and packed_pieces[at])
+        pieces = unpacked_ints(packed_pieces[at]).tolist() if is_split else groups
+        begun: dict[int, int] = {}
+        keys: dict[int, int] = {}
+        # Pieces are numbered in the order in which they begin.
+        for fqn, group, piece in zip(table.fqns, groups, pieces, strict=True):
+            if piece not in begun:
+                begun[piece] = first_run
+                first_run += by_group[group]
+            position = keys[piece] = keys.get(piece, -1) + 1
+            for box in range(by_group[group]):
+                fqns.append(fqn)
+                numbers.append((begun[piece] + box, position, slots[group] + box))
+        first_slot = slots[-1]
+    return tuple(fqns), np.array(numbers, np.int64).reshape(-1, 3).T
 
 
 class _Items:

@@ -210,17 +210,13 @@ def sent_holding(plan: LocalPlan, tables: Sequence[KeyTable]) -> Holding:
         plan: The plan.
         tables: Its tables, unpacked.
     """
-    return Holding(list(tables), sent_boxes(plan, tables), keys_of(tables))
-
-
-def keys_of(tables: Sequence[KeyTable]) -> list[Held]:
-    """Return the keys of tables, in their order and without values."""
-    return [
+    keys = [
         Held(fqn, None, None, table, group, position)
         for table, key_table in enumerate(tables)
         for group in range(len(key_table.groups))
         for position, fqn in enumerate(key_table.keys(group))
     ]
+    return Holding(list(tables), sent_boxes(plan, tables), keys)
 
 
 def sent_boxes(plan: LocalPlan, tables: Sequence[KeyTable]) -> list[list[tuple[Box, ...]]]:

@@ -102,7 +102,7 @@ def confirmation_of(rows: Rows, outline: Outline) -> Confirmation | None:
         None if follow else start.tobytes(),
         rows.starts,
     )
-    return Confirmation(zlib.compress(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL), 9), rows.paths)
+    return Confirmation(zlib.compress(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL), 6), rows.paths)
 
 
 class WriteResults(Sequence[WriteResult]):
