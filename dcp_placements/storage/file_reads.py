@@ -167,6 +167,8 @@ class CountedFile:
         while nbytes and self._fd is not None and hasattr(os, "copy_file_range"):
             try:
                 count = os.copy_file_range(self._fd, into.fileno(), nbytes, position)
+            except io.UnsupportedOperation:
+                break  # no file of this machine
             except OSError as error:
                 if error.errno not in _CANNOT_COPY:
                     raise

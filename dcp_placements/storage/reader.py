@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -46,6 +48,12 @@ from dcp_placements.storage.metadata.save_ids import (
 from dcp_placements.storage.metadata.table import StorageTable
 from dcp_placements.storage.protocols import AfterReads, WantsReader
 from dcp_placements.storage.record_contents import Record
+from dcp_placements.storage.remote.filesystem import (
+    URL_THREADS,
+    RemoteFileSystem,
+    file_system,
+    is_url,
+)
 from dcp_placements.storage.tensor_record import check_stored
 
 
@@ -60,12 +68,16 @@ class PlacementFileSystemReader(FileSystemReader):
     rank's own file, or else one in a file that it opens anyway.
 
     Args:
+        path: A directory, or a URL that fsspec knows (``s3://bucket/checkpoint``).
         restricted: Whether the checkpoint is untrusted. ``.metadata`` is then read by a reader that
             makes only DCP's own records and calls nothing; objects (values that are no tensors) are
             loaded if ``torch.load(weights_only=True)`` accepts them, and refused otherwise, where
             DCP would call whatever their pickles name; files that are no plain files, and links
             that lead out of the checkpoint's directory, are refused. Tensors call nothing either
             way.
+        thread_count: Threads that read; by default 8 from a URL, and 1 from a directory. The
+            planner is called by one of them at a time.
+        storage_options: What fsspec passes to the file system of a URL.
 
     Attributes:
         bytes_read: Of data files, so far.
@@ -73,15 +85,42 @@ class PlacementFileSystemReader(FileSystemReader):
         reads: Calls that read from them so far.
     """
 
-    def __init__(self, *args: Any, restricted: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        restricted: bool = False,
+        thread_count: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(path, *args, **kwargs)
         self.restricted = restricted
+        self.thread_count = thread_count
+        self._storage_options = dict(storage_options or {})
         self.bytes_read = 0
         self.opens = 0
         self.reads = 0
         self._stored: Mapping[str, Any] = {}
         self._ids: Mapping[str, IdRecord] = {}
         self._unmerged: PlacementError | None = None
+        if is_url(path):
+            self._use(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load, from this path if one is given. Called on every rank."""
+        if checkpoint_id and is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
+            self._use(checkpoint_id)
+        super().reset(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a URL, or a path that torch's reader accepts."""
+        return is_url(checkpoint_id) or bool(super().validate_checkpoint_id(checkpoint_id))
+
+    def _use(self, path: str | os.PathLike[str]) -> None:
+        self.fs = file_system(path, self._storage_options)
+        self.path = self.fs.init_path(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's metadata. Called on every rank.
@@ -160,16 +199,45 @@ class PlacementFileSystemReader(FileSystemReader):
         starts = table.rows.starts if isinstance(table, StorageTable) else None
         if self.restricted:
             planner = cast(LoadPlanner, _Restricted(planner))
-        work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
-        for path, records in sorted(wanted.items()):
-            with self._opened(path) as stream:
-                file = CountedFile(stream)
-                self.opens += 1
-                try:
-                    if path in ids:
-                        self._check_id(file, ids[path])
-                    work.read(file, path, [records[place] for place in sorted(records)])
-                finally:
+        threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
+        jobs = list(_jobs(wanted, ids, threads))
+        if threads == 1 or len(jobs) == 1:
+            work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
+            for job in jobs:
+                self._read_job(work, job)
+            return
+        planner = cast(LoadPlanner, _OneAtATime(planner))
+        waiting, failed = iter(jobs), threading.Event()
+        grad = torch.is_grad_enabled()
+
+        def read() -> None:
+            # With a buffer of its own.
+            work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
+            with torch.set_grad_enabled(grad):  # the setting of a thread, not of the process
+                for job in waiting:
+                    if failed.is_set():
+                        return
+                    try:
+                        self._read_job(work, job)
+                    except BaseException:
+                        failed.set()
+                        raise
+
+        with ThreadPoolExecutor(min(threads, len(jobs))) as pool:
+            for result in [pool.submit(read) for _ in range(min(threads, len(jobs)))]:
+                result.result()
+
+    def _read_job(self, work: ChunkReader, job: _Job) -> None:
+        """Read records of one file. Runs in any thread."""
+        with self._opened(job.path) as stream:
+            file = CountedFile(stream)
+            try:
+                if job.id_record is not None:
+                    self._check_id(file, job.id_record)
+                work.read(file, job.path, job.records)
+            finally:
+                with _COUNTING:
+                    self.opens += 1
                     self.bytes_read += file.nbytes
                     self.reads += file.reads
 
@@ -243,6 +311,61 @@ class PlacementFileSystemReader(FileSystemReader):
         return metadata
 
 
+PART_NBYTES = 1 << 20
+"""Parts of a file that different threads read are about this large, or larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Records of one file, read by one thread in file order.
+
+    Attributes:
+        path: Name of the file.
+        records: The records.
+        id_record: The id of the save that wrote the file, if it is checked here.
+    """
+
+    path: str
+    records: Sequence[Record]
+    id_record: IdRecord | None
+
+
+def _jobs(
+    wanted: Mapping[str, Mapping[tuple[int, int], Record]],
+    ids: Mapping[str, IdRecord],
+    threads: int,
+) -> Iterator[_Job]:
+    """Yield what is wanted by file; large files are divided if they are fewer than the threads."""
+    most = max(threads // max(len(wanted), 1), 1)
+    for path, places in sorted(wanted.items()):
+        records = [places[place] for place in sorted(places)]
+        parts = min(most, 1 + sum(record.info.length for record in records) // PART_NBYTES)
+        step = max(-(-len(records) // parts), 1)
+        for start in range(0, max(len(records), 1), step):
+            id_record = None if start else ids.get(path)
+            yield _Job(path, records[start : start + step], id_record)
+
+
+class _OneAtATime:
+    """A planner that one thread calls at a time; planners are not made for several."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+        self._lock = threading.Lock()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        with self._lock:
+            return self._planner.resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        with self._lock:
+            self._planner.commit_tensor(read_item, tensor)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        with self._lock:
+            self._planner.load_bytes(read_item, value)
+
+
 class _Restricted:
     """A planner that gets no object whose pickle names more than plain values."""
 
@@ -272,3 +395,4 @@ class _Restricted:
 
 
 _CLASS_NBYTES = 256
+_COUNTING = threading.Lock()

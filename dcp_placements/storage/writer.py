@@ -46,6 +46,7 @@ from dcp_placements.storage.metadata.save_ids import is_data_file, named
 from dcp_placements.storage.metadata.table import RowsBuilder, StorageTable, join
 from dcp_placements.storage.metadata.write_results import WriteResults, rows_of
 from dcp_placements.storage.protocols import NamesSave
+from dcp_placements.storage.remote.filesystem import RemoteFileSystem, file_system, is_url
 from dcp_placements.storage.tensor_stamp import TensorSaver
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,13 @@ class PlacementFileSystemWriter(FileSystemWriter):
     The names of data files carry the id of the save, as in ``__3_5e0f1a2b_0.distcp``. A save over
     an older checkpoint leaves its files as they are, and removes them when its own ``.metadata``
     is in place: until then the older checkpoint is whole, and the directory holds both.
+
+    A URL is written through fsspec. On an object store ``.metadata`` is uploaded last, in one
+    request, under its own name.
+
+    Args:
+        path: A directory, or a URL that fsspec knows (``s3://bucket/checkpoint``).
+        storage_options: What fsspec passes to the file system of a URL.
     """
 
     _plans: Sequence[Any] = ()
@@ -68,6 +76,36 @@ class PlacementFileSystemWriter(FileSystemWriter):
     def __getstate__(self) -> dict[str, Any]:
         # A plan is no part of a writer that is sent to another process.
         return {**vars(self), "_plans": ()}
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        storage_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(path, *args, **kwargs)
+        self._storage_options = dict(storage_options or {})
+        self._syncs_local_files = self.sync_files
+        if is_url(path):
+            self._use(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, to this path if one is given. Called on every rank."""
+        if checkpoint_id and is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
+            self._use(checkpoint_id)
+        super().reset(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a URL, or a path that can be written to."""
+        return is_url(checkpoint_id) or bool(super().validate_checkpoint_id(checkpoint_id))
+
+    def _use(self, path: str | os.PathLike[str]) -> None:
+        self.fs = file_system(path, self._storage_options)
+        self.path = self.fs.init_path(path)
+        # Torch would sync all file systems of the machine for a file that is on none.
+        self.sync_files = self._syncs_local_files and not is_url(path)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
@@ -191,6 +229,11 @@ class PlacementFileSystemWriter(FileSystemWriter):
             metadata.storage_data = table
             metadata.storage_meta = self.storage_meta()
             path = self._get_metadata_path(None if self.use_collectives else self.rank)
+            if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
+                upload = BytesIO()
+                write_metadata(metadata, table, upload)
+                self.fs.put(os.fspath(path), upload.getvalue())
+                return
             written = self.fs.concat_path(self.path, f"{os.path.basename(path)}.tmp")
             with _errors_of(written), self.fs.create_stream(written, "wb") as stream:
                 write_metadata(metadata, table, stream)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""One request to a remote file system: repeated where that may help; its errors name the URL.
+
+fsspec and the libraries below it retry some of what a service answers. A connection that is reset
+or times out is not among it everywhere. Only requests that can be repeated come through here: a
+range of bytes, a whole object, a question about one.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+TRIES = 4
+PAUSE_S = 0.1
+"""Before the second try; twice as long before each further one."""
+
+REQUEST_NBYTES = 64 << 20
+"""The largest range of one request: it is in memory beside the tensor."""
+
+T = TypeVar("T")
+
+_ANSWERS: dict[type[OSError], int] = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    FileExistsError: errno.EEXIST,
+    IsADirectoryError: errno.EISDIR,
+    NotADirectoryError: errno.ENOTDIR,
+}
+"""Errors that another try would only repeat."""
+
+
+def request(url: str, call: Callable[[], T], *, tries: int = TRIES) -> T:
+    """Return the result of a call that can be repeated.
+
+    Args:
+        url: What the call is about, for messages.
+        call: The request.
+        tries: The most calls.
+
+    Raises:
+        OSError: With the URL, whatever was raised; missing credentials, too.
+    """
+    for attempt in range(1, tries + 1):
+        try:
+            return call()
+        except OSError as error:
+            number = next((n for kind, n in _ANSWERS.items() if isinstance(error, kind)), None)
+            if number is not None:
+                raise OSError(number, _reason(error), url) from error
+            if attempt == tries:
+                raise OSError(f"{url}: {_reason(error)}") from error
+            time.sleep(PAUSE_S * 2 ** (attempt - 1))
+        except Exception as error:
+            # Of the service's own library, which has its own retries: no credentials, no route.
+            raise OSError(f"{url}: {type(error).__name__}: {_reason(error)}") from error
+    raise AssertionError("unreachable")
+
+
+def _reason(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return str(text).splitlines()[0]
+
+
+class RangeReader(io.RawIOBase):
+    """A remote file that is read by ranges, one request each.
+
+    fsspec's own files read ahead by up to 50 MB, whatever is asked for, and give up at the first
+    error that their library does not retry.
+
+    Args:
+        fs: Of fsspec.
+        url: The file.
+
+    Raises:
+        OSError: There is no such file, or it cannot be reached.
+    """
+
+    def __init__(self, fs: Any, url: str) -> None:
+        super().__init__()
+        self._fs = fs
+        self._url = url
+        info = request(url, lambda: fs.info(url))
+        if info.get("type") == "directory":
+            raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
+        self._size = int(info["size"])
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        start = self._position
+        end = min(start + min(view.nbytes, REQUEST_NBYTES), self._size)
+        if end <= start:
+            return 0
+        data = request(self._url, lambda: self._fs.cat_file(self._url, start=start, end=end))
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)

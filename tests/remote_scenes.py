@@ -1,0 +1,129 @@
+"""Checkpoints at URLs: a clean memory file system, a flaky one, and a real S3 API."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+BUCKET = "checkpoints"
+
+
+@pytest.fixture
+def memory(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Give a URL in memory below which nothing is; what is written there goes with the test."""
+    fs = fsspec.filesystem("memory")
+    root = f"/{re.sub('[^a-z0-9_]', '-', request.node.name)}"
+    yield f"memory:/{root}"
+    if fs.exists(root):
+        fs.rm(root, recursive=True)
+
+
+def names(url: str, **options: Any) -> list[str]:
+    """Return the names of the files below a URL, sorted."""
+    fs, root = fsspec.core.url_to_fs(url, **options)
+    fs.invalidate_cache()
+    return sorted(path.removeprefix(root).strip("/") for path in fs.find(root))
+
+
+class Flaky(MemoryFileSystem):
+    """A file system on which calls fail in a given way before they are answered."""
+
+    protocol = "flaky"
+    store: dict[str, Any] = {}  # noqa: RUF012
+    pseudo_dirs = [""]  # noqa: RUF012
+    failures: list[Exception] = []  # noqa: RUF012
+    calls: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("flaky://", "memory://"))
+
+    def _answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        type(self).calls.append(name)
+        if type(self).failures:
+            raise type(self).failures.pop(0)
+        return getattr(super(), name)(*args, **kwargs)
+
+    def cat_file(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answer("cat_file", *args, **kwargs)
+
+    def pipe_file(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answer("pipe_file", *args, **kwargs)
+
+    def info(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answer("info", *args, **kwargs)
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> type[Flaky]:
+    """Give the flaky file system, empty and in order; nobody waits before another try."""
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr("dcp_placements.storage.remote.requests.PAUSE_S", 0.0)
+    monkeypatch.setattr(Flaky, "store", {})
+    monkeypatch.setattr(Flaky, "failures", [])
+    monkeypatch.setattr(Flaky, "calls", [])
+    return Flaky
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Start a process that answers as S3 does; give its address."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    pytest.importorskip("flask_cors")
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(program, **quiet) as server:  # type: ignore[call-overload]
+        try:
+            _wait_for(port, lambda: server.poll() is None)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.kill()
+
+
+def _wait_for(port: int, alive: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while alive() and time.monotonic() < deadline:
+        with closing(socket.socket()) as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise RuntimeError("the S3 server did not start")
+
+
+@pytest.fixture
+def s3(s3_server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Give a URL in a bucket of the S3 server; its address and keys are in the environment."""
+    for name, value in s3_environment(s3_server).items():
+        monkeypatch.setenv(name, value)
+    fs = fsspec.filesystem("s3", endpoint_url=s3_server)
+    if not fs.exists(BUCKET):
+        fs.mkdir(BUCKET)
+    return f"s3://{BUCKET}/{re.sub('[^a-z0-9_]', '-', request.node.name)}"
+
+
+def s3_environment(server: str) -> dict[str, str]:
+    """Return the environment variables of a client of the S3 server."""
+    return {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ENDPOINT_URL": server,
+        "NO_PROXY": "127.0.0.1",
+        "HOME": os.environ.get("HOME", "/"),
+    }

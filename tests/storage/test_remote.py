@@ -1,0 +1,265 @@
+"""Saves to URLs and loads from them, in memory: what is asked of the service, and what is not."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementSavePlanner,
+)
+from dcp_placements.errors import CannotLook
+from dcp_placements.storage.remote.filesystem import RemoteFileSystem, default_options
+from dcp_placements.storage.remote.requests import TRIES, RangeReader, request
+from tests.remote_scenes import Flaky, flaky, memory, names
+from tests.storage_scenes import Flipped, all_kinds, blank, flipped_registry, load, same
+
+__all__ = ["flaky", "memory"]
+
+
+def save(url: str, state: dict[str, Any], **options: Any) -> Any:
+    writer = PlacementFileSystemWriter(url, **options)
+    return dcp.save(state, storage_writer=writer, planner=PlacementSavePlanner(), no_dist=True)
+
+
+def failures_of(error: BaseException) -> BaseException:
+    """Return what a rank raised."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
+
+
+@pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])
+def test_all_kinds_are_saved_and_loaded(memory: str, options: dict[str, Any]) -> None:
+    saved = dict(list(all_kinds().items())[-40:])
+    save(memory, saved, **options)
+    for reader in (
+        PlacementFileSystemReader(memory),
+        PlacementFileSystemReader(memory, restricted=True),
+        PlacementFileSystemReader(memory, thread_count=1),
+        FsspecReader(memory),
+    ):
+        loaded = load(Path("none"), blank(saved), reader)
+        assert [key for key in saved if not same(saved[key], loaded[key])] == []
+
+
+def test_a_url_is_no_local_folder(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(memory, {"w": torch.arange(4)})
+    # The path of a save may be given to dcp.save, and replaces that of the writer, and back.
+    writer, reader = PlacementFileSystemWriter("local"), PlacementFileSystemReader("local")
+    for path in (f"{memory}/again", tmp_path / "local", f"{memory}/again/"):
+        state = {"w": torch.arange(5)}
+        dcp.save(state, checkpoint_id=path, storage_writer=writer, no_dist=True)
+        read = {"w": torch.zeros(5, dtype=torch.int64)}
+        dcp.load(read, checkpoint_id=path, storage_reader=reader, no_dist=True)
+        assert torch.equal(read["w"], state["w"])
+    assert [path.name for path in tmp_path.iterdir()] == ["local"]
+
+
+def test_metadata_is_the_last_and_is_put_directly(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    for name in ("pipe_file", "mv", "cp_file", "rm_file"):
+        monkeypatch.setattr(
+            f"fsspec.implementations.memory.MemoryFileSystem.{name}",
+            lambda self, path, *a, n=name, **k: done.append(f"{n} {path.rpartition('/')[2]}"),
+        )
+    monkeypatch.setattr(os, "sync", lambda: done.append("sync"))
+    monkeypatch.setattr(os, "fsync", lambda number: done.append("fsync"))
+    save(memory, {"w": torch.arange(4), "step": 3}, thread_count=2)
+    assert done == ["pipe_file .metadata"]
+    assert all(name.endswith(".distcp") for name in names(memory))
+
+
+def test_torchs_way_of_writing_syncs_nothing_either(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sync", lambda: pytest.fail("all file systems of the machine"))
+    state = {"w": torch.arange(4.0), "step": 3}
+    save(memory, state, _extensions=[Flipped()])
+    assert names(memory)[0] == ".metadata"
+    reader = PlacementFileSystemReader(memory, flipped_registry())
+    read = load(Path("none"), {"w": torch.zeros(4), "step": 0}, reader)
+    assert torch.equal(read["w"], state["w"])
+
+
+def test_an_interrupted_save_leaves_the_older_checkpoint(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = {"w": torch.arange(6.0), "step": 1}
+    save(memory, older)
+    before = names(memory)
+
+    class Stopped(PlacementFileSystemWriter):
+        def _write_metadata(self, metadata: Any, results: Any) -> None:
+            raise OSError("cut off")
+
+    with pytest.raises(dcp.CheckpointException):
+        dcp.save({"w": torch.zeros(6), "step": 2}, storage_writer=Stopped(memory), no_dist=True)
+    assert set(before) < set(names(memory))
+    read = load(Path("none"), {"w": torch.ones(6), "step": 0}, PlacementFileSystemReader(memory))
+    assert torch.equal(read["w"], older["w"])
+    assert read["step"] == 1
+    save(memory, {"w": torch.zeros(6), "step": 3})
+    assert not set(before[1:]) & set(names(memory)), "the older files are removed"
+
+
+def test_a_file_whose_writing_fails_does_not_appear(memory: str) -> None:
+    fs = RemoteFileSystem()
+    url = fs.concat_path(fs.init_path(memory), "file")
+
+    def fail() -> None:
+        with fs.create_stream(url, "wb") as stream:
+            stream.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert names(memory) == []
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+@pytest.mark.parametrize("files", [1, 5])
+def test_threads_read_what_one_reads(memory: str, threads: int, files: int) -> None:
+    saved = {f"layers.{n}.w": torch.arange(30_000.0) + n for n in range(23)} | {"step": 7}
+    save(memory, saved, thread_count=files)
+    for planner in (PlacementLoadPlanner(verify="off"), DefaultLoadPlanner()):
+        reader = PlacementFileSystemReader(memory, thread_count=threads)
+        read = {key: torch.zeros(30_000) for key in saved} | {"step": 0}
+        dcp.load(read, storage_reader=reader, planner=planner, no_dist=True)
+        assert [key for key in saved if not same(saved[key], read[key])] == []
+        # A file of 2.8 MB is read in parts by up to three threads.
+        assert reader.opens == (min(threads, 3) if files == 1 else files)
+        assert reader.bytes_read > 23 * 30_000 * 4
+
+
+def test_a_planner_is_called_by_one_thread_at_a_time(memory: str) -> None:
+    saved = {f"w{n}": torch.arange(40_000.0) for n in range(16)}
+    save(memory, saved, thread_count=4)
+    busy = threading.Lock()
+    used: set[int] = set()
+
+    class Alone(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            assert busy.acquire(blocking=False)
+            used.add(threading.get_ident())
+            tensor = super().resolve_tensor(read_item)
+            busy.release()
+            return tensor
+
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            assert busy.acquire(blocking=False)
+            busy.release()
+
+    read = {key: torch.zeros(40_000) for key in saved}
+    reader = PlacementFileSystemReader(memory)
+    dcp.load(read, storage_reader=reader, planner=Alone(), no_dist=True)
+    assert threading.get_ident() not in used
+    assert all(torch.equal(saved[key], read[key]) for key in saved)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_error_of_one_thread_is_the_error_of_the_load(memory: str, threads: int) -> None:
+    saved = {f"w{n}": torch.arange(40_000.0) for n in range(16)}
+    save(memory, saved, thread_count=4)
+    (victim, *_) = [name for name in names(memory) if name.endswith("_2.distcp")]
+    fsspec.filesystem("memory").rm(f"{memory}/{victim}")
+    reader = PlacementFileSystemReader(memory, thread_count=threads)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load(blank(saved), storage_reader=reader, no_dist=True)
+    assert victim in str(failures_of(caught.value))
+
+
+def test_ranges_are_read_with_one_request_each(flaky: type[Flaky]) -> None:
+    fs = RemoteFileSystem()
+    url = fs.concat_path(fs.init_path("flaky://bucket"), "file")
+    data = bytes(range(256)) * 10
+    fs.put(url, data)
+    flaky.calls.clear()
+    stream = RangeReader(fs.fs, url)
+    assert stream.seek(-10, io.SEEK_END) == len(data) - 10
+    assert (stream.read(4), stream.read(), stream.read(1)) == (data[-10:-6], data[-6:], b"")
+    assert flaky.calls == ["info", "cat_file", "cat_file"]
+    with fs.create_stream(url, "rb") as buffered:
+        assert buffered.read(10) == data[:10]
+        assert buffered.seek(100) == 100
+        assert buffered.read(10) == data[100:110]
+    assert flaky.calls[3:] == ["info", "cat_file"], "what is near comes with the first request"
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), TimeoutError("late"), OSError(5)])
+def test_a_request_that_fails_is_repeated(flaky: type[Flaky], error: OSError) -> None:
+    saved = {"w": torch.arange(70_000.0), "step": 3}
+    flaky.failures = [error] * (TRIES - 1)
+    save("flaky://bucket/ckpt", saved)
+    flaky.failures = [error] * (TRIES - 1)
+    reader = PlacementFileSystemReader("flaky://bucket/ckpt")
+    read = load(Path("none"), {"w": torch.zeros(70_000), "step": 0}, reader)
+    assert torch.equal(read["w"], saved["w"])
+    flaky.failures = [error] * 100
+    with pytest.raises(OSError, match="flaky://bucket/ckpt"):
+        reader.read_metadata()
+    assert len(flaky.failures) == 100 - TRIES
+
+
+@pytest.mark.parametrize("error", [PermissionError("Forbidden"), FileNotFoundError("no bucket")])
+def test_an_answer_is_not_asked_for_again(error: OSError, flaky: type[Flaky]) -> None:
+    flaky.failures = [error, OSError("asked again")]
+    with pytest.raises(type(error), match="flaky://bucket/file"):
+        RemoteFileSystem.open(_connected(), "flaky://bucket/file")
+    assert len(flaky.failures) == 1
+
+
+def _connected() -> RemoteFileSystem:
+    fs = RemoteFileSystem()
+    fs.init_path("flaky://bucket")
+    return fs
+
+
+def test_errors_of_other_kinds_name_the_url() -> None:
+    def call() -> None:
+        raise KeyError("no credentials")
+
+    with pytest.raises(OSError, match="s3://bucket/file: KeyError: 'no credentials'"):
+        request("s3://bucket/file", call)
+
+
+def test_protocols_that_are_not_known_are_one_line() -> None:
+    with pytest.raises(CannotLook, match="nothing://x/y: Protocol not known: nothing"):
+        PlacementFileSystemWriter("nothing://x/y")
+
+
+def test_options_reach_the_file_system(memory: str) -> None:
+    url = memory.replace("memory://", "dir://")
+    options = {"path": memory, "target_protocol": "memory"}
+    path = memory.removeprefix("memory:/")
+    assert PlacementFileSystemWriter(url, storage_options=options).fs.fs.path == path
+    assert PlacementFileSystemReader(url, storage_options=options).fs.fs.path == path
+    before = dict(fsspec.config.conf)
+    with default_options([url], options):
+        assert PlacementFileSystemReader(url).fs.fs.path == path
+    assert fsspec.config.conf == before
+
+
+def test_ranks_own_metadata_are_read_from_a_url(memory: str) -> None:
+    writer = PlacementFileSystemWriter(memory)
+    dcp.save({"w": torch.arange(6.0)}, storage_writer=writer, use_collectives=False)
+    assert names(memory)[0] == "__0.metadata"
+    read = load(Path("none"), {"w": torch.zeros(6)}, PlacementFileSystemReader(memory))
+    assert torch.equal(read["w"], torch.arange(6.0))
