@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from dcp_placements.cli.arguments import STORAGE_OPTIONS
 from dcp_placements.cli.commands.differing import diff_command
 from dcp_placements.cli.commands.doctoring import doctor_command
 from dcp_placements.cli.commands.drawing import draw_command
@@ -25,6 +27,7 @@ from dcp_placements.cli.printing import print_error
 from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.offline import CannotLook
 from dcp_placements.storage.metadata.provenance import own_version
+from dcp_placements.storage.remote.filesystem import default_options, is_url
 
 PROGRAM = "dcp-placements"
 DEBUG = "DCP_PLACEMENTS_DEBUG"
@@ -62,9 +65,21 @@ app = typer.Typer(
 
 def _add_command(name: str, function: Callable[..., int]) -> None:
     @wraps(function)
-    def command(*args: Any, **kwargs: Any) -> None:
-        raise typer.Exit(_exit_code(lambda: function(*args, **kwargs)))
+    def command(storage_option: list[Any] | None = None, **kwargs: Any) -> None:
+        urls = [str(value) for value in kwargs.values() if isinstance(value, str) and is_url(value)]
+        with default_options(urls, dict(storage_option or ())):
+            raise typer.Exit(_exit_code(lambda: function(**kwargs)))
 
+    signature = inspect.signature(function, eval_str=True)
+    option = inspect.Parameter(
+        "storage_option",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=STORAGE_OPTIONS,
+    )
+    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), option]
+    )
     # typer's own summary is cut short.
     first_paragraph = (function.__doc__ or "").partition("\n\n")[0]
     app.command(name, short_help=" ".join(first_paragraph.split()))(command)

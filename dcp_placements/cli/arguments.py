@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -62,6 +63,32 @@ def parse_pair(text: str) -> tuple[str, str]:
     if not first or not second:
         raise typer.BadParameter(f"{text!r}: write NAME=NAME, as in lm_head.weight=embed.weight")
     return first, second
+
+
+def parse_storage_option(text: str) -> tuple[str, Any]:
+    """Return the name and the value of ``KEY=VALUE``; a value that is JSON is decoded.
+
+    >>> parse_storage_option("anon=true"), parse_storage_option("key=AKIA0")
+    (('anon', True), ('key', 'AKIA0'))
+    """
+    name, _, value = text.partition("=")
+    if not name or not value:
+        raise typer.BadParameter(f"{text!r}: write KEY=VALUE, as in endpoint_url=http://host:9000")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+STORAGE_OPTIONS = Annotated[
+    list[Any] | None,
+    typer.Option(
+        "--storage-option",
+        parser=parse_storage_option,
+        metavar="KEY=VALUE",
+        help="Of the file system of a URL, for fsspec; may be repeated.",
+    ),
+]
 
 
 def parse_list(text: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from dcp_placements._torch import (
+    DEFAULT_SUFFIX,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -25,7 +26,7 @@ from dcp_placements._torch import (
     WriteItemType,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.output import Output
+from dcp_placements.offline.remote_output import AnyOutput
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 
 
@@ -58,7 +59,7 @@ class Piece:
 
 
 def write_chunks(
-    output: Output,
+    output: AnyOutput,
     targets: Mapping[str, Target],
     files: Sequence[Sequence[Piece]],
     progress: Callable[[int, int], None],
@@ -77,11 +78,12 @@ def write_chunks(
     metadata, plans, pieces = _plans(targets, files)
     total = sum(prod(target.shape) * target.dtype.itemsize for target in targets.values())
     with output.directory() as folder:
-        writer = PlacementFileSystemWriter(folder)
+        writer = PlacementFileSystemWriter(folder.path)
         writer.set_up_storage_writer(True)
         planner = cast(SavePlanner, _Reader(pieces, progress, total))
         results = []
         for plan in writer.prepare_global_plan(plans):
+            folder.wrote([f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"])
             written = writer.write_data(plan, planner)
             written.wait()
             results.append(written.value())

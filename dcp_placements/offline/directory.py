@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from dcp_placements.errors import CannotLook, format_names
 from dcp_placements.storage.file_reads import open_inside, why_barred
+from dcp_placements.storage.remote.filesystem import RemoteFileSystem, is_url
 
 
 class Directory:
@@ -18,55 +19,49 @@ class Directory:
 
     Raises:
         CannotLook: There is no such directory, or fsspec is needed and not installed.
+        OSError: The service cannot be reached or refuses.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._fs: Any = None
-        root = self.path
-        if "://" in self.path:
-            try:
-                from fsspec.core import url_to_fs
-            except ModuleNotFoundError as error:
-                raise CannotLook(
-                    f"{self.path}: a URL needs fsspec\n    way out:     pip install fsspec"
-                ) from error
-            self._fs, root = url_to_fs(self.path)
-        self._root = root.rstrip("/") or "/"
+        self._remote: RemoteFileSystem | None = None
+        self._root = self.path.rstrip("/") or "/"
         self._sizes: dict[str, int | None] = {}
-        exists = self._fs.exists(root) if self._fs else os.path.exists(root)
+        if is_url(self.path):
+            self._remote = RemoteFileSystem()
+            self._root = self._remote.init_path(self.path)
+        exists = self._remote.exists(self._root) if self._remote else os.path.exists(self.path)
         if not exists:
             raise CannotLook(f"{self.path}: there is no such path")
-        if not (self._fs.isdir(root) if self._fs else os.path.isdir(root)):
+        if not (self._remote.isdir(self._root) if self._remote else os.path.isdir(self.path)):
             raise CannotLook(
                 f"{self.path}: this is a file\n    way out:     give the checkpoint's directory"
             )
 
     def names(self) -> list[str]:
         """Return the names of what is in the directory itself, sorted."""
-        if self._fs is None:
+        if self._remote is None:
             return sorted(os.listdir(self._root))
-        return sorted(os.path.basename(str(p).rstrip("/")) for p in self._fs.ls(self._root, False))
+        return sorted(os.path.basename(path) for path in self._remote.ls(self._root))
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a file; None where no file of that name may be opened."""
         if name not in self._sizes:
             path = self._path(name)
-            if self._fs is None:
+            if self._remote is None:
                 plain = os.path.isfile(path) and self.why_barred(name) is None
                 self._sizes[name] = os.path.getsize(path) if plain else None
             else:
-                is_file = self._fs.isfile(path)
-                self._sizes[name] = int(self._fs.size(path)) if is_file else None
+                self._sizes[name] = self._remote.size(path)
         return self._sizes[name]
 
     def why_barred(self, name: str) -> str | None:
         """Return why a file is not opened: a link that leads elsewhere, or no plain file."""
-        return None if self._fs is not None else why_barred(self._root, name)
+        return None if self._remote else why_barred(self._root, name)
 
     def modified(self, name: str) -> float | None:
         """Return when a file was last written, in seconds since 1970; None for a URL."""
-        return os.path.getmtime(self._path(name)) if self._fs is None else None
+        return None if self._remote else os.path.getmtime(self._path(name))
 
     def open(self, name: str) -> IO[bytes]:
         """Return a file, open for reading by position.
@@ -74,12 +69,13 @@ class Directory:
         Raises:
             OSError: It cannot be opened.
         """
-        path = self._path(name)
-        return open_inside(self._root, name) if self._fs is None else self._fs.open(path, "rb")
+        if self._remote:
+            return self._remote.open(self._path(name))
+        return open_inside(self._root, name)
 
     def local(self, name: str) -> Path | None:
         """Return where a file is on this machine's disk; None where it is elsewhere."""
-        return Path(self._path(name)) if self._fs is None else None
+        return None if self._remote else Path(self._path(name))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

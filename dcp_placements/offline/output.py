@@ -16,7 +16,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,7 +49,7 @@ class Output:
         path: Of the output.
 
     Raises:
-        CannotLook: The path exists, another process is writing it, or it is a URL.
+        CannotLook: The path exists, or another process is writing it.
         OSError: Nothing can be written there.
     """
 
@@ -80,7 +80,7 @@ class Output:
                 parent.rmdir()  # still empty, as after an error
 
     @contextmanager
-    def directory(self, identity: str | None = None) -> Iterator[Path]:
+    def directory(self, identity: str | None = None) -> Iterator[Folder]:
         """Yield a directory to write into; it becomes the output when the block ends.
 
         Args:
@@ -91,9 +91,9 @@ class Output:
             _remove(self._partial)
             self._partial.mkdir()
             if identity is not None:
-                write_file(self._partial / IDENTITY, identity.encode())
+                Folder(self._partial).write(IDENTITY, identity.encode())
         try:
-            yield self._partial
+            yield Folder(self._partial)
             if identity is not None:
                 (self._partial / IDENTITY).unlink()
             _sync_directory(self._partial)
@@ -139,7 +139,7 @@ class Output:
             os.rename(self._partial, self.path)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise _is_there(self.path) from None
+                raise is_there(self.path) from None
             raise
         _sync_directory(self.path.parent)
 
@@ -147,7 +147,7 @@ class Output:
         try:
             os.link(self._partial, self.path)
         except FileExistsError:
-            raise _is_there(self.path) from None
+            raise is_there(self.path) from None
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -156,25 +156,55 @@ class Output:
         _sync_directory(self.path.parent)
 
 
+class Folder:
+    """An unfinished directory on this machine.
+
+    Args:
+        path: Of the directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def file(self, name: str, *, buffering: int = -1) -> Iterator[IO[bytes]]:
+        """Yield a new file; it gets its name when it is whole."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        _remove(partial)
+        with new_file(partial, buffering=buffering) as stream:
+            yield stream
+        os.replace(partial, path)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file."""
+        with self.file(name) as stream:
+            stream.write(data)
+
+    def has(self, name: str) -> bool:
+        """Whether an earlier attempt has finished a file."""
+        return is_own_file(self.path / name)
+
+    def wrote(self, names: Iterable[str]) -> None:
+        """Take note of files that were not written by ``file``; here they need no notes."""
+
+
 def absent(path: str | os.PathLike[str]) -> Path:
     """Return the path of an output, which does not exist yet or is an empty directory.
 
     Raises:
-        CannotLook: It exists, or it is no path of this machine.
+        CannotLook: It exists.
     """
     out = Path(path)
-    if "://" in os.fspath(path):
-        raise CannotLook(
-            f"{format_name(path)}: an output appears by renaming, which a URL cannot do\n"
-            "    way out:     write it to a disk of this machine, and copy it"
-        )
     is_empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
     if os.path.lexists(out) and not is_empty:
-        raise _is_there(out)
+        raise is_there(out)
     return out
 
 
-def _is_there(out: Path) -> CannotLook:
+def is_there(out: str | os.PathLike[str]) -> CannotLook:
+    """Return the error for an output that exists."""
     return CannotLook(
         f"{format_name(out)}: is there already, and is left as it is\n"
         "    way out:     give another name"
@@ -193,22 +223,6 @@ def new_file(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
         yield stream
         stream.flush()
         os.fsync(stream.fileno())
-
-
-@contextmanager
-def whole_file(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
-    """Yield a new file of an unfinished directory; it gets its name when it is whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    _remove(partial)
-    with new_file(partial, buffering=buffering) as stream:
-        yield stream
-    os.replace(partial, path)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file of an unfinished directory."""
-    with whole_file(path) as stream:
-        stream.write(data)
 
 
 def is_own_file(path: Path) -> bool:

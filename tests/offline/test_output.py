@@ -96,7 +96,7 @@ HOLDER = """
 import sys, time
 from dcp_placements.offline.output import Output
 with Output(sys.argv[1]) as output, output.directory() as folder:
-    (folder / "half").write_text("half")
+    (folder.path / "half").write_text("half")
     print("holds", flush=True)
     time.sleep(600)
 """
@@ -114,7 +114,7 @@ def test_a_holder_is_named_and_a_dead_one_gives_way(tmp_path: Path) -> None:
         worker.wait()
         assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", ".out.partial"]
         with Output(out) as output, output.directory() as folder:
-            (folder / "whole").write_text("whole")
+            (folder.path / "whole").write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in out.iterdir()] == ["whole"]
 
@@ -149,7 +149,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
 
     def directory() -> None:
         with Output(tmp_path / "a" / "b" / "out") as output, output.directory() as folder:
-            (folder / "half").write_text("half")
+            (folder.path / "half").write_text("half")
             raise RuntimeError
 
     def file() -> None:
@@ -239,8 +239,8 @@ def test_planted_parts_of_an_export_are_not_kept(tmp_path: Path, run: Run) -> No
 def test_what_a_stopped_attempt_left_is_kept_for_the_same_output_only(tmp_path: Path) -> None:
     def attempt(identity: str) -> Any:
         with Output(tmp_path / "out") as output, output.directory(identity) as folder:
-            seen = sorted(path.name for path in folder.iterdir())
-            (folder / "part").write_text("part")
+            seen = sorted(path.name for path in folder.path.iterdir())
+            (folder.path / "part").write_text("part")
             raise RuntimeError(seen)
 
     for identity, seen in (("a", []), ("a", ["part"]), ("b", []), ("b", ["part"])):
@@ -253,5 +253,5 @@ def test_waiting_for_nobody_is_quick(tmp_path: Path) -> None:
     begun = time.monotonic()
     for number in range(20):
         with Output(tmp_path / str(number)) as output, output.directory() as folder:
-            (folder / "x").write_text("x")
+            (folder.path / "x").write_text("x")
     assert time.monotonic() - begun < 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,7 +30,7 @@ def doctor_command(
     ] = None,
     mesh: Mesh = None,
     rescue: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write what is sound to a new checkpoint.")
+        str | None, typer.Option(metavar="OUT", help="Write what is sound to a new checkpoint.")
     ] = None,
     json: Json = False,
 ) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,8 +17,8 @@ def draw_command(
         str | None, typer.Argument(metavar="[FQN]", help="A tensor; all of them without.")
     ] = None,
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="A .png or .svg file.")
-    ] = Path("checkpoint.png"),
+        str, typer.Option("-o", "--output", metavar="FILE", help="A .png or .svg file.")
+    ] = "checkpoint.png",
     json: Json = False,
 ) -> int:
     """Draw a tensor's chunks by writer rank, or the bytes that each rank wrote."""

@@ -22,7 +22,7 @@ from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.differences.comparing import same_bits
-from dcp_placements.offline.output import Output, is_own_file, whole_file, write_file
+from dcp_placements.offline.remote_output import AnyFolder, AnyOutput, output_at
 from dcp_placements.storage.file_reads import write_all
 from dcp_placements.storage.safetensors_files import DTYPES, write_header
 
@@ -97,7 +97,7 @@ def export_safetensors(
 
     Args:
         checkpoint: The checkpoint; its data is read piece by piece.
-        out: The directory, which must not exist.
+        out: The directory or URL, which must not exist.
         max_shard_size: Bytes of tensors in a file; a larger tensor has a file to itself.
         dtype: The dtype of floating-point tensors of 16 bits or more; None changes none.
         rename: From the model's name of a tensor to the file's: to a name, or to a ``Rows`` or
@@ -118,13 +118,13 @@ def export_safetensors(
         PlacementError: The checkpoint is not whole; a name is missing or given twice; safetensors
             has no such dtype; tied tensors differ. All of it before anything is written.
     """
-    with Output(out) as output:
+    with output_at(out) as output:
         plan = _Plan(checkpoint, rename, dtype, prefix, optimizer, exclude, memory, tied or {})
         return _export_safetensors(output, plan, max_shard_size, memory, progress)
 
 
 def _export_safetensors(
-    output: Output, plan: _Plan, max_shard_size: int, memory: int, progress: Progress
+    output: AnyOutput, plan: _Plan, max_shard_size: int, memory: int, progress: Progress
 ) -> Exported:
     faults = [
         Fault(tensor.fqn, f"safetensors files have no dtype {tensor.dtype}")
@@ -137,18 +137,18 @@ def _export_safetensors(
     total = sum(files.values())
     identity = plan.identity({"shards": {k: len(v) for k, v in shards.items()}})
     kept = []
-    with output.directory(identity) as half, BoxReader(plan.checkpoint) as reader:
+    with output.directory(identity) as folder, BoxReader(plan.checkpoint) as reader:
         writer = _Writer(reader, memory, progress, total)
         for name, tensors in shards.items():
-            if is_own_file(half / name):
+            if folder.has(name):
                 kept.append(name)
                 writer.advance(files[name])
             else:
-                writer.write_file(half / name, tensors)
+                writer.write_file(folder, name, tensors)
         if len(shards) > 1:
             weights = {t.fqn: name for name, tensors in shards.items() for t in tensors}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-            write_file(half / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+            folder.write(INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return plan.exported(output.path, files, kept=tuple(kept), directly=writer.directly)
 
 
@@ -167,7 +167,7 @@ def export_torch(
 
     Args:
         checkpoint: The checkpoint.
-        out: The file, which must not exist.
+        out: The file or its URL, which must not exist.
         dtype: As in ``export_safetensors``.
         rename: Likewise.
         prefix: Likewise.
@@ -179,7 +179,7 @@ def export_torch(
         CannotLook: As ``export_safetensors``.
         PlacementError: Likewise, except that any dtype can be written.
     """
-    with Output(out) as output:
+    with output_at(out) as output:
         plan = _Plan(
             checkpoint, rename, dtype, prefix, optimizer, exclude, MEMORY_NBYTES, tied or {}
         )
@@ -189,7 +189,7 @@ def export_torch(
             state_dict[name] = state_dict[whose]
         with output.file() as stream:
             torch.save(state_dict, stream)
-    files = {output.path.name: sum(tensor.nbytes for tensor in plan.tensors)}
+    files = {os.path.basename(output.path): sum(tensor.nbytes for tensor in plan.tensors)}
     return plan.exported(output.path, files)
 
 
@@ -256,7 +256,7 @@ class _Plan:
             digest.update(_bytes(f"{fqn} {source.dtype} {chunks}\n"))
         return digest.hexdigest()
 
-    def exported(self, out: Path, files: Mapping[str, int], **more: Any) -> Exported:
+    def exported(self, out: str | Path, files: Mapping[str, int], **more: Any) -> Exported:
         """Return the report."""
         return Exported(
             source=self.checkpoint.path,
@@ -291,10 +291,10 @@ class _Writer:
         self._done += nbytes
         self._progress(self._done, self._total)
 
-    def write_file(self, path: Path, tensors: Sequence[AssembledTensor]) -> None:
+    def write_file(self, folder: AnyFolder, name: str, tensors: Sequence[AssembledTensor]) -> None:
         """Write one safetensors file."""
         entries = [(tensor.fqn, tensor.dtype, tensor.shape) for tensor in tensors]
-        with whole_file(path, buffering=0) as stream:
+        with folder.file(name, buffering=0) as stream:
             write_all(stream, memoryview(write_header(entries, {"format": "pt"})))
             for tensor in tensors:
                 self._write(tensor, stream)

@@ -15,7 +15,7 @@ from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
-from dcp_placements.offline.output import Output
+from dcp_placements.offline.remote_output import output_at
 
 FILE_NBYTES = 4 << 30
 MEMORY_NBYTES = 1 << 30
@@ -65,8 +65,8 @@ def import_safetensors(
     checkpoint like the files, with ``rename=`` of its planner.
 
     Args:
-        source: A directory of ``*.safetensors``, with or without an index.
-        out: The checkpoint's directory, which must not exist.
+        source: A directory or URL of ``*.safetensors``, with or without an index.
+        out: The checkpoint's directory or URL, which must not exist.
         rename: As in ``export_safetensors``, from the files' names to the checkpoint's.
         memory: Bytes that data may take.
         progress: Called with ``(done, total)`` bytes as files are written.
@@ -77,7 +77,7 @@ def import_safetensors(
         PlacementError: The files are not whole; a name is missing or given twice. All of it before
             anything is written.
     """
-    with Output(out) as output:
+    with output_at(out) as output:
         checkpoint = Checkpoint(source)
         if checkpoint.format != SAFETENSORS:
             raise PlacementError(f"{checkpoint.path}: this is a DCP checkpoint already")

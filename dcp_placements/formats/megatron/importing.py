@@ -29,7 +29,7 @@ from dcp_placements.formats.megatron.plan import ImportPlan
 from dcp_placements.formats.megatron.report import OF_THE_RUN, ImportReport
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.output import Output
+from dcp_placements.offline.remote_output import AnyOutput, output_at
 
 NOT_ASKED_FOR = "not asked for"
 
@@ -56,7 +56,8 @@ def import_megatron(
 
     Args:
         source: The directory of one iteration, or of all with the tracker file.
-        out: The checkpoint's directory, which must not exist. It appears when all is written.
+        out: The checkpoint's directory or URL, which must not exist. A directory appears when all
+            is written.
         preset: The preset for the names of the weights; ``"megatron_core"``.
         vocab_size: Rows of the vocabulary without padding; by default from the run's arguments,
             and all rows if they do not say.
@@ -77,7 +78,7 @@ def import_megatron(
     """
     if preset != "megatron_core":
         raise PlacementError(f"there is no preset {preset!r} for this: use 'megatron_core'")
-    with Output(out) as output:
+    with output_at(out) as output:
         layout = megatron_layout(source, expert_parallel_size=expert_parallel_size)
         if layout.layout == "ambiguous":
             raise PlacementError(f"{layout.path}: {layout.reason}")
@@ -93,7 +94,7 @@ def import_megatron(
 
 def _import_legacy(
     layout: MegatronLayout,
-    output: Output,
+    output: AnyOutput,
     vocab_size: int | None,
     optimizer: bool | None,
     progress: Callable[[int, int], None],
@@ -144,7 +145,7 @@ def _optimizer_error(layout: MegatronLayout, why: str) -> PlacementError:
 
 def _import_dist(
     layout: MegatronLayout,
-    output: Output,
+    output: AnyOutput,
     vocab_size: int | None,
     optimizer: bool | None,
     progress: Callable[[int, int], None],

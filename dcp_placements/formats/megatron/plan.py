@@ -18,7 +18,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, tiles, uncovered
 from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
 from dcp_placements.offline.differences.comparing import same_bits
-from dcp_placements.offline.output import Output
+from dcp_placements.offline.remote_output import AnyOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,16 @@ class ImportPlan:
                     "way out:     another iteration; or load it in Megatron, which takes one",
                 )
 
-    def write(self, output: Output, progress: Callable[[int, int], None]) -> None:
+    def write(self, output: AnyOutput, progress: Callable[[int, int], None]) -> None:
         """Write the checkpoint, one file per file of the source."""
         by_file: dict[str, list[Piece]] = {}
         for (fqn, box), source in self.sources.items():
             by_file.setdefault(source.file, []).append(Piece(fqn, box, source.read))
         write_chunks(output, self.targets, list(by_file.values()), progress)
 
-    def report(self, layout: MegatronLayout, out: Path, notes: tuple[str, ...]) -> ImportReport:
+    def report(
+        self, layout: MegatronLayout, out: str | Path, notes: tuple[str, ...]
+    ) -> ImportReport:
         """Return the report of the import."""
         return ImportReport(
             source=str(layout.path),

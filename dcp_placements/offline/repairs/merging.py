@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline.directory import Directory
-from dcp_placements.offline.output import Output
 from dcp_placements.offline.readers.dcp import (
     checked_rows,
     is_torch_dist,
     read_pickle,
     read_rank_parts,
 )
+from dcp_placements.offline.remote_output import output_at
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
@@ -32,7 +31,7 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
     older ones do not; with ``rewrite`` such a ``.metadata`` is read, and written anew.
 
     Args:
-        path: The checkpoint directory.
+        path: The checkpoint's directory or URL.
         rewrite: Write the existing ``.metadata`` anew, in place of merging those of ranks.
 
     Returns:
@@ -43,14 +42,14 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
             cannot be read or is refused; or another process is writing ``.metadata``.
         PlacementError: Chunks overlap, or no rank stored some elements. Nothing is written then.
     """
-    directory = Path(path)
     if rewrite:
-        return _rewritten(directory)
+        return _rewritten(Directory(path))
     with quiet_gc():
-        parts = read_rank_parts(Directory(path))
+        directory = Directory(path)
+        parts = read_rank_parts(directory)
     if not parts:
         raise CannotLook(
-            f"{directory}: no __<rank>.metadata files, so there is nothing to merge\n"
+            f"{directory.path}: no __<rank>.metadata files, so there is nothing to merge\n"
             "    way out:     give the directory of a save with use_collectives=False"
         )
     with quiet_gc():
@@ -59,19 +58,21 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
     return merged
 
 
-def _rewritten(path: Path) -> Metadata:
-    directory = Directory(path)
+def _rewritten(directory: Directory) -> Metadata:
     if ".metadata" not in directory.names():
-        raise CannotLook(f"{path}: no .metadata, so there is nothing to rewrite")
+        raise CannotLook(f"{directory.path}: no .metadata, so there is nothing to rewrite")
     if is_torch_dist(directory):
-        raise CannotLook(f"{path}: .metadata is Megatron's, of a class of its own: not rewritten")
+        raise CannotLook(
+            f"{directory.path}: .metadata is Megatron's, of a class of its own: not rewritten"
+        )
     with quiet_gc():
         metadata = read_pickle(directory, ".metadata")
         metadata.storage_data = StorageTable(checked_rows(directory.path, metadata))
-        _write(path, metadata, metadata.storage_data)
+        _write(directory, metadata, metadata.storage_data)
     return metadata
 
 
-def _write(directory: Path, metadata: Metadata, table: StorageTable) -> None:
-    with Output(directory / ".metadata", replace=True) as output, output.file() as stream:
+def _write(directory: Directory, metadata: Metadata, table: StorageTable) -> None:
+    target = os.path.join(directory.path, ".metadata")
+    with output_at(target, replace=True) as output, output.file() as stream:
         write_metadata(metadata, table, stream)

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from dcp_placements.offline.checkpoint import (
     StoredTensor,
 )
 from dcp_placements.offline.experts import ExpertFamily, expert_families, expert_key
-from dcp_placements.offline.output import Output, new_file, write_file
+from dcp_placements.offline.remote_output import AnyFolder, output_at
 from dcp_placements.offline.repairs.diagnosis import (
     OVERWRITTEN,
     UNCLEAR,
@@ -42,7 +41,7 @@ from dcp_placements.offline.repairs.diagnosis import (
     ExpertTensor,
 )
 from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.table import RowsBuilder, StorageTable
+from dcp_placements.storage.metadata.table import Rows, RowsBuilder, StorageTable
 
 COPY_NBYTES = 8 << 20
 LIST = "rescue.json"
@@ -84,14 +83,13 @@ def rescue(
     Args:
         checkpoint: The checkpoint that was diagnosed.
         diagnosis: Its diagnosis.
-        out: A directory that does not exist yet.
+        out: A directory or URL where nothing is yet.
         progress: Called with the bytes written so far, and in all.
 
     Raises:
         CannotLook: ``out`` exists or is being written, or the checkpoint is not DCP's.
         PlacementError: There is nothing to rescue, or a file of the checkpoint is damaged.
     """
-    target = Path(out)
     if checkpoint.format == SAFETENSORS:
         raise CannotLook(f"{checkpoint.path}: only a DCP checkpoint can be rescued")
     if diagnosis.healthy:
@@ -108,25 +106,26 @@ def rescue(
     losses = diagnosis.layers.values()
     # Without a mesh no expert has a number in the model, so all are lost.
     all_lost = {tensor.layer: tuple(range(tensor.experts or 0)) for tensor in overwritten}
-    with Output(target) as output, output.directory() as folder:
+    with output_at(out) as output, output.directory() as folder:
         copied = [_copied_key(checkpoint, fqn) for fqn in diagnosis.sound]
         experts = [
             key
             for tensor in overwritten
             for key in _expert_keys(diagnosis, tensor, families[tensor.fqn])
         ]
-        nbytes = _write(checkpoint, folder, [*copied, *experts], progress)
+        rows = _write_data(checkpoint, folder, [*copied, *experts], progress)
         result = Rescue(
-            str(target),
+            str(output.path),
             diagnosis.sound,
             {key.fqn: key.old for key in experts},
             tuple(key for tensor in overwritten for key in families[tensor.fqn].keys),
             {loss.layer: loss.lost for loss in losses} or all_lost,
             {loss.layer: loss.weights_only for loss in losses if loss.weights_only},
-            nbytes,
+            int(rows.rows["length"].sum()),
         )
         document = {"rescued_from": checkpoint.path, **to_json(result)}
-        write_file(folder / LIST, (json.dumps(document, indent=2) + "\n").encode())
+        folder.write(LIST, (json.dumps(document, indent=2) + "\n").encode())
+        _write_metadata(checkpoint, folder, [*copied, *experts], rows)
     return result
 
 
@@ -222,13 +221,13 @@ def _expert_keys(
         yield _Key(fqn, tensor.fqn, stored, records)
 
 
-def _write(
+def _write_data(
     checkpoint: Checkpoint,
-    folder: Path,
+    folder: AnyFolder,
     keys: Sequence[_Key],
     progress: Callable[[int, int], None],
-) -> int:
-    """Write the data files, and ``.metadata`` last; return bytes of data."""
+) -> Rows:
+    """Write the data files; return the place of every record."""
     by_file: dict[str, list[_Record]] = {}
     for record in [record for key in keys for record in key.records]:
         by_file.setdefault(record.source.file or "", []).append(record)
@@ -238,9 +237,7 @@ def _write(
     with BoxReader(checkpoint) as reader:
         for name, records in sorted(by_file.items()):
             records.sort(key=lambda record: (record.source.start, record.index.fqn))
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with new_file(path) as stream:
+            with folder.file(name) as stream:
                 for record in records:
                     start = stream.tell()
                     _write_record(record, reader, checkpoint, stream)
@@ -254,12 +251,18 @@ def _write(
                     )
                     done += length
                     progress(done, max(total, done))
+    return rows.rows()
+
+
+def _write_metadata(
+    checkpoint: Checkpoint, folder: AnyFolder, keys: Sequence[_Key], rows: Rows
+) -> None:
+    """Write ``.metadata``, which completes the checkpoint."""
     metadata = Metadata(
         {key.fqn: key.stored for key in keys}, planner_data=_paths(checkpoint, keys)
     )
-    with new_file(folder / ".metadata") as stream:
-        write_metadata(metadata, StorageTable(rows.rows()), stream)
-    return done
+    with folder.file(".metadata") as stream:
+        write_metadata(metadata, StorageTable(rows), stream)
 
 
 def _write_record(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_placements.errors import CannotLook, format_name
-from dcp_placements.offline.output import Output
+from dcp_placements.offline.remote_output import output_at
 
 FEW = ("#2f6db3", "#d9771f", "#86b3e0", "#f4bd85", "#4f8a5b", "#a8cfa6", "#77629e", "#c5b8dc")
 """Colours of up to eight writers; those of more writers are steps along ``RAMP``."""
@@ -90,13 +90,12 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """
     import matplotlib
 
-    target = Path(path)
-    kind = check_picture_name(target)
+    kind = check_picture_name(path)
     # The same bytes from the same input, and text as text.
     reproducible: Any = {"svg.hashsalt": "dcp_placements", "svg.fonttype": "none"}
     notes = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
     with (
-        Output(target, replace=True) as output,
+        output_at(path, replace=True) as output,
         output.file() as stream,
         matplotlib.rc_context(reproducible),
     ):
