@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "scripts" / "examples"
-TORCHRUN = "transformers_moe.py"
+TORCHRUN = {"live_transfer.py": 4, "transformers_moe.py": 2}
+"""Examples for real ranks, and how many."""
+
 PRINTED = {
+    "live_transfer.py": "equal bit for bit: True\n",
     "megatron_core.py": "experts 0-3: True\nvocabulary without its padding: True\n",
     "megatron_lite.py": "layer 3 of stage 1, gate over up: True\n"
     "its expert 3, local number 1 on ep 1: True\n",
     "torchtitan.py": "whole in the file: True\nthe same chunks as with torch's planner: True\n",
-    TORCHRUN: "logits equal: True\n",
+    "transformers_moe.py": "logits equal: True\n",
     "veomni.py": "experts in the file: 0 1 2 3 4 5 6 7\n",
 }
 
@@ -32,7 +35,7 @@ def test_every_example_is_short_and_run_here() -> None:
         assert len(file.read_text().splitlines()) < 80, file.name
 
 
-@pytest.mark.parametrize("name", [name for name in PRINTED if name != TORCHRUN])
+@pytest.mark.parametrize("name", [name for name in PRINTED if name not in TORCHRUN])
 def test_it_prints_what_it_says(name: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -40,13 +43,14 @@ def test_it_prints_what_it_says(name: str) -> None:
 
 
 @pytest.mark.dist
-def test_the_one_for_real_ranks_prints_what_it_says(tmp_path: Path) -> None:
-    if find_spec("transformers") is None:
+@pytest.mark.parametrize("name", TORCHRUN)
+def test_those_for_real_ranks_print_what_they_say(name: str, tmp_path: Path) -> None:
+    if name == "transformers_moe.py" and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     root = EXAMPLES.parent.parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(EXAMPLES / TORCHRUN)],
+        [*command, "--nproc-per-node", str(TORCHRUN[name]), str(EXAMPLES / name)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -54,4 +58,4 @@ def test_the_one_for_real_ranks_prints_what_it_says(tmp_path: Path) -> None:
         check=False,
     )
     # Judged by what is printed: gloo's threads sometimes abort a process that is done.
-    assert done.stdout == PRINTED[TORCHRUN], done.stderr
+    assert done.stdout == PRINTED[name], done.stderr

@@ -113,15 +113,22 @@ MESH = typer.Option(
     "--mesh", metavar="AXIS=SIZE,...", parser=_parser(parse_mesh), help="Such as ep=8,edp=2."
 )
 Mesh = Annotated[MeshAxes | None, MESH]
-Fsdp = Annotated[
-    Any,
-    typer.Option(
-        "--fsdp",
-        metavar="AXIS,...",
-        parser=parse_list,
-        help="Axes over which FSDP cuts dim 0.",
-    ),
-]
+
+
+def _fsdp(name: str) -> Any:
+    help_text = "Axes over which FSDP cuts dim 0."
+    return typer.Option(name, metavar="AXIS,...", parser=parse_list, help=help_text)
+
+
+Fsdp = Annotated[Any, _fsdp("--fsdp")]
+TargetFsdp = Annotated[Any, _fsdp("--target-fsdp")]
+TARGET_RULES = typer.Option("--target-rules", metavar="MODULE:FUNC", help="The same of the target.")
+TARGET_MESH = typer.Option(
+    "--target-mesh",
+    metavar="AXIS=SIZE,...",
+    parser=_parser(parse_mesh),
+    help="The mesh of the target.",
+)
 RenameFunction = Annotated[
     Rename | None,
     typer.Option(
