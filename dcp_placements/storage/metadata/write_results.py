@@ -94,8 +94,12 @@ def confirmation_of(rows: Rows, outline: Outline) -> Confirmation | None:
     lengths[by_row[lengths[by_row] != length]] = -1
     explicit = length[lengths[by_row] < 0]
     follow = bool((_following(path, length) == start).all())
+    # Chunks of one slot are mostly written in the order of the plan.
+    by_slot = by_row.astype(np.int32)
+    is_in_order = bool((_order_of(by_slot, slots) == order).all())
     sent = (
-        np.diff(order, prepend=0).astype(np.int32).tobytes(),
+        by_slot.tobytes() if is_in_order else None,
+        None if is_in_order else order,
         lengths.tolist(),
         explicit.tolist(),
         path.tobytes() if len(rows.paths) > 1 else None,
@@ -195,9 +199,13 @@ class _Columns(NamedTuple):
 @lru_cache(maxsize=256)
 def _columns(places: bytes, fqns: tuple[str, ...], slots: bytes) -> _Columns:
     """Return what ranks with equal records have in common."""
-    steps, lengths, explicit, paths, begins, starts = pickle.loads(zlib.decompress(places))
-    order = np.cumsum(np.frombuffer(steps, np.int32))
-    by_row = np.frombuffer(slots, np.int64)[order]
+    in_order, order, lengths, explicit, paths, begins, starts = pickle.loads(
+        zlib.decompress(places)
+    )
+    numbers = np.frombuffer(slots, np.int64)
+    if order is None:
+        order = _order_of(np.frombuffer(in_order, np.int32), numbers).tolist()
+    by_row = numbers[order]
     length = np.array(lengths, np.int64)[by_row]
     length[length < 0] = explicit
     path = np.zeros(len(order), np.uint32)
@@ -205,12 +213,19 @@ def _columns(places: bytes, fqns: tuple[str, ...], slots: bytes) -> _Columns:
         path = np.frombuffer(paths, np.uint32)
     names: dict[str, int] = {}
     rows = np.zeros(len(order), ROW)
-    rows["fqn"] = [names.setdefault(fqns[at], len(names)) for at in order.tolist()]
+    rows["fqn"] = [names.setdefault(fqns[at], len(names)) for at in order]
     rows["offset"] = by_row
     rows["path"] = path
     rows["start"] = _following(path, length) if begins is None else np.frombuffer(begins, np.int64)
     rows["length"] = length
     return _Columns(tuple(names), tuple(dict.fromkeys(by_row.tolist())), rows, starts)
+
+
+def _order_of(by_row: Array, slots: Array) -> Array:
+    """Return the plan's position of every row, where the chunks of each slot are in order."""
+    order = np.empty(len(by_row), np.int64)
+    order[np.argsort(by_row, kind="stable")] = np.argsort(slots, kind="stable")
+    return order
 
 
 def _following(path: Array, length: Array) -> Array:
