@@ -35,7 +35,8 @@ for line in needed:
         print(line)
 END
     )
-    grep -v '^torch==' scripts/constraints.txt >"$VIRTUAL_ENV/constraints.txt"
+    # Torch has a bound of its own for setuptools.
+    grep -vE '^(torch|setuptools)==' scripts/constraints.txt >"$VIRTUAL_ENV/constraints.txt"
     # Prints that triton is missing, which no test needs.
     "$python" -m pip install -q -c "$VIRTUAL_ENV/constraints.txt" "${libraries[@]}" "${tools[@]}"
     "$python" -m pip install -qq --no-deps -e .

@@ -274,7 +274,8 @@ class PlacementFileSystemWriter(FileSystemWriter):
                     if item.type == WriteItemType.BYTE_IO:
                         data = planner.resolve_data(item)
                         assert isinstance(data, BytesIO)
-                        stream.write(data.getbuffer())
+                        with data.getbuffer() as contents:
+                            stream.write(contents)
                         builder.add_start(None, None)
                         start = _note(builder, item, name, start, stream.tell())
                 for tensor, item in loaded:

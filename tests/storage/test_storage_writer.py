@@ -247,6 +247,10 @@ def save_both(tmp_path: Path, size: int, count: int) -> tuple[Metadata, Metadata
 
 def test_torch_finds_in_metadata_what_its_own_writer_says(tmp_path: Path) -> None:
     stock, ours = save_both(tmp_path, 8, 20)
+    for entry in stock.state_dict_metadata.values():
+        # From torch 2.15 on. Our file leaves them out, so that every torch reads it.
+        if getattr(getattr(entry, "properties", None), "strides", None) is not None:
+            entry.properties.strides = None
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert {
         index: dataclasses.replace(info, relative_path=without_id(info.relative_path))
