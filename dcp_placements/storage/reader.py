@@ -54,7 +54,7 @@ from dcp_placements.storage.remote.filesystem import (
     file_system,
     is_url,
 )
-from dcp_placements.storage.tensor_record import check_stored
+from dcp_placements.storage.tensor_record import stored_zip
 
 
 class PlacementFileSystemReader(FileSystemReader):
@@ -378,7 +378,7 @@ class _Restricted:
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Pass on what ``torch.load`` accepts with ``weights_only``; planners load it without."""
         try:
-            check_stored(value)
+            stored_zip(value)
             torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
             # Of any type, by what is in the pickle.

@@ -41,6 +41,12 @@ CHECK_NBYTES = 12
 """What follows the elements: a mark, their checksum, and their length."""
 
 _LOCAL_HEADER = struct.Struct("<4s2xHH8xI4xHH")
+_END = struct.Struct("<4s12xIH")
+_END64 = struct.Struct("<4s44xQ")
+_END64_LOCATOR = struct.Struct("<4s4xQ4x")
+_ENDS_NBYTES = _END64.size + _END64_LOCATOR.size + _END.size
+"""A zip file ends with these three, or with the last of them alone."""
+
 _DESCRIPTOR_NBYTES = 16
 _SIZES_FOLLOW = 8
 _UTF_8 = 0x800
@@ -221,7 +227,7 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
         Exception: Whatever else a broken record makes ``torch.load`` raise.
     """
     nbytes = int(stream.seek(0, io.SEEK_END))
-    file = _stored_zip(stream)
+    file = stored_zip(stream)
     if file is None:
         raise ValueError("it is no zip file of torch.save")
     _check_pickle(file)
@@ -236,29 +242,51 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
     return loaded
 
 
-def check_stored(stream: Any) -> bool:
-    """Return whether a stream is a zip file, after which it is at its beginning again.
+def stored_zip(stream: Any) -> zipfile.ZipFile | None:
+    """Return a stream as a zip file in which ``torch.load`` finds what ``zipfile`` does.
+
+    The stream is at its beginning then. None where it does not begin as a zip file: ``torch.load``
+    reads that in its older format. Of entries whose names differ at most in case, and of several
+    directories, the two may choose different ones.
 
     Raises:
+        zipfile.BadZipFile: It is broken.
         ValueError: An entry is compressed, or the entries are more bytes than the file.
     """
-    is_zip = _stored_zip(stream) is not None
-    stream.seek(0)
-    return is_zip
-
-
-def _stored_zip(stream: Any) -> zipfile.ZipFile | None:
-    """Return a stream as a zip file without compressed entries; None where it is none."""
-    if not zipfile.is_zipfile(stream):
-        return None
     nbytes = int(stream.seek(0, io.SEEK_END))
+    stream.seek(0)
+    is_zip = stream.read(len(LOCAL)) == LOCAL
+    stream.seek(0)
+    if not is_zip:
+        return None
     file = zipfile.ZipFile(stream)
-    for entry in file.infolist():
+    entries = file.infolist()
+    if _directory_start(stream, nbytes) != file.start_dir:
+        raise zipfile.BadZipFile("its directory is not where its end says")
+    if len({entry.filename.lower() for entry in entries}) != len(entries):
+        raise zipfile.BadZipFile("two of its entries have one name")
+    for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise ValueError("it has a compressed entry, and torch.save writes none")
-    if sum(entry.file_size for entry in file.infolist()) > nbytes:
+    if sum(entry.file_size for entry in entries) > nbytes:
         raise ValueError("its entries overlap or are longer than the file")
+    stream.seek(0)
     return file
+
+
+def _directory_start(stream: Any, nbytes: int) -> int | None:
+    """Return where the directory begins by the last bytes of a zip file; None for other ends."""
+    stream.seek(max(nbytes - _ENDS_NBYTES, 0))
+    ends = stream.read(_ENDS_NBYTES)
+    mark, start, comment_nbytes = _END.unpack(ends[-_END.size :])
+    if mark != b"PK\x05\x06" or comment_nbytes:
+        return None
+    locator = ends[-_END.size - _END64_LOCATOR.size : -_END.size]
+    if not locator.startswith(b"PK\x06\x07"):
+        return int(start)
+    _, end64 = _END64_LOCATOR.unpack(locator)
+    mark, start = _END64.unpack_from(ends)
+    return int(start) if end64 == nbytes - _ENDS_NBYTES and mark == b"PK\x06\x06" else None
 
 
 def _check_pickle(file: zipfile.ZipFile) -> None:
@@ -321,9 +349,10 @@ class _TensorUnpickler(RestrictedUnpickler):
 
     def persistent_load(self, pid: Any) -> _Storage:
         tag, kind, key, _, count = pid
-        if tag != "storage" or type(kind) is not StandIn or type(count) is not int:
+        types = (type(kind), type(key), type(count))
+        if tag != "storage" or types != (StandIn, str, int):
             raise refusal("it has a persistent id that is no storage")
-        self.storages.append(_Storage(kind.name, str(key), count))
+        self.storages.append(_Storage(kind.name, key, count))
         return self.storages[-1]
 
 

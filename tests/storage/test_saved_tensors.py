@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
+import struct
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_placements import PlacementFileSystemReader
 from dcp_placements.offline import verify
-from dcp_placements.storage.tensor_record import check_stored, load_saved_tensor
+from dcp_placements.storage.tensor_record import load_saved_tensor, parse_record, stored_zip
 
 
 def saved(value: Any) -> bytes:
@@ -74,7 +76,62 @@ def storage_longer_than_its_entry() -> bytes:
     return rewritten(data, pickled=pickled)
 
 
+def with_entry(name: str, *, last: bool) -> Callable[[], bytes]:
+    """A second pickle, which makes something of a size, under a name like the first one's."""
+
+    def make() -> bytes:
+        bomb = pickle.dumps(_Call(bytearray, 1 << 24), protocol=2)
+        out = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(saved(torch.ones(2)))) as source:
+            entries = [(entry.filename, source.read(entry)) for entry in source.infolist()]
+        root = entries[0][0].partition("/")[0]
+        entries.insert(len(entries) if last else 0, (f"{root}/{name}", bomb))
+        with zipfile.ZipFile(out, "w") as target, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for entry in entries:
+                target.writestr(*entry)
+        return out.getvalue()
+
+    return make
+
+
+def two_directories() -> bytes:
+    """``zipfile`` searches the directory before the end; ``torch.load`` where the end says."""
+    bomb = pickle.dumps(_Call(bytearray, 1 << 24), protocol=2)[:-1] + b"N0" * 400 + b"."
+    bomb, good = rewritten(saved(torch.ones(2)), pickled=bomb), rewritten(saved(torch.ones(2)))
+    bomb_end, good_end = bomb[-22:], good[-22:]
+    (start,) = struct.unpack("<16xI2x", bomb_end)
+    (good_start,) = struct.unpack("<16xI2x", good_end)
+    directory = bytearray(good[good_start:-22])
+    at = 0
+    while at < len(directory):
+        lengths = struct.unpack_from("<HHH", directory, at + 28)
+        (offset,) = struct.unpack_from("<I", directory, at + 42)
+        struct.pack_into("<I", directory, at + 42, offset + start - good_start)
+        at += 46 + sum(lengths)
+    return bomb[:-22] + good[:good_start] + bytes(directory) + bomb_end
+
+
+def storage_key(key: bytes) -> Callable[[], bytes]:
+    """A tensor whose storage has something else than a text for its name."""
+    pickled = (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\n"
+        + key
+        + b"X\x03\0\0\0cpuK\x02tQK\0K\x02\x85K\x01\x85\x89NtR."
+    )
+    return lambda: rewritten(saved(torch.ones(2)), pickled=pickled)
+
+
 HOSTILE: dict[str, Callable[[], bytes]] = {
+    "a second pickle before": with_entry("data.pkl", last=False),
+    "a second pickle behind": with_entry("data.pkl", last=True),
+    "a second pickle in capitals": with_entry("DATA.PKL", last=True),
+    "two directories": two_directories,
+    "a zip file behind something else": lambda: b"x" * 64 + saved(torch.ones(2)),
+    "a name that unfolds": storage_key(
+        b"N\x85" + b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(40))
+    ),
+    "a deep name": storage_key(b"N" + b"\x85" * 5000),
     "a compressed entry": compressed,
     "stride 0": stride_0,
     "a bytearray of a size": calls(bytearray, 1 << 24),
@@ -97,8 +154,14 @@ def test_what_is_not_one_tensor_of_its_size_never_reaches_torch_load(
     if name != "stride 0":
         # A view takes no memory before it is copied; it is refused after it was made.
         monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load was called"))
-    with pytest.raises((ValueError, pickle.UnpicklingError)):
+    with pytest.raises((ValueError, pickle.UnpicklingError, zipfile.BadZipFile)):
         load_saved_tensor(io.BytesIO(data))
+
+
+@pytest.mark.parametrize("name", ["a name that unfolds", "a deep name"])
+def test_such_a_record_has_no_elements_to_read_in_place(name: str) -> None:
+    data = HOSTILE[name]()
+    assert parse_record(data, len(data)) is None
 
 
 PLAIN: dict[str, torch.Tensor] = {
@@ -123,10 +186,10 @@ def test_what_torch_saves_of_one_tensor_is_loaded(name: str) -> None:
 
 
 def test_objects_are_refused_where_an_entry_is_compressed_and_else_left_alone() -> None:
-    assert check_stored(io.BytesIO(saved({"lr": 0.1}))) > 0
-    assert check_stored(io.BytesIO(pickle.dumps({"lr": 0.1}))) == 0
+    assert stored_zip(io.BytesIO(saved({"lr": 0.1}))) is not None
+    assert stored_zip(io.BytesIO(pickle.dumps({"lr": 0.1}))) is None
     with pytest.raises(ValueError, match="compressed"):
-        check_stored(io.BytesIO(compressed()))
+        stored_zip(io.BytesIO(compressed()))
 
 
 @pytest.mark.parametrize("name", ["a compressed entry", "stride 0"])

@@ -28,6 +28,7 @@ from dcp_placements.storage.tensor_record import (
     RecordHeads,
     entry_start,
     load_saved_tensor,
+    stored_zip,
 )
 
 PIECE_NBYTES = 4 << 20
@@ -140,7 +141,7 @@ class RecordChecker:
         nbytes = head.dtype.itemsize * prod(head.shape)
         stored = self._stored_digests(record)
         # Copies of several tensors follow each other, with a digest each.
-        hasher = _Hashers(nbytes // len(stored))
+        hasher = _Hashers(max(nbytes // len(stored), 1))
         broken = list(
             self._checksums(part, record.chunk.nbytes, (head.start, nbytes), hasher.update)
         )
@@ -234,8 +235,10 @@ class RecordChecker:
             take: Called with the elements, in pieces.
         """
         try:
-            with zipfile.ZipFile(part.stream()) as file:
-                entries = file.infolist()
+            file = stored_zip(part.stream())
+            if file is None:
+                raise zipfile.BadZipFile("it is no zip file")
+            entries = file.infolist()
             # torch.serialization.set_crc32_options(False) writes none.
             has_sums = any(entry.CRC for entry in entries)
             for entry in entries:

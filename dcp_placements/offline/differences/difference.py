@@ -24,7 +24,7 @@ from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.checks.verification import MEMORY_NBYTES, Progress
 from dcp_placements.offline.declared import Rename, matching_keys
 from dcp_placements.offline.differences.comparing import Tally
-from dcp_placements.storage.tensor_record import check_stored
+from dcp_placements.storage.tensor_record import stored_zip
 
 PIECE_NBYTES = 32 << 20
 
@@ -322,7 +322,7 @@ def _bytes(checkpoint: Checkpoint, stored: StoredObject) -> bytes:
 
 def _unpickled(data: bytes) -> Any:
     stream = io.BytesIO(data)
-    check_stored(stream)
+    stored_zip(stream)
     return torch.load(stream, map_location="cpu", weights_only=True)
 
 
