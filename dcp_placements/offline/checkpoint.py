@@ -22,10 +22,10 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.readers.dcp import (
     TORCH_DIST,
-    checked_rows,
     is_torch_dist,
     read_pickle,
     read_rank_parts,
+    rows_of_metadata,
 )
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
@@ -173,7 +173,7 @@ class Checkpoint:
             self.absent: dict[str, str] = {}
             self.newer: set[str] = set()
             self.format, self.metadata = self._read()
-            self._rows = checked_rows(self.directory.path, self.metadata)
+            self._rows = rows_of_metadata(self.directory.path, self.metadata)
             self._places = _Places(self._rows)
             self._cuts: dict[tuple[Box, ...], int] = {}
             self.tensors: dict[str, StoredTensor] = {}

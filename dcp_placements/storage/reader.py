@@ -35,6 +35,7 @@ from dcp_placements.report import Traffic
 from dcp_placements.storage.chunk_reads import ChunkReader
 from dcp_placements.storage.copies import Copies
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
+from dcp_placements.storage.metadata.checks import checked_rows
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata, rank_files
 from dcp_placements.storage.metadata.save_ids import (
@@ -301,7 +302,10 @@ class PlacementFileSystemReader(FileSystemReader):
         # not need Megatron. The class is the first name in the file.
         is_megatron = b"megatron" in stream.read(_CLASS_NBYTES)
         stream.seek(0)
-        return read_metadata(stream, restricted=self.restricted or is_megatron)
+        metadata = read_metadata(stream, restricted=self.restricted or is_megatron)
+        if self.restricted:
+            checked_rows(metadata)
+        return metadata
 
     def _identified(self, metadata: Metadata) -> Metadata:
         if getattr(metadata, "storage_meta", None) is None:

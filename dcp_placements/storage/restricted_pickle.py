@@ -26,8 +26,9 @@ _COPIES = 4
 """How many copies of an element may be made on average."""
 
 _KEY_DEPTH = 8
-_KEY_INT = 1 << 61
-"""Python hashes integers below this to themselves, so a file cannot construct collisions."""
+_COLLISIONS = 1000
+"""How many keys may share their hash with a key before them. Each is compared with all of these,
+and a file can choose numbers whose hashes are equal."""
 
 _FLAT = {str, bytes, bool, int, float, type(None)}
 
@@ -96,6 +97,8 @@ class RestrictedUnpickler:
         self._data = data
         self._marks: list[list[Any]] = []
         self._left = _COPIES * len(data) + _SPARE
+        self._by_hash: dict[int, Any] = {}
+        self._collisions = 0
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a stand-in or a value for a name; None refuses it."""
@@ -252,8 +255,17 @@ class RestrictedUnpickler:
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             held[key if type(key) is str else self.key(key)] = value
 
-    def key(self, value: Any, depth: int = 0) -> Any:
-        """Return a value that is to be hashed, if its hash takes bounded time.
+    def key(self, value: Any) -> Any:
+        """Return a value that is to be hashed, if its look-up takes bounded time."""
+        self.check_hashed(value)
+        if self._by_hash.setdefault(hash(value), value) != value:
+            self._collisions += 1
+            if self._collisions > _COLLISIONS:
+                raise refusal("it has very many keys of one hash")
+        return value
+
+    def check_hashed(self, value: Any, depth: int = 0) -> None:
+        """Refuse a value whose hash takes longer than the file is long.
 
         The hash of a tuple is computed anew from everything in it each time, however deep.
         """
@@ -262,13 +274,9 @@ class RestrictedUnpickler:
             self.spend(len(value))
             if not set(map(type, value)) <= _FLAT:
                 for inner in value:
-                    self.key(inner, depth + 1)
-        elif kind is int:
-            if not -_KEY_INT < value < _KEY_INT:
-                raise refusal("it has a key that is a very large number")
-        elif kind not in self.hashed:
+                    self.check_hashed(inner, depth + 1)
+        elif kind is not int and kind not in self.hashed:
             raise refusal(f"it has a key that is a {kind.__name__}")
-        return value
 
     def push_name(self, module: Any, name: Any) -> None:
         """Put the stand-in of a name on the stack."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements import (
     PlacementFileSystemReader,
@@ -173,8 +174,12 @@ def test_the_restricted_reader_stays_in_its_directory(tmp_path: Path, how: str) 
         for info in metadata.storage_data.values():
             info.relative_path = "../outside"
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    told = refusal(path, {"w": torch.zeros(3)})
-    assert ("no plain file" if how == "fifo" else "leads out of the directory") in told
+    expected = {
+        "link": "leads out of the directory",
+        "path": "a file outside of the checkpoint",
+        "fifo": "no plain file",
+    }
+    assert expected[how] in refusal(path, {"w": torch.zeros(3)})
 
 
 FORGED = "w\nall: sound (5 tensors)\x1b[2K\u202e\udc80"
@@ -254,6 +259,19 @@ def test_broken_provenance_is_one_message(tmp_path: Path, run: Run, name: str) -
         ran = run(command, tmp_path)
         assert (ran.code, ran.out) == (2, "")
         assert "its provenance is broken" in ran.err
+
+
+def test_a_pack_of_fewer_bytes_than_keys_ends(tmp_path: Path, run: Run) -> None:
+    """Its contents are hashed key by key, of which each would have no byte."""
+    pack = "dcp_placements.shadows.0"
+    metadata = save_stock(tmp_path, **{fqn: torch.ones(1, dtype=torch.uint8) for fqn in "abc"})
+    metadata.planner_data = {"dcp_placements": {"save_id": "x", "shadows": {pack: list("abc")}}}
+    info = next(iter(metadata.storage_data.values()))
+    metadata.storage_data[MetadataIndex(pack, torch.Size((0, 0)))] = info
+    rewritten(tmp_path, metadata)
+    ran = run("verify", tmp_path, "--contents")
+    assert ran.code == 1
+    assert "wrong_record" in ran.out
 
 
 @pytest.mark.parametrize("file", ["\ud800", "a\0b"])

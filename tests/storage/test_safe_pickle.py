@@ -11,15 +11,17 @@ import struct
 import time
 import tracemalloc
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
-from dcp_placements import PlacementFileSystemWriter
+from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
 from dcp_placements.offline import CannotLook, Checkpoint
 from dcp_placements.storage.metadata.file import MAGIC, read_metadata
 from dcp_placements.storage.metadata.safe_pickle import load_restricted
@@ -147,6 +149,19 @@ def repeated(value: bytes, opcodes: bytes, count: int) -> bytes:
     return b"\x80\x02](" + value + b"q\x000" + opcodes * count + b"e."
 
 
+def colliding(keys: Iterable[bytes]) -> bytes:
+    """Return a pickle of a dict with keys that are all looked up under one hash."""
+    return b"\x80\x04}(" + b"".join(key + b"N" for key in keys) + b"u."
+
+
+def long_number(number: int) -> bytes:
+    """Return the opcode of a number that may be large."""
+    return b"\x8a\x10" + number.to_bytes(16, "little", signed=True)
+
+
+HASHED = range(60_000)
+MODULUS = (1 << 61) - 1
+
 BOMBS = {
     "memo": b"\x80\x02]r\xff\xff\xff\xff.",
     "long": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.",
@@ -172,7 +187,24 @@ BOMBS = {
     + b"sbNs.",
     "marks": b"(" * 200_000,
     "deep": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
-    "huge keys": b"\x80\x02}(" + b"\x8a\x09" + b"\x01" * 9 + b"Nu.",
+    "numbers of one hash": colliding(long_number(n * MODULUS) + b"\x85" for n in HASHED),
+    "-1 and -2": colliding(
+        b"(" + b"".join(b"J" + struct.pack("<i", -1 - (n >> k & 1)) for k in range(16)) + b"t"
+        for n in HASHED
+    ),
+    "floats of one hash": colliding(
+        b"("
+        + b"".join(b"G" + struct.pack(">d", 2.0 ** (61 * (n // 16**k % 16))) for k in range(4))
+        + b"t"
+        for n in HASHED
+    ),
+    "sizes of one hash": colliding(
+        of_global("torch", "Size")[2:]
+        + b"("
+        + b"".join(long_number((n >> 2 * k & 3) * MODULUS) for k in range(8))
+        + b"t\x85R"
+        for n in HASHED[:15_000]
+    ),
 }
 
 
@@ -191,6 +223,79 @@ def test_memory_and_time_are_bounded_by_the_size_of_the_file(tmp_path: Path, nam
         tracemalloc.stop()
     assert peak < 200 * len(data) + (4 << 20)
     assert time.monotonic() - begun < 20
+
+
+def doubled(depth: int) -> Any:
+    """Return a tuple that is short in a pickle, and 2**depth values when it is printed."""
+    value: Any = (0,)
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+def itself() -> Any:
+    """Return a list that holds itself."""
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+MANY_DIGESTS = {number: b"" for number in range(5000)}
+UNFOLDING: dict[str, dict[str, Any]] = {
+    "save_id": {"save_id": doubled(60)},
+    "step": {"step": doubled(60)},
+    "world_size": {"world_size": [3]},
+    "axes": {"axes": {"ep": doubled(60)}},
+    "itself": {"options": {"waive": itself()}},
+    "a long text": {"versions": dict.fromkeys(map(str, range(5000)), "x" * 100_000)},
+    "a pack": {"shadows": dict.fromkeys(map(str, range(5000)), ("w",) * 5000)},
+    "digests": {"digests": {str(key): MANY_DIGESTS for key in range(5000)}},
+    "a cut": {"cuts": {"groups": (((doubled(60), 2, 0, "plain", 1, False),),)}},
+    "groups": {"cuts": {"groups": ((("ep", 2, 0, "plain", 1, False),) * 5000,) * 5000}},
+}
+
+
+@pytest.mark.parametrize("name", UNFOLDING)
+def test_provenance_that_unfolds_is_refused(tmp_path: Path, name: str) -> None:
+    """A file can refer to one value again and again, and whoever prints it writes for ever."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    with open(tmp_path / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    metadata.planner_data = {"dcp_placements": {"save_id": "x", **UNFOLDING[name]}}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CannotLook, match=r"far more of itself|its provenance is broken"):
+        Checkpoint(tmp_path)
+    with pytest.raises(CheckpointException, match=r"far more of itself|its provenance is broken"):
+        dcp.load(
+            {"w": torch.zeros(3)},
+            storage_reader=PlacementFileSystemReader(tmp_path, restricted=True),
+            no_dist=True,
+        )
+
+
+def test_more_chunks_than_places_are_refused(tmp_path: Path) -> None:
+    """Keys that share one list of chunks: each key would be looked at with all of them."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    with open(tmp_path / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    tensor = metadata.state_dict_metadata["w"]
+    tensor.chunks = tensor.chunks * 5000
+    metadata.state_dict_metadata = {f"w{n}": tensor for n in range(5000)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CannotLook, match="chunks or more, and places for 1"):
+        Checkpoint(tmp_path)
+
+
+def test_a_record_that_refers_to_no_name_is_refused(tmp_path: Path) -> None:
+    """A flipped bit must not make it the record of the next name."""
+    save_sharded(tmp_path)
+    data, told, head_end, footer_start = lean_parts(tmp_path)
+    numbers = {name: bytearray(value) for name, value in told["numbers"].items()}
+    numbers["fqn"][:4] = struct.pack("<I", 1 << 20)
+    told["numbers"] = {name: bytes(value) for name, value in numbers.items()}
+    (tmp_path / ".metadata").write_bytes(with_footer(data[:footer_start], told, head_end))
+    with pytest.raises(CannotLook, match=r"not listed|out of bounds"):
+        Checkpoint(tmp_path)
 
 
 def test_a_footer_that_inflates_is_refused(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.readers.dcp import (
-    checked_rows,
     is_torch_dist,
     read_pickle,
     read_rank_parts,
+    rows_of_metadata,
 )
 from dcp_placements.offline.remote_output import output_at
 from dcp_placements.quiet_gc import quiet_gc
@@ -67,7 +67,7 @@ def _rewritten(directory: Directory) -> Metadata:
         )
     with quiet_gc():
         metadata = read_pickle(directory, ".metadata")
-        metadata.storage_data = StorageTable(checked_rows(directory.path, metadata))
+        metadata.storage_data = StorageTable(rows_of_metadata(directory.path, metadata))
         _write(directory, metadata, metadata.storage_data)
     return metadata
 

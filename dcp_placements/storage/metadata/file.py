@@ -431,5 +431,8 @@ def _rows_of_records(records: Array, footer: Mapping[str, Any]) -> Array:
             rows[name] = records[name]
         else:
             order = np.argsort(memo_numbers)
-            rows[name] = order[np.searchsorted(memo_numbers[order], records[name])]
+            found = order[np.searchsorted(memo_numbers[order], records[name])]
+            if not (memo_numbers[found] == records[name]).all():
+                raise pickle.UnpicklingError(f"its records have a {name} that is not listed")
+            rows[name] = found
     return rows

@@ -30,6 +30,7 @@ from dcp_placements._torch import (
     has_unknown_properties,
     set_properties,
 )
+from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.restricted_pickle import (
     RefusedGlobal,
     RestrictedUnpickler,
@@ -55,6 +56,8 @@ def load_restricted(stream: IO[bytes], newer: set[str] | None = None) -> Any:
     value = unpickler.load()
     if newer is not None:
         newer.update(unpickler.newer)
+    if type(value) is Metadata:
+        unpickler.check_provenance(stored(value) or {})
     return value
 
 
@@ -71,13 +74,35 @@ class _MetadataUnpickler(RestrictedUnpickler):
             self.newer.add("a path as Python 3.13 pickles it")
         return _ADMITTED.get((module, name)) or super().find_class(module, name)
 
-    def key(self, value: Any, depth: int = 0) -> Any:
+    def check_hashed(self, value: Any, depth: int = 0) -> None:
         if type(value) is not MetadataIndex:
-            return super().key(value, depth)
+            super().check_hashed(value, depth)
+            return
         self.spend(len(value.offset or ()))
         if type(value.fqn) is not str:
             raise TypeError
-        return value
+
+    def check_provenance(self, provenance: Mapping[Any, Any]) -> None:
+        """Refuse provenance that is far longer than the file when all of it is looked at.
+
+        A file can refer to one value again and again, and a value to itself.
+        """
+        todo: list[Any] = []
+        for name, value in provenance.items():
+            if name in ("digests", "row_maps", "rules") and isinstance(value, Mapping):
+                # One entry per key, of values that many keys share.
+                self.spend(len(value))
+                self.spend(sum(len(of_key) for of_key in value.values() if type(of_key) is dict))
+            else:
+                todo.append(value)
+        while todo:
+            value = todo.pop()
+            if isinstance(value, str | bytes | tuple | list | set | frozenset | Mapping):
+                self.spend(len(value))
+            if isinstance(value, Mapping):
+                todo.extend(value.values())
+            if isinstance(value, tuple | list | set | frozenset | Mapping):
+                todo.extend(value)
 
     def set_state(self, instance: Any, state: Any) -> None:
         kind = type(instance)

@@ -1,0 +1,120 @@
+"""Metadata of unknown origin, checked before anything relies on it.
+
+The restricted reader of pickles calls nothing. What it returns may still be of any type and size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    TensorStorageMetadata,
+)
+from dcp_placements.storage.metadata.provenance import stored
+from dcp_placements.storage.metadata.table import Rows, StorageTable, rows_of_entries
+from dcp_placements.storage.safetensors_files import LARGEST, counts
+
+_SPARE_CHUNKS = 1 << 16
+
+
+def checked_rows(metadata: Any) -> Rows:
+    """Return the rows of ``storage_data``, after a check of the types and numbers of everything.
+
+    Raises:
+        Exception: Something is not what DCP's own readers expect; of any type, since objects in a
+            pickle can have attributes of any type, or none.
+    """
+    if type(metadata) is not Metadata:
+        raise TypeError(f"a {type(metadata).__name__} in place of a Metadata")
+    data = metadata.storage_data
+    rows = data.rows if isinstance(data, StorageTable) else _rows_of_dict(data)
+    listed = 0
+    seen: deque[tuple[Any, int]] = deque(maxlen=16)
+    for fqn, entry in metadata.state_dict_metadata.items():
+        _check_entry(fqn, entry, seen)
+        listed += len(getattr(entry, "chunks", ()))
+        if listed > 4 * len(rows.rows) + _SPARE_CHUNKS:
+            raise ValueError(f"{listed:,} chunks or more, and places for {len(rows.rows):,}")
+    _check_rows(rows)
+    _check_provenance(stored(metadata) or {})
+    return rows
+
+
+def _check_entry(fqn: Any, entry: Any, seen: deque[tuple[Any, int]]) -> None:
+    """Check one key. ``seen`` holds lists of chunks that were checked, with their dims."""
+    if type(fqn) is not str:
+        raise TypeError(f"a key that is a {type(fqn).__name__}")
+    if type(entry) is BytesStorageMetadata:
+        return
+    if type(entry) is not TensorStorageMetadata:
+        raise TypeError(f"{fqn}: a {type(entry).__name__}")
+    dims = len(counts(entry.size))
+    dtype = entry.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{fqn}: a dtype that is a {type(dtype).__name__}")
+    if prod(entry.size) * dtype.itemsize >= LARGEST:
+        raise ValueError(f"{fqn}: a size that no tensor has")
+    # Tensors that are cut alike share one list, which is checked once.
+    if any(chunks is entry.chunks and dims == checked for chunks, checked in seen):
+        return
+    for chunk in entry.chunks:
+        if len(counts(chunk.offsets)) != dims or len(counts(chunk.sizes)) != dims:
+            raise ValueError(f"{fqn}: a chunk of other dims than its {dims}")
+    seen.append((entry.chunks, dims))
+
+
+def _rows_of_dict(data: Any) -> Rows:
+    for index, info in data.items():
+        if type(index) is not MetadataIndex or type(info) is not StorageInfo:
+            raise TypeError(f"a {type(info).__name__} for a {type(index).__name__}")
+    return rows_of_entries(data.items())
+
+
+def _check_rows(rows: Rows) -> None:
+    columns = {"fqn": rows.fqns, "offset": rows.offsets, "path": rows.paths}
+    for name, values in (*columns.items(), ("transforms", rows.transforms)):
+        if len(rows.rows) and int(rows.rows[name].max()) >= len(values):
+            raise ValueError(f"a row names a {name} that is not there")
+    for name in ("start", "length"):
+        if len(rows.rows) and int(rows.rows[name].min()) < 0:
+            raise ValueError(f"a negative {name}")
+    for offset in rows.offsets:
+        if offset is not None:
+            counts(offset)
+    for steps in rows.transforms:
+        if not all(type(step) is str for step in steps or ()):
+            raise TypeError("a transform that is no name")
+    for file in rows.paths:
+        if not isinstance(file, str) or os.path.isabs(file) or ".." in file.split("/"):
+            raise ValueError(f"a file outside of the checkpoint: {file!r}")
+        os.fsencode(file)
+        if "\0" in file:
+            raise ValueError("a file's name that no file can have")
+    if not all(type(fqn) is str for fqn in rows.fqns):
+        raise TypeError("a key that is no text")
+
+
+def _check_provenance(provenance: Mapping[str, Any]) -> None:
+    kinds: dict[str, Any] = {"save_id": str, "step": int | str, "world_size": int}
+    for name, held in kinds.items():
+        value = provenance.get(name)
+        if value is not None and not isinstance(value, held):
+            raise TypeError(f"its provenance is broken: {name} is a {type(value).__name__}")
+    for name in ("rules", "digests", "shadows", "axes", "versions", "options", "row_maps"):
+        value = provenance.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(f"its provenance is broken: {name} are a {type(value).__name__}")
+    for name, kind in (("rules", str), ("digests", Mapping), ("shadows", (list, tuple))):
+        items = (provenance.get(name) or {}).items()
+        if not all(type(key) is str and isinstance(value, kind) for key, value in items):
+            raise TypeError(f"its provenance is broken: {name} are not by key")
