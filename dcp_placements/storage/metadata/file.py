@@ -17,8 +17,7 @@ import io
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import IO, Any
@@ -27,7 +26,6 @@ import numpy as np
 import torch
 
 from dcp_placements._torch import (
-    PICKLED_PROPERTIES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -35,12 +33,19 @@ from dcp_placements._torch import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
-    portable_state,
 )
 from dcp_placements.layout.alike import BySequence
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.metadata.pickled_rows import (
+    MemoNumbers,
+    RecordKind,
+    records_of,
+    rows_by_kind,
+    rows_of_records,
+)
 from dcp_placements.storage.metadata.safe_pickle import PATHS, PATHS_OF_3_13, load_restricted
-from dcp_placements.storage.metadata.table import ROW, Array, Rows, StorageTable
+from dcp_placements.storage.metadata.table import ROW, Rows, StorageTable
+from dcp_placements.storage.metadata.tensor_properties import PICKLED_PROPERTIES, portable_state
 
 MAGIC = b"dcp_placements/1"
 _TRAILER = struct.Struct("<QQ16s")
@@ -48,7 +53,6 @@ _PART_ROWS = 1 << 20
 _INFLATED = 4
 """The inflated footer is at most this many times the file's length."""
 
-_I32 = 1 << 31
 _END = b"sb."
 _END_NBYTES = len(_END)
 
@@ -67,11 +71,11 @@ def write_metadata(metadata: Metadata, table: StorageTable, stream: IO[bytes]) -
         position = len(head)
         rows = table.unique()
         parts = []
-        for part, chosen in _parts(table.rows, rows):
+        for part, chosen in rows_by_kind(table.rows, rows):
             layout = part.layout(memo)
             parts.append((part, position, len(chosen)))
             for start in range(0, len(chosen), _PART_ROWS):
-                stream.write(_records(part, memo, chosen[start : start + _PART_ROWS]))
+                stream.write(records_of(part, memo, chosen[start : start + _PART_ROWS]))
             position += layout.itemsize * len(chosen)
         # Put the dict into "storage_data", and that into the Metadata.
         stream.write(_END)
@@ -125,7 +129,7 @@ def read_metadata(
             if restricted and (position != reached or not RecordKind(*part).is_form_of(records)):
                 raise pickle.UnpicklingError("its records are not those of chunks")
             reached += records.nbytes
-            arrays.append(_rows_of_records(records, footer))
+            arrays.append(rows_of_records(records, footer))
         if restricted:
             stream.seek(reached)
             if stream.read(_END_NBYTES) != _END or reached + _END_NBYTES != footer_start:
@@ -177,24 +181,11 @@ def _trailer(stream: IO[bytes]) -> tuple[int, int] | None:
     return head_end, footer_start
 
 
-@dataclass(slots=True)
-class _MemoNumbers:
-    """The numbers in the pickle's memo of the values that records share.
-
-    Attributes:
-        words: Of classes and attribute names.
-        columns: Of the names of each column of the rows; 0 for None.
-    """
-
-    words: dict[Any, int]
-    columns: dict[str, Array]
-
-
 # Records refer to these by one byte; they are dumped first, so that their numbers are small.
 _WORDS = ("fqn", "offset", "relative_path", "length", "transform_descriptors")
 
 
-def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _MemoNumbers]:
+def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, MemoNumbers]:
     """Return the pickle up to the records, and the memo numbers of the values that they share."""
     fqns, chunks, sizes = _shared(metadata.state_dict_metadata)
     offsets = [
@@ -220,7 +211,7 @@ def _head(metadata: Metadata, rows: Rows) -> tuple[bytes, _MemoNumbers]:
         for number, value in sorted(pickler.memo.copy().values(), key=itemgetter(0), reverse=True)
         if isinstance(value, str | type | torch.Size) or _is_strings(value)
     }
-    memo = _MemoNumbers(
+    memo = MemoNumbers(
         words={word: numbers[_memo_key(word)] for word in words},
         columns={
             name: np.array([0 if n is None else numbers[_memo_key(n)] for n in values], np.uint32)
@@ -299,110 +290,7 @@ def _place(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordKind:
-    """One kind of records: which fields they have.
-
-    Attributes:
-        chunk: Whether they have an offset.
-        transformed: Whether they have transforms.
-        wide: Whether positions in files take 8 bytes instead of 4.
-    """
-
-    chunk: bool
-    transformed: bool
-    wide: bool
-
-    def layout(self, memo: _MemoNumbers | None) -> np.dtype[Any]:
-        """Return the records' dtype."""
-        return np.dtype([(name, *kind) for name, kind, _ in self._fields(memo)])
-
-    def fixed(self, memo: _MemoNumbers | None) -> dict[str, Array]:
-        """Return the bytes that all records have in common."""
-        fields = self._fields(memo)
-        return {name: np.frombuffer(data, np.uint8) for name, _, data in fields if data}
-
-    def is_form_of(self, records: Array) -> bool:
-        """Whether records from a file are of this kind: they make an index and a place, no more.
-
-        The memo numbers of words may be any, but the same in all records.
-        """
-        for name, fixed in self.fixed(None).items():
-            actual = records[name]
-            if not len(actual):
-                continue
-            expected = fixed.copy()
-            # The byte after "h" is a memo number.
-            numbers = np.flatnonzero(expected[:-1] == ord("h")) + 1
-            expected[numbers] = actual[0][numbers]
-            if not (actual == expected).all():
-                return False
-        return True
-
-    def _fields(self, memo: _MemoNumbers | None) -> list[tuple[str, tuple[Any, ...], bytes]]:
-        fields: list[tuple[str, tuple[Any, ...], bytes]] = []
-        pending = b""
-
-        def word(name: Any) -> bytes:
-            return b"h" + bytes([0 if memo is None else memo.words[name]])
-
-        def field(name: str, kind: Any) -> None:
-            nonlocal pending
-            fields.append((f"bytes{len(fields)}", (np.uint8, (len(pending),)), pending))
-            fields.append((name, (kind,), b""))
-            pending = b""
-
-        def number(name: str) -> None:
-            nonlocal pending
-            pending += b"\x8a\x08" if self.wide else b"J"
-            field(name, "<i8" if self.wide else "<i4")
-
-        # NEWOBJ of the class, then BUILD with a dict of its attributes; "j" gets a shared name.
-        pending += word(MetadataIndex) + b")\x81}(" + word("fqn") + b"j"
-        field("fqn", "<u4")
-        if self.chunk:
-            pending += word("offset") + b"j"
-            field("offset", "<u4")
-        pending += b"ub" + word(StorageInfo) + b")\x81}(" + word("relative_path") + b"j"
-        field("path", "<u4")
-        pending += word("offset")
-        number("start")
-        pending += word("length")
-        number("length")
-        if self.transformed:
-            pending += word("transform_descriptors") + b"j"
-            field("transforms", "<u4")
-        # Into the dict.
-        pending += b"ubs"
-        fields.append((f"bytes{len(fields)}", (np.uint8, (len(pending),)), pending))
-        return fields
-
-
-def _parts(held: Rows, rows: Array) -> Iterator[tuple[RecordKind, Array]]:
-    """Yield the rows by kind of record."""
-    chunk = np.array([offset is not None for offset in held.offsets], bool)[rows["offset"]]
-    moved = np.array([steps is not None for steps in held.transforms], bool)[rows["transforms"]]
-    for has_offset in (False, True):
-        for transformed in (False, True):
-            chosen = rows[(chunk == has_offset) & (moved == transformed)]
-            if len(chosen):
-                largest = max(int(chosen["start"].max()), int(chosen["length"].max()))
-                yield RecordKind(has_offset, transformed, largest >= _I32), chosen
-
-
-def _records(part: RecordKind, memo: _MemoNumbers, rows: Array) -> bytes:
-    layout = part.layout(memo)
-    records = np.empty(len(rows), layout)
-    for name, data in part.fixed(memo).items():
-        records[name] = data
-    for name in ROW.names or ():
-        if name in (layout.names or ()):
-            numbers = memo.columns.get(name)
-            records[name] = rows[name] if numbers is None else numbers[rows[name]]
-    return records.tobytes()
-
-
-def _footer(held: Rows, memo: _MemoNumbers, parts: Sequence[tuple[RecordKind, int, int]]) -> bytes:
+def _footer(held: Rows, memo: MemoNumbers, parts: Sequence[tuple[RecordKind, int, int]]) -> bytes:
     footer = {
         "fqns": held.fqns,
         "offsets": held.offsets,
@@ -416,23 +304,3 @@ def _footer(held: Rows, memo: _MemoNumbers, parts: Sequence[tuple[RecordKind, in
         ],
     }
     return zlib.compress(pickle.dumps(footer, 4), 1)
-
-
-def _rows_of_records(records: Array, footer: Mapping[str, Any]) -> Array:
-    rows = np.zeros(len(records), ROW)
-    for name in ROW.names or ():
-        numbers = footer["numbers"].get(name)
-        memo_numbers = None if numbers is None else np.frombuffer(numbers, np.uint32)
-        if name not in (records.dtype.names or ()):
-            # Left out of these records, which have None there.
-            names = footer[f"{name}s" if not name.endswith("s") else name]
-            rows[name] = names.index(None)
-        elif memo_numbers is None:
-            rows[name] = records[name]
-        else:
-            order = np.argsort(memo_numbers)
-            found = order[np.searchsorted(memo_numbers[order], records[name])]
-            if not (memo_numbers[found] == records[name]).all():
-                raise pickle.UnpicklingError(f"its records have a {name} that is not listed")
-            rows[name] = found
-    return rows

@@ -27,10 +27,9 @@ from dcp_placements._torch import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
-    has_unknown_properties,
-    set_properties,
 )
 from dcp_placements.storage.metadata.provenance import stored
+from dcp_placements.storage.metadata.tensor_properties import has_unknown_properties, set_properties
 from dcp_placements.storage.restricted_pickle import (
     RefusedGlobal,
     RestrictedUnpickler,
