@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dcp_placements.errors import PlacementError
     from dcp_placements.installation import installed
     from dcp_placements.load.planner import PlacementLoadPlanner
-    from dcp_placements.names.keys import Parts, Row, Rows
+    from dcp_placements.names.rename_results import Parts, Row, Rows
     from dcp_placements.names.renames import Renames
     from dcp_placements.names.renumber import Renumber, Replace, contiguous
     from dcp_placements.names.stacks import Split, Stack, Unstack
@@ -66,7 +66,7 @@ _HOMES = {
     "IndexShard": "rules.placement",
     "LoadReport": "report",
     "MeshCoordinate": "rules.mesh",
-    "Parts": "names.keys",
+    "Parts": "names.rename_results",
     "PlacementError": "errors",
     "PlacementFileSystemReader": "storage.reader",
     "PlacementFileSystemWriter": "storage.writer",
@@ -77,8 +77,8 @@ _HOMES = {
     "Renames": "names.renames",
     "Renumber": "names.renumber",
     "Replace": "names.renumber",
-    "Row": "names.keys",
-    "Rows": "names.keys",
+    "Row": "names.rename_results",
+    "Rows": "names.rename_results",
     "SaveReport": "report",
     "Split": "names.stacks",
     "Stack": "names.stacks",

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.save import content_digests
+from dcp_placements.save import held_digests
 from dcp_placements.save.key_table import unpacked_table
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.packing import unpacked_ints
@@ -98,7 +98,7 @@ def fake_digests() -> None:
             struct.pack("<Q", index * 0x9E3779B97F4A7C15 % 2**64) for index in range(len(tensors))
         ]
 
-    vars(content_digests)["sampled_digests"] = made
+    vars(held_digests)["sampled_digests"] = made
 
 
 def profiled(wanted: bool, title: str, work: Callable[[], Any]) -> Any:

@@ -22,7 +22,7 @@ from dcp_placements import (
     PlacementSavePlanner,
     SaveReport,
 )
-from dcp_placements.save import digest_vector
+from dcp_placements.save import digest_folding
 from dcp_placements.testing import FakeDTensor, World
 
 FILL = 77
@@ -195,7 +195,7 @@ def load(
 @contextmanager
 def digest_budget(nbytes: int) -> Iterator[None]:
     """Let the digests of a rank take so many bytes, as if there were too many ranks for more."""
-    with mock.patch.multiple(digest_vector, BUDGET_NBYTES=nbytes, WORLD_BUDGET_NBYTES=0):
+    with mock.patch.multiple(digest_folding, BUDGET_NBYTES=nbytes, WORLD_BUDGET_NBYTES=0):
         yield
 
 

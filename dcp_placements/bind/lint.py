@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dcp_placements.bind.binding import Binding
 from dcp_placements.bind.placed import Placed
+from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut
 from dcp_placements.rules.mesh import Axis

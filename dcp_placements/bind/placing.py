@@ -13,7 +13,6 @@ import torch
 
 from dcp_placements._torch import DTensor, dtensor_facts, has_hooks, is_dtensor_like
 from dcp_placements.bind.aliases import alias_faults
-from dcp_placements.bind.binding import BindError, Own, bind, fault_of
 from dcp_placements.bind.own_chunks import (
     check_equal,
     listed_binding,
@@ -21,15 +20,16 @@ from dcp_placements.bind.own_chunks import (
     names_its_chunks,
 )
 from dcp_placements.bind.placed import Place, Placed, Placing
+from dcp_placements.bind.rule_and_dtensor import BindError, Own, bind, fault_of
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import ListedLayout
-from dcp_placements.names.keys import Rename
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
     counted_fault,
     counted_state,
     listed_faults,
 )
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.rules.mesh import MeshNumbers
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, shards

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import dtensor_facts, is_dtensor_like
-from dcp_placements.bind.binding import BindError, Binding, Own, bind, fault_of
 from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.bind.placed import Place, Placing, RowPlaced, StackedPlaced
 from dcp_placements.bind.placing import Placer
+from dcp_placements.bind.rule_and_dtensor import BindError, Binding, Own, bind, fault_of
 from dcp_placements.bind.unfolded import Unfolded, Unfolding, is_tensor
 from dcp_placements.bind.unstacking import RowPlacer
 from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Layout, Pick
 from dcp_placements.names.boxes import Target, row_target, stack_dims
-from dcp_placements.names.keys import Path, RenameError, Row, Stacked, StackedRow, Unstacked
+from dcp_placements.names.rename_results import RenameError, Row
+from dcp_placements.names.renamed_keys import Path, Stacked, StackedRow, Unstacked
 from dcp_placements.rules.mesh import MeshNumbers
 from dcp_placements.rules.patterns import Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, shard_dim, shard_parts, shards

@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dcp_placements.bind.binding import Binding, Own, bind
 from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.bind.placed import Place, Placed, Placing, RowPlaced
 from dcp_placements.bind.placing import place
+from dcp_placements.bind.rule_and_dtensor import Binding, Own, bind
 from dcp_placements.bind.unfolded import Unfolding, is_tensor
 from dcp_placements.layout.sharding import Chunk, Cut, Layout, Sharding
 from dcp_placements.names.boxes import Target, part_targets, removed, replaced, row_dim
-from dcp_placements.names.keys import Parts, RenameError, Rows, Unstacked
 from dcp_placements.names.optimizer_state import possible_parameters
+from dcp_placements.names.rename_results import Parts, RenameError, Rows
+from dcp_placements.names.renamed_keys import Unstacked
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ import torch
 from dcp_placements._torch import DTensor, has_hooks, is_dtensor_like, local_tensor
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault
-from dcp_placements.names.keys import Path
 from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.names.renamed_keys import Path
 from dcp_placements.report import LoadReport
 
 

@@ -28,7 +28,7 @@ from dcp_placements.load.message import LoadMessage
 from dcp_placements.load.policy import Policy, compiled
 from dcp_placements.load.rank_load import RankLoad
 from dcp_placements.load.verification import VERIFY
-from dcp_placements.names.keys import Rename
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.options import (

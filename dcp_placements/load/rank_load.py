@@ -43,7 +43,8 @@ from dcp_placements.load.message import (
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request
 from dcp_placements.load.verification import Verification
-from dcp_placements.names.keys import Path, Rename, rename_keys
+from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.renamed_keys import Path, rename_keys
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.patterns import Rules, expected_patterns

@@ -14,7 +14,7 @@ from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box
 from dcp_placements.report import LoadReport
-from dcp_placements.storage.digests import full_digest
+from dcp_placements.storage.hashing import full_digest
 from dcp_placements.storage.metadata.provenance import stored, stored_digest
 
 VERIFY = ("off", "digests")

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.layout.tiling import intersection
-from dcp_placements.names.keys import Parts, Renamed, RenameError, Row, Rows
+from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
 
 Shape = tuple[int, ...]
 T = TypeVar("T")

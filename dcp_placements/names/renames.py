@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dcp_placements.names.keys import Parts, Rename, Renamed, RenameError, Row
+from dcp_placements.names.rename_results import Parts, Rename, Renamed, RenameError, Row
 from dcp_placements.names.renumber import Numbered, ReadyRename, Renumber, Replace
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.names.keys import Parts, Renamed, RenameError, Row, Rows
 from dcp_placements.names.numbers import NUMBER, compile_with_number
+from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
 from dcp_placements.rules.patterns import compile_pattern
 
 Ids = Sequence[int]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.names.keys import Parts, Renamed, RenameError, Row, Rows
 from dcp_placements.names.numbers import (
     NUMBER,
     check_one_number,
@@ -14,6 +13,7 @@ from dcp_placements.names.numbers import (
     compile_without_number,
     is_component,
 )
+from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
 from dcp_placements.names.renumber import ReadyRename, replace_run
 from dcp_placements.rules.patterns import compile_pattern
 

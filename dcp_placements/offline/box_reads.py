@@ -23,8 +23,8 @@ from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import StoredChunks
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
-from dcp_placements.storage.chunk_reads import ChunkReader
 from dcp_placements.storage.file_reads import CountedFile, FilePart, Part
+from dcp_placements.storage.merged_reads import ChunkReader
 from dcp_placements.storage.record_contents import Record
 from dcp_placements.storage.tensor_record import TensorRecord
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from dcp_placements.offline.output import Folder, Output, is_there
+from dcp_placements.offline.atomic_output import Folder, Output, is_there
 from dcp_placements.storage.remote.filesystem import RemoteFileSystem, is_url
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.names.keys import Rename
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Renames
 from dcp_placements.names.renumber import Renumber, Replace
 from dcp_placements.placements import Placements

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from dcp_placements.layout.sharding import Pick, Sharding
-from dcp_placements.names.keys import Path
+from dcp_placements.names.renamed_keys import Path
 from dcp_placements.save.packing import packed_ints, packed_keys, unpacked_ints, unpacked_keys
 from dcp_placements.storage.metadata.record import Cuts, SavedCut, cuts_of
 

@@ -18,7 +18,7 @@ from dcp_placements._torch import SavePlan, default_write_items, has_hooks
 from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box, Chunk
-from dcp_placements.names.keys import Path
+from dcp_placements.names.renamed_keys import Path
 from dcp_placements.save.key_table import (
     OBJECT,
     PLAIN,
@@ -45,7 +45,7 @@ class LocalPlan:
             the same order offsets and sizes of those boxes.
         coordinate: Its position along each of ``Statement.axis_sizes``, in that order.
         digest_kind: ``"sampled"``, ``"full"`` or ``"off"``.
-        digests: The digest vector (see ``digest_vector``); empty for none.
+        digests: The digest vector (see ``digest_folding``); empty for none.
         buckets: Into how many buckets digests are folded; 0 where none is.
         stored_digests: 16 bytes per key and box as files will hold them, group after group; only
             with ``"full"``.

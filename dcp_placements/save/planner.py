@@ -25,7 +25,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import PlacementError, raise_faults
 from dcp_placements.lazy_items import LazyItems, OutlinedItems
-from dcp_placements.names.keys import Rename
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.options import (

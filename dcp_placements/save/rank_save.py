@@ -15,11 +15,12 @@ from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import PlacementError, raise_faults
 from dcp_placements.layout.sharding import Chunk
-from dcp_placements.names.keys import Path, Rename, checkpoint_path, rename_keys
 from dcp_placements.names.rename_record import Step, renames_in_force
+from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.renamed_keys import Path, checkpoint_path, rename_keys
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.save.content_digests import Objects, add_digests
+from dcp_placements.save.held_digests import Objects, add_digests
 from dcp_placements.save.items import Assignment, assigned_items
 from dcp_placements.save.local_plan import (
     Holding,
@@ -28,9 +29,9 @@ from dcp_placements.save.local_plan import (
     held_chunks,
     holding_of,
 )
-from dcp_placements.save.repeats import repeat_faults
+from dcp_placements.save.rank_notes import statement_of
+from dcp_placements.save.repeated_boxes import repeat_faults
 from dcp_placements.save.shadows import pack_items, packs_of
-from dcp_placements.save.statement import statement_of
 from dcp_placements.storage.metadata.shadow_records import OBJECTS_NBYTES, packed_objects
 
 Lookup = Callable[[MetadataIndex], Any]

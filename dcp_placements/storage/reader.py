@@ -32,9 +32,8 @@ from dcp_placements._torch import (
 from dcp_placements.errors import PlacementError, format_faults, format_name, raise_faults
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
-from dcp_placements.storage.chunk_reads import ChunkReader
-from dcp_placements.storage.copies import Copies
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
+from dcp_placements.storage.merged_reads import ChunkReader
 from dcp_placements.storage.metadata.checks import checked_rows
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata, rank_files
@@ -55,6 +54,7 @@ from dcp_placements.storage.remote.filesystem import (
     file_system,
     is_url,
 )
+from dcp_placements.storage.shadow_reads import Copies
 from dcp_placements.storage.tensor_record import stored_zip
 
 

@@ -22,9 +22,9 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.layout.byte_ranges import Gap, halves, segments
-from dcp_placements.storage.copies import Packed
 from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.metadata.shadow_records import packed_object
+from dcp_placements.storage.shadow_reads import Packed
 from dcp_placements.storage.tensor_record import TensorRecord, load_saved_tensor
 
 NEAR_NBYTES = 64 << 10

@@ -14,8 +14,8 @@ import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.sharding import Cut, Layout, LayoutError, Sharding
-from dcp_placements.names.keys import Rename
 from dcp_placements.names.rename_record import holder
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Renames
 from dcp_placements.offline.declared import matcher, mesh_at, rules_at
 from dcp_placements.offline.views.cutting import fsdp_axes, in_mesh_order, whole_sharding

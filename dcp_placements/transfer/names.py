@@ -15,7 +15,7 @@ import torch
 
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.names.boxes import Target, renamed_boxes, row_target
-from dcp_placements.names.keys import Rename, RenameError, Row
+from dcp_placements.names.rename_results import Rename, RenameError, Row
 from dcp_placements.names.renames import Renames
 from dcp_placements.names.renumber import Renumber, Replace
 from dcp_placements.names.stacks import Split, Stack, Unstack

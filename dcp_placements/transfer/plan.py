@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError, raise_faults
-from dcp_placements.names.keys import Rename
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.holding import Group, held_groups
 from dcp_placements.transfer.matching import Matcher

@@ -14,7 +14,7 @@ from dcp_placements import Parts, Row, Rows
 from dcp_placements.layout.sharding import Box, Cut, Sharding
 from dcp_placements.layout.tiling import tiles
 from dcp_placements.names.boxes import Target, renamed_boxes
-from dcp_placements.names.keys import RenameError
+from dcp_placements.names.rename_results import RenameError
 from tests.strategies import arange, examples
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements import PlacementError, PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.names.keys import checkpoint_path, rename_keys
+from dcp_placements.names.renamed_keys import checkpoint_path, rename_keys
 from dcp_placements.testing import World
 
 

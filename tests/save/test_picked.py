@@ -34,7 +34,7 @@ from dcp_placements import (
     Stack,
 )
 from dcp_placements.offline import merge_metadata
-from dcp_placements.storage.digests import full_digest
+from dcp_placements.storage.hashing import full_digest
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut
 
 COLUMNS = 5

@@ -19,8 +19,9 @@ from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import intersection
 from dcp_placements.names.boxes import Target, renamed_boxes
-from dcp_placements.names.keys import Parts, Renamed, RenameError, Row, Rows, format_axes
 from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
+from dcp_placements.names.renamed_keys import format_axes
 from dcp_placements.offline.box_reads import BoxReader, is_run, pieces
 from dcp_placements.offline.checkpoint import StoredTensor
 

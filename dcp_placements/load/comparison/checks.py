@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_placements._torch import Metadata, TensorStorageMetadata, world_size
-from dcp_placements.bind.binding import Binding
 from dcp_placements.bind.lint import lint
 from dcp_placements.bind.placed import Placing
+from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.errors import Fault
 from dcp_placements.load.comparison.cuts import Difference, differences
 from dcp_placements.load.comparison.numbers import (
@@ -20,9 +20,9 @@ from dcp_placements.load.comparison.numbers import (
 )
 from dcp_placements.load.comparison.rows import packed_rows, row_faults
 from dcp_placements.load.policy import Policy
-from dcp_placements.names.keys import Rename
 from dcp_placements.names.numbers import number_finder
 from dcp_placements.names.rename_record import renames_in_force
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import numbering
 from dcp_placements.storage.metadata.record import SavedRename, SaveRecord, cuts_of, record_of
 

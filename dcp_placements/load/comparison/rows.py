@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dcp_placements.bind.binding import Binding
 from dcp_placements.bind.placed import Placing, StackedPlaced
+from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Chunk, Intervals, Layout, Pick, Sharding
 from dcp_placements.load.comparison.numbers import format_numbers

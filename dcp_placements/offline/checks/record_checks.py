@@ -19,8 +19,8 @@ import xxhash
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.structure import CheckpointFault, Record, fqns_of
-from dcp_placements.storage.digests import full_digest
 from dcp_placements.storage.file_reads import CountedFile, FilePart
+from dcp_placements.storage.hashing import full_digest
 from dcp_placements.storage.metadata.provenance import stored_digest
 from dcp_placements.storage.metadata.shadow_records import packed_object
 from dcp_placements.storage.tensor_record import (

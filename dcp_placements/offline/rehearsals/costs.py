@@ -20,7 +20,7 @@ from dcp_placements.layout.sharding import Box, Intervals, Layout
 from dcp_placements.layout.tiling import tiles, uncovered
 from dcp_placements.load.reads import StoredChunks
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.storage.chunk_reads import SMALL_NBYTES, cheap_gap
+from dcp_placements.storage.merged_reads import SMALL_NBYTES, cheap_gap
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.storage.tensor_record import HEADS_NBYTES
 

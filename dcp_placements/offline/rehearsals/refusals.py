@@ -7,9 +7,9 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from dcp_placements._torch import Metadata
-from dcp_placements.bind.binding import BindError, Own, bind
 from dcp_placements.bind.lint import lint
 from dcp_placements.bind.placed import Placed
+from dcp_placements.bind.rule_and_dtensor import BindError, Own, bind
 from dcp_placements.errors import Fault, format_names, format_ranks
 from dcp_placements.layout.sharding import Layout, Sharding
 from dcp_placements.layout.tiling import format_box

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dcp_placements.save.digest_vector import Digests, Slots, may_have_replicas
+from dcp_placements.save.digest_folding import Digests, Slots, may_have_replicas
 from dcp_placements.save.key_table import KeyTable, unpacked_table
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.packing import Ints, unpacked_ints

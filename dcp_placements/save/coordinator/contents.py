@@ -11,7 +11,7 @@ import numpy as np
 from dcp_placements.save.coordinator.cohorts import Rows
 from dcp_placements.save.coordinator.cover import Cover
 from dcp_placements.save.coordinator.pieces import Piece
-from dcp_placements.save.digest_vector import Digests, may_have_replicas
+from dcp_placements.save.digest_folding import Digests, may_have_replicas
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 

@@ -15,7 +15,7 @@ from dcp_placements.save.coordinator.contents import Suspects
 from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.key_table import OBJECT, Group
 from dcp_placements.save.local_plan import LocalPlan
-from dcp_placements.save.statement import Statement
+from dcp_placements.save.rank_notes import Statement
 from dcp_placements.storage.metadata.record import ROWS
 
 

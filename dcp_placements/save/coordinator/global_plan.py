@@ -34,7 +34,7 @@ from dcp_placements.save.items import Assignment, Chunks, tensor_properties
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.packing import Ints, packed_ints
-from dcp_placements.save.statement import Statement
+from dcp_placements.save.rank_notes import Statement
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.items import Assignment
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import sent_boxes, sent_holding
-from dcp_placements.save.statement import Statement
-from dcp_placements.storage.digests import FULL_NBYTES
+from dcp_placements.save.rank_notes import Statement
+from dcp_placements.storage.hashing import FULL_NBYTES
 from dcp_placements.storage.metadata.provenance import StoredDigests
 from dcp_placements.storage.metadata.record import ROWS, Cuts, packed_record
 

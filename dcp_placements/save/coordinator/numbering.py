@@ -16,7 +16,7 @@ from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.names.numbers import NUMBER, number_finder
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.save.key_table import KeyTable
-from dcp_placements.save.statement import Statement
+from dcp_placements.save.rank_notes import Statement
 
 
 def numbering_faults(

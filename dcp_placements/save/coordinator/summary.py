@@ -14,7 +14,7 @@ from dcp_placements.rules.patterns import why_unmatched
 from dcp_placements.save.coordinator.global_plan import WorldPlan
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import Holding
-from dcp_placements.save.statement import Statement
+from dcp_placements.save.rank_notes import Statement
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from dcp_placements.offline import CannotLook, Checkpoint, draw, merge_metadata, save_figure
+from dcp_placements.offline.atomic_output import Output
 from dcp_placements.offline.box_reads import BoxReader
-from dcp_placements.offline.output import Output
 from tests.offline_scenes import Run, save_sharded
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def test_of_two_at_once_one_succeeds_and_the_other_names_it(tmp_path: Path, comm
 
 HOLDER = """
 import sys, time
-from dcp_placements.offline.output import Output
+from dcp_placements.offline.atomic_output import Output
 with Output(sys.argv[1]) as output, output.directory() as folder:
     (folder.path / "half").write_text("half")
     print("holds", flush=True)

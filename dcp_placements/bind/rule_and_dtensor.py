@@ -14,7 +14,7 @@ from typing import Any
 
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut, Layout, LayoutError, Pick, Sharding
-from dcp_placements.names.keys import RenameError
+from dcp_placements.names.rename_results import RenameError
 from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, mesh_axes
 from dcp_placements.rules.placement import (
     CheckpointPlacement,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp_placements.storage.digests import (
+from dcp_placements.storage.hashing import (
     FULL_NBYTES,
     SAMPLE_NBYTES,
     SAMPLED_NBYTES,

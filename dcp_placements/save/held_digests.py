@@ -12,10 +12,10 @@ import xxhash
 
 from dcp_placements._torch import MetadataIndex, has_hooks
 from dcp_placements.layout.sharding import Box
-from dcp_placements.save.digest_vector import Digests, Slots, buckets_needed, may_have_replicas
+from dcp_placements.save.digest_folding import Digests, Slots, buckets_needed, may_have_replicas
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import Held, Holding, LocalPlan, chunk_data, held_chunks
-from dcp_placements.storage.digests import (
+from dcp_placements.storage.hashing import (
     FULL_NBYTES,
     SAMPLED_NBYTES,
     full_digest,

@@ -12,9 +12,9 @@ from dcp_placements._torch import named_axes
 from dcp_placements.bind.lint import unwaived
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault
-from dcp_placements.names.keys import Rename
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.rename_record import Step
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import numbering
 from dcp_placements.names.renumber import Numbered
 from dcp_placements.rules.mesh import MeshNumbers

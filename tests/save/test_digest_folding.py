@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcp_placements.layout.sharding import Cut, Sharding
-from dcp_placements.save.digest_vector import (
+from dcp_placements.save.digest_folding import (
     BUCKETS,
     BUDGET_NBYTES,
     ROWS_OF_BUCKETS,
@@ -20,7 +20,7 @@ from dcp_placements.save.digest_vector import (
     may_have_replicas,
 )
 from dcp_placements.save.key_table import KeyTable, declared_group
-from dcp_placements.storage.digests import SAMPLED_NBYTES
+from dcp_placements.storage.hashing import SAMPLED_NBYTES
 
 
 def digests(keys: int, boxes: int = 1) -> Digests:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dcp_placements.save.key_table import Group, KeyTable
-from dcp_placements.storage.digests import SAMPLED_NBYTES
+from dcp_placements.storage.hashing import SAMPLED_NBYTES
 
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
 

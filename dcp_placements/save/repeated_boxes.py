@@ -12,7 +12,7 @@ from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.layout.tiling import format_box
-from dcp_placements.storage.digests import full_digest, sampled_digests
+from dcp_placements.storage.hashing import full_digest, sampled_digests
 
 
 def repeat_faults(placed: Iterable[Placed], *, rank: int, digests: str) -> list[Fault]:
