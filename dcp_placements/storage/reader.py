@@ -99,9 +99,7 @@ class PlacementFileSystemReader(FileSystemReader):
         self.restricted = restricted
         self.thread_count = thread_count
         self._storage_options = dict(storage_options or {})
-        self.bytes_read = 0
-        self.opens = 0
-        self.reads = 0
+        self.bytes_read = self.opens = self.reads = 0
         self._stored: Mapping[str, Any] = {}
         self._ids: Mapping[str, IdRecord] = {}
         self._unmerged: PlacementError | None = None
