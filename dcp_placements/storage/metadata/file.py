@@ -101,9 +101,7 @@ def read_metadata(
         pickle.UnpicklingError: It is restricted, and its records are no records.
     """
     load: Callable[[IO[bytes]], Any] = (
-        partial(load_restricted, newer=newer)
-        if restricted
-        else lambda file: _Unpickler(file).load()
+        partial(load_restricted, newer=newer) if restricted else _load
     )
     with quiet_gc():
         trailer = _trailer(stream)
@@ -146,6 +144,10 @@ def read_metadata(
             )
         )
         return metadata
+
+
+def _load(file: IO[bytes]) -> Any:
+    return _Unpickler(file).load()
 
 
 class _Unpickler(pickle.Unpickler):
