@@ -258,11 +258,12 @@ Part = FilePart | HeldPart
 """The bytes of a record."""
 
 
-class _View(io.RawIOBase):
-    def __init__(self, part: FilePart, length: int) -> None:
+class SeekableRaw(io.RawIOBase):
+    """Bytes of a known length that are read at a position; subclasses read them."""
+
+    def __init__(self, nbytes: int) -> None:
         super().__init__()
-        self._part = part
-        self._length = length
+        self._nbytes = nbytes
         self._position = 0
 
     def readable(self) -> bool:
@@ -275,12 +276,18 @@ class _View(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
         self._position = base + offset
         return self._position
 
+
+class _View(SeekableRaw):
+    def __init__(self, part: FilePart, length: int) -> None:
+        super().__init__(length)
+        self._part = part
+
     def readinto(self, buffer: Any) -> int:
-        left = max(self._length - self._position, 0)
+        left = max(self._nbytes - self._position, 0)
         view = memoryview(buffer).cast("B")[:left]
         self._part.read_into(view, self._position)
         self._position += view.nbytes

@@ -48,17 +48,12 @@ from dcp_placements.storage.metadata.save_ids import (
 from dcp_placements.storage.metadata.table import StorageTable
 from dcp_placements.storage.protocols import AfterReads, WantsReader
 from dcp_placements.storage.record_contents import Record
-from dcp_placements.storage.remote.filesystem import (
-    URL_THREADS,
-    RemoteFileSystem,
-    file_system,
-    is_url,
-)
+from dcp_placements.storage.remote.filesystem import URL_THREADS, RemoteFileSystem, UrlPath, is_url
 from dcp_placements.storage.shadow_reads import Copies
 from dcp_placements.storage.tensor_record import stored_zip
 
 
-class PlacementFileSystemReader(FileSystemReader):
+class PlacementFileSystemReader(UrlPath, FileSystemReader):
     """Reads whatever ``FileSystemReader`` reads; takes the same arguments.
 
     ``dcp.load(state_dict, storage_reader=PlacementFileSystemReader(path), planner=...)``, with any
@@ -105,21 +100,6 @@ class PlacementFileSystemReader(FileSystemReader):
         self._unmerged: PlacementError | None = None
         if is_url(path):
             self._use(path)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, from this path if one is given. Called on every rank."""
-        if checkpoint_id and is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
-            self._use(checkpoint_id)
-        super().reset(checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a URL, or a path that torch's reader accepts."""
-        return is_url(checkpoint_id) or bool(super().validate_checkpoint_id(checkpoint_id))
-
-    def _use(self, path: str | os.PathLike[str]) -> None:
-        self.fs = file_system(path, self._storage_options)
-        self.path = self.fs.init_path(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's metadata. Called on every rank.

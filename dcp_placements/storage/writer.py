@@ -46,13 +46,13 @@ from dcp_placements.storage.metadata.save_ids import is_data_file, named
 from dcp_placements.storage.metadata.table import RowsBuilder, StorageTable, join
 from dcp_placements.storage.metadata.write_results import WriteResults, rows_of
 from dcp_placements.storage.protocols import NamesSave
-from dcp_placements.storage.remote.filesystem import RemoteFileSystem, file_system, is_url
+from dcp_placements.storage.remote.filesystem import RemoteFileSystem, UrlPath, is_url
 from dcp_placements.storage.tensor_stamp import TensorSaver
 
 logger = logging.getLogger(__name__)
 
 
-class PlacementFileSystemWriter(FileSystemWriter):
+class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     """Writes a checkpoint that any reader of torch's reads; takes what ``FileSystemWriter`` takes.
 
     ``dcp.save(state_dict, storage_writer=PlacementFileSystemWriter(path), planner=...)``, with
@@ -90,20 +90,8 @@ class PlacementFileSystemWriter(FileSystemWriter):
         if is_url(path):
             self._use(path)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, to this path if one is given. Called on every rank."""
-        if checkpoint_id and is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
-            self._use(checkpoint_id)
-        super().reset(checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a URL, or a path that can be written to."""
-        return is_url(checkpoint_id) or bool(super().validate_checkpoint_id(checkpoint_id))
-
     def _use(self, path: str | os.PathLike[str]) -> None:
-        self.fs = file_system(path, self._storage_options)
-        self.path = self.fs.init_path(path)
+        super()._use(path)
         # Torch would sync all file systems of the machine for a file that is on none.
         self.sync_files = self._syncs_local_files and not is_url(path)
 
@@ -200,7 +188,7 @@ class PlacementFileSystemWriter(FileSystemWriter):
             return set()
         try:
             with quiet_gc(), self.fs.create_stream(path, "rb") as stream:
-                names = paths_of(read_metadata(stream, restricted=True).storage_data)  # type: ignore[arg-type]
+                names = paths_of(read_metadata(stream, restricted=True).storage_data)
         except Exception as error:
             logger.warning("%s cannot be read, so the files that it names stay: %s", path, error)
             return set()
@@ -236,7 +224,7 @@ class PlacementFileSystemWriter(FileSystemWriter):
                 return
             written = self.fs.concat_path(self.path, f"{os.path.basename(path)}.tmp")
             with _errors_of(written), self.fs.create_stream(written, "wb") as stream:
-                write_metadata(metadata, table, stream)  # type: ignore[arg-type]
+                write_metadata(metadata, table, stream)
                 self._sync(stream)
         if type(self.fs) is FileSystem:
             # Atomic: a job that is killed here leaves the older checkpoint or the new one.

@@ -196,3 +196,28 @@ def default_options(urls: list[str], options: Mapping[str, Any]) -> Iterator[Non
             del conf[protocol]
             if held is not None:
                 conf[protocol] = held
+
+
+class UrlPath:
+    """A torch reader or writer of files, whose path may also be a URL."""
+
+    fs: Any
+    path: Any
+    _storage_options: Mapping[str, Any]
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save or load, at this path if one is given. Called on every rank."""
+        if checkpoint_id and is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
+            self._use(checkpoint_id)
+        super().reset(checkpoint_id)  # type: ignore[misc]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a URL, or a path that torch's own class accepts."""
+        if is_url(checkpoint_id):
+            return True
+        return bool(super().validate_checkpoint_id(checkpoint_id))  # type: ignore[misc]
+
+    def _use(self, path: str | os.PathLike[str]) -> None:
+        self.fs = file_system(path, self._storage_options)
+        self.path = self.fs.init_path(path)

@@ -8,10 +8,11 @@ range of bytes, a whole object, a question about one.
 from __future__ import annotations
 
 import errno
-import io
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from dcp_placements.storage.file_reads import SeekableRaw
 
 TRIES = 4
 PAUSE_S = 0.1
@@ -64,7 +65,7 @@ def _reason(error: BaseException) -> str:
     return str(text).splitlines()[0]
 
 
-class RangeReader(io.RawIOBase):
+class RangeReader(SeekableRaw):
     """A remote file that is read by ranges, one request each.
 
     fsspec's own files read ahead by up to 50 MB, whatever is asked for, and give up at the first
@@ -79,33 +80,17 @@ class RangeReader(io.RawIOBase):
     """
 
     def __init__(self, fs: Any, url: str) -> None:
-        super().__init__()
-        self._fs = fs
-        self._url = url
         info = request(url, lambda: fs.info(url))
         if info.get("type") == "directory":
             raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
-        self._size = int(info["size"])
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
+        super().__init__(int(info["size"]))
+        self._fs = fs
+        self._url = url
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         start = self._position
-        end = min(start + min(view.nbytes, REQUEST_NBYTES), self._size)
+        end = min(start + min(view.nbytes, REQUEST_NBYTES), self._nbytes)
         if end <= start:
             return 0
         data = request(self._url, lambda: self._fs.cat_file(self._url, start=start, end=end))
