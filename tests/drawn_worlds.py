@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import FusedShard
-from tests.random_worlds import Cutting, Family, Hold, Ids, Level, Mesh, Pair, Picks, Side
+from tests.random_worlds import Cutting, Family, Hold, Ids, Level, Mesh, Pair, Picks, Side, Tile
 
 # Of the meshes of each side: an axis of one name has to mean the same on both.
 AXES = (("abcd", "wxyz"), ("efgh", "stuv"))
@@ -176,12 +176,18 @@ def draw_hold(draw: Draw, family: Family, meshes: tuple[Mesh, ...]) -> Hold:
     left = [name for name in mesh.names if name in free]
     # The rows that padding adds would have no name.
     may_pad = not unstacked and (by_parts or not family.split)
+    # A tensor that lists its chunks is neither stacked nor divided by names.
+    may_list = may_pad and not any(
+        level.stacked and on is not None for level, on in zip(family.levels, ids, strict=True)
+    )
     cuts = tuple(
-        draw_cutting(draw, shape, mesh, left, may_pad=may_pad)
+        draw_listed(draw, shape, mesh, left)
+        if may_list and draw.chance(25)
+        else draw_cutting(draw, shape, mesh, left, may_pad=may_pad)
         for shape in unit_shapes(family, ids, by_parts=by_parts)
     )
     replaced = draw.choice(("", "", "first", "last")) if family.name.isalnum() else ""
-    follows = all(cutting.kind == "plain" for cutting in cuts) and draw.chance(40)
+    follows = all(c.kind in ("plain", "listed") for c in cuts) and draw.chance(40)
     redundant = draw.chance(30)
     return Hold(at, tuple(ids), by_parts, cuts, stage, replaced, follows, redundant)
 
@@ -218,11 +224,58 @@ def draw_rows(
     return tuple(map(tuple, rows))
 
 
+def draw_listed(draw: Draw, shape: tuple[int, ...], mesh: Mesh, free: list[str]) -> Cutting:
+    """Return how ranks list chunks of a tensor: those of a rule, or any tiles of it."""
+    if not shape or draw.chance(50):
+        cutting = draw_cutting(draw, shape, mesh, free, may_pad=True, kind="plain")
+        return replace(cutting, kind="listed", declared=bool(shape) and draw.chance(40))
+    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    held: list[list[Tile]] = [[] for _ in range(prod(sizes[name] for name in free))]
+    ends = [0] * len(held)
+    along = draw.randrange(len(shape))
+    for offsets, box in draw_tiles(draw, (0,) * len(shape), shape):
+        copies = draw.choice((1, 1, 1, 2, len(held)))
+        for position in draw.sample(range(len(held)), min(copies, len(held))):
+            local = [draw.choice((0, 0, 1)) for _ in box]
+            local[along] += ends[position]
+            ends[position] = local[along] + box[along]
+            held[position].append(Tile(offsets, box, tuple(local)))
+    for tiles in held:
+        draw.shuffle(tiles)
+    memory = draw.choice(("own", "view", "transposed", "parameter"))
+    return Cutting(
+        kind="listed", tiles=tuple(map(tuple, held)), tile_axes=tuple(free), memory=memory
+    )
+
+
+def draw_tiles(
+    draw: Draw, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return offsets and sizes of boxes that tile one, seldom as a product of intervals."""
+    dims = [dim for dim, size in enumerate(sizes) if size > 1]
+    if not dims or draw.chance(15 if prod(sizes) > 4 else 60):
+        return [(offsets, sizes)]
+    dim = draw.choice(dims)
+    at = draw.randint(1, sizes[dim] - 1)
+    after = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+    first, second = ((*sizes[:dim], n, *sizes[dim + 1 :]) for n in (at, sizes[dim] - at))
+    if draw.chance(40):
+        return [(offsets, first), *draw_tiles(draw, after, second)]
+    return [*draw_tiles(draw, offsets, first), *draw_tiles(draw, after, second)]
+
+
 def draw_cutting(
-    draw: Draw, shape: tuple[int, ...], mesh: Mesh, free: list[str], *, may_pad: bool
+    draw: Draw,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    free: list[str],
+    *,
+    may_pad: bool,
+    kind: str = "",
 ) -> Cutting:
     """Return how ranks cut a tensor over some of the axes ``free``, in mesh order."""
-    kind = draw.choice(("plain", "plain", "plain", "fake", "fake", "real")) if free else "plain"
+    drawn = draw.choice(("plain", "plain", "plain", "fake", "fake", "real")) if free else "plain"
+    kind = kind or drawn
     memory = draw.choice(("own", "own", "view", "transposed", "parameter"))
     roles = {
         name: draw.choice(("rule", "rule", "none") if kind == "plain" else ROLES) for name in free

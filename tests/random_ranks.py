@@ -25,6 +25,7 @@ from dcp_placements import (
     Unstack,
 )
 from dcp_placements.testing import FakeDTensor, FakeMesh, cut, real_dtensor
+from dcp_placements.testing.reference import numbered
 from tests.differential import (
     RATE,
     STEP,
@@ -37,6 +38,7 @@ from tests.differential import (
     name_of,
     units,
 )
+from tests.listed_tensors import annotate, tiled, tiles_of
 from tests.random_worlds import Cutting, Family, Hold, Ids, Level, Pair, Picks, Side
 
 
@@ -99,7 +101,10 @@ class Rank:
                 for state in ("", *family.moments):
                     key = key_of(self.pair, name, state)
                     padding = zlib.crc32(key.encode()) + self.rank
-                    yield held.value(key, whole, (family.name, state), padding)
+                    value = held.value(key, whole, (family.name, state), padding)
+                    if held.cutting.kind == "listed" and not (state and hold.follows):
+                        annotate(value.value, held.whole_shape, held.chunks)
+                    yield value
                 if family.step is not None:
                     scalar = torch.tensor(family.step if step is None else step)
                     key = key_of(self.pair, name, STEP)
@@ -210,6 +215,8 @@ class Rank:
         for at, cutting in enumerate(hold.cuts):
             if not (cutting.rule or cutting.also or cutting.padded or along):
                 continue
+            if not cutting.declared:
+                continue
             middle = middles(family, by_parts=hold.parts)[at]
             name = name_of(family, named, middle)
             number = name_of(family, dict.fromkeys(named, "\0"), middle)
@@ -266,6 +273,7 @@ class _Held:
 
     def __init__(self, part_of_it: torch.Tensor, cutting: Cutting, mesh: FakeMesh) -> None:
         self.cutting = cutting
+        self.whole_shape = part_of_it.shape
         names = mesh.mesh_dim_names or ()
         sizes = dict(zip(names, mesh.shape, strict=True))
         at = dict(zip(names, mesh.get_coordinate() or [], strict=True))
@@ -275,13 +283,20 @@ class _Held:
             axes = [axis for axis, _ in cuts]
             return cut(whole, placements, [sizes[a] for a in axes], [at[a] for a in axes])
 
-        if cutting.padded is not None:
-            around = part_of_it.new_full(cutting.padded, -1)
-            around[tuple(slice(0, size) for size in part_of_it.shape)] = part_of_it
-            part_of_it = around
-        part_of_it = cut_by(part_of_it, cutting.rule)
-        self.numbers = cut_by(part_of_it, cutting.own)
-        self.shape = list(part_of_it.shape)
+        where = numbered(part_of_it.shape, cutting.padded)
+        if cutting.tiles:
+            position = 0
+            for axis in cutting.tile_axes:
+                position = position * sizes[axis] + at[axis]
+            self.chunks = cutting.tiles[position]
+            where = tiled(where, self.chunks)
+        else:
+            where = cut_by(where, cutting.rule)
+            self.shape = list(where.shape)
+            where = cut_by(where, cutting.own)
+            rows = {p.dim for _, p in cutting.rule if isinstance(p, Picks)}
+            self.chunks = tiles_of(where, part_of_it.shape, rows)
+        self.numbers = torch.cat([part_of_it.reshape(-1), torch.tensor([-1])])[where]
         own = dict(cutting.own)
         for axis, placement in cutting.rule:
             if axis in cutting.repeated:
@@ -291,7 +306,7 @@ class _Held:
                     self.shape[placement.dim] *= sizes[axis]
         axes = [name for name in names if name in own]
         self.placements = [own[name] for name in axes]
-        if cutting.kind != "plain":
+        if cutting.kind in ("fake", "real"):
             self.mesh = mesh[axes]
             if cutting.unnamed:
                 self.mesh = FakeMesh(self.mesh.shape, rank=mesh.rank, ranks=self.mesh.mesh)
@@ -299,11 +314,12 @@ class _Held:
     def value(self, key: str, whole: Wholes, of: tuple[str, str], padding: int) -> Value:
         local = elements(whole[of], self.numbers, padding)
         memory, kind = self.cutting.memory, self.cutting.kind
-        if kind != "plain" and memory == "parameter":
+        is_dtensor = kind in ("fake", "real")
+        if is_dtensor and memory == "parameter":
             memory = "own"
         local = in_memory(local, memory)
         value: Any = local
-        if kind != "plain":
+        if is_dtensor:
             wrap = real_dtensor if kind == "real" else FakeDTensor
             value = wrap(local, self.mesh, self.placements, self.shape)
         return Value(key, value, local, of, self.numbers, padding)

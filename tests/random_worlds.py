@@ -86,6 +86,21 @@ class Picks:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A box of a whole tensor, and where a rank has it.
+
+    Attributes:
+        offsets: In the whole.
+        sizes: Of both.
+        local_offsets: In the rank's tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Cutting:
     """How ranks cut one tensor.
 
@@ -94,13 +109,17 @@ class Cutting:
         own: The same of what the DTensor says and does after the rule.
         also: Axes of ``own`` that the rule names too.
         repeated: Axes of ``rule`` that the DTensor has, too, as ``Shard`` or ``Replicate``.
-        kind: ``"plain"``, ``"fake"`` or ``"real"``.
+        kind: ``"plain"``, ``"fake"``, ``"real"``, or ``"listed"``: a tensor with the attributes of
+            torch's ``CheckpointableTensor``.
         padded: The shape that was cut, where it is larger.
         given: Whether the rule says the global shape.
         mesh: What the rule takes for its mesh: ``"whole"``, ``"sub"`` of the axes that it names,
             or ``"coordinate"`` and ``"subcoordinate"``, which know no ranks.
         unnamed: Whether the DTensor's mesh has no names.
         memory: ``"own"``, a ``"view"``, ``"transposed"`` or a ``"parameter"``.
+        tiles: Of a listed tensor that no rule describes: its boxes by position on ``tile_axes``.
+        tile_axes: Axes whose positions, in C order, have the tiles.
+        declared: Whether the rule speaks; of a listed tensor it need not.
     """
 
     rule: tuple[tuple[str, Any], ...] = ()
@@ -113,6 +132,9 @@ class Cutting:
     mesh: str = "whole"
     unnamed: bool = False
     memory: str = "own"
+    tiles: tuple[tuple[Tile, ...], ...] = ()
+    tile_axes: tuple[str, ...] = ()
+    declared: bool = True
 
 
 @dataclass(frozen=True)
