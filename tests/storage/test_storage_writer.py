@@ -107,14 +107,27 @@ def test_a_stamp_refuses_files_that_torch_did_not_write_so() -> None:
     buffer = io.BytesIO()
     torch.save(tensor, buffer)
     saved, data = buffer.getvalue(), tensor.numpy().tobytes()
-    assert b"".join(Stamp(saved, data).parts(data)) == saved
+    assert b"".join(Stamp.of_file(saved, len(data)).parts(data)) == saved
     at = saved.index(b"serialization_id") + 20
     for broken in (saved[:-1], b"", saved.replace(b"data/0", b"data/1")):
         with pytest.raises(ValueError, match=r"torch\.save writes"):
-            Stamp(broken, data)
+            Stamp.of_file(broken, len(data))
     digit = saved.index(b"PK\x07\x08", at) - 1
     with pytest.raises(ValueError, match="other bytes"):
-        Stamp(saved[:digit] + b"x" + saved[digit + 1 :], data)
+        Stamp.of_file(saved[:digit] + b"x" + saved[digit + 1 :], len(data))
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (2, 1, 5), (300, 77), (1, 1, 1 << 17)])
+def test_a_stamp_of_any_size_writes_what_torch_writes(shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        tensor = (torch.arange(torch.Size(shape).numel()) % 7 - 3).reshape(shape).to(dtype)
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        stamp = Stamp.of(dtype, shape)
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert b"".join(stamp.parts(data)) == buffer.getvalue()
+        assert stamp.length == len(buffer.getvalue())
+        assert buffer.getvalue()[stamp.start :].startswith(data)
 
 
 def test_an_unknown_torch_is_left_to_write_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
