@@ -26,7 +26,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group, KeyTable
 from dcp_placements.save.local_plan import Held, Holding
 from dcp_placements.save.packing import Ints, unpacked_ints
-from dcp_placements.storage.metadata.tensor_properties import properties_of
+from dcp_placements.storage.metadata.pickles.tensor_properties import properties_of
 from dcp_placements.storage.metadata.write_results import Outline
 
 Run = tuple[int, int]

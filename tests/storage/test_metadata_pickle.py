@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
 from dcp_placements.offline import CannotLook, Checkpoint
 from dcp_placements.storage.metadata.file import MAGIC, read_metadata
-from dcp_placements.storage.metadata.metadata_pickle import load_restricted
+from dcp_placements.storage.metadata.pickles.metadata_pickle import load_restricted
 from dcp_placements.storage.restricted_pickle import RefusedGlobal
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_sharded

@@ -36,16 +36,23 @@ from dcp_placements._torch import (
 )
 from dcp_placements.layout.alike import BySequence
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.metadata.metadata_pickle import PATHS, PATHS_OF_3_13, load_restricted
-from dcp_placements.storage.metadata.pickled_rows import (
+from dcp_placements.storage.metadata.pickles.metadata_pickle import (
+    PATHS,
+    PATHS_OF_3_13,
+    load_restricted,
+)
+from dcp_placements.storage.metadata.pickles.pickled_rows import (
     MemoNumbers,
     RecordKind,
     records_of,
     rows_by_kind,
     rows_of_records,
 )
+from dcp_placements.storage.metadata.pickles.tensor_properties import (
+    PICKLED_PROPERTIES,
+    portable_state,
+)
 from dcp_placements.storage.metadata.table import ROW, Rows, StorageTable
-from dcp_placements.storage.metadata.tensor_properties import PICKLED_PROPERTIES, portable_state
 
 MAGIC = b"dcp_placements/1"
 _TRAILER = struct.Struct("<QQ16s")

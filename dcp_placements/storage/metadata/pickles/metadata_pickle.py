@@ -28,8 +28,11 @@ from dcp_placements._torch import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from dcp_placements.storage.metadata.pickles.tensor_properties import (
+    has_unknown_properties,
+    set_properties,
+)
 from dcp_placements.storage.metadata.provenance import stored
-from dcp_placements.storage.metadata.tensor_properties import has_unknown_properties, set_properties
 from dcp_placements.storage.restricted_pickle import (
     RefusedGlobal,
     RestrictedUnpickler,
