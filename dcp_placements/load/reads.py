@@ -6,10 +6,10 @@ lacks a chunk, they leave old values.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dcp_placements._torch import (
@@ -22,7 +22,8 @@ from dcp_placements._torch import (
 )
 from dcp_placements.layout.alike import BySequence
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import intersection, tiles, uncovered
+from dcp_placements.layout.tiling import tiles, uncovered
+from dcp_placements.storage.metadata.chunk_list import ChunkList
 
 
 class Read(NamedTuple):
@@ -55,39 +56,44 @@ class StoredChunks:
     """
 
     def __init__(self, metadata: TensorStorageMetadata) -> None:
-        self._chunks = chunks = metadata.chunks
-        order = [at for at, chunk in enumerate(chunks) if 0 not in chunk.sizes]
-        self._dim = max(
-            range(len(metadata.size)),
-            key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}),
-            default=None,
-        )
+        chunks = ChunkList.of(metadata.chunks, len(metadata.size))
+        order = np.flatnonzero((chunks.sizes > 0).all(axis=1))
+        cuts = [len(np.unique(column)) for column in chunks.offsets.T]
+        self._dim = cuts.index(max(cuts)) if cuts else None
         if self._dim is not None:
-            dim = self._dim
-            order.sort(key=lambda at: chunks[at].offsets[dim])
-            self._starts = [chunks[at].offsets[dim] for at in order]
-            self._longest = max((chunks[at].sizes[dim] for at in order), default=0)
+            order = order[np.argsort(chunks.offsets[order, self._dim], kind="stable")]
         self._order = order
+        self._offsets, self._sizes = chunks.offsets[order], chunks.sizes[order]
+        if self._dim is not None:
+            self._starts = np.ascontiguousarray(self._offsets[:, self._dim])
+            self._longest = int(self._sizes[:, self._dim].max(initial=0))
 
     def meeting(self, box: Box) -> list[tuple[int, Box, Box]]:
         """Return ``(chunk index, chunk, shared box)`` of the stored chunks that meet ``box``.
 
         A chunk that equals ``box`` is returned alone.
         """
-        candidates: Sequence[int] = self._order
+        wanted = np.array(box, np.int64)
+        stops = wanted.sum(axis=0)
+        candidates = slice(0, len(self._order))
         if self._dim is not None:
-            start = box.offsets[self._dim]
-            low = bisect_right(self._starts, start - self._longest)
-            candidates = self._order[low : bisect_left(self._starts, start + box.sizes[self._dim])]
-        meeting = []
-        for at in candidates:
-            stored = _box(self._chunks[at])
-            if stored == box:
-                return [(at, box, box)]
-            shared = intersection(stored, box)
-            if shared is not None:
-                meeting.append((at, stored, shared))
-        return meeting
+            low = self._starts.searchsorted(wanted[0, self._dim] - self._longest, "right")
+            high = self._starts.searchsorted(stops[self._dim])
+            candidates = slice(int(low), int(high))
+        offsets, sizes = self._offsets[candidates], self._sizes[candidates]
+        starts = np.maximum(offsets, wanted[0])
+        extents = np.minimum(offsets + sizes, stops) - starts
+        met = np.flatnonzero((extents > 0).all(axis=1))
+        equal = met[((offsets[met] == wanted[0]) & (sizes[met] == wanted[1])).all(axis=1)]
+        if len(equal):
+            return [(int(self._order[candidates][equal[0]]), box, box)]
+        found = zip(
+            self._order[candidates][met].tolist(),
+            ChunkList(offsets[met], sizes[met]).boxes(),
+            ChunkList(starts[met], extents[met]).boxes(),
+            strict=True,
+        )
+        return list(found)
 
 
 class Reads:
@@ -100,7 +106,6 @@ class Reads:
     def __init__(self) -> None:
         self._stored: BySequence[StoredChunks] = BySequence(_ends)
         self._by_layout: dict[tuple[Hashable, torch.Size, int], tuple[Read, ...]] = {}
-        self._latest: list[int] = []
 
     def of(
         self,
@@ -125,10 +130,9 @@ class Reads:
             return earlier, []
         reads: list[Read] = []
         holes: list[Box] = []
+        chunks = self._chunks(stored)
         for position, box in enumerate(destinations):
-            # Often one chunk equals the box; then the others need not be sorted.
-            at = self._index(stored.chunks, box) if len(destinations) == 1 else None
-            meeting = [(at, box, box)] if at is not None else self._chunks(stored).meeting(box)
+            meeting = chunks.meeting(box)
             reads += [_read(position, box, *piece) for piece in meeting]
             pieces = [piece for _, _, piece in meeting]
             if pieces != [box] and not tiles(box, pieces):
@@ -143,18 +147,6 @@ class Reads:
         chunks = self._stored.get(stored.chunks, dims)
         return chunks or self._stored.put(stored.chunks, StoredChunks(stored), dims)
 
-    def _index(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> int | None:
-        """Return the index of a box in the list; the latest indices, often this rank's, first."""
-        for at in self._latest:
-            if _is_at(chunks, at, box):
-                return at
-        offsets, sizes = box
-        for at, chunk in enumerate(chunks):
-            if chunk.offsets == offsets and chunk.sizes == sizes:
-                self._latest = [at, *self._latest[:3]]
-                return at
-        return None
-
 
 def _ends(chunk: ChunkStorageMetadata) -> Hashable:
     return tuple(chunk.offsets), tuple(chunk.sizes)
@@ -165,10 +157,6 @@ def _is_at(chunks: Sequence[ChunkStorageMetadata], at: int, box: Box) -> bool:
         return False
     chunk = chunks[at]
     return chunk.offsets == box.offsets and chunk.sizes == box.sizes
-
-
-def _box(chunk: ChunkStorageMetadata) -> Box:
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _read(position: int, box: Box, at: int, stored: Box, piece: Box) -> Read:

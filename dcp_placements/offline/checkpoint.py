@@ -29,6 +29,7 @@ from dcp_placements.offline.readers.dcp import (
 )
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, id_records, writer_of
@@ -187,7 +188,7 @@ class Checkpoint:
                     continue
                 cut = cuts.get(entry.chunks)
                 if cut is None:
-                    boxes = tuple([Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks])
+                    boxes = ChunkList.of(entry.chunks, len(entry.size)).boxes()
                     cut = cuts.put(entry.chunks, (boxes, self._cut(boxes)))
                 self.tensors[fqn] = StoredTensor(
                     fqn, tuple(entry.size), entry.properties.dtype, *cut, self._places

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import examples, tilings
 from torch.distributed.tensor import Shard
 
-from dcp_placements import CheckpointPlacement, PlacementRules
+from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementRules
 from dcp_placements._torch import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,6 +26,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request
 from dcp_placements.report import LoadReport
+from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.testing import World
 
 SHAPE = (8, 6)
@@ -125,3 +128,40 @@ def list_of(
     if form == "incomplete":
         del copies[data.draw(st.integers(0, len(copies) - 1))]
     return copies
+
+
+def test_a_rank_of_16384_makes_objects_of_the_chunks_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Expert stacks and FSDP, the rows of one rank of 16,384, and those of one of 8,192."""
+    made: list[int] = []
+    one_chunk = ChunkList.__getitem__
+
+    def counted(self: ChunkList, index: Any) -> Any:
+        made.append(1)
+        return one_chunk(self, index)
+
+    monkeypatch.setattr(ChunkList, "__getitem__", counted)
+    ranks = 16_384
+    offsets = np.stack([np.arange(ranks), np.zeros(ranks, np.int64)], axis=1)
+    chunks: Any = ChunkList(offsets, np.tile([1, 6], (ranks, 1)))
+    fqns = [f"layers.{layer}.cut" for layer in range(40)]
+    for size in (ranks, ranks // 2):
+        entry = TensorStorageMetadata(TensorProperties(), torch.Size((ranks, 6)), chunks)
+        rows = ranks // size
+        mesh = MeshCoordinate(["fsdp"], [size], [RANK])
+        placing = place(
+            {fqn: torch.zeros(rows, 6) for fqn in fqns},
+            PlacementRules({"cut": CheckpointPlacement(mesh, {"fsdp": Shard(0)})}),
+            RANK,
+        )
+        state_dict = {fqn: placed.tensor for fqn, placed in placing.placed.items()}
+        stored = Metadata(dict.fromkeys(fqns, entry))
+        request = Request(state_dict, placing, stored, Policy(partial=False, cast="warn"), RANK)
+        items = request.items().all
+        assert request.faults == []
+        assert [item.storage_index.index for item in items] == [
+            RANK * rows + row for _ in fqns for row in range(rows)
+        ]
+        assert len(made) < 10 * len(fqns)
+        made.clear()
