@@ -124,9 +124,9 @@ def measure(case: str, source: int, target: int, rounds: int, part: bool) -> dic
 
 
 def list_columns(part: Any) -> int:
-    """Compute all columns of a rank's part; return how many messages it has."""
+    """Compute all columns of a rank's part; return how many rows they have."""
     lists = part.sends, part.receives, part.copies
-    return sum(len(block.tensor) for found in lists for block in found.arrays())
+    return sum(len(block.first) for found in lists for block in found.arrays())
 
 
 def timed(work: Callable[[], Any]) -> float:

@@ -135,20 +135,27 @@ class Layout:
             (0,)            (0,)      (2,)
             (2,)            (3,)      (2,)
         """
-        per_dim = []
-        for dim, size in zip(self.intervals, self.global_shape, strict=True):
-            if len(dim) == 1 and dim[0][1] <= size:
-                per_dim.append([(0, dim[0][0], dim[0][1] - dim[0][0])])
-                continue
-            pieces = []
-            local_offset = 0
-            for start, stop in dim:
-                kept = min(stop, size) - start
-                if kept > 0:
-                    pieces.append((local_offset, start, kept))
-                local_offset += stop - start
-            per_dim.append(pieces)
+        per_dim = map(dim_pieces, self.intervals, self.global_shape)
         return tuple([_chunk(pieces) for pieces in itertools.product(*per_dim)])
+
+
+def dim_pieces(intervals: Intervals, size: int) -> list[tuple[int, int, int]]:
+    """Return ``(start in the local tensor, start in the whole, length)`` of what a dim stores.
+
+    Args:
+        intervals: Those that a coordinate holds of the dim, in local order.
+        size: The size of the dim in the checkpoint; what lies beyond it is padding.
+    """
+    if len(intervals) == 1 and intervals[0][1] <= size:
+        return [(0, intervals[0][0], intervals[0][1] - intervals[0][0])]
+    pieces = []
+    local_offset = 0
+    for start, stop in intervals:
+        kept = min(stop, size) - start
+        if kept > 0:
+            pieces.append((local_offset, start, kept))
+        local_offset += stop - start
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ def check_one_number(pattern: str) -> None:
         )
 
 
+@lru_cache(maxsize=1 << 10)
 def number_finder(pattern: str) -> re.Pattern[str]:
     """Return a regex that finds the number of ``pattern`` in ``"." + key`` as group ``NUMBER``."""
     named = re.findall(r"\{(\w+)\}", pattern)

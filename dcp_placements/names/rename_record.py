@@ -78,6 +78,40 @@ def _renumbered(local: str, renamed: str) -> Iterator[str]:
 _DIGITS = re.compile(r"(\d+)")
 
 
+Numbers = tuple[tuple[str, tuple[tuple[str, frozenset[int]], ...]], ...]
+"""``(pattern in the checkpoint's keys, ((selector, numbers), ...))`` of each ``Renumber``."""
+
+
+def held_numbers(rename: object) -> Numbers | None:
+    """Return the numbers that determine which keys of the checkpoint a rank has.
+
+    >>> held_numbers(Renumber("experts.{}", [6, 1], total=8))
+    (('experts.{}', (('', frozenset({1, 6})),)),)
+
+    Returns:
+        None for a function of the user's: its keys are not known in advance.
+    """
+    renames = _steps_of(rename)
+    numbers = []
+    for at, step in enumerate(renames.steps):
+        if isinstance(step, Renumber):
+            pattern = renames.pattern_after(at, step.pattern)
+            by_selector = step.numbers(pattern).items()
+            numbers.append((pattern, tuple([(name, frozenset(ids)) for name, ids in by_selector])))
+        elif not isinstance(step, Replace):
+            return None
+    return tuple(numbers)
+
+
+def number_in(pattern: str, key: str) -> tuple[str, int] | None:
+    """Return selector and number of a pattern in a key of the checkpoint; None without a match."""
+    finder = number_finder(pattern)
+    match = finder.search("." + key)
+    if match is None:
+        return None
+    return match["by"] if "by" in finder.groupindex else "", int(match[NUMBER])
+
+
 def holder(rename: object) -> Callable[[str], bool] | None:
     """Return a test of whether a rank has a key of the checkpoint, by the numbers in the key.
 
@@ -88,22 +122,16 @@ def holder(rename: object) -> Callable[[str], bool] | None:
     Returns:
         None for a function of the user's: its keys are not known in advance.
     """
-    renames = _steps_of(rename)
-    numbered: list[tuple[re.Pattern[str], dict[str, set[int]]]] = []
-    for at, step in enumerate(renames.steps):
-        if isinstance(step, Renumber):
-            pattern = renames.pattern_after(at, step.pattern)
-            numbered.append((number_finder(pattern), step.numbers(pattern)))
-        elif not isinstance(step, Replace):
-            return None
+    held = held_numbers(rename)
+    if held is None:
+        return None
+    numbered = [(pattern, dict(numbers)) for pattern, numbers in held]
 
     def holds(key: str) -> bool:
-        for finder, numbers in numbered:
-            match = finder.search("." + key)
-            if match is not None:
-                selector = match["by"] if "by" in finder.groupindex else ""
-                if int(match[NUMBER]) not in numbers.get(selector, ()):
-                    return False
+        for pattern, numbers in numbered:
+            at = number_in(pattern, key)
+            if at is not None and at[1] not in numbers.get(at[0], ()):
+                return False
         return True
 
     return holds

@@ -6,23 +6,25 @@ axes that cut a group hold the same boxes, so a layout is computed once per such
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
-from dcp_placements.layout.sharding import Cut, Layout, LayoutError, Sharding
-from dcp_placements.names.rename_record import holder
+from dcp_placements.layout.sharding import Cut, LayoutError, Sharding, dim_pieces
+from dcp_placements.names.rename_record import Numbers, held_numbers
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Renames
-from dcp_placements.offline.declared import matcher, mesh_at, rules_at
+from dcp_placements.offline.declared import mesh_at, rules_at
 from dcp_placements.offline.views.cutting import fsdp_axes, in_mesh_order, whole_sharding
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.joins import expanded
+from dcp_placements.transfer.keys_held import KeysHeld
 from dcp_placements.transfer.names import Named, named_tensors, split_rename
 from dcp_placements.transfer.world import TransferWorld
 
@@ -62,17 +64,8 @@ class _Rank(NamedTuple):
     place: int
     coordinate: tuple[int, ...]
     rules: Rules
-    rename: Renames
+    numbers: Numbers
     absent: tuple[str, ...]
-
-    def holds(self) -> Callable[[str], bool]:
-        """Return a test of whether the rank has a key of the world."""
-        has_number = holder(self.rename)
-        patterns = [matcher(pattern) for pattern in self.absent]
-        return lambda key: (
-            (has_number is None or has_number(key))
-            and not any(matches(key) for matches in patterns)
-        )
 
 
 def held_groups(
@@ -92,8 +85,8 @@ def held_groups(
     """
     ranks, whole = _declared(world)
     named = named_tensors(tensors, whole, more, faults)
-    cutter = _Cutter(world, faults)
-    return [cutter.group(group, held) for group, held in _alike(named, ranks)]
+    cutter = _Cutter(world, ranks, faults)
+    return [cutter.group(alike) for alike in _alike(named, ranks)]
 
 
 def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
@@ -104,8 +97,10 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
     for place, coordinate in enumerate(np.ndindex(*axes.values())):
         rules, rename, _ = rules_at(world.rules, axes, place)
         local, whole = split_rename(rename)
+        numbers = held_numbers(local)
+        assert numbers is not None, "split_rename leaves Renumber and Replace"
         absent = () if world.absent is None else tuple(world.absent(mesh_at(axes, place)))
-        ranks.append(_Rank(place, coordinate, rules, local, absent))
+        ranks.append(_Rank(place, coordinate, rules, numbers, absent))
         if whole not in wholes:
             wholes.append(whole)
     if len(wholes) > 1:
@@ -116,40 +111,49 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
     return ranks, wholes[0]
 
 
-def _alike(named: Sequence[Named], ranks: Sequence[_Rank]) -> list[tuple[list[Named], list[_Rank]]]:
-    """Return the tensors that lie alike, with the ranks that hold them."""
+class _Alike(NamedTuple):
+    """Tensors that lie alike.
+
+    Attributes:
+        tensors: They, in the order of the world.
+        labels: What determines how each rank's rules cut them.
+        held: Whether each rank has them, ``[ranks]``.
+    """
+
+    tensors: list[Named]
+    labels: tuple[Hashable, ...]
+    held: Array
+
+
+def _alike(named: Sequence[Named], ranks: Sequence[_Rank]) -> Iterator[_Alike]:
+    """Yield the tensors by what lies alike."""
     by_rules: dict[Hashable, Rules] = {}
-    by_keys: dict[Hashable, list[_Rank]] = {}
     for rank in ranks:
         rules = rank.rules
         # What any other function answers may differ from rank to rank.
         alike = rules.patterns if isinstance(rules, PlacementRules) else rank.place
         by_rules.setdefault(alike, rules)
-        by_keys.setdefault((rank.rename, rank.absent), []).append(rank)
-    members = list(by_keys.values())
-    holds = [alike[0].holds() for alike in members]
-    groups: dict[Hashable, list[Named]] = {}
-    held_by: dict[Hashable, bytes] = {}
+    holds = KeysHeld([(rank.numbers, rank.absent) for rank in ranks])
+    groups: dict[Hashable, _Alike] = {}
     for tensor in named:
-        held = bytes([test(tensor.key) for test in holds])
-        labels = [_label(rules, tensor) for rules in by_rules.values()] if tensor.shape else []
+        number, held = holds(tensor.key)
+        rules_of = by_rules.values() if tensor.shape else ()
+        labels = tuple([_label(rules, tensor) for rules in rules_of])
         lies = tensor.shape, tensor.dtype, tensor.rule_shape, tensor.rule_dims
-        key = lies, tuple(labels), held
-        groups.setdefault(key, []).append(tensor)
-        held_by[key] = held
-    found = []
-    for lying, group in groups.items():
-        held = held_by[lying]
-        holders = [rank for has, alike in zip(held, members, strict=True) if has for rank in alike]
-        found.append((group, sorted(holders, key=lambda rank: rank.place)))
-    return found
+        key = lies, labels, number
+        if key not in groups:
+            groups[key] = _Alike([], labels, held)
+        groups[key].tensors.append(tensor)
+    yield from groups.values()
 
 
 def _label(rules: Rules, tensor: Named) -> Hashable:
     """Return what tensors of one shape have in common if one rank's rules cut them alike."""
     if isinstance(rules, PlacementRules):
         return rules.pattern_of(tensor.rule_name)
-    return _signature(rules(tensor.rule_name, tensor.probe()))
+    placement = rules(tensor.rule_name, tensor.probe())
+    place = None if placement is None else placement.mesh.get_coordinate()
+    return _signature(placement), None if place is None else tuple(place)
 
 
 def _signature(placement: CheckpointPlacement | None) -> Hashable:
@@ -161,61 +165,90 @@ def _signature(placement: CheckpointPlacement | None) -> Hashable:
     return placement.placements, tuple(mesh.shape), mesh.mesh_dim_names, shapes
 
 
+class _Placed(NamedTuple):
+    """Ranks whose placements differ only in the coordinate.
+
+    Attributes:
+        placement: That of the first of them.
+        first: The first of them.
+        places: Their places in the mesh of the world, ``[ranks]``.
+        coordinates: Theirs in the mesh of the placement, ``[ranks, axes]``.
+    """
+
+    placement: CheckpointPlacement | None
+    first: _Rank
+    places: Array
+    coordinates: Array
+
+
 class _Cut(NamedTuple):
     """How the ranks of one signature cut a group.
 
     Attributes:
         sharding: Of the shape that the rules cut; its last axis is FSDP's.
         own: The axes of FSDP.
-        axes: The axes of ``sharding`` that cut.
     """
 
     sharding: Sharding
     own: list[str]
-    axes: tuple[int, ...]
 
 
 class _Cutter:
     """Cuts the groups of one world."""
 
-    def __init__(self, world: TransferWorld, faults: list[Fault]) -> None:
+    def __init__(self, world: TransferWorld, ranks: Sequence[_Rank], faults: list[Fault]) -> None:
         self._axes = dict(world.axes)
+        self._ranks = ranks
+        self._coordinates = np.array([rank.coordinate for rank in ranks], np.int64)
         self._fsdp = in_mesh_order(world.axes, world.fsdp)
-        self._global = world.global_ranks
+        self._global = np.array(world.global_ranks, np.int64)
         self._faults = faults
+        self._placed: dict[Hashable, list[_Placed]] = {}
 
-    def group(self, tensors: list[Named], ranks: Sequence[_Rank]) -> Group:
+    def group(self, alike: _Alike) -> Group:
         """Return a group with what each rank holds of it."""
+        tensors, labels, held = alike
         first = tensors[0]
-        probe = first.probe()
-        cuts: dict[Hashable, _Cut] = {}
-        layouts: dict[Hashable, int] = {}
-        boxes: list[Boxes] = []
-        layout_of: list[int] = []
-        holders: list[int] = []
-        for rank in ranks:
-            placement = rank.rules(first.rule_name, probe) if first.shape else None
+        if labels not in self._placed:
+            self._placed[labels] = list(self._placements(first))
+        none = np.zeros((0, len(first.shape)), np.int64)
+        boxes = [Boxes(np.zeros(0, np.int64), none, none, none)]
+        for placed in self._placed[labels]:
+            has = held[placed.places]
+            places, coordinates = placed.places[has], placed.coordinates[has]
+            if not len(places):
+                continue
+            try:
+                sharding, own = self._cut(first, placed.placement)
+                position = self._fsdp_position(places, own)
+                dims = _held_dims(first, sharding, np.column_stack([coordinates, position]))
+            except (PlacementError, LayoutError) as error:
+                rule = rule_name(placed.first.rules, first.rule_name)
+                detail = f"by rule:     {rule}, on rank {self._global[placed.first.place]}"
+                self._faults += [Fault(tensor.key, str(error), (detail,)) for tensor in tensors]
+                break
+            boxes.append(_product(dims, self._global[places]))
+        return Group(tensors, Boxes(*map(np.concatenate, zip(*boxes, strict=True))))
+
+    def _placements(self, tensor: Named) -> Iterator[_Placed]:
+        """Yield all ranks that the rules give a place for a tensor."""
+        probe = tensor.probe()
+        by_signature: dict[Hashable, tuple[list[_Rank], list[Any]]] = {}
+        placements: dict[Hashable, CheckpointPlacement | None] = {}
+        for rank in self._ranks:
+            placement = rank.rules(tensor.rule_name, probe) if tensor.shape else None
             place = () if placement is None else placement.mesh.get_coordinate()
             if place is None:
                 continue  # no part of the rule's mesh: it holds nothing
-            try:
-                signature = _signature(placement)
-                cut = cuts.get(signature)
-                if cut is None:
-                    cut = cuts[signature] = self._cut(first, placement)
-                coordinate = (*place, self._fsdp_position(rank.coordinate, cut.own))
-                key = signature, tuple([coordinate[axis] for axis in cut.axes])
-                if key not in layouts:
-                    layouts[key] = len(boxes)
-                    boxes.append(_boxes(first, cut.sharding, coordinate))
-            except (PlacementError, LayoutError) as error:
-                rule = rule_name(rank.rules, first.rule_name)
-                detail = f"by rule:     {rule}, on rank {self._global[rank.place]}"
-                self._faults += [Fault(tensor.key, str(error), (detail,)) for tensor in tensors]
-                break
-            layout_of.append(layouts[key])
-            holders.append(self._global[rank.place])
-        return Group(tensors, _joined(boxes, layout_of, holders, len(first.shape)))
+            signature = _signature(placement)
+            placements.setdefault(signature, placement)
+            members, coordinates = by_signature.setdefault(signature, ([], []))
+            members.append(rank)
+            coordinates.append(place)
+        for signature, (members, coordinates) in by_signature.items():
+            places = np.array([rank.place for rank in members], np.int64)
+            table = np.array(coordinates, np.int64).reshape(len(members), -1)
+            yield _Placed(placements[signature], members[0], places, table)
 
     def _cut(self, tensor: Named, placement: CheckpointPlacement | None) -> _Cut:
         """Return how a tensor is cut: by its rule, without the dims that it lacks, then by FSDP."""
@@ -224,39 +257,66 @@ class _Cutter:
         # Of a row of a stack FSDP cuts dim 0, not the dim of the stack.
         rule_cuts = sharding.cuts[:-1] if own else sharding.cuts
         cuts = [cut for cut in rule_cuts if cut.dim in tensor.rule_dims]
-        fsdp = len(sharding.axis_sizes) - 1
         if own:
-            cuts.append(Cut(tensor.rule_dims[0], fsdp))
-        axes = {cut.axis for cut in cuts if isinstance(cut, Cut)}
-        return _Cut(replace(sharding, cuts=tuple(cuts)), own, tuple(sorted(axes)))
+            cuts.append(Cut(tensor.rule_dims[0], len(sharding.axis_sizes) - 1))
+        return _Cut(replace(sharding, cuts=tuple(cuts)), own)
 
-    def _fsdp_position(self, coordinate: Sequence[int], own: Sequence[str]) -> int:
-        position = 0
-        for index, (name, size) in zip(coordinate, self._axes.items(), strict=True):
+    def _fsdp_position(self, places: Array, own: Sequence[str]) -> Array:
+        position = np.zeros(len(places), np.int64)
+        for axis, (name, size) in enumerate(self._axes.items()):
             if name in own:
-                position = position * size + index
+                position = position * size + self._coordinates[places, axis]
         return position
 
 
-def _boxes(tensor: Named, sharding: Sharding, coordinate: Sequence[int]) -> Boxes:
-    """Return what one coordinate holds, for a rank that is not known yet."""
-    intervals = [sharding.dim_at(dim, coordinate) for dim in tensor.rule_dims]
-    chunks = Layout(tensor.shape, tuple(intervals)).chunks()
-    shape = len(chunks), 3, len(tensor.shape)
-    table = np.array(chunks, np.int64).reshape(shape)
-    return Boxes(np.zeros(len(chunks), np.int64), table[:, 0], table[:, 1], table[:, 2])
+class _HeldDim(NamedTuple):
+    """What ranks hold of one dim.
+
+    Attributes:
+        first: The first piece of each rank, an index of ``pieces``.
+        counts: How many pieces it has.
+        pieces: ``(start in the local tensor, start in the whole, size)``, ``[pieces, 3]``.
+    """
+
+    first: Array
+    counts: Array
+    pieces: Array
 
 
-def _joined(boxes: list[Boxes], layout_of: list[int], ranks: list[int], dims: int) -> Boxes:
-    """Return the boxes of all ranks, by the index of each rank's layout."""
-    if not boxes:
-        none = np.zeros((0, dims), np.int64)
-        return Boxes(np.zeros(0, np.int64), none, none, none)
-    lengths = np.array([len(one.ranks) for one in boxes])
-    starts = np.cumsum(lengths) - lengths
-    layouts = np.array(layout_of, np.int64)
-    holder_index, row = expanded(starts[layouts], lengths[layouts])
-    local, offsets, sizes = (
-        np.concatenate([one[column] for one in boxes])[row] for column in (1, 2, 3)
-    )
-    return Boxes(np.array(ranks, np.int64)[holder_index], local, offsets, sizes)
+def _held_dims(tensor: Named, sharding: Sharding, coordinates: Array) -> list[_HeldDim]:
+    """Return what ranks at ``coordinates`` hold of each dim of a tensor.
+
+    A dim is cut once for each different position along the axes that cut it.
+    """
+    held = []
+    for dim, size in zip(tensor.rule_dims, tensor.shape, strict=True):
+        cuts = [cut for cut in sharding.cuts if cut.dim == dim]
+        axes = sorted({cut.axis for cut in cuts if isinstance(cut, Cut)})
+        used = coordinates[:, axes]
+        order = np.lexsort(used.T[::-1]) if axes else np.arange(len(used))
+        is_first = np.zeros(len(used), bool)
+        is_first[:1] = True
+        is_first[1:] = (used[order][1:] != used[order][:-1]).any(1)
+        which = np.empty(len(used), np.int64)
+        which[order] = np.cumsum(is_first) - 1
+        positions = coordinates[order[is_first]].tolist()
+        pieces = [dim_pieces(sharding.dim_at(dim, position), size) for position in positions]
+        counts = np.array([len(found) for found in pieces], np.int64)
+        table = np.array(list(chain.from_iterable(pieces)), np.int64).reshape(-1, 3)
+        held.append(_HeldDim((np.cumsum(counts) - counts)[which], counts[which], table))
+    return held
+
+
+def _product(dims: Sequence[_HeldDim], ranks: Array) -> Boxes:
+    """Return the boxes of each rank: the product of its pieces of all dims, in C order."""
+    counts = np.ones(len(ranks), np.int64)
+    for dim in dims:
+        counts *= dim.counts
+    which, within = expanded(np.zeros_like(counts), counts)
+    columns = []
+    for dim in reversed(dims):
+        within, piece = np.divmod(within, dim.counts[which])
+        columns.append(dim.pieces[dim.first[which] + piece])
+    shape = len(which), len(dims)
+    table = np.stack(columns[::-1], 1) if dims else np.zeros((*shape, 3), np.int64)
+    return Boxes(ranks[which], table[..., 0], table[..., 1], table[..., 2])

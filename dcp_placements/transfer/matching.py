@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.sharding import Box
@@ -25,6 +27,13 @@ class _Contribution(NamedTuple):
     target: Target
 
 
+class _RowOf(NamedTuple):
+    """The dims of a common tensor that a tensor lacks, and its index along each; none if whole."""
+
+    dims: tuple[int, ...]
+    indices: tuple[int, ...]
+
+
 class Matcher:
     """Matches the tensors of two worlds.
 
@@ -36,18 +45,22 @@ class Matcher:
     Attributes:
         faults: Why the target tensors cannot be filled, after ``routes``.
         used: Keys of the source that a target tensor needs.
+        casts: The target's keys that have another dtype than what is sent.
     """
 
     def __init__(self, sources: list[Group], targets: list[Group], hosts: Hosts) -> None:
         self.faults: list[Fault] = []
         self.used: set[str] = set()
+        self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         self._sources, self._targets, self._hosts = sources, targets, hosts
-        self._by_common: dict[str, list[_Contribution]] = {}
+        # A stack may have hundreds of rows, so they are looked up by their index.
+        self._by_common: dict[str, dict[_RowOf, list[_Contribution]]] = {}
         for number, group in enumerate(sources):
             for tensor in group.tensors:
                 for target in tensor.targets:
+                    rows = self._by_common.setdefault(target.fqn, {})
                     one = _Contribution(number, tensor, target)
-                    self._by_common.setdefault(target.fqn, []).append(one)
+                    rows.setdefault(_row_of(target), []).append(one)
         self._holders: dict[Hashable, Holders] = {}
         self._routes: list[Route] = []
         self._numbers: dict[Hashable, int] = {}
@@ -74,14 +87,15 @@ class Matcher:
 
     def _refuse_repeated(self) -> None:
         """Refuse common tensors that two source tensors make the same part of."""
-        for fqn, found in self._by_common.items():
+        for fqn, rows in self._by_common.items():
+            found = list(chain.from_iterable(rows.values()))
             if len(found) == 1:
                 continue
             regions = {box for one in found for _, box in one.target.boxes}
-            shapes = {one.target.shape for one in found}
             # Rows of one stack are equal or share nothing.
-            whole = any(None not in one.target.dims for one in found)
-            if whole or len(shapes) > 1 or len(regions) < len(found):
+            stacks = {(one.target.shape, row.dims) for row, each in rows.items() for one in each}
+            whole = _RowOf((), ()) in rows
+            if whole or len(stacks) > 1 or len(regions) < len(found):
                 keys = format_names([one.tensor.key for one in found], 4)
                 self.faults.append(
                     Fault(
@@ -99,22 +113,25 @@ class Matcher:
         numbers: dict[int, None] = {}
         absent = []
         for target in tensor.targets:
-            found = self._by_common.get(target.fqn, [])
-            if not found:
+            rows = self._by_common.get(target.fqn)
+            if rows is None:
                 absent.append(target.fqn)
-            elif found[0].target.shape != target.shape:
+                continue
+            stack, (first, *_) = next(iter(rows.items()))
+            if first.target.shape != target.shape:
                 self.faults.append(
                     Fault(
                         tensor.key,
-                        f"the source has {target.fqn} in shape {found[0].target.shape}, the target "
+                        f"the source has {target.fqn} in shape {first.target.shape}, the target "
                         f"in shape {target.shape}",
                     )
                 )
                 return None
-            for source in found:
-                if _share(source.target, target):
-                    number = self._route(source, _Contribution(group, tensor, target))
-                    numbers[number] = None
+            row = _row_of(target)
+            of_row = [rows.get(row, [])] if row.dims == stack.dims else rows.values()
+            for source in chain.from_iterable(of_row):
+                number = self._route(source, _Contribution(group, tensor, target))
+                numbers[number] = None
         if absent:
             is_same = absent == [tensor.key]
             self.faults.append(
@@ -132,6 +149,8 @@ class Matcher:
     def _route(self, source: _Contribution, target: _Contribution) -> int:
         """Add a pair of tensors to its route; return the route's number."""
         self.used.add(source.tensor.key)
+        if source.tensor.dtype != target.tensor.dtype:
+            self.casts[target.tensor.key] = source.tensor.dtype, target.tensor.dtype
         key = (
             (source.group, source.target.dims, source.target.boxes),
             (target.group, target.target.dims, target.target.boxes),
@@ -163,7 +182,8 @@ class Matcher:
         """
         routes = [self._routes[number] for number in numbers]
         size = self._hosts.size
-        needed = np.bincount(group.boxes.ranks, group.boxes.sizes.prod(1), size).astype(np.int64)
+        needed = np.zeros(size, np.int64)
+        np.add.at(needed, group.boxes.ranks, group.boxes.sizes.prod(1))
         received = np.zeros(size, np.int64)
         for route in routes:
             received += route.received()
@@ -196,13 +216,10 @@ class Matcher:
             )
 
 
-def _share(one: Target, other: Target) -> bool:
-    """Whether a part of a common tensor and another one share elements."""
-    if len(one.boxes) > 1 or len(other.boxes) > 1:
-        return True
-    (_, a), (_, b) = one.boxes[0], other.boxes[0]
-    pairs = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    return all(start < end + size and end < start + more for start, more, end, size in pairs)
+def _row_of(target: Target) -> _RowOf:
+    """Return which row of a common tensor a tensor is."""
+    dims = tuple([dim for dim, origin in enumerate(target.dims) if origin is None])
+    return _RowOf(dims, tuple([target.boxes[0][1].offsets[dim] for dim in dims]))
 
 
 def _holes(route: Route, rank: int) -> list[str]:

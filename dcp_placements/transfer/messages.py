@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.boxes import Target
@@ -30,7 +31,8 @@ class Transfer(NamedTuple):
         box: The box in the common tensor, in elements.
         source_slices: The elements in the sender's local tensor, one slice per dim.
         target_slices: The elements in the receiver's local tensor, one slice per dim.
-        nbytes: Bytes, by the dtype of the source.
+        dtype: Of the source's elements, which are what is sent.
+        nbytes: Bytes, by this dtype.
     """
 
     source_rank: int
@@ -41,29 +43,35 @@ class Transfer(NamedTuple):
     box: Box
     source_slices: Slices
     target_slices: Slices
+    dtype: torch.dtype
     nbytes: int
 
 
 class TransferArrays(NamedTuple):
-    """Messages between tensors that lie alike, in columns: one row per message.
+    """Messages between tensors that lie alike, in columns.
+
+    A row is one box that goes from one rank to another for each of the pairs of tensors
+    ``tensors[first[row] :: step[row]]``.
 
     Attributes:
         tensors: ``(source FQN, target FQN, common FQN)`` of the pairs of tensors.
-        itemsize: Bytes of a source element.
-        tensor: The pair of each message, an index of ``tensors``.
+        dtype: Of the source's elements.
+        first: The first pair of each row.
+        step: The distance from one pair of a row to its next; 1 if all go the same way.
         source_rank: Global ranks that send.
         target_rank: Global ranks that receive.
-        offsets: Start of the box in the common tensor, ``[messages, dims]``, in elements.
-        sizes: Its sizes, ``[messages, dims]``.
-        source_start: Start in the sender's local tensor, ``[messages, source dims]``.
+        offsets: Start of the box in the common tensor, ``[rows, dims]``, in elements.
+        sizes: Its sizes, ``[rows, dims]``.
+        source_start: Start in the sender's local tensor, ``[rows, source dims]``.
         source_sizes: Sizes there; 1 along a dim that the common tensor lacks.
-        target_start: Start in the receiver's local tensor, ``[messages, target dims]``.
+        target_start: Start in the receiver's local tensor, ``[rows, target dims]``.
         target_sizes: Sizes there.
     """
 
     tensors: list[tuple[str, str, str]]
-    itemsize: int
-    tensor: Array
+    dtype: torch.dtype
+    first: Array
+    step: Array
     source_rank: Array
     target_rank: Array
     offsets: Array
@@ -84,13 +92,14 @@ class Transfers:
         self._blocks = [(route, found) for route, found in blocks if len(found.piece)]
 
     def __len__(self) -> int:
-        return sum(len(messages.piece) for _, messages in self._blocks)
+        return sum(int(route.pairs_of(messages).sum()) for route, messages in self._blocks)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all messages."""
         return sum(
-            int(route.sizes.prod(1)[messages.piece].sum()) * route.itemsize
+            int((route.numel[messages.piece] * route.pairs_of(messages)).sum())
+            * route.dtype.itemsize
             for route, messages in self._blocks
         )
 
@@ -104,8 +113,9 @@ class Transfers:
             )
             yield TransferArrays(
                 [(one.key, other.key, fqn) for one, other, fqn in route.members],
-                route.itemsize,
-                messages.member,
+                route.dtype,
+                messages.first,
+                messages.step,
                 route.source.rank[messages.sender],
                 route.target.rank[messages.receiver],
                 route.offsets[piece],
@@ -116,22 +126,16 @@ class Transfers:
 
     def __iter__(self) -> Iterator[Transfer]:
         for block in self.arrays():
-            nbytes = (block.sizes.prod(1) * block.itemsize).tolist()
+            nbytes = (block.sizes.prod(1) * block.dtype.itemsize).tolist()
             columns = [column.tolist() for column in block[2:]]
-            for row, (member, sender, receiver, *boxes) in enumerate(zip(*columns, strict=True)):
-                source_fqn, target_fqn, fqn = block.tensors[member]
+            rows = zip(*columns, nbytes, strict=True)
+            for first, step, sender, receiver, *boxes, size in rows:
                 offsets, sizes, *local = map(tuple, boxes)
-                yield Transfer(
-                    sender,
-                    receiver,
-                    fqn,
-                    source_fqn,
-                    target_fqn,
-                    Box(offsets, sizes),
-                    _slices(local[0], local[1]),
-                    _slices(local[2], local[3]),
-                    nbytes[row],
-                )
+                box = Box(offsets, sizes)
+                slices = _slices(local[0], local[1]), _slices(local[2], local[3])
+                for source_fqn, target_fqn, fqn in block.tensors[first::step]:
+                    names = fqn, source_fqn, target_fqn
+                    yield Transfer(sender, receiver, *names, box, *slices, block.dtype, size)
 
 
 def _slices(start: Sequence[int], sizes: Sequence[int]) -> Slices:

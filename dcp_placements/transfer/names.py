@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from dcp_placements.names.renumber import Renumber, Replace
 from dcp_placements.names.stacks import Split, Stack, Unstack
 
 Shape = tuple[int, ...]
+
+MAX_NBYTES = 2**63 - 1
+"""Offsets and counts are 64-bit integers, as torch's are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,10 @@ def named_tensors(
     found = []
     for key, tensor in tensors.items():
         shape = tuple(int(size) for size in tensor.shape)
+        if prod(shape) * tensor.dtype.itemsize > MAX_NBYTES:
+            headline = f"a tensor of shape {shape} has more than {MAX_NBYTES:,} bytes"
+            faults.append(Fault(key, headline, ("likely:      a wrong shape in tensors=",)))
+            continue
         try:
             seen = world(key)
             rule_shape: Shape = shape

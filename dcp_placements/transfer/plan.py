@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.rename_results import Rename
@@ -61,14 +62,23 @@ class TransferPlan:
         source: The world that sends.
         target: The world that receives.
         unused: Keys of the source that no target tensor needs.
+        casts: ``{target key: (dtype that is sent, its own)}`` where these differ: the receiver
+            casts.
     """
 
     def __init__(
-        self, source: TransferWorld, target: TransferWorld, routes: list[Route], unused: list[str]
+        self,
+        source: TransferWorld,
+        target: TransferWorld,
+        *,
+        routes: list[Route],
+        unused: list[str],
+        casts: Mapping[str, tuple[torch.dtype, torch.dtype]],
     ) -> None:
         self.source = source
         self.target = target
         self.unused = unused
+        self.casts = casts
         self._routes = routes
         self._sent_by = _by_rank([np.unique(route.source.rank) for route in routes])
         self._sent_to = _by_rank([np.unique(route.target.rank) for route in routes])
@@ -94,22 +104,25 @@ class TransferPlan:
 
     def everything(self) -> Transfers:
         """Return the messages of all ranks, copies within a rank among them."""
-        return Transfers([(route, route.everything()) for route in self._routes])
+        return Transfers(
+            [(route, messages) for route in self._routes for messages in route.everything()]
+        )
 
     def pairs(self) -> Pairs:
         """Return the bytes of each pair of ranks that have something to do with each other."""
-        found: list[tuple[Array, Array, Array]] = []
         size = 1 + max(*self.source.global_ranks, *self.target.global_ranks)
-        for route in self._routes:
-            messages = route.everything()
-            numel = route.sizes.prod(1)[messages.piece]
-            pair = route.source.rank[messages.sender] * size
-            pair += route.target.rank[messages.receiver]
-            found.append(_summed(pair, numel * route.itemsize, np.ones_like(pair)))
         none = np.zeros(0, np.int64)
-        columns = zip(*found, strict=True) if found else ((none,), (none,), (none,))
-        pair, nbytes, messages_of = _summed(*map(np.concatenate, columns))
-        return Pairs(pair // size, pair % size, nbytes, messages_of)
+        totals = none, none, none
+        for route in self._routes:
+            for messages in route.everything():
+                pair = route.source.rank[messages.sender] * size
+                pair += route.target.rank[messages.receiver]
+                count = route.pairs_of(messages)
+                nbytes = route.numel[messages.piece] * count * route.dtype.itemsize
+                more = _summed(pair, nbytes, count)
+                totals = _summed(*map(np.concatenate, zip(totals, more, strict=True)))
+        pair, nbytes, count = totals
+        return Pairs(pair // size, pair % size, nbytes, count)
 
 
 def _by_rank(ranks_of: list[Array]) -> tuple[Array, Array]:
@@ -190,7 +203,7 @@ def transfer_plan(
     routes = matcher.routes()
     raise_faults("the transfer cannot be planned", matcher.faults)
     unused = [one.key for group in sources for one in group.tensors if one.key not in matcher.used]
-    return TransferPlan(source, target, routes, unused)
+    return TransferPlan(source, target, routes=routes, unused=unused, casts=matcher.casts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +211,7 @@ class _Whole:
     """A whole tensor without data."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: torch.dtype
 
 
 def _made(groups: list[Group]) -> Mapping[str, _Whole]:

@@ -7,11 +7,14 @@ Senders follow from numbers alone, so each rank computes the same plan without t
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.boxes import Target
@@ -20,6 +23,9 @@ from dcp_placements.transfer.holding import Boxes
 from dcp_placements.transfer.joins import distinct, expanded, meeting
 from dcp_placements.transfer.names import Named
 from dcp_placements.transfer.world import TransferWorld
+
+ROWS = 1 << 20
+"""Rows of messages that are computed at a time, where all of a route are: some 100 bytes each."""
 
 
 class Hosts:
@@ -114,22 +120,26 @@ def _as_common(held: Boxes, target: Target) -> Boxes:
 
 
 class Messages(NamedTuple):
-    """Messages of one route, in columns: each is one box of one pair of tensors.
+    """Messages of one route, in columns: a row is one box of one or more pairs of tensors.
+
+    Replicas take turns tensor by tensor, so a row has every ``step``-th pair of the route.
 
     Attributes:
         piece: The box, as an index of ``Route.offsets``.
         sender: A holder of it, as an index of ``Route.source``.
         receiver: Who gets it, as an index of ``Route.target``.
-        member: Which pair of tensors of the route.
+        first: The first pair of tensors that goes this way, as an index of ``Route.members``.
+        step: The pairs are ``members[first::step]``.
     """
 
     piece: Array
     sender: Array
     receiver: Array
-    member: Array
+    first: Array
+    step: Array
 
     def kept(self, mask: Array) -> Messages:
-        """Return those where ``mask`` is true."""
+        """Return the rows where ``mask`` is true."""
         return Messages(*[column[mask] for column in self])
 
 
@@ -165,21 +175,22 @@ class Route:
             source.offsets[self.of] + source.sizes[self.of],
         )
         self.offsets, self.sizes = low, high - low
+        self.numel = self.sizes.prod(1)
         self._first_to = np.searchsorted(self.to, np.arange(len(target.offsets) + 1))
         self._by_of = np.argsort(self.of, kind="stable")
-        ordered = self.of[self._by_of]
-        self._first_of = np.searchsorted(ordered, np.arange(len(source.offsets) + 1))
-        # How many receivers the pieces of the same source box before this one have.
-        counts = target.counts[self.to[self._by_of]]
-        before = np.cumsum(counts) - counts
-        at_first = self._first_of[ordered]
-        self._turn = np.empty(len(counts), np.int64)
-        self._turn[self._by_of] = before - before[at_first] if len(counts) else before
+        boxes = np.arange(len(source.offsets) + 1)
+        self._first_of = np.searchsorted(self.of[self._by_of], boxes)
+        # A row of the route is one piece for one receiver; those of a piece follow each other.
+        self._first_row = np.r_[0, np.cumsum(target.counts[self.to])]
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of a source element."""
-        return self.members[0][0].dtype.itemsize
+    def dtype(self) -> torch.dtype:
+        """Of the source's elements."""
+        return self.members[0][0].dtype
+
+    def pairs_of(self, messages: Messages) -> Array:
+        """Return how many pairs of tensors each row of ``messages`` has."""
+        return -(-(len(self.members) - messages.first) // messages.step)
 
     def overlap(self) -> tuple[Box, Box] | None:
         """Return two source boxes that share elements; None if there are none.
@@ -199,10 +210,11 @@ class Route:
 
     def received(self) -> Array:
         """Return the elements that come to each global rank, of one pair of tensors."""
-        numel = self.sizes.prod(1)
-        by_box = np.bincount(self.to, numel, len(self.target.offsets)).astype(np.int64)
-        weights = by_box[self.target.box]
-        return np.bincount(self.target.rank, weights, self.hosts.size).astype(np.int64)
+        by_box = np.zeros(len(self.target.offsets), np.int64)
+        np.add.at(by_box, self.to, self.numel)
+        by_rank = np.zeros(self.hosts.size, np.int64)
+        np.add.at(by_rank, self.target.rank, by_box[self.target.box])
+        return by_rank
 
     def to_rank(self, rank: int) -> Messages:
         """Return what a rank receives, with what it has itself."""
@@ -215,49 +227,81 @@ class Route:
 
     def from_rank(self, rank: int) -> Messages:
         """Return what a rank sends, with what it keeps."""
-        box = np.unique(self.source.box[self.source.rank == rank])
-        _, at = expanded(self._first_of[box], np.diff(self._first_of)[box])
-        piece = np.sort(self._by_of[at])
-        which, receiver = self._receivers(piece)
-        messages = self._sent(piece[which], receiver)
-        return messages.kept(self.source.rank[messages.sender] == rank)
+        held = np.flatnonzero(self.source.rank == rank)
+        box = self.source.box[held]
+        which, at = expanded(self._first_of[box], np.diff(self._first_of)[box])
+        row, receiver = self._receivers(self._by_of[at])
+        piece, sender = self._by_of[at][row], held[which][row]
+        low, count = self._candidates(piece, receiver)
+        # The first pair for which it is this sender's turn.
+        first = (sender - low - self._numbers(piece, receiver)) % count
+        sends = (low <= sender) & (sender < low + count) & (first < len(self.members))
+        messages = Messages(piece, sender, receiver, first, count).kept(sends)
+        order = np.lexsort((messages.first, messages.receiver, messages.piece))
+        return messages.kept(order)
 
-    def everything(self) -> Messages:
-        """Return all messages of the route."""
-        which, receiver = self._receivers(np.arange(len(self.to)))
-        return self._sent(which, receiver)
+    def everything(self) -> Iterator[Messages]:
+        """Yield all messages of the route, ``ROWS`` rows or a little more at a time."""
+        starts = np.searchsorted(self._first_row, np.arange(0, self._first_row[-1], ROWS))
+        for start, stop in itertools.pairwise([*np.unique(starts).tolist(), len(self.to)]):
+            row, receiver = self._receivers(np.arange(start, stop))
+            yield self._sent(row + start, receiver)
 
     def _receivers(self, piece: Array) -> tuple[Array, Array]:
         box = self.to[piece]
         return expanded(self.target.first[box], self.target.counts[box])
 
     def _sent(self, piece: Array, receiver: Array) -> Messages:
-        """Return the messages of these pieces and receivers, of every pair of tensors.
+        """Return the messages of these pieces and receivers, of every pair of tensors."""
+        low, count = self._candidates(piece, receiver)
+        ways = np.minimum(count, len(self.members))
+        row, first = expanded(np.zeros_like(ways), ways)
+        numbers = self._numbers(piece, receiver)[row] + first
+        sender = low[row] + numbers % count[row]
+        return Messages(piece[row], sender, receiver[row], first, count[row])
 
-        A receiver that holds the box is its own sender. Otherwise the holders on its host, or all
-        holders if there are none, take turns.
+    def _candidates(self, piece: Array, receiver: Array) -> tuple[Array, Array]:
+        """Return the first of the holders that take turns for each receiver, and their number.
+
+        A receiver that holds the box is the only one. Otherwise they are the holders on its host,
+        or all holders if there are none.
         """
         source, target, hosts = self.source, self.target, self.hosts
         box, rank = self.of[piece], target.rank[receiver]
         low = np.searchsorted(source.key, hosts.key(box, hosts.target[rank], 0))
         high = np.searchsorted(source.key, hosts.key(box, hosts.target[rank], hosts.size))
         far = low == high
-        low, high = (
-            np.where(far, source.first[box], low),
-            np.where(far, source.first[box + 1], high),
-        )
+        low = np.where(far, source.first[box], low)
+        high = np.where(far, source.first[box + 1], high)
         own_key = hosts.key(box, hosts.source[rank], rank)
         own = np.minimum(np.searchsorted(source.key, own_key), len(source.key) - 1)
         is_own = source.key[own] == own_key
-        low, high = np.where(is_own, own, low), np.where(is_own, own + 1, high)
-        count = len(self.members)
-        turn = self._turn[piece] + receiver - target.first[target.box[receiver]]
-        member = np.arange(count)
-        numbers = self.start + turn[:, None] * count + member
-        sender = low[:, None] + numbers % (high - low)[:, None]
-        return Messages(
-            np.repeat(piece, count),
-            sender.reshape(-1),
-            np.repeat(receiver, count),
-            np.tile(member, len(piece)),
-        )
+        low = np.where(is_own, own, low)
+        return low, np.where(is_own, 1, high - low)
+
+    def _numbers(self, piece: Array, receiver: Array) -> Array:
+        """Return the number of the first message of each row in the rotation of its candidates."""
+        if self._turns is None:
+            return np.zeros(len(piece), np.int64)
+        row = self._first_row[piece] + receiver - self.target.first[self.to[piece]]
+        turns: Array = self._turns[row]
+        return self.start + turns * len(self.members)
+
+    @cached_property
+    def _turns(self) -> Array | None:
+        """The position of each row among those with the same candidates; None without replicas.
+
+        Larger boxes come first, so the bytes of two candidates differ by one box at most.
+        """
+        if (self.source.counts <= 1).all():
+            return None
+        piece, receiver = self._receivers(np.arange(len(self.to)))
+        low, count = self._candidates(piece, receiver)
+        order = np.lexsort((-self.numel[piece], count, low))
+        low, count = low[order], count[order]
+        is_first = np.ones(len(order), bool)
+        is_first[1:] = (low[1:] != low[:-1]) | (count[1:] != count[:-1])
+        starts = np.flatnonzero(is_first)
+        turns = np.empty(len(order), np.int64)
+        turns[order] = np.arange(len(order)) - starts[np.cumsum(is_first) - 1]
+        return turns
