@@ -149,3 +149,14 @@ def test_bench_restart_reports_saves_and_loads_of_both_sides(tmp_path: Path) -> 
         assert cost["join_s"] > 0
         assert cost["same"]["read_bytes"] > 0
     assert {"plan_s", "look_up_s"} <= set(entry["ours"]["resharded"])
+
+
+def test_bench_transfer_plans_both_cases(tmp_path: Path) -> None:
+    printed, report = bench("transfer", tmp_path)
+    assert "a rank's part" in printed
+    assert set(report["cases"]) == {"same", "engine"}
+    for case in report["cases"].values():
+        assert case["plan_s"] > 0
+        assert case["longest_part_s"] >= case["part_s"] > 0
+        assert case["messages"] >= case["pairs"] >= 8
+        assert case["nbytes"] > 0

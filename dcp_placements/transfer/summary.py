@@ -35,14 +35,16 @@ class TransferSummary:
         target: The mesh that receives.
         pairs: The pairs of ranks, sorted.
         unused: Keys of the source that no target tensor needs.
+        casts: Keys of the target that have another dtype than what is sent.
     """
 
-    JSON: ClassVar[str] = "source target sent_nbytes copied_nbytes unused pairs"
+    JSON: ClassVar[str] = "source target sent_nbytes copied_nbytes unused casts pairs"
 
     source: Mapping[str, int]
     target: Mapping[str, int]
     pairs: tuple[PairSummary, ...]
     unused: tuple[str, ...]
+    casts: tuple[str, ...]
 
     @property
     def sent_nbytes(self) -> int:
@@ -59,4 +61,5 @@ def summarize(plan: TransferPlan) -> TransferSummary:
     """Return the bytes of each pair of ranks of a plan."""
     rows = zip(*[column.tolist() for column in plan.pairs()], strict=True)
     pairs = tuple(PairSummary(*row) for row in rows)
-    return TransferSummary(plan.source.axes, plan.target.axes, pairs, tuple(plan.unused))
+    unused, casts = tuple(plan.unused), tuple(plan.casts)
+    return TransferSummary(plan.source.axes, plan.target.axes, pairs, unused, casts)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.offline_scenes import Run, save_sharded
 
@@ -29,3 +32,23 @@ def test_an_unknown_axis_cannot_be_looked_at(tmp_path: Path, run: Run) -> None:
     save_sharded(tmp_path)
     given = ("--rules", RULES, "--mesh", "ep=4", "--target-rules", RULES, "--target-mesh", "tp=2")
     assert run("transfer", tmp_path, *given).code == 2
+
+
+def test_a_picture_and_a_clear_error_without_matplotlib(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    save_sharded(tmp_path / "ckpt")
+    given = ("--rules", RULES, "--mesh", "ep=4", "--target-rules", RULES, "--target-mesh", "ep=2")
+    picture = tmp_path / "pairs.svg"
+    ran = run("transfer", tmp_path / "ckpt", *given, "-o", picture)
+    assert ran.code == 0, ran.err
+    assert "copied within a rank" in picture.read_text()
+    named = run("transfer", tmp_path / "ckpt", *given, "-o", tmp_path / "pairs.gif")
+    assert named.code == 2
+    assert "ends in .png or .svg" in named.err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    without = run("transfer", tmp_path / "ckpt", *given, "-o", tmp_path / "other.png")
+    assert without.code == 2
+    assert "pip install" in without.err
+    assert not (tmp_path / "other.png").exists()

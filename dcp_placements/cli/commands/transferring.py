@@ -20,8 +20,9 @@ from dcp_placements.cli.arguments import (
 )
 from dcp_placements.cli.printing import counted, print_lines, print_table, short, show
 from dcp_placements.errors import format_nbytes
-from dcp_placements.offline import Checkpoint
+from dcp_placements.offline import Checkpoint, check_picture_name, save_figure
 from dcp_placements.offline.declared import MeshAxes, resolve
+from dcp_placements.transfer.picture import transfer_figure
 from dcp_placements.transfer.plan import transfer_plan
 from dcp_placements.transfer.summary import TransferSummary, summarize
 from dcp_placements.transfer.world import TransferWorld
@@ -48,9 +49,17 @@ def transfer_command(
     apart: Annotated[
         bool, typer.Option("--apart", help="The worlds share no process: target ranks count on.")
     ] = False,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Also draw a .png or .svg: bytes by pair."
+        ),
+    ] = None,
     json: Json = False,
 ) -> int:
     """Plan which rank of one world sends which bytes to which of another. No data is read."""
+    if output is not None:
+        check_picture_name(output)
     near = hosts or None
     size = prod(mesh.values())
     ranks = range(size, size + prod(target_mesh.values())) if apart else None
@@ -59,7 +68,10 @@ def transfer_command(
     target = TransferWorld(
         target_mesh, resolve(target_rules), wanted, fsdp=target_fsdp, ranks=ranks, hosts=near
     )
-    found = summarize(transfer_plan(source, target, rename=rename))
+    plan = transfer_plan(source, target, rename=rename)
+    found = summarize(plan)
+    if output is not None:
+        save_figure(transfer_figure(plan), output)
     return show(found, lambda: _print(found), json=json)
 
 
@@ -98,3 +110,6 @@ def _print(found: TransferSummary) -> None:
             print_lines(f"{label:<10} {format_nbytes(most)} at most, rank {rank}")
     if found.unused:
         print_lines(f"unused:    {counted(len(found.unused), 'tensor')}: {short(found.unused)}")
+    if found.casts:
+        tensors = counted(len(found.casts), "tensor")
+        print_lines(f"cast:      {tensors} of another dtype: {short(list(found.casts))}")
