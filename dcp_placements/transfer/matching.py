@@ -195,7 +195,7 @@ class Matcher:
             f"rank {rank} receives {received[rank]:,} of {needed[rank]:,} elements"
             + (f"; {len(short):,} ranks lack some" if len(short) > 1 else "")
         ]
-        details += [f"nobody has:  {hole}" for hole in _holes(routes[0], rank)] if routes else []
+        details += [f"nobody has:  {hole}" for hole in _holes(routes, rank)]
         return tuple(details)
 
     def _refuse_overlaps(self, route: Route) -> None:
@@ -222,14 +222,23 @@ def _row_of(target: Target) -> _RowOf:
     return _RowOf(dims, tuple([target.boxes[0][1].offsets[dim] for dim in dims]))
 
 
-def _holes(route: Route, rank: int) -> list[str]:
-    """Return the first boxes of a rank that no source rank holds, as text."""
-    held = route.target.box[route.target.rank == rank]
-    filled = _as_boxes(route.source.offsets, route.source.sizes)
-    holes: list[Box] = []
-    for needed in _as_boxes(route.target.offsets[held], route.target.sizes[held]):
-        holes += uncovered(needed, filled, 2)
-    return [format_box(hole, route.target_as.shape) for hole in holes[:2]]
+def _holes(routes: list[Route], rank: int) -> list[str]:
+    """Return the first boxes of a rank's tensor that no source rank holds, as text."""
+    # By common tensor, to which each source tensor has a route.
+    by_common: dict[Hashable, list[Route]] = {}
+    for route in routes:
+        key = route.target_as.dims, route.target_as.boxes
+        by_common.setdefault(key, []).append(route)
+    holes: list[str] = []
+    for alike in by_common.values():
+        filled: list[Box] = []
+        for route in alike:
+            filled += _as_boxes(route.source.offsets, route.source.sizes)
+        target, shape = alike[0].target, alike[0].target_as.shape
+        held = target.box[target.rank == rank]
+        for needed in _as_boxes(target.offsets[held], target.sizes[held]):
+            holes += [format_box(hole, shape) for hole in uncovered(needed, filled, 2)]
+    return holes[:2]
 
 
 def _as_boxes(offsets: Array, sizes: Array) -> list[Box]:
