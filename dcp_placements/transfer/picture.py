@@ -13,6 +13,7 @@ from dcp_placements.offline.views.picture import (
     FEW,
     GREY,
     WIDTH,
+    Style,
     add_title,
     new_figure,
     plural,
@@ -55,7 +56,8 @@ def transfer_figure(plan: TransferPlan) -> Any:
     is_copy = pairs.source_rank == pairs.target_rank
     copied = pairs.source_rank[is_copy]
     if max(len(rows), len(columns)) <= MAX_NAMED:
-        _outline(axes, np.unique(np.stack([row_of[copied], column_of[copied]], 1), axis=0))
+        cells = np.stack([row_of[copied], column_of[copied]], 1)
+        _outline(axes, np.unique(cells, axis=0).tolist())
     for axis, lines, name in ((axes.yaxis, rows, "from"), (axes.xaxis, columns, "to")):
         step = -(-len(lines) // 32)
         axis.set_ticks(range(0, len(lines), step), lines[::step])
@@ -108,7 +110,7 @@ def _draw_matrix(figure: Any, axes: Any, nbytes: Array) -> None:
     for row, column in np.argwhere(nbytes).tolist():
         value = int(nbytes[row, column])
         color = "white" if value > 0.7 * most else DARK
-        style = {"ha": "center", "va": "center", "fontsize": 7, "color": color}
+        style: Style = {"ha": "center", "va": "center", "fontsize": 7, "color": color}
         axes.text(column, row, format_nbytes(value), **style)
 
 
@@ -116,7 +118,7 @@ def _outline(axes: Any, cells: Sequence[Sequence[int]]) -> None:
     from matplotlib.patches import Rectangle
 
     for row, column in cells:
-        style = {"facecolor": "none", "edgecolor": FEW[1], "linewidth": 1.4}
+        style: Style = {"facecolor": "none", "edgecolor": FEW[1], "linewidth": 1.4}
         axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **style))
 
 
