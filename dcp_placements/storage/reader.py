@@ -48,7 +48,13 @@ from dcp_placements.storage.metadata.save_ids import (
 from dcp_placements.storage.metadata.table import StorageTable
 from dcp_placements.storage.protocols import AfterReads, WantsReader
 from dcp_placements.storage.record_contents import Record
-from dcp_placements.storage.remote.filesystem import URL_THREADS, RemoteFileSystem, UrlPath, is_url
+from dcp_placements.storage.remote.filesystem import (
+    URL_THREADS,
+    RemoteFileSystem,
+    UrlPath,
+    is_url,
+    local_or_url,
+)
 from dcp_placements.storage.shadow_reads import Copies
 from dcp_placements.storage.tensor_record import stored_zip
 
@@ -90,6 +96,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        path = local_or_url(path)
         super().__init__(path, *args, **kwargs)
         self.restricted = restricted
         self.thread_count = thread_count
@@ -230,6 +237,9 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
 
     def _open_metadata(self, path: Any) -> Any:
+        if isinstance(self.fs, RemoteFileSystem):
+            # Another save may replace it meanwhile.
+            return io.BytesIO(self.fs.read(path))
         if self.restricted and type(self.fs) is FileSystem:
             return open_inside(self.path, os.path.basename(path))
         return self.fs.create_stream(path, "rb")

@@ -46,7 +46,12 @@ from dcp_placements.storage.metadata.save_ids import is_data_file, named
 from dcp_placements.storage.metadata.table import RowsBuilder, StorageTable, join
 from dcp_placements.storage.metadata.write_results import WriteResults, rows_of
 from dcp_placements.storage.protocols import NamesSave
-from dcp_placements.storage.remote.filesystem import RemoteFileSystem, UrlPath, is_url
+from dcp_placements.storage.remote.filesystem import (
+    RemoteFileSystem,
+    UrlPath,
+    is_url,
+    local_or_url,
+)
 from dcp_placements.storage.tensor_stamp import TensorSaver
 
 logger = logging.getLogger(__name__)
@@ -84,6 +89,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        path = local_or_url(path)
         super().__init__(path, *args, **kwargs)
         self._storage_options = dict(storage_options or {})
         self._syncs_local_files = self.sync_files
@@ -310,8 +316,10 @@ def _errors_of(path: Any) -> Iterator[None]:
         reason: BaseException | None = error
         while reason is not None and not isinstance(reason, OSError):
             reason = reason.__cause__ or reason.__context__
-        if reason is None or reason.errno is None or reason.filename is not None:
+        if reason is None or reason.filename is not None or (reason is error and not error.errno):
             raise
+        if reason.errno is None:
+            raise reason from error
         raise OSError(reason.errno, os.strerror(reason.errno), os.fspath(path)) from error
 
 

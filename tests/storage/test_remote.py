@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,12 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.errors import CannotLook
-from dcp_placements.storage.remote.filesystem import RemoteFileSystem, default_options
+from dcp_placements.offline import Checkpoint, export_torch
+from dcp_placements.storage.remote.filesystem import (
+    BUFFER_NBYTES,
+    RemoteFileSystem,
+    default_options,
+)
 from dcp_placements.storage.remote.requests import TRIES, RangeReader, request
 from tests.remote_scenes import Flaky, flaky, memory, names
 from tests.storage_scenes import Flipped, all_kinds, blank, flipped_registry, load, same
@@ -192,19 +199,21 @@ def test_ranges_are_read_with_one_request_each(flaky: type[Flaky]) -> None:
     data = bytes(range(256)) * 10
     fs.put(url, data)
     flaky.calls.clear()
-    stream = RangeReader(fs.fs, url)
+    stream = RangeReader(fs.fs, url, len(data))
     assert stream.seek(-10, io.SEEK_END) == len(data) - 10
     assert (stream.read(4), stream.read(), stream.read(1)) == (data[-10:-6], data[-6:], b"")
-    assert flaky.calls == ["info", "cat_file", "cat_file"]
+    assert flaky.calls == ["cat_file", "cat_file"]
     with fs.create_stream(url, "rb") as buffered:
         assert buffered.read(10) == data[:10]
         assert buffered.seek(100) == 100
         assert buffered.read(10) == data[100:110]
-    assert flaky.calls[3:] == ["info", "cat_file"], "what is near comes with the first request"
+    assert flaky.calls[2:] == ["info", "cat_file"], "what is near comes with the first request"
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("reset"), TimeoutError("late"), OSError(5)])
-def test_a_request_that_fails_is_repeated(flaky: type[Flaky], error: OSError) -> None:
+def test_a_request_that_fails_is_repeated(
+    flaky: type[Flaky], error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = {"w": torch.arange(70_000.0), "step": 3}
     flaky.failures = [error] * (TRIES - 1)
     save("flaky://bucket/ckpt", saved)
@@ -216,6 +225,10 @@ def test_a_request_that_fails_is_repeated(flaky: type[Flaky], error: OSError) ->
     with pytest.raises(OSError, match="flaky://bucket/ckpt"):
         reader.read_metadata()
     assert len(flaky.failures) == 100 - TRIES
+    monkeypatch.setattr("dcp_placements.storage.remote.requests.PATIENCE_S", -1.0)
+    with pytest.raises(OSError, match="flaky://bucket/ckpt"):
+        reader.read_metadata()
+    assert len(flaky.failures) == 100 - TRIES - 1, "a library has waited long enough"
 
 
 @pytest.mark.parametrize("error", [PermissionError("Forbidden"), FileNotFoundError("no bucket")])
@@ -238,6 +251,101 @@ def test_errors_of_other_kinds_name_the_url() -> None:
 
     with pytest.raises(OSError, match="s3://bucket/file: KeyError: 'no credentials'"):
         request("s3://bucket/file", call)
+
+
+@pytest.mark.parametrize("answer", [b"", b"x" * 300])
+def test_answers_of_another_length_are_errors(
+    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    fs = _connected()
+    fs.put("flaky://bucket/file", bytes(200))
+    asked: list[int] = []
+
+    def answers(self: Any, path: str, start: int = 0, end: int = 0) -> bytes:
+        asked.append(start)
+        return bytes(50) if start < 100 else answer
+
+    monkeypatch.setattr(Flaky, "cat_file", answers)
+    stream = RangeReader(fs.fs, "flaky://bucket/file", 200)
+    assert stream.read(100) == bytes(50)
+    assert stream.read(100) == bytes(50), "a part of what was requested, and then the rest"
+    with pytest.raises(OSError, match=r"flaky://bucket/file: the service returned \d+ bytes"):
+        stream.read(100)
+    assert asked == [0, 50] + [100] * TRIES
+
+
+def test_metadata_are_read_with_one_request(flaky: type[Flaky]) -> None:
+    """Another save may replace them meanwhile; all of what is read is then of one save."""
+    url = "flaky://bucket/ckpt"
+    save(url, {f"layers.{n}.weight.{'x' * 900}": torch.arange(4.0) for n in range(1500)})
+    reader = PlacementFileSystemReader(url)
+    flaky.calls.clear()
+    assert len(reader.read_metadata().state_dict_metadata) == 1500
+    assert fsspec.filesystem("flaky").info(f"{url}/.metadata")["size"] > BUFFER_NBYTES
+    assert flaky.calls.count("cat_file") == 1
+
+
+def test_errors_of_an_upload_name_the_url(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(self: Any, data: Any) -> int:
+        raise ValueError("no such upload")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.write", write)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(memory, {"w": torch.arange(4.0), "step": 3})
+    error = failures_of(caught.value)
+    assert isinstance(error, OSError)
+    assert re.fullmatch(rf"{memory}/__0_\w+_0.distcp: ValueError: no such upload", str(error))
+    assert names(memory) == []
+
+
+def test_a_path_that_was_a_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("s3://bucket/run1")
+    writer, reader = PlacementFileSystemWriter(tmp_path), PlacementFileSystemReader(tmp_path)
+    state = {"w": torch.arange(4)}
+    for act in (
+        lambda: PlacementFileSystemWriter(path),
+        lambda: PlacementFileSystemReader(path),
+        lambda: dcp.save(state, checkpoint_id=path, storage_writer=writer, no_dist=True),
+        lambda: dcp.load(state, checkpoint_id=path, storage_reader=reader, no_dist=True),
+        lambda: Checkpoint(path),
+        lambda: export_torch(path, "out"),
+        lambda: export_torch(tmp_path, path),
+    ):
+        with pytest.raises((CannotLook, dcp.CheckpointException)) as caught:
+            act()
+        text = str(failures_of(caught.value))
+        assert text.startswith("s3:/bucket/run1: this is neither a URL nor an absolute path")
+        assert "give the URL as a str: s3://bucket/run1" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["C:", "run:10", "a://b", "s3:/x", "C:/x", "C://x"])
+def test_local_names_like_a_url_are_local(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.arange(4)}
+    paths = [f"{tmp_path}/{name}", f"./{name}", f"file://{tmp_path}/{name}"]
+    for path in [*paths, name] if name.startswith(("C:", "run")) else paths:
+        save(path, state)
+        assert os.path.isfile(f"{tmp_path}/{name}/.metadata")
+        read = {"w": torch.zeros(4, dtype=torch.int64)}
+        dcp.load(read, storage_reader=PlacementFileSystemReader(path), no_dist=True)
+        assert torch.equal(read["w"], state["w"])
+        assert len(Checkpoint(path).tensors) == 1
+        shutil.rmtree(tmp_path / name)
+
+
+def test_a_restricted_reader_of_a_file_url_follows_no_link_out(tmp_path: Path) -> None:
+    save(f"file://{tmp_path}/ckpt", {"w": torch.arange(4)})
+    [file] = (tmp_path / "ckpt").glob("*.distcp")
+    file.rename(tmp_path / "outside")
+    file.symlink_to(tmp_path / "outside")
+    reader = PlacementFileSystemReader(f"file://{tmp_path}/ckpt", restricted=True)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(4, dtype=torch.int64)}, storage_reader=reader, no_dist=True)
+    assert "it leads out of the directory" in str(failures_of(caught.value))
 
 
 def test_protocols_that_are_not_known_are_one_line() -> None:

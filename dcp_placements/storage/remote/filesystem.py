@@ -6,15 +6,17 @@ nothing is synced: what completes a checkpoint is put last, in one request.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from dcp_placements._torch import FileSystem, FileSystemBase
 from dcp_placements.errors import CannotLook, format_name
-from dcp_placements.storage.remote.requests import RangeReader, request
+from dcp_placements.storage.remote.requests import RangeReader, Upload, request
 
 OBJECT_STORES = frozenset(
     ["abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "r2", "s3", "s3a", "tos"]
@@ -28,9 +30,41 @@ URL_THREADS = 8
 """Files that are read at once from a URL, where nobody says otherwise."""
 
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL, such as ``s3://bucket/checkpoint``."""
-    return "://" in os.fspath(path)
+    """Whether a path is a URL that is read through fsspec.
+
+    >>> is_url("s3://bucket/checkpoint"), is_url("/tmp/a://b"), is_url("file:///tmp")
+    (True, False, False)
+    """
+    text = os.fspath(path)
+    return _URL.match(text) is not None and not text.startswith(_LOCAL)
+
+
+def local_or_url(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return a path as it is, and of a ``file://`` URL the local path.
+
+    Raises:
+        CannotLook: A relative path begins as a URL does, as ``pathlib.Path`` leaves one.
+    """
+    text = os.fspath(path)
+    if text.startswith(_LOCAL):
+        return text.partition("://")[2] or "/"
+    if is_url(path) or not _ONE_SLASH.match(text):
+        return path
+    scheme, _, rest = text.partition(":/")
+    raise CannotLook(
+        f"{format_name(text)}: this is neither a URL nor an absolute path\n"
+        "    likely:      pathlib.Path made it of a URL, of which it joins the slashes\n"
+        f"    way out:     give the URL as a str: {format_name(f'{scheme}://{rest}')}; for a "
+        "local directory an absolute path"
+    )
+
+
+_LOCAL = ("file://", "local://")
 
 
 class RemoteFileSystem(FileSystemBase):
@@ -41,9 +75,23 @@ class RemoteFileSystem(FileSystemBase):
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        self.fs: Any = None
         self.is_object_store = False
         self._options = dict(options or {})
+        self._url = ""
+        self._fs: Any = None
+        self._process = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process connects by itself.
+        return {**vars(self), "_fs": None, "_process": 0}
+
+    @property
+    def fs(self) -> Any:
+        """The file system of fsspec, connected in this process: none survives a fork."""
+        if self._process != os.getpid():
+            self._fs = self._connected()
+            self._process = os.getpid()
+        return self._fs
 
     def init_path(self, path: str | os.PathLike[str]) -> str:
         """Connect to the file system of a URL; return the URL without a slash at its end.
@@ -52,11 +100,19 @@ class RemoteFileSystem(FileSystemBase):
             CannotLook: fsspec, or its library for this protocol, is not installed; or it knows no
                 such protocol.
         """
-        url = os.fspath(path)
+        head, scheme, rest = os.fspath(path).partition("://")
+        self._url = f"{head}{scheme}{rest.rstrip('/') or '/'}"
+        self._fs = self._connected()
+        self._process = os.getpid()
+        self.is_object_store = head in OBJECT_STORES
+        return self._url
+
+    def _connected(self) -> Any:
+        url = self._url
         try:
             from fsspec.core import url_to_fs
 
-            self.fs, _ = url_to_fs(url, **self._options)
+            return url_to_fs(url, **self._options)[0]
         except ModuleNotFoundError as error:
             if error.name != "fsspec":
                 raise CannotLook(f"{format_name(url)}: {error}") from error
@@ -68,11 +124,16 @@ class RemoteFileSystem(FileSystemBase):
         except Exception as error:
             # Of the protocol's library, by its options.
             raise CannotLook(f"{format_name(url)}: {type(error).__name__}: {error}") from error
-        self.is_object_store = url.partition("://")[0] in OBJECT_STORES
-        # Other processes may have written since this one listed it.
-        self.fs.invalidate_cache()
-        head, scheme, rest = url.partition("://")
-        return f"{head}{scheme}{rest.rstrip('/') or '/'}"
+
+    def _ask(self, method: str, path: str | os.PathLike[str], **options: Any) -> Any:
+        """Ask the service, not fsspec's memory of it: other processes write there too."""
+        url = os.fspath(path)
+
+        def ask() -> Any:
+            self.fs.invalidate_cache()
+            return getattr(self.fs, method)(url, **options)
+
+        return request(url, ask)
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -84,7 +145,7 @@ class RemoteFileSystem(FileSystemBase):
             return
         stream = request(url, lambda: self.fs.open(url, mode))
         try:
-            yield stream
+            yield Upload(stream, url)
             # Not repeated: a second close does nothing, and the file would be missing.
             request(url, stream.close, tries=1)
         except BaseException:
@@ -97,11 +158,32 @@ class RemoteFileSystem(FileSystemBase):
         Raises:
             OSError: There is none, or it cannot be reached.
         """
-        return io.BufferedReader(RangeReader(self.fs, url), BUFFER_NBYTES)
+        info = self._ask("info", url)
+        if info["type"] == "directory":
+            raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
+        return io.BufferedReader(RangeReader(self.fs, url, int(info["size"])), BUFFER_NBYTES)
+
+    def read(self, url: str) -> bytes:
+        """Return a file, read in one request: all of it is of one time, even if it is replaced."""
+        return bytes(request(url, lambda: self.fs.cat_file(url)))
 
     def put(self, url: str, data: bytes) -> None:
         """Write a file in one request, or replace it."""
         request(url, lambda: self.fs.pipe_file(url, data))
+
+    def create(self, url: str, data: bytes) -> bool:
+        """Write a file in one request, unless there is one; return whether it was written.
+
+        S3, GCS and Azure decide it. Where a service cannot, two processes may both succeed.
+        """
+        if self.exists(url):
+            return False
+        try:
+            request(url, lambda: self.fs.pipe_file(url, data, mode="create"))
+        except FileExistsError:
+            # By another process; or by a request of this one whose answer was lost.
+            return self.read(url) == data
+        return True
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
         """Return the URL of a file."""
@@ -125,34 +207,56 @@ class RemoteFileSystem(FileSystemBase):
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Whether there is such a file or directory."""
-        url = os.fspath(path)
+        return self.kind(path) is not None
+
+    def kind(self, path: str | os.PathLike[str]) -> str | None:
+        """Return ``"file"`` or ``"directory"`` (on an object store: files below); None for none."""
         try:
             # fsspec's own exists() takes any error for the answer no.
-            request(url, lambda: self.fs.info(url))
+            return str(self._ask("info", path)["type"])
         except FileNotFoundError:
-            return False
-        return True
-
-    def isdir(self, url: str) -> bool:
-        """Whether this is a directory: on an object store, whether anything is below it."""
-        return bool(request(url, lambda: self.fs.isdir(url)))
+            return None
 
     def size(self, url: str) -> int | None:
         """Return the bytes of a file; None where there is none."""
         try:
-            info = request(url, lambda: self.fs.info(url))
+            info = self._ask("info", url)
         except FileNotFoundError:
             return None
-        return int(info["size"]) if info.get("type") == "file" else None
+        return int(info["size"]) if info["type"] == "file" else None
+
+    def version(self, url: str) -> str:
+        """Return fsspec's key of a file's contents, which most services change with them."""
+        return str(self._ask("ukey", url))
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         """Remove a file."""
         request(os.fspath(path), lambda: self.fs.rm_file(os.fspath(path)))
 
+    def sizes(self, path: str | os.PathLike[str]) -> dict[str, int | None]:
+        """Return the names in a directory, with the bytes of each file; None for what is none."""
+        root = str(self.fs._strip_protocol(os.fspath(path))).rstrip("/")
+        try:
+            entries = self._ask("ls", path, detail=True)
+        except FileNotFoundError:
+            return {}
+        sizes = {}
+        for entry in entries:
+            name = str(entry["name"]).rstrip("/")
+            if name != root:  # the object that a console creates for a folder
+                size = int(entry["size"]) if entry["type"] == "file" else None
+                sizes[name.rpartition("/")[2]] = size
+        return sizes
+
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        """Return the paths of what is in a directory."""
-        listed = request(os.fspath(path), lambda: self.fs.ls(os.fspath(path), detail=False))
-        return [str(entry).rstrip("/") for entry in listed]
+        """Return the URLs of what is in a directory."""
+        return [self.concat_path(path, name) for name in self.sizes(path)]
+
+    def find(self, path: str | os.PathLike[str]) -> list[str]:
+        """Return the URLs of all files below a directory."""
+        root = str(self.fs._strip_protocol(os.fspath(path))).rstrip("/")
+        found = [str(name) for name in self._ask("find", path)]
+        return [self.concat_path(path, name.removeprefix(f"{root}/")) for name in found]
 
     def _abandon(self, stream: Any, url: str) -> None:
         """Give up a file that is being written."""
@@ -207,13 +311,16 @@ class UrlPath:
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save or load, at this path if one is given. Called on every rank."""
-        if checkpoint_id and is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
-            self._use(checkpoint_id)
+        if checkpoint_id:
+            checkpoint_id = local_or_url(checkpoint_id)
+            if is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
+                self._use(checkpoint_id)
         super().reset(checkpoint_id)  # type: ignore[misc]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a URL, or a path that torch's own class accepts."""
+        checkpoint_id = local_or_url(checkpoint_id)
         if is_url(checkpoint_id):
             return True
         return bool(super().validate_checkpoint_id(checkpoint_id))  # type: ignore[misc]

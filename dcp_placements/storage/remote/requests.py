@@ -8,6 +8,7 @@ range of bytes, a whole object, a question about one.
 from __future__ import annotations
 
 import errno
+import io
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,6 +18,9 @@ from dcp_placements.storage.file_reads import SeekableRaw
 TRIES = 4
 PAUSE_S = 0.1
 """Before the second try; twice as long before each further one."""
+
+PATIENCE_S = 60.0
+"""No further try begins after so long: libraries with retries of their own wait in each try."""
 
 REQUEST_NBYTES = 64 << 20
 """The largest range of one request: it is in memory beside the tensor."""
@@ -44,6 +48,7 @@ def request(url: str, call: Callable[[], T], *, tries: int = TRIES) -> T:
     Raises:
         OSError: With the URL, whatever was raised; missing credentials, too.
     """
+    deadline = time.monotonic() + PATIENCE_S
     for attempt in range(1, tries + 1):
         try:
             return call()
@@ -51,7 +56,7 @@ def request(url: str, call: Callable[[], T], *, tries: int = TRIES) -> T:
             number = next((n for kind, n in _ANSWERS.items() if isinstance(error, kind)), None)
             if number is not None:
                 raise OSError(number, _reason(error), url) from error
-            if attempt == tries:
+            if attempt == tries or time.monotonic() > deadline:
                 raise OSError(f"{url}: {_reason(error)}") from error
             time.sleep(PAUSE_S * 2 ** (attempt - 1))
         except Exception as error:
@@ -74,16 +79,14 @@ class RangeReader(SeekableRaw):
     Args:
         fs: Of fsspec.
         url: The file.
+        nbytes: Its length.
 
     Raises:
-        OSError: There is no such file, or it cannot be reached.
+        OSError: On a read, that the service does not return what was requested.
     """
 
-    def __init__(self, fs: Any, url: str) -> None:
-        info = request(url, lambda: fs.info(url))
-        if info.get("type") == "directory":
-            raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
-        super().__init__(int(info["size"]))
+    def __init__(self, fs: Any, url: str, nbytes: int) -> None:
+        super().__init__(nbytes)
         self._fs = fs
         self._url = url
 
@@ -93,7 +96,38 @@ class RangeReader(SeekableRaw):
         end = min(start + min(view.nbytes, REQUEST_NBYTES), self._nbytes)
         if end <= start:
             return 0
-        data = request(self._url, lambda: self._fs.cat_file(self._url, start=start, end=end))
+        data = request(self._url, lambda: self._range(start, end))
         view[: len(data)] = data
         self._position += len(data)
         return len(data)
+
+    def _range(self, start: int, end: int) -> bytes:
+        """Return bytes from ``start`` on, possibly fewer than requested."""
+        data = bytes(self._fs.cat_file(self._url, start=start, end=end))
+        if not 0 < len(data) <= end - start:
+            raise OSError(f"the service returned {len(data)} bytes for the range {start}-{end}")
+        return data
+
+
+class Upload(io.RawIOBase):
+    """A file that is being uploaded: the errors of its requests name the URL.
+
+    Args:
+        stream: Of fsspec.
+        url: The file.
+    """
+
+    def __init__(self, stream: Any, url: str) -> None:
+        super().__init__()
+        self._stream = stream
+        self._url = url
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+    def write(self, data: Any) -> int:
+        # Not repeated: a part of it may be in the stream already.
+        return int(request(self._url, lambda: self._stream.write(data), tries=1))
