@@ -36,6 +36,12 @@ def names(url: str, **options: Any) -> list[str]:
     return sorted(path.removeprefix(root).strip("/") for path in fs.find(root))
 
 
+def contents(url: str) -> dict[str, bytes]:
+    """Return the contents of the files below a URL, by name."""
+    fs, root = fsspec.core.url_to_fs(url)
+    return {name: fs.cat_file(f"{root}/{name}") for name in names(url)}
+
+
 class Flaky(MemoryFileSystem):
     """A file system on which calls fail in a given way before they are answered."""
 
@@ -108,12 +114,17 @@ def _wait_for(port: int, alive: Callable[[], bool]) -> None:
 @pytest.fixture
 def s3(s3_server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Give a URL in a bucket of the S3 server; its address and keys are in the environment."""
-    for name, value in s3_environment(s3_server).items():
-        monkeypatch.setenv(name, value)
-    fs = fsspec.filesystem("s3", endpoint_url=s3_server)
+    return f"{bucket(s3_server, monkeypatch)}/{re.sub('[^a-z0-9_]', '-', request.node.name)}"
+
+
+def bucket(server: str, patched: pytest.MonkeyPatch) -> str:
+    """Return the URL of a bucket, after setting the environment for it."""
+    for name, value in s3_environment(server).items():
+        patched.setenv(name, value)
+    fs = fsspec.filesystem("s3", endpoint_url=server)
     if not fs.exists(BUCKET):
         fs.mkdir(BUCKET)
-    return f"s3://{BUCKET}/{re.sub('[^a-z0-9_]', '-', request.node.name)}"
+    return f"s3://{BUCKET}"
 
 
 def s3_environment(server: str) -> dict[str, str]:

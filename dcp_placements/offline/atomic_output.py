@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
-import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from dcp_placements.errors import CannotLook, format_name
+from dcp_placements.offline.holder import Holder, busy
 
 IDENTITY = "identity"
 """The file in an unfinished directory that identifies the output."""
@@ -32,7 +30,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 _LOCK_NBYTES = 4096
-_HOLDER: dict[str, type[int] | type[str]] = {"pid": int, "host": str, "since": str}
 _SAYS_AFTER_S = 0.5
 """How long a process may have a lock before it has written who it is."""
 
@@ -186,9 +183,6 @@ class Folder:
         """Whether an earlier attempt has finished a file."""
         return is_own_file(self.path / name)
 
-    def wrote(self, names: Iterable[str]) -> None:
-        """Take note of files that were not written by ``file``; here they need no notes."""
-
 
 def absent(path: str | os.PathLike[str]) -> Path:
     """Return the path of an output, which does not exist yet or is an empty directory.
@@ -280,15 +274,14 @@ class _Lock:
                     raise CannotLook(f"{format_name(self._path)}: this is no plain file")
                 if not self._is_free(descriptor):
                     holder = _holder(descriptor)
-                    if not holder and time.monotonic() < deadline:
+                    if holder is None and time.monotonic() < deadline:
                         time.sleep(_SAYS_AFTER_S / 50)
                         continue
-                    raise self._busy(holder)
+                    raise busy(self._target, self._path.name, holder)
                 if not self._is_ours(descriptor):
                     continue  # its holder removed it meanwhile: we locked an unlinked file
-                holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+                os.pwrite(descriptor, Holder.of_this_process().format(), 0)
                 self._descriptor, descriptor = descriptor, -1
                 return
             finally:
@@ -312,8 +305,8 @@ class _Lock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            return not holder or (_is_of_this_host(holder) and not _is_alive(holder))
-        return not holder or _is_of_this_host(holder)
+            return holder is None or holder.has_ended
+        return holder is None or holder.is_of_this_host
 
     def _is_ours(self, descriptor: int) -> bool:
         try:
@@ -321,41 +314,7 @@ class _Lock:
         except FileNotFoundError:
             return False
 
-    def _busy(self, holder: Mapping[str, Any]) -> CannotLook:
-        who, way = "a process that did not say which", "wait for it, or give another name"
-        if holder:
-            who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
-            if not _is_of_this_host(holder):
-                way += f"; if that process is gone, remove {self._path.name}"
-        return CannotLook(
-            f"{format_name(self._target)}: is being written by another process\n"
-            f"    found:       {format_name(who)}\n"
-            f"    way out:     {format_name(way)}"
-        )
 
-
-def _holder(descriptor: int) -> dict[str, Any]:
-    """Return the holder that a lock file names; nothing where it names none."""
-    try:
-        holder = json.loads(os.pread(descriptor, _LOCK_NBYTES, 0))
-        return {key: kind(holder[key]) for key, kind in _HOLDER.items()}
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return {}
-
-
-def _is_of_this_host(holder: Mapping[str, Any]) -> bool:
-    return bool(holder["host"] == socket.gethostname())
-
-
-def _is_alive(holder: Mapping[str, Any]) -> bool:
-    try:
-        os.kill(holder["pid"], 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+def _holder(descriptor: int) -> Holder | None:
+    """Return the holder that a lock file names; None where it names none."""
+    return Holder.parse(os.pread(descriptor, _LOCK_NBYTES, 0))

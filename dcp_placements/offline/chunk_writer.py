@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 
 from dcp_placements._torch import (
-    DEFAULT_SUFFIX,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -83,7 +82,6 @@ def write_chunks(
         planner = cast(SavePlanner, _Reader(pieces, progress, total))
         results = []
         for plan in writer.prepare_global_plan(plans):
-            folder.wrote([f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"])
             written = writer.write_data(plan, planner)
             written.wait()
             results.append(written.value())

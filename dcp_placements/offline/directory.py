@@ -8,7 +8,7 @@ from typing import IO
 
 from dcp_placements.errors import CannotLook, format_names
 from dcp_placements.storage.file_reads import open_inside, why_barred
-from dcp_placements.storage.remote.filesystem import RemoteFileSystem, is_url
+from dcp_placements.storage.remote.filesystem import RemoteFileSystem, is_url, local_or_url
 
 
 class Directory:
@@ -23,17 +23,20 @@ class Directory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
+        self.path = os.fspath(local_or_url(path))
         self._remote: RemoteFileSystem | None = None
         self._root = self.path.rstrip("/") or "/"
         self._sizes: dict[str, int | None] = {}
         if is_url(self.path):
             self._remote = RemoteFileSystem()
             self._root = self._remote.init_path(self.path)
-        exists = self._remote.exists(self._root) if self._remote else os.path.exists(self.path)
-        if not exists:
+            kind = self._remote.kind(self._root)
+        else:
+            kind = "directory" if os.path.isdir(self.path) else "file"
+            kind = kind if os.path.exists(self.path) else None
+        if kind is None:
             raise CannotLook(f"{self.path}: there is no such path")
-        if not (self._remote.isdir(self._root) if self._remote else os.path.isdir(self.path)):
+        if kind != "directory":
             raise CannotLook(
                 f"{self.path}: this is a file\n    way out:     give the checkpoint's directory"
             )
@@ -42,7 +45,9 @@ class Directory:
         """Return the names of what is in the directory itself, sorted."""
         if self._remote is None:
             return sorted(os.listdir(self._root))
-        return sorted(os.path.basename(path) for path in self._remote.ls(self._root))
+        sizes = self._remote.sizes(self._root)
+        self._sizes |= sizes
+        return sorted(sizes)
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a file; None where no file of that name may be opened."""
@@ -72,6 +77,17 @@ class Directory:
         if self._remote:
             return self._remote.open(self._path(name))
         return open_inside(self._root, name)
+
+    def version(self, name: str) -> str:
+        """Return what is different after a file was written again: its size and time, or its tag.
+
+        Raises:
+            OSError: There is no such file.
+        """
+        if self._remote:
+            return self._remote.version(self._path(name))
+        stat = os.stat(self._path(name))
+        return f"{stat.st_size} {stat.st_mtime_ns}"
 
     def local(self, name: str) -> Path | None:
         """Return where a file is on this machine's disk; None where it is elsewhere."""

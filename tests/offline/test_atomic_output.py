@@ -128,7 +128,8 @@ def test_two_threads_of_one_process_keep_each_other_out(tmp_path: Path) -> None:
 
 def test_a_lock_of_another_host_stays_until_it_is_removed(tmp_path: Path) -> None:
     lock = tmp_path / ".out.lock"
-    lock.write_text(json.dumps({"pid": 1, "host": "far\x1b[2K", "since": "2020-01-01"}))
+    held = {"pid": 1, "host": "far\x1b[2K", "since": "2020-01-01", "start": "1"}
+    lock.write_text(json.dumps(held))
     with pytest.raises(CannotLook, match=r"remove \.out\.lock") as caught:
         Output(tmp_path / "out").__enter__()
     assert r"process 1 on far\x1b[2K, since 2020-01-01" in str(caught.value)

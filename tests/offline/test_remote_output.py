@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load as load_safetensors
 
 from dcp_placements import PlacementFileSystemReader
-from dcp_placements.offline import Checkpoint, diff, merge_metadata
-from dcp_placements.offline.remote_output import RemoteOutput
+from dcp_placements.errors import CannotLook
+from dcp_placements.offline import Checkpoint, diff, export_safetensors, merge_metadata
+from dcp_placements.offline.remote_output import MARKER, RemoteOutput
+from dcp_placements.storage.remote.filesystem import RemoteFileSystem
 from tests.offline.test_doctor import save as save_unaware
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 from tests.remote_scenes import memory, names
@@ -113,6 +116,149 @@ def test_what_fails_leaves_nothing_at_a_url(memory: str) -> None:
         with pytest.raises(KeyboardInterrupt):
             fails()
         assert names(memory) == []
+
+
+def stopped_export(source: Path, url: str, **options: Any) -> None:
+    """Begin an export of four files, and stop it after two of them."""
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_safetensors(source, url, max_shard_size=4000, progress=stop, **options)
+
+
+def four_files(path: Path) -> dict[str, torch.Tensor]:
+    tensors = {f"w{n}": torch.arange(1000.0) + n for n in range(4)}
+    save_hugging_face(path, tensors)
+    return tensors
+
+
+def held_at(url: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of an export, and check that nothing but its files is there."""
+    fs = fsspec.filesystem("memory")
+    index = json.loads(fs.cat_file(f"{url}/model.safetensors.index.json"))
+    files = sorted(set(index["weight_map"].values()))
+    assert names(url) == [*files, "model.safetensors.index.json"]
+    return {
+        k: v for file in files for k, v in load_safetensors(fs.cat_file(f"{url}/{file}")).items()
+    }
+
+
+def test_an_export_goes_on_where_it_was_stopped(tmp_path: Path, memory: str) -> None:
+    tensors = four_files(tmp_path)
+    out = f"{memory}/out"
+    stopped_export(tmp_path, out)
+    assert [name for name in names(out) if not name.startswith(MARKER)] == [
+        f"model-0000{n}-of-00004.safetensors" for n in (1, 2)
+    ]
+    with pytest.raises(CannotLook, match="the export to this directory has not finished"):
+        Checkpoint(out)
+    exported = export_safetensors(tmp_path, out, max_shard_size=4000)
+    assert len(exported.kept) == 2
+    held = held_at(out)
+    assert held.keys() == tensors.keys()
+    assert all(same(held[key], value) for key, value in tensors.items())
+    with pytest.raises(CannotLook, match="is there already"):
+        export_safetensors(tmp_path, out, max_shard_size=4000)
+
+
+def test_another_export_takes_nothing_from_the_one_that_was_stopped(
+    tmp_path: Path, memory: str
+) -> None:
+    four_files(tmp_path)
+    out = f"{memory}/out"
+    stopped_export(tmp_path, out)
+    exported = export_safetensors(tmp_path, out, max_shard_size=4000, dtype=torch.bfloat16)
+    assert exported.kept == ()
+    assert {tensor.dtype for tensor in held_at(out).values()} == {torch.bfloat16}
+
+
+def test_a_source_that_was_written_again_is_exported_anew(tmp_path: Path, memory: str) -> None:
+    source, out = f"{memory}/source", f"{memory}/out"
+    four_files(tmp_path)
+    upload(tmp_path, source)
+    stopped_export(source, out)  # type: ignore[arg-type]
+    upload(tmp_path, source)
+    stopped_export(source, out)  # type: ignore[arg-type]
+    assert len(export_safetensors(source, out, max_shard_size=4000).kept) == 2
+    assert len(held_at(out)) == 4
+
+
+def test_a_process_of_another_host_may_be_writing(tmp_path: Path, memory: str) -> None:
+    fs = fsspec.filesystem("memory")
+    four_files(tmp_path)
+    out = f"{memory}/out"
+    stopped_export(tmp_path, out)
+    held = {"pid": 1, "host": "far\x1b[2K", "since": "2020-01-01", "start": "1"}
+    fs.pipe_file(f"{out}/{MARKER}7", json.dumps(held).encode())
+    with pytest.raises(CannotLook, match="is being written by another process") as caught:
+        export_safetensors(tmp_path, out, max_shard_size=4000)
+    text = str(caught.value)
+    assert r"process 1 on far\x1b[2K, since 2020-01-01" in text
+    assert f"if that process has ended, remove {out}/{MARKER}7" in text
+    fs.rm_file(f"{out}/{MARKER}7")
+    assert len(export_safetensors(tmp_path, out, max_shard_size=4000).kept) == 2
+    assert len(held_at(out)) == 4
+
+
+@pytest.mark.parametrize("note", [b"", b"no json", b"[" * 4000, b'{"pid": "x"}', b"\xff"])
+def test_a_marker_that_names_nobody_is_nobodys(memory: str, note: bytes) -> None:
+    fsspec.filesystem("memory").pipe_file(f"{memory}/out/{MARKER}1", note)
+    fsspec.filesystem("memory").pipe_file(f"{memory}/out/part", b"x")
+    with RemoteOutput(f"{memory}/out") as output, output.directory() as folder:
+        folder.write("whole", b"x")
+    assert names(f"{memory}/out") == ["whole"]
+
+
+def test_an_output_is_taken_once(memory: str) -> None:
+    url = f"{memory}/out"
+    waiting = RemoteOutput(url)
+    with RemoteOutput(url) as output, output.directory() as folder:
+        folder.write("one", b"x")
+        with pytest.raises(CannotLook, match=f"process {os.getpid()} on "):
+            waiting.directory().__enter__()
+        with pytest.raises(CannotLook, match="is being written by another process"):
+            RemoteOutput(url)
+    with pytest.raises(CannotLook, match="is there already"):
+        waiting.directory().__enter__()
+    with pytest.raises(CannotLook, match="is there already"):
+        RemoteOutput(f"{url}/one")
+    assert names(url) == ["one"]
+
+
+def test_an_output_that_was_finished_meanwhile_stays(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes the next marker first, or finishes between any two requests."""
+    url = f"{memory}/out"
+    real = RemoteFileSystem.create
+
+    def late(self: RemoteFileSystem, path: str, data: bytes) -> bool:
+        monkeypatch.setattr(RemoteFileSystem, "create", real)
+        with RemoteOutput(url) as other, other.directory() as folder:
+            folder.write("theirs", b"x")
+        return real(self, path, data)
+
+    for left in ((), (f"{MARKER}1",), (f"{MARKER}1", f"{MARKER}2", "half")):
+        for name in left:
+            fsspec.filesystem("memory").pipe_file(f"{url}/{name}", b"{}")
+        waiting = RemoteOutput(url)
+        monkeypatch.setattr(RemoteFileSystem, "create", late)
+        with pytest.raises(CannotLook, match="is there already"):
+            waiting.directory("mine").__enter__()
+        assert names(url) == ["theirs"]
+        fsspec.filesystem("memory").rm(url, recursive=True)
+
+
+def test_a_finished_output_with_markers_left_over_stays(memory: str) -> None:
+    url = f"{memory}/out"
+    for name in (".metadata", "__0_0.distcp", f"{MARKER}2"):
+        fsspec.filesystem("memory").pipe_file(f"{url}/{name}", b"{}")
+    with pytest.raises(CannotLook, match="is there already"):
+        RemoteOutput(url).directory().__enter__()
+    assert names(url) == [".metadata", "__0_0.distcp"]
 
 
 def test_a_stopped_import_leaves_no_checkpoint_at_a_url(tmp_path: Path, memory: str) -> None:

@@ -236,17 +236,13 @@ class _Plan:
                     )
         raise_faults("tied tensors cannot be written once", faults)
 
-    def identity(self, more: Mapping[str, Any]) -> str | None:
-        """Return a digest of this export and its source files; None if any of them is remote."""
+    def identity(self, more: Mapping[str, Any]) -> str:
+        """Return a digest of this export and its source files."""
         digest = hashlib.sha256(json.dumps(more, sort_keys=True).encode())
         directory = self.checkpoint.directory
         sources = {b.source.fqn: b.source for tensor in self.tensors for b in tensor.blocks}
         for name in sorted({file for source in sources.values() for file in source.files}):
-            local = directory.local(name)
-            if local is None:
-                return None
-            stat = local.stat()
-            digest.update(_bytes(f"{name} {stat.st_size} {stat.st_mtime_ns}\n"))
+            digest.update(_bytes(f"{name} {directory.version(name)}\n"))
         digest.update(_bytes(directory.path))
         for tensor in self.tensors:
             blocks = [(b.box, b.source.fqn, b.at, b.dims) for b in tensor.blocks]

@@ -17,6 +17,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.remote_output import MARKER
 from dcp_placements.storage.metadata.table import RowsBuilder, StorageTable
 from dcp_placements.storage.safetensors_files import Entry, read_header
 
@@ -35,9 +36,15 @@ def read_safetensors_metadata(
         The metadata; and file by key, for keys that the index names and the file lacks.
 
     Raises:
-        CannotLook: The index or a header is broken, or files disagree about a tensor.
+        CannotLook: The index or a header is broken, files disagree about a tensor, or the export to
+            the directory has not finished.
     """
     index = _read_index(directory)
+    if index is None and any(name.startswith(MARKER) for name in directory.names()):
+        raise CannotLook(
+            f"{directory.path}: the export to this directory has not finished\n"
+            "    way out:     wait for it, or export again with the same arguments: it continues"
+        )
     entries_of: dict[str, list[tuple[str, Entry]]] = {}
     for file in files if index is None else sorted(set(index.values())):
         size = directory.size(file)
