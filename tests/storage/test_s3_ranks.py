@@ -1,0 +1,121 @@
+"""Four real gloo ranks and a bucket: what they save there, any of their meshes loads.
+
+One launch of ``tests/ranks/s3_worker.py`` runs all scenarios and writes what each rank read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+
+from dcp_placements import PlacementFileSystemReader
+from tests.offline_scenes import Run
+from tests.remote_scenes import bucket, contents, names, s3, s3_server
+from tests.storage_scenes import load, same
+from tests.torchrun import forked, tail
+
+__all__ = ["s3", "s3_server"]
+
+pytestmark = pytest.mark.dist
+
+WORKER = Path(__file__).parents[1] / "ranks" / "s3_worker.py"
+SHAPES = {
+    "experts.w1": (8, 130, 77),
+    "experts.w2": (8, 77, 130),
+    "dense": (250, 301),
+    "norm": (61,),
+}
+
+Ranks = list[dict[str, Any]]
+
+
+def start(out: Path, url: str, *chosen: str) -> Ranks:
+    """Return what each rank reports of all scenarios."""
+    done = forked(WORKER, out, url, *chosen)
+    assert done.returncode == 0, tail(done)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def url(s3_server: str) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patched:
+        yield f"{bucket(s3_server, patched)}/ranks"
+
+
+@pytest.fixture(scope="module")
+def outcomes(url: str, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return start(tmp_path_factory.mktemp("ranks"), url)
+
+
+def seen(outcomes: Ranks, name: str) -> Ranks:
+    reports = [outcome[name] for outcome in outcomes]
+    assert not [report["failed"] for report in reports if "failed" in report]
+    return reports
+
+
+def wholes(start: int) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.arange(start, start + torch.Size(shape).numel()).reshape(shape).float()
+        for name, shape in SHAPES.items()
+    }
+
+
+def assert_whole(path: str, start: int) -> None:
+    """Check the whole tensors, as torch's default planner reads them in one process."""
+    expected = wholes(start)
+    blank = {name: torch.zeros_like(whole) for name, whole in expected.items()}
+    read = load(Path("none"), blank, PlacementFileSystemReader(path))
+    assert [name for name in expected if not same(read[name], expected[name])] == []
+
+
+def test_what_four_ranks_save_any_mesh_loads(outcomes: Ranks, url: str, run: Run) -> None:
+    for rank in seen(outcomes, "resharded"):
+        assert {ep: rank[ep]["differing"] for ep in rank} == {"ep2": [], "ep4": [], "ep1": []}
+        assert rank["ep2"]["verified"] >= 4
+    assert_whole(f"{url}/resharded", 5)
+    ran = run("verify", f"{url}/resharded", "--digests", "--json")
+    assert (ran.code, ran.json["faults"]) == (0, []), ran.err
+
+
+def test_a_step_over_an_older_one_leaves_only_its_own_files(outcomes: Ranks, url: str) -> None:
+    data = names(f"{url}/resharded")[1:]
+    assert len(data) == 8
+    assert len({name.split("_")[3] for name in data}) == 1
+
+
+def test_every_byte_is_downloaded_once_and_exchanged(outcomes: Ranks) -> None:
+    reports = seen(outcomes, "exchange")
+    assert [rank["differing"] for rank in reports] == [[]] * 4
+    unique = reports[0]["unique"]
+    assert unique <= sum(rank["read"] for rank in reports) < 1.02 * unique
+    assert all(rank["exchanged"] > 0 for rank in reports)
+
+
+def test_shadows_of_an_asynchronous_save_are_in_a_ranks_own_file(outcomes: Ranks, url: str) -> None:
+    reports = seen(outcomes, "in_a_thread")
+    assert [(rank["differing"], rank["opens"]) for rank in reports] == [([], 1)] * 4
+    assert_whole(f"{url}/in_a_thread", 10)
+
+
+def test_what_ranks_saved_is_exported(outcomes: Ranks, url: str, run: Run) -> None:
+    seen(outcomes, "resharded")
+    out = f"{url}/exported"
+    assert run("export", f"{url}/resharded", out, "--to", "hf", "--prefix", "").code == 0
+    held = load_safetensors(contents(out)["model.safetensors"])
+    assert held.keys() == wholes(5).keys()
+    assert [name for name, whole in wholes(5).items() if not same(held[name], whole)] == []
+
+
+def test_a_rank_that_is_killed_while_it_uploads_leaves_the_older_step(
+    s3: str, tmp_path: Path, run: Run
+) -> None:
+    done = forked(WORKER, tmp_path, s3, "killed")
+    assert done.returncode == 1, tail(done)
+    assert_whole(s3, 1)
+    assert run("verify", s3, "--digests").code == 0
