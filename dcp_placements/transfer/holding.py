@@ -299,12 +299,36 @@ def _held_dims(tensor: Named, sharding: Sharding, coordinates: Array) -> list[_H
         is_first[1:] = (used[order][1:] != used[order][:-1]).any(1)
         which = np.empty(len(used), np.int64)
         which[order] = np.cumsum(is_first) - 1
-        positions = coordinates[order[is_first]].tolist()
-        pieces = [dim_pieces(sharding.dim_at(dim, position), size) for position in positions]
-        counts = np.array([len(found) for found in pieces], np.int64)
-        table = np.array(list(chain.from_iterable(pieces)), np.int64).reshape(-1, 3)
+        positions = coordinates[order[is_first]]
+        if all(isinstance(cut, Cut) and cut.parts == 1 for cut in cuts):
+            counts, table = _plain_pieces(sharding, dim, size, positions)
+        else:
+            intervals = [sharding.dim_at(dim, position) for position in positions.tolist()]
+            pieces = [dim_pieces(each, size) for each in intervals]
+            counts = np.array([len(each) for each in pieces], np.int64)
+            table = np.array(list(chain.from_iterable(pieces)), np.int64).reshape(-1, 3)
         held.append(_HeldDim((np.cumsum(counts) - counts)[which], counts[which], table))
     return held
+
+
+def _plain_pieces(sharding: Sharding, dim: int, size: int, positions: Array) -> tuple[Array, Array]:
+    """Return counts and pieces of a dim that plain shards cut, for all positions at once.
+
+    It is ``Sharding.dim_at`` for one interval: FSDP cuts a dim in as many pieces as a world has
+    ranks, and 16,384 of them take 1 ms here and 70 ms there.
+    """
+    start = np.zeros(len(positions), np.int64)
+    length = np.full(len(positions), sharding.cut_shape[dim], np.int64)
+    for cut in sharding.cuts:
+        if isinstance(cut, Cut) and cut.dim == dim:
+            step = -(-length // sharding.axis_sizes[cut.axis])
+            low = np.minimum(positions[:, cut.axis] * step, length)
+            length = np.minimum(low + step, length) - low
+            start += low
+    stored = np.minimum(start + length, size) - start
+    has = stored > 0
+    table = np.stack([np.zeros_like(start), start, stored], 1)
+    return has.astype(np.int64), table[has]
 
 
 def _product(dims: Sequence[_HeldDim], ranks: Array) -> Boxes:

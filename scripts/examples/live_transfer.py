@@ -30,7 +30,7 @@ def move(part, source: dict, target: dict) -> None:
         into.copy_(source[one.source_fqn][one.source_slices].reshape(into.shape))
     sends = [(source[m.source_fqn][m.source_slices].contiguous(), m) for m in part.sends]
     receives = [(target[m.target_fqn][m.target_slices], m) for m in part.receives]
-    buffers = [torch.empty(into.shape) for into, _ in receives]
+    buffers = [torch.empty(into.shape, dtype=m.dtype) for into, m in receives]
     ops = [dist.P2POp(dist.isend, tensor, m.target_rank) for tensor, m in sends]
     pairs = zip(buffers, receives, strict=True)
     ops += [dist.P2POp(dist.irecv, buffer, m.source_rank) for buffer, (_, m) in pairs]

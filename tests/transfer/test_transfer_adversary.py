@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,8 +26,10 @@ from dcp_placements import (
     Unstack,
     transfer_plan,
 )
+from dcp_placements.layout.sharding import Cut, Sharding, dim_pieces
 from dcp_placements.testing import cut
 from dcp_placements.testing.reference import numbered
+from dcp_placements.transfer.holding import _plain_pieces
 from tests.transfer.test_transfer_plan import filled, meta, world
 
 PLACEMENTS = [Shard(0), Shard(1), Replicate(), FusedShard(0, 2)]
@@ -312,3 +315,22 @@ def test_an_unstacked_key_beyond_the_rows_is_named() -> None:
     receiver = world({"tp": 1}, {}, meta(**{"e.0.w": (3,), "e.2.w": (3,)}))
     with pytest.raises(PlacementError, match=r"e\.2\.w: the source has no such tensor"):
         transfer_plan(sender, receiver, rename=Unstack("e.{}.w"))
+
+
+@given(
+    size=st.integers(0, 40),
+    padding=st.integers(0, 9),
+    axes=st.lists(st.integers(1, 5), min_size=0, max_size=3),
+)
+@settings(max_examples=80, deadline=None)
+def test_positions_cut_at_once_are_those_cut_one_by_one(
+    size: int, padding: int, axes: Sequence[int]
+) -> None:
+    cuts = tuple([Cut(0, axis) for axis in range(len(axes))])
+    sharding = Sharding((size,), tuple(axes), cuts, (size + padding,))
+    positions = list(sharding.coordinates())
+    table = np.array(positions, np.int64).reshape(len(positions), len(axes))
+    counts, pieces = _plain_pieces(sharding, 0, size, table)
+    expected = [dim_pieces(sharding.dim_at(0, position), size) for position in positions]
+    assert counts.tolist() == [len(each) for each in expected]
+    assert pieces.tolist() == [list(piece) for each in expected for piece in each]
