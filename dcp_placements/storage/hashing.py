@@ -12,13 +12,21 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+
+try:
+    from isal import isal_zlib as zlib
+except ImportError:  # a platform without a wheel
+    import zlib
+
+crc32: Callable[..., int] = zlib.crc32
+"""The checksum of zip files. That of isal is zlib's in a fifth of the time."""
 
 SAMPLE_BLOCKS = 16
 SAMPLE_BLOCK_NBYTES = 256

@@ -17,7 +17,6 @@ import pickle
 import struct
 import sys
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from dcp_placements.layout.byte_ranges import c_strides
+from dcp_placements.storage.hashing import crc32
 from dcp_placements.storage.restricted_pickle import RestrictedUnpickler, StandIn, refusal
 
 LOCAL = b"PK\x03\x04"
@@ -143,7 +143,7 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
 
 def is_check(check: memoryview, data: memoryview) -> bool:
     """Whether the bytes that follow elements have their checksum and length."""
-    return bytes(check) == DESCRIPTOR + struct.pack("<II", zlib.crc32(data), data.nbytes)
+    return bytes(check) == DESCRIPTOR + struct.pack("<II", crc32(data), data.nbytes)
 
 
 class LocalHeader(NamedTuple):

@@ -52,7 +52,7 @@ from dcp_placements.storage.remote.filesystem import (
     is_url,
     local_or_url,
 )
-from dcp_placements.storage.tensor_stamp import TensorSaver
+from dcp_placements.storage.tensor_stamp import SMALL_NBYTES, batches, save_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +247,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         builder: RowsBuilder,
     ) -> None:
         """Write files until the queue is empty. Runs in every thread."""
-        saver = TensorSaver()
         while True:
             try:
                 name, items = files.get_nowait()
@@ -271,14 +270,17 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                         with data.getbuffer() as contents:
                             stream.write(contents)
                         builder.add_start(None, None)
-                        start = _note(builder, item, name, start, stream.tell())
-                for tensor, item in loaded:
-                    begins = saver.save(tensor, stream)
-                    end = stream.tell()
-                    small = tensor.nbytes <= saver.small_nbytes
-                    kind = (str(tensor.dtype), tuple(tensor.shape), end - start) if small else None
-                    builder.add_start(kind, begins)
-                    start = _note(builder, item, name, start, end)
+                        length = stream.tell() - start
+                        builder.add(item.index, path=name, start=start, length=length)
+                        start += length
+                for batch, written in batches(loaded):
+                    saved = save_tensors(batch, stream)
+                    small = batch[0].nbytes <= SMALL_NBYTES
+                    kind = (str(batch[0].dtype), tuple(batch[0].shape), saved.nbytes)
+                    builder.add_start(kind if small else None, saved.start)
+                    indices = [item.index for item in written]
+                    builder.add_run(indices, path=name, start=start, length=saved.nbytes)
+                    start += saved.nbytes * len(written)
                 self._sync(stream)
 
     def _sync(self, stream: Any) -> None:
@@ -321,11 +323,6 @@ def _errors_of(path: Any) -> Iterator[None]:
         if reason.errno is None:
             raise reason from error
         raise OSError(reason.errno, os.strerror(reason.errno), os.fspath(path)) from error
-
-
-def _note(builder: RowsBuilder, item: WriteItem, path: str, start: int, end: int) -> int:
-    builder.add(item.index, path=path, start=start, length=end - start)
-    return end
 
 
 def _is_known(results: Sequence[WriteResult]) -> bool:

@@ -32,10 +32,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from dcp_placements.storage import tensor_stamp
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.table import StorageTable, join, rows_of_entries
 from dcp_placements.storage.metadata.write_results import WriteResults
-from dcp_placements.storage.tensor_stamp import Stamp, TensorSaver
+from dcp_placements.storage.tensor_stamp import Stamp, batches, save_tensors
 from dcp_placements.storage.writer import PlacementFileSystemWriter, split_by_chunk
 from dcp_placements.testing import World
 from tests.storage_scenes import (
@@ -89,17 +90,49 @@ def test_records_are_those_of_torch_save(tmp_path: Path) -> None:
     assert checked == 2 * (len(all_kinds()) - 2)
 
 
-def test_torch_save_runs_once_for_small_tensors_that_are_alike(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("shape", [(4, 4), (300, 77), (1 << 17,)])
+def test_torch_save_runs_once_for_tensors_that_are_alike(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     calls = []
     real = torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (calls.append(args), real(*args)))
-    saver = TensorSaver()
+    tensor_stamp._stamp_of.cache_clear()
     for _ in range(5):
         for dtype in DTYPES:
-            saver.save(torch.zeros(4, 4).to(dtype), io.BytesIO())
+            save_tensors([torch.zeros(shape).to(dtype)], io.BytesIO())
     assert len(calls) == len(DTYPES)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (300, 77), (513, 1025)])
+def test_tensors_of_one_kind_are_written_together_as_torch_does(shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        numel = torch.Size(shape).numel()
+        values = torch.arange(4 * numel).remainder(251).to(dtype)
+        tensors = [part.clone().reshape(shape) for part in values.split(numel)]
+        found, wanted = io.BytesIO(), io.BytesIO()
+        lengths, order = set(), ""
+        for batch, names in batches(zip(tensors, "abcd", strict=True)):
+            saved = save_tensors(batch, found)
+            lengths.add(saved.nbytes)
+            order += "".join(names)
+        for tensor in tensors:
+            torch.save(tensor, wanted)
+        assert found.getvalue() == wanted.getvalue()
+        assert order == "abcd"
+        assert lengths == {len(wanted.getvalue()) // 4}
+        assert saved.start is not None
+        elements = tensors[1].reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert found.getvalue()[saved.nbytes + saved.start :].startswith(elements)
+
+
+def test_only_plain_tensors_of_one_kind_are_written_together() -> None:
+    plain, view = torch.ones(3, 4), torch.ones(6, 4)[:3]
+    tensors = [plain, plain, plain.t(), view, view, torch.ones(3, 4, dtype=torch.int32), plain]
+    sizes = [len(batch) for batch, _ in batches((tensor, None) for tensor in tensors)]
+    assert sizes == [2, 1, 1, 1, 1, 1]
+    many = [torch.zeros(1 << 16)] * 9
+    assert [len(batch) for batch, _ in batches((tensor, None) for tensor in many)] == [4, 4, 1]
 
 
 def test_a_stamp_refuses_files_that_torch_did_not_write_so() -> None:
@@ -131,13 +164,11 @@ def test_a_stamp_of_any_size_writes_what_torch_writes(shape: tuple[int, ...]) ->
 
 
 def test_an_unknown_torch_is_left_to_write_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "dcp_placements.storage.tensor_stamp._combine", lambda seed, value: seed + value
-    )
-    saver = TensorSaver()
+    monkeypatch.setattr(tensor_stamp, "_combine", lambda seed, value: seed + value)
+    monkeypatch.setattr(tensor_stamp, "_stamp_of", tensor_stamp._stamp_of.__wrapped__)
     for value in (1.0, 2.0, 3.0):
         ours, stock = io.BytesIO(), io.BytesIO()
-        saver.save(torch.full((5,), value), ours)
+        save_tensors([torch.full((5,), value)], ours)
         torch.save(torch.full((5,), value), stock)
         assert ours.getvalue() == stock.getvalue()
 

@@ -93,11 +93,11 @@ class Rows:
 
 
 class RowsBuilder:
-    """Takes rows one by one."""
+    """Takes rows, one after another."""
 
     def __init__(self) -> None:
         self._names: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
-        self._rows: list[tuple[int, ...]] = []
+        self._columns: list[list[int]] = [[] for _ in ROW.names or ()]
         self._starts: dict[Kind, int | None] | None = None
 
     def add(
@@ -110,13 +110,31 @@ class RowsBuilder:
         transforms: Sequence[str] | None = None,
     ) -> None:
         """Add a row."""
-        offset = None if index.offset is None else tuple(index.offset)
-        values = (index.fqn, offset, path, None if transforms is None else tuple(transforms))
-        numbers = [
-            names.setdefault(value, len(names))
-            for names, value in zip(self._names, values, strict=True)
-        ]
-        self._rows.append((*numbers, start, length))
+        self.add_run([index], path=path, start=start, length=length, transforms=transforms)
+
+    def add_run(
+        self,
+        indices: Sequence[MetadataIndex],
+        *,
+        path: str,
+        start: int,
+        length: int,
+        transforms: Sequence[str] | None = None,
+    ) -> None:
+        """Add a row for each of several records of one length, which follow one another."""
+        count = len(indices)
+        fqns, offsets, paths, every = self._names
+        transform = None if transforms is None else tuple(transforms)
+        columns = (
+            [fqns.setdefault(index.fqn, len(fqns)) for index in indices],
+            [offsets.setdefault(index.offset, len(offsets)) for index in indices],
+            [paths.setdefault(path, len(paths))] * count,
+            [every.setdefault(transform, len(every))] * count,
+            [start + length * at for at in range(count)],
+            [length] * count,
+        )
+        for column, values in zip(self._columns, columns, strict=True):
+            column += values
 
     def add_start(self, kind: Kind | None, start: int | None) -> None:
         """Note where the elements of a record begin. Called for every record, or for none.
@@ -132,8 +150,11 @@ class RowsBuilder:
 
     def rows(self) -> Rows:
         """Return all rows, in the order in which they were added."""
-        fqns, offsets, paths, transforms = map(tuple, self._names)
-        rows = np.array(self._rows, ROW)
+        fqns, sizes, paths, transforms = map(tuple, self._names)
+        offsets = tuple([None if offset is None else tuple(offset) for offset in sizes])
+        rows = np.empty(len(self._columns[0]), ROW)
+        for name, column in zip(ROW.names or (), self._columns, strict=True):
+            rows[name] = column
         return Rows(fqns, offsets, paths, transforms, rows, self._starts)
 
 
