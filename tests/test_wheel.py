@@ -54,7 +54,7 @@ def test_its_metadata_are_those_of_the_project(wheel: zipfile.ZipFile) -> None:
     (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = email.message_from_bytes(wheel.read(path))
     assert metadata["Version"] == project["version"]
-    assert f"### {project['version']}" in (ROOT / "README.md").read_text()
+    assert f"## {project['version']}" in (ROOT / ".github" / "CHANGELOG.md").read_text()
     requirements = metadata.get_all("Requires-Dist") or []
     assert {line for line in requirements if ";" not in line} == set(project["dependencies"])
     assert not any("pydantic" in line for line in requirements)
