@@ -2,7 +2,7 @@
 
 Runs the pairs of ``tests/matrix.py`` in simulated worlds, prints their table and writes it between
 the marks in dcp_placements/layout/README.md. ``--all`` takes every legal topology of up to 32 ranks
-(some 1,300 pairs, 20 minutes) and leaves the guide as it is. Exit status 1 when a pair came out wrong.
+(some 1,300 pairs, 20 minutes) and leaves the guide as it is. Exit status 1 when a pair is wrong.
 """
 
 from __future__ import annotations
