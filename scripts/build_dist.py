@@ -35,7 +35,7 @@ def absolute_links(text: str, url: str, tag: str) -> str:
 
     def absolute(match: re.Match[str]) -> str:
         image, label, path = match.groups()
-        if not (ROOT / path).exists():
+        if path.startswith("#") or not (ROOT / path.partition("#")[0]).exists():
             return match[0]
         return f"{image}[{label}]({url}/{'raw' if image else 'blob'}/{tag}/{path})"
 
@@ -46,12 +46,13 @@ def address(source: Path, url: str) -> None:
     """Give the sources in a directory their address."""
     project = source / "pyproject.toml"
     text = project.read_text()
-    urls = {"Repository": url, "Documentation": f"{url}#readme", "Changelog": f"{url}#changes"}
+    tag = "v" + tomllib.loads(text)["project"]["version"]
+    changes = f"{url}/blob/{tag}/.github/CHANGELOG.md"
+    urls = {"Repository": url, "Documentation": f"{url}#readme", "Changelog": changes}
     lines = "".join(f'{name} = "{target}"\n' for name, target in urls.items())
     after = "[project.optional-dependencies]\n"
     project.write_text(text.replace(after, f"[project.urls]\n{lines}\n{after}", 1))
     readme = source / "README.md"
-    tag = "v" + tomllib.loads(text)["project"]["version"]
     readme.write_text(absolute_links(readme.read_text(), url, tag))
 
 

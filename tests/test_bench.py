@@ -103,6 +103,16 @@ def test_bench_export_compares_with_plain_copies(tmp_path: Path) -> None:
     assert written[2] > 1.9 * written[1] > written[0]
 
 
+def test_bench_safetensors_compares_with_the_library(tmp_path: Path) -> None:
+    printed, report = bench("safetensors", tmp_path)
+    assert "ours/library" in printed
+    names = {"headers", "whole tensors", "half of the columns", "export", "import"}
+    assert set(report["cases"]) == names
+    for case in report["cases"].values():
+        assert case["ratio"] > 0
+        assert case["ours"]["peak_bytes"] < 100 << 20
+
+
 @pytest.mark.dist
 def test_bench_exchange_reads_unique_bytes_once(tmp_path: Path) -> None:
     printed, report = bench("exchange", tmp_path)
