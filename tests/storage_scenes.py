@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import Shard
 
+from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World, cut, real_dtensor
 from tests.strategies import arange
@@ -157,3 +160,25 @@ def save_alone(path: Path, rank: int, state_dict: dict[str, Any], writer: Any = 
 def wholes(count: int = 3, shape: tuple[int, ...] = (12, 8)) -> dict[str, torch.Tensor]:
     """Return a few whole tensors."""
     return {f"layers.{n}.weight": arange(shape) + n for n in range(count)}
+
+
+def pickle_nbytes(data: bytes) -> int:
+    """Return the length of the pickle that a file begins with."""
+    stream = io.BytesIO(data)
+    pickle.load(stream)
+    return stream.tell()
+
+
+def assert_index_agrees(path: Path) -> None:
+    """Compare what our reader returns, row by row, with what ``pickle.load`` makes of the file."""
+    with open(path / ".metadata", "rb") as stream:
+        plain = pickle.load(stream)
+    ours = PlacementFileSystemReader(path, restricted=True).read_metadata()
+    assert dict(ours.state_dict_metadata) == plain.state_dict_metadata
+    assert list(ours.state_dict_metadata) == list(plain.state_dict_metadata)
+    assert ours.planner_data == plain.planner_data
+    assert len(ours.storage_data) == len(plain.storage_data)
+    assert set(ours.storage_data) == set(plain.storage_data)
+    for index, info in plain.storage_data.items():
+        assert ours.storage_data[index] == info, index
+        assert MetadataIndex(index.fqn, (*(index.offset or ()), 1)) not in ours.storage_data

@@ -28,6 +28,7 @@ from tests.differential import BLANK, Wholes, checkpoint, elements, opposite, sa
 from tests.drawn_worlds import draw_pair
 from tests.random_ranks import Rank, get
 from tests.random_worlds import Pair
+from tests.storage_scenes import assert_index_agrees
 
 
 def save(pair: Pair, whole: Wholes, path: Path, planners: list[PlacementSavePlanner]) -> None:
@@ -113,6 +114,7 @@ def assert_written_once(
     pair: Pair, whole: Wholes, path: Path, planners: list[PlacementSavePlanner]
 ) -> None:
     expected = checkpoint(pair, whole)
+    assert_index_agrees(path)
     metadata = FileSystemReader(path).read_metadata()
     assert metadata.state_dict_metadata.keys() == expected.keys()
     chunks = Counter[Any]()

@@ -29,12 +29,13 @@ from dcp_placements.offline.readers.dcp import (
 )
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, id_records, writer_of
 from dcp_placements.storage.metadata.shadow_records import shadowed
-from dcp_placements.storage.metadata.table import Array, Rows, StorageTable
+from dcp_placements.storage.metadata.table import Array, Rows
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,8 +34,9 @@ from dcp_placements.errors import PlacementError, format_faults, format_name, ra
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
+from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.merged_reads import ChunkReader
-from dcp_placements.storage.metadata.checks import checked_rows
+from dcp_placements.storage.metadata.checks import check_metadata
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata, rank_files
 from dcp_placements.storage.metadata.save_ids import (
@@ -45,7 +47,6 @@ from dcp_placements.storage.metadata.save_ids import (
     missing,
     speaking_for,
 )
-from dcp_placements.storage.metadata.table import StorageTable
 from dcp_placements.storage.protocols import AfterReads, WantsReader
 from dcp_placements.storage.record_contents import Record
 from dcp_placements.storage.remote.filesystem import (
@@ -124,8 +125,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             files = rank_files(self.fs, self.path)
             if files:
                 return self._identified(self._merged(files))
-        with self._open_metadata(path) as stream:
-            return self._identified(self._read_metadata(stream))
+        return self._identified(self._read_metadata(path))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -182,7 +182,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         for path in ids:
             wanted.setdefault(path, {})
         table = self.storage_data
-        starts = table.rows.starts if isinstance(table, StorageTable) else None
+        starts = table.starts if isinstance(table, StorageTable) else None
         if self.restricted:
             planner = cast(LoadPlanner, _Restricted(planner))
         threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
@@ -277,22 +277,17 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         self._unmerged = None
         parts = []
         for rank, path in files:
-            with self._open_metadata(path) as stream:
-                parts.append((rank, self._read_metadata(stream)))
+            parts.append((rank, self._read_metadata(path)))
         try:
             return merge_rank_metadata(parts)
         except PlacementError as error:
             self._unmerged = error
             raise
 
-    def _read_metadata(self, stream: Any) -> Metadata:
-        # Megatron's metadata have a class of their own, which adds nothing: read as DCP's they do
-        # not need Megatron. The class is the first name in the file.
-        is_megatron = b"megatron" in stream.read(_CLASS_NBYTES)
-        stream.seek(0)
-        metadata = read_metadata(stream, restricted=self.restricted or is_megatron)
+    def _read_metadata(self, path: Any) -> Metadata:
+        metadata = read_metadata(partial(self._open_metadata, path), restricted=self.restricted)
         if self.restricted:
-            checked_rows(metadata)
+            check_metadata(metadata)
         return metadata
 
     def _identified(self, metadata: Metadata) -> Metadata:
@@ -386,5 +381,4 @@ class _Restricted:
         self._planner.load_bytes(read_item, value)
 
 
-_CLASS_NBYTES = 256
 _COUNTING = threading.Lock()

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heapify, heapreplace
 from io import BytesIO, UnsupportedOperation
 from typing import Any
@@ -41,10 +42,13 @@ from dcp_placements._torch import (
     cpu_tensors,
 )
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.index.building import build_index
+from dcp_placements.storage.index.entries import StoredEntries, entries_of
+from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.save_ids import is_data_file, named
-from dcp_placements.storage.metadata.table import RowsBuilder, StorageTable, join
-from dcp_placements.storage.metadata.write_results import WriteResults, rows_of
+from dcp_placements.storage.metadata.table import RowsBuilder, join
+from dcp_placements.storage.metadata.write_results import WriteResults, written_by
 from dcp_placements.storage.protocols import NamesSave
 from dcp_placements.storage.remote.filesystem import (
     RemoteFileSystem,
@@ -73,6 +77,9 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 
     Args:
         path: A directory, or a URL that fsspec knows (``s3://bucket/checkpoint``).
+        stock_metadata: Whether ``.metadata`` has what plain DCP reads: 52 bytes for each chunk of
+            each rank. Without it only ``PlacementFileSystemReader`` and the command line read the
+            checkpoint, by an index; ``dcp-placements merge-metadata`` adds it later.
         storage_options: What fsspec passes to the file system of a URL.
     """
 
@@ -86,11 +93,13 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         self,
         path: str | os.PathLike[str],
         *args: Any,
+        stock_metadata: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         path = local_or_url(path)
         super().__init__(path, *args, **kwargs)
+        self.stock_metadata = stock_metadata
         self._storage_options = dict(storage_options or {})
         self._syncs_local_files = self.sync_files
         if is_url(path):
@@ -193,8 +202,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         if not self.fs.exists(path):
             return set()
         try:
-            with quiet_gc(), self.fs.create_stream(path, "rb") as stream:
-                names = paths_of(read_metadata(stream, restricted=True).storage_data)
+            opener = partial(self.fs.create_stream, path, "rb")
+            names = paths_of(read_metadata(opener, restricted=True).storage_data)
         except Exception as error:
             logger.warning("%s cannot be read, so the files that it names stay: %s", path, error)
             return set()
@@ -218,27 +227,30 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             super().finish(metadata, results)
             return
         with quiet_gc():
-            table = StorageTable(join(map(rows_of, results)))
+            entries = entries_of(metadata.state_dict_metadata)
             metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = table
+            metadata.storage_data = StorageTable(build_index(map(written_by, results), entries))
             metadata.storage_meta = self.storage_meta()
+            stored: Any = StoredEntries(entries)
+            written = replace(metadata, state_dict_metadata=stored)
+            write = partial(write_metadata, written, stock_metadata=self.stock_metadata)
             path = self._get_metadata_path(None if self.use_collectives else self.rank)
             if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
                 upload = BytesIO()
-                write_metadata(metadata, table, upload)
+                write(upload)
                 self.fs.put(os.fspath(path), upload.getvalue())
                 return
-            written = self.fs.concat_path(self.path, f"{os.path.basename(path)}.tmp")
-            with _errors_of(written), self.fs.create_stream(written, "wb") as stream:
-                write_metadata(metadata, table, stream)
+            new = self.fs.concat_path(self.path, f"{os.path.basename(path)}.tmp")
+            with _errors_of(new), self.fs.create_stream(new, "wb") as stream:
+                write(stream)
                 self._sync(stream)
         if type(self.fs) is FileSystem:
             # Atomic: a job that is killed here leaves the older checkpoint or the new one.
-            os.replace(written, path)
+            os.replace(new, path)
             return
         if self.fs.exists(path):
             self.fs.rm_file(path)
-        self.fs.rename(written, path)
+        self.fs.rename(new, path)
 
     def _write_files(
         self,
@@ -301,7 +313,7 @@ class _KeptPrefix(StoragePrefix):
 def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:
     """Return the files that ``storage_data`` names."""
     if isinstance(data, StorageTable):
-        return set(data.rows.paths)
+        return data.paths()
     return {info.relative_path for info in data.values()}
 
 

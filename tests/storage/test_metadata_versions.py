@@ -7,6 +7,7 @@ import io
 import pickle
 import pickletools
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,8 +52,7 @@ class Later(pickle._Pickler):
 
 def rewrite(path: Path, **changes: Any) -> None:
     """Write ``.metadata`` as a later torch and Python would."""
-    with open(path / ".metadata", "rb") as stream:
-        metadata = read_metadata(stream)
+    metadata = read_metadata(partial(open, path / ".metadata", "rb"))
     metadata.storage_data = dict(metadata.storage_data)
     buffer = io.BytesIO()
     pickler = type("Changed", (Later,), changes)(buffer, 2)
@@ -82,10 +82,9 @@ def test_our_reader_reads_a_later_torch_s(
     assert torch.equal(state["w"], STATE["w"])
     assert torch.equal(state["b"], STATE["b"])
     assert state["step"] == 3
-    with open(tmp_path / ".metadata", "rb") as stream:
-        properties = (
-            read_metadata(stream, restricted=restricted).state_dict_metadata["w"].properties
-        )
+    opener = partial(open, tmp_path / ".metadata", "rb")
+    found = read_metadata(opener, restricted=restricted)
+    properties = found.state_dict_metadata["w"].properties
     assert type(properties) is TensorProperties
     assert properties.dtype == torch.float32
     assert getattr(properties, "strides", None) == (
@@ -134,11 +133,9 @@ def test_our_writer_writes_what_every_torch_reads(tmp_path: Path) -> None:
 
 def test_a_rewrite_keeps_everything_but_later_fields(tmp_path: Path) -> None:
     path = saved(tmp_path / "later")
-    with open(path / ".metadata", "rb") as stream:
-        before = read_metadata(stream)
+    before = read_metadata(partial(open, path / ".metadata", "rb"))
     merge_metadata(path, rewrite=True)
-    with open(path / ".metadata", "rb") as stream:
-        after = read_metadata(stream)
+    after = read_metadata(partial(open, path / ".metadata", "rb"))
     assert dict(after.storage_data) == dict(before.storage_data)
     assert after.planner_data == before.planner_data
     assert after.version == before.version

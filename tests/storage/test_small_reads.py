@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.storage.metadata.table import StorageTable, join, rows_of_entries
+from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.metadata.table import join, rows_of_entries
 from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
@@ -34,7 +35,7 @@ def written(path: Path, saved: dict[str, Any]) -> None:
 def starts(path: Path) -> Any:
     table = PlacementFileSystemReader(path).read_metadata().storage_data
     assert isinstance(table, StorageTable)
-    return table.rows.starts
+    return table.starts
 
 
 def test_replicated_small_tensors_are_read_without_what_is_between(tmp_path: Path) -> None:
@@ -86,8 +87,8 @@ def test_results_of_other_writers_make_all_unknown(tmp_path: Path) -> None:
     written(tmp_path, norms(3))
     table = PlacementFileSystemReader(tmp_path).read_metadata().storage_data
     assert isinstance(table, StorageTable)
-    assert join([table.rows]).starts == table.rows.starts
-    assert table.rows.starts
+    assert join([table.rows]).starts == table.starts
+    assert table.starts
     assert join([table.rows, rows_of_entries(table.items())]).starts is None
 
 

@@ -18,7 +18,8 @@ from dcp_placements._torch import (
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.remote_output import MARKER
-from dcp_placements.storage.metadata.table import RowsBuilder, StorageTable
+from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.metadata.table import RowsBuilder
 from dcp_placements.storage.safetensors_files import Entry, read_header
 
 

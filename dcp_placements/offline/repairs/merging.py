@@ -15,9 +15,9 @@ from dcp_placements.offline.readers.dcp import (
 )
 from dcp_placements.offline.remote_output import output_at
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
-from dcp_placements.storage.metadata.table import StorageTable
 
 
 def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Metadata:
@@ -54,7 +54,7 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
         )
     with quiet_gc():
         merged = merge_rank_metadata(parts, whole=True)
-        _write(directory, merged, merged.storage_data)
+        _write(directory, merged)
     return merged
 
 
@@ -68,11 +68,11 @@ def _rewritten(directory: Directory) -> Metadata:
     with quiet_gc():
         metadata = read_pickle(directory, ".metadata")
         metadata.storage_data = StorageTable(rows_of_metadata(directory.path, metadata))
-        _write(directory, metadata, metadata.storage_data)
+        _write(directory, metadata)
     return metadata
 
 
-def _write(directory: Directory, metadata: Metadata, table: StorageTable) -> None:
+def _write(directory: Directory, metadata: Metadata) -> None:
     target = os.path.join(directory.path, ".metadata")
     with output_at(target, replace=True) as output, output.file() as stream:
-        write_metadata(metadata, table, stream)
+        write_metadata(metadata, stream)

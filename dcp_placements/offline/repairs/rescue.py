@@ -40,8 +40,9 @@ from dcp_placements.offline.repairs.diagnosis import (
     Diagnosis,
     ExpertTensor,
 )
+from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.table import Rows, RowsBuilder, StorageTable
+from dcp_placements.storage.metadata.table import Rows, RowsBuilder
 
 COPY_NBYTES = 8 << 20
 LIST = "rescue.json"
@@ -259,10 +260,12 @@ def _write_metadata(
 ) -> None:
     """Write ``.metadata``, which completes the checkpoint."""
     metadata = Metadata(
-        {key.fqn: key.stored for key in keys}, planner_data=_paths(checkpoint, keys)
+        {key.fqn: key.stored for key in keys},
+        planner_data=_paths(checkpoint, keys),
+        storage_data=StorageTable(rows),
     )
     with folder.file(".metadata") as stream:
-        write_metadata(metadata, StorageTable(rows), stream)
+        write_metadata(metadata, stream)
 
 
 def _write_record(

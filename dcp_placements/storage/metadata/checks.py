@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from dcp_placements._torch import (
@@ -18,13 +19,31 @@ from dcp_placements._torch import (
     Metadata,
     MetadataIndex,
     StorageInfo,
+    TensorProperties,
     TensorStorageMetadata,
 )
+from dcp_placements.storage.index.entries import Entries, StoredEntries
+from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.provenance import stored
-from dcp_placements.storage.metadata.table import Rows, StorageTable, rows_of_entries
+from dcp_placements.storage.metadata.table import Rows, rows_of_entries
 from dcp_placements.storage.safetensors_files import LARGEST, counts
 
 _SPARE_CHUNKS = 1 << 16
+MOST_ROWS = 1 << 26
+"""Rows of an index of unknown origin that are unfolded."""
+
+
+def check_metadata(metadata: Any) -> None:
+    """Check the types and numbers of everything; of metadata with an index, of what is read of it.
+
+    Raises:
+        Exception: As of ``checked_rows``.
+    """
+    if type(metadata) is Metadata and isinstance(metadata.state_dict_metadata, StoredEntries):
+        _check_index(metadata.state_dict_metadata.entries, len(metadata.storage_data))
+        _check_provenance(stored(metadata) or {})
+    else:
+        checked_rows(metadata)
 
 
 def checked_rows(metadata: Any) -> Rows:
@@ -37,17 +56,46 @@ def checked_rows(metadata: Any) -> Rows:
     if type(metadata) is not Metadata:
         raise TypeError(f"a {type(metadata).__name__} in place of a Metadata")
     data = metadata.storage_data
-    rows = data.rows if isinstance(data, StorageTable) else _rows_of_dict(data)
-    listed = 0
-    seen: deque[tuple[Any, int]] = deque(maxlen=16)
-    for fqn, entry in metadata.state_dict_metadata.items():
-        _check_entry(fqn, entry, seen)
-        listed += len(getattr(entry, "chunks", ()))
-        if listed > 4 * len(rows.rows) + _SPARE_CHUNKS:
-            raise ValueError(f"{listed:,} chunks or more, and places for {len(rows.rows):,}")
+    if isinstance(metadata.state_dict_metadata, StoredEntries):
+        check_metadata(metadata)
+        rows: Rows = data.rows
+    else:
+        rows = data.rows if isinstance(data, StorageTable) else _rows_of_dict(data)
+        listed = 0
+        seen: deque[tuple[Any, int]] = deque(maxlen=16)
+        for fqn, entry in metadata.state_dict_metadata.items():
+            _check_entry(fqn, entry, seen)
+            listed += len(getattr(entry, "chunks", ()))
+            _check_count(listed, len(rows.rows))
+        _check_provenance(stored(metadata) or {})
     _check_rows(rows)
-    _check_provenance(stored(metadata) or {})
     return rows
+
+
+def _check_index(entries: Entries, rows: int) -> None:
+    """Check what an index has beside its columns, and that it does not unfold to far more."""
+    if rows > MOST_ROWS:
+        raise ValueError(f"{rows:,} chunks, and at most {MOST_ROWS:,} are read")
+    if entries.others:
+        raise TypeError(f"a {type(entries.others[0]).__name__} in place of a key's metadata")
+    for properties in entries.properties:
+        if type(properties) is not TensorProperties or type(properties.dtype) is not torch.dtype:
+            raise TypeError("properties of a tensor that are none")
+    keys = np.bincount(entries.form_of, minlength=len(entries.forms)).tolist()
+    listed = 0
+    for form, count in zip(entries.forms, keys, strict=True):
+        if form.properties < 0:
+            continue
+        shape = counts(entries.shapes[form.shape])
+        if prod(shape) * entries.properties[form.properties].dtype.itemsize >= LARGEST:
+            raise ValueError("a size that no tensor has")
+        listed += count * entries.list_counts[form.chunks]
+    _check_count(listed, rows)
+
+
+def _check_count(listed: int, rows: int) -> None:
+    if listed > 4 * rows + _SPARE_CHUNKS:
+        raise ValueError(f"{listed:,} chunks or more, and places for {rows:,}")
 
 
 def _check_entry(fqn: Any, entry: Any, seen: deque[tuple[Any, int]]) -> None:

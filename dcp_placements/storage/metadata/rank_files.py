@@ -23,6 +23,7 @@ from dcp_placements._torch import (
 from dcp_placements.errors import Fault, format_names, format_ranks, raise_faults
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, overlaps, tiles, uncovered
+from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.provenance import (
     RESERVED_KEY,
     merged_provenance,
@@ -31,7 +32,7 @@ from dcp_placements.storage.metadata.provenance import (
 )
 from dcp_placements.storage.metadata.record import merged_record
 from dcp_placements.storage.metadata.save_ids import id_records
-from dcp_placements.storage.metadata.table import StorageTable, rows_of_entries
+from dcp_placements.storage.metadata.table import rows_of_entries
 
 _NAME = re.compile(r"__(\d+)\.metadata")
 

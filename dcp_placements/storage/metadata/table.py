@@ -1,15 +1,14 @@
 """The places of chunks in files: one row per chunk, in columns.
 
-Torch keeps them in a dict of two objects per chunk. Columns are sent to the coordinator after
-writing, back ``Metadata.storage_data``, and are what ``.metadata`` is written
-from; torch's objects are made only for the rows that are looked up.
+Torch keeps them in a dict of two objects per chunk. Columns are what a rank collects while it
+writes, and what it sends where its plan does not determine them.
 """
 
 from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -167,7 +166,7 @@ def join(parts: Iterable[Rows]) -> Rows:
     starts: dict[Kind, int | None] | None = {}
     for part in parts:
         if starts is not None and len(part.rows):
-            starts = None if part.starts is None else _agreed(starts, part.starts)
+            starts = None if part.starts is None else agreed_starts(starts, part.starts)
         rows = part.rows.copy()
         named = (part.fqns, part.offsets, part.paths, part.transforms)
         for column, numbers, names in zip(ROW.names or (), lists, named, strict=False):
@@ -185,91 +184,12 @@ def join(parts: Iterable[Rows]) -> Rows:
     return Rows(fqns, offsets, paths, transforms, joined, starts)
 
 
-def _agreed(starts: dict[Kind, int | None], more: Starts) -> dict[Kind, int | None]:
+def agreed_starts(starts: dict[Kind, int | None], more: Starts) -> dict[Kind, int | None]:
+    """Add starts to others; None where they differ."""
     for kind, start in more.items():
         if starts.setdefault(kind, start) != start:
             starts[kind] = None
     return starts
-
-
-class _Lazy:
-    """Holds rows; packed ones until they are used."""
-
-    def __init__(self, rows: Rows | tuple[bytes, bytes]) -> None:
-        self._held = rows
-
-    @property
-    def rows(self) -> Rows:
-        """The rows."""
-        if not isinstance(self._held, Rows):
-            self._held = Rows.unpacked(*self._held)
-        return self._held
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        held = self._held
-        return type(self), (held.packed() if isinstance(held, Rows) else held,)
-
-
-class StorageTable(_Lazy, Mapping[MetadataIndex, StorageInfo]):
-    """``Metadata.storage_data``: a read-only mapping as torch's dict, in columns.
-
-    Args:
-        rows: One per chunk or object; of two for the same index the later one counts.
-    """
-
-    _keys: Array | None = None
-    _order: Array
-    _fqns: dict[str, int]
-    _offsets: dict[Offset, int]
-
-    def __getitem__(self, index: MetadataIndex) -> StorageInfo:
-        keys = self._sorted()
-        offset = None if index.offset is None else tuple(index.offset)
-        fqn, place = self._fqns.get(index.fqn), self._offsets.get(offset)
-        if fqn is None or place is None:
-            raise KeyError(index)
-        key = fqn * len(self._offsets) + place
-        at = int(keys.searchsorted(key))
-        if at == len(keys) or keys[at] != key:
-            raise KeyError(index)
-        return self.rows.info(self.rows.rows[self._order[at]])
-
-    def __len__(self) -> int:
-        return len(self._sorted())
-
-    def __iter__(self) -> Iterator[MetadataIndex]:
-        self._sorted()
-        return (self.rows.index(row) for row in self.rows.rows[np.sort(self._order)])
-
-    def __repr__(self) -> str:
-        return f"StorageTable({len(self)} entries)"
-
-    def beginning(self, prefix: str) -> list[tuple[MetadataIndex, StorageInfo]]:
-        """Return the items whose keys begin with ``prefix``, without a search of the other rows."""
-        held = self.rows
-        keys = [number for number, fqn in enumerate(held.fqns) if fqn.startswith(prefix)]
-        if not keys:
-            return []
-        rows = held.rows[np.isin(held.rows["fqn"], keys)]
-        return [(held.index(row), held.info(row)) for row in rows]
-
-    def unique(self) -> Array:
-        """Return one row per index."""
-        self._sorted()
-        order = np.sort(self._order)
-        return self.rows.rows if len(order) == len(self.rows.rows) else self.rows.rows[order]
-
-    def _sorted(self) -> Array:
-        if self._keys is None:
-            held = self.rows
-            self._fqns = {fqn: position for position, fqn in enumerate(held.fqns)}
-            self._offsets = {offset: position for position, offset in enumerate(held.offsets)}
-            keys = held.rows["fqn"].astype(np.int64) * len(held.offsets) + held.rows["offset"]
-            order = np.argsort(keys, kind="stable")
-            keys = keys[order]
-            last = np.append(keys[1:] != keys[:-1], True)[: len(keys)]
-            self._keys, self._order = keys[last], order[last]
-        return self._keys
 
 
 def rows_of_entries(entries: Iterable[tuple[MetadataIndex, StorageInfo]]) -> Rows:

@@ -12,18 +12,18 @@ import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, overload
+from functools import partial
+from typing import Any, overload
 
 import numpy as np
 
 from dcp_placements._torch import WriteResult
+from dcp_placements.storage.index.building import Written, written_rows
 from dcp_placements.storage.metadata.table import (
     ROW,
     Array,
     Offset,
     Rows,
-    Starts,
     rows_of_entries,
 )
 
@@ -59,20 +59,27 @@ class Confirmation:
     def __reduce__(self) -> tuple[Any, ...]:
         return Confirmation, (self.places, self.paths)
 
+    def written(self, outline: Outline) -> Written:
+        """Return what was written.
+
+        Args:
+            outline: Of the plan of the rank that sent this.
+        """
+        like = self.places, outline.fqns, outline.slots
+        return Written(like, partial(_rows, *like), outline.offsets, self.paths)
+
     def rows(self, outline: Outline) -> Rows:
         """Return the rows.
 
         Args:
             outline: Of the plan of the rank that sent this.
         """
-        columns = _columns(self.places, outline.fqns, outline.slots)
-        names: dict[Offset, int] = {}
-        numbers = np.zeros(len(outline.offsets), np.uint32)
-        for slot in columns.slots:
-            numbers[slot] = names.setdefault(outline.offsets[slot], len(names))
-        rows = columns.rows.copy()
-        rows["offset"] = numbers[rows["offset"]]
-        return Rows(columns.fqns, tuple(names), self.paths, (None,), rows, columns.starts)
+        rows = _rows(self.places, outline.fqns, outline.slots)
+        numbers: dict[Offset, int] = {}
+        by_slot = [numbers.setdefault(offset, len(numbers)) for offset in outline.offsets]
+        numbered = rows.rows.copy()
+        numbered["offset"] = np.array(by_slot, np.uint32)[numbered["offset"]]
+        return Rows(rows.fqns, tuple(numbers), self.paths, (None,), numbered, rows.starts)
 
 
 def confirmation_of(rows: Rows, outline: Outline) -> Confirmation | None:
@@ -139,6 +146,13 @@ class WriteResults(Sequence[WriteResult]):
                 self._rows = self._sent.rows(self.outline())
         return self._rows
 
+    @property
+    def written(self) -> Written:
+        """The rows by what they have in common with those of other ranks."""
+        if self._rows is None and isinstance(self._sent, Confirmation) and self.outline is not None:
+            return self._sent.written(self.outline())
+        return written_rows(self.rows)
+
     def __reduce__(self) -> tuple[Any, ...]:
         if self._sent is None:
             assert self._rows is not None
@@ -173,32 +187,15 @@ def _arrived(sent: Confirmation | tuple[bytes, bytes]) -> WriteResults:
     return results
 
 
-def rows_of(results: Sequence[WriteResult]) -> Rows:
-    """Return the rows of write results, whatever storage writer they are from."""
+def written_by(results: Sequence[WriteResult]) -> Written:
+    """Return what a rank wrote by its results, whatever storage writer they are from."""
     if isinstance(results, WriteResults):
-        return results.rows
-    return rows_of_entries((result.index, result.storage_data) for result in results)
+        return results.written
+    return written_rows(rows_of_entries((result.index, result.storage_data) for result in results))
 
 
-class _Columns(NamedTuple):
-    """Rows but for offsets and paths.
-
-    Attributes:
-        fqns: Their keys.
-        slots: Their slots, in the order in which they first occur.
-        rows: With slots in the place of offsets.
-        starts: Of small tensors.
-    """
-
-    fqns: tuple[str, ...]
-    slots: tuple[int, ...]
-    rows: Array
-    starts: Starts | None
-
-
-@lru_cache(maxsize=256)
-def _columns(places: bytes, fqns: tuple[str, ...], slots: bytes) -> _Columns:
-    """Return what ranks with equal records have in common."""
+def _rows(places: bytes, fqns: tuple[str, ...], slots: bytes) -> Rows:
+    """Return rows with the numbers of slots as offsets, and of files as paths, and no lists."""
     in_order, order, lengths, explicit, paths, begins, starts = pickle.loads(
         zlib.decompress(places)
     )
@@ -218,7 +215,7 @@ def _columns(places: bytes, fqns: tuple[str, ...], slots: bytes) -> _Columns:
     rows["path"] = path
     rows["start"] = _following(path, length) if begins is None else np.frombuffer(begins, np.int64)
     rows["length"] = length
-    return _Columns(tuple(names), tuple(dict.fromkeys(by_row.tolist())), rows, starts)
+    return Rows(tuple(names), (), (), (None,), rows, starts)
 
 
 def _order_of(by_row: Array, slots: Array) -> Array:

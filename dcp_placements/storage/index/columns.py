@@ -1,0 +1,167 @@
+"""Columns of integers and lists of text as bytes, read back with their sizes checked.
+
+Offsets and positions of thousands of ranks count up in equal steps, so a column is stored as the
+runs of its differences where these are few.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+_HEAD = struct.Struct("<BBQQ")
+_PLAIN, _STEPS, _RUNS = range(3)
+_KINDS = tuple(map(np.dtype, ("<u1", "<u2", "<u4", "<i1", "<i2", "<i4", "<i8")))
+_SPARE = 1 << 22
+_LENGTH = struct.Struct("<Q")
+
+
+class IndexDamage(ValueError):
+    """An index, or a part of it, that is not what was written."""
+
+
+class ColumnWriter:
+    """Packs columns and texts, one after another."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def ints(self, values: Sequence[int] | Ints) -> None:
+        """Add a column of integers between ``-2**63`` and ``2**63 - 1``."""
+        column = np.asarray(values, np.int64).ravel()
+        # The differences of two's complement numbers, modulo 2**64, add up to them again.
+        steps = np.diff(column, prepend=np.int64(0))
+        last = np.flatnonzero(np.append(np.diff(steps) != 0, True)[: len(steps)])
+        if 2 * len(last) < len(column):
+            counts = np.diff(last, prepend=-1)
+            values_, counts_ = _narrow(steps[last]), _narrow(counts)
+            self._parts += [
+                _HEAD.pack(_RUNS, _KINDS.index(values_.dtype), len(column), len(last)),
+                values_.tobytes(),
+                bytes([_KINDS.index(counts_.dtype)]),
+                counts_.tobytes(),
+            ]
+            return
+        plain, stepped = _narrow(column), _narrow(steps)
+        form, stored = (_STEPS, stepped) if stepped.itemsize < plain.itemsize else (_PLAIN, plain)
+        self._parts += [
+            _HEAD.pack(form, _KINDS.index(stored.dtype), len(column), len(column)),
+            stored.tobytes(),
+        ]
+
+    def texts(self, values: Iterable[str]) -> None:
+        """Add a list of texts."""
+        encoded = [value.encode("utf-8", "surrogatepass") for value in values]
+        self.ints([len(value) for value in encoded])
+        self.data(b"".join(encoded))
+
+    def data(self, value: bytes) -> None:
+        """Add bytes."""
+        self._parts += [_LENGTH.pack(len(value)), value]
+
+    def packed(self) -> bytes:
+        """Return all that was added."""
+        return b"".join(self._parts)
+
+
+class ColumnReader:
+    """Unpacks what a ``ColumnWriter`` packed, in its order.
+
+    Args:
+        packed: The bytes.
+        start: Where to begin in them.
+    """
+
+    def __init__(self, packed: bytes, start: int = 0) -> None:
+        self._packed = packed
+        self._at = start
+
+    def ints(self, count: int | None = None, *, below: int | None = None) -> Ints:
+        """Return the next column.
+
+        Args:
+            count: How many integers it has; None for any number up to some millions.
+            below: Where given, all have to be less, and not negative.
+
+        Raises:
+            IndexDamage: It is no such column. Nothing larger is allocated then.
+        """
+        form, kind, length, stored = _HEAD.unpack(self._take(_HEAD.size))
+        limit = len(self._packed) + _SPARE if count is None else count
+        if length > limit or (count is not None and length != count) or stored > length:
+            raise IndexDamage(f"a column of {length:,} numbers where {limit:,} were expected")
+        values = self._array(kind, stored)
+        if form == _RUNS:
+            counts = self._array(self._take(1)[0], stored)
+            if len(counts) and int(counts.min()) < 1:
+                raise IndexDamage("a run of no numbers")
+            # Summed as Python's integers: a sum that wraps around would look right.
+            if sum(counts.tolist()) != length:
+                raise IndexDamage("runs of other lengths than their column")
+            column = np.cumsum(np.repeat(values, counts), dtype=np.int64)
+        elif form in (_PLAIN, _STEPS) and stored == length:
+            column = np.cumsum(values, dtype=np.int64) if form == _STEPS else values
+        else:
+            raise IndexDamage("a column of an unknown form")
+        if below is not None and len(column):
+            low, high = int(column.min()), int(column.max())
+            if low < 0 or high >= below:
+                raise IndexDamage(f"a number out of its range: {low if low < 0 else high}")
+        return column
+
+    def texts(self) -> list[str]:
+        """Return the next list of texts."""
+        lengths = self.ints(below=len(self._packed) + 1).tolist()
+        data = self.data()
+        if sum(lengths) != len(data):
+            raise IndexDamage("texts of other lengths than they have")
+        texts, start = [], 0
+        try:
+            if data.isascii():
+                whole = data.decode("ascii")
+                for length in lengths:
+                    texts.append(whole[start : start + length])
+                    start += length
+                return texts
+            for length in lengths:
+                texts.append(data[start : start + length].decode("utf-8", "surrogatepass"))
+                start += length
+        except UnicodeDecodeError as error:
+            raise IndexDamage("a text that is none") from error
+        return texts
+
+    def data(self) -> bytes:
+        """Return the next bytes."""
+        return self._take(_LENGTH.unpack(self._take(_LENGTH.size))[0])
+
+    def rest(self) -> bytes:
+        """Return all that follows."""
+        return self._packed[self._at :]
+
+    def _array(self, kind: int, count: int) -> Ints:
+        if kind >= len(_KINDS):
+            raise IndexDamage(f"numbers of an unknown kind {kind}")
+        dtype = _KINDS[kind]
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype).astype(np.int64)
+
+    def _take(self, count: int) -> bytes:
+        end = self._at + count
+        if end > len(self._packed):
+            raise IndexDamage("a part that is cut off")
+        taken = self._packed[self._at : end]
+        self._at = end
+        return taken
+
+
+def _narrow(column: Ints) -> np.ndarray[Any, Any]:
+    """Return integers in as few bytes each as they all fit into."""
+    low, high = int(column.min(initial=0)), int(column.max(initial=0))
+    for kind in _KINDS:
+        if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
+            return column.astype(kind)
+    raise AssertionError("integers of more than 64 bits")

@@ -1,0 +1,240 @@
+"""The rows of a checkpoint as what determines them: who wrote which chunks, and in which order.
+
+A row is the place of one chunk in a file. Thousands of ranks write their files alike, but for the
+names of the files and for the offsets of the chunks. So three things are kept, each once:
+
+- a *template*: for each key that a writer writes, where in its files the records are. Writers that
+  wrote alike have the same template.
+- *places*: for each chunk of a key its offset and its writer. Keys that are cut and assigned alike
+  have the same places.
+- per writer its template, and the names of its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from dcp_placements.storage.index.columns import IndexDamage, Ints
+from dcp_placements.storage.index.entries import Entries
+from dcp_placements.storage.metadata.table import Offset, Starts, Transforms
+
+TEMPLATE = np.dtype(
+    [(name, np.int64) for name in ("key", "ordinal", "file", "transforms", "start", "length")]
+)
+"""A row of a template: the number of its key; its number among the rows of that key; the number of
+the file among those of the writer; then as in ``ROW``. Sorted by key and ordinal."""
+
+Naming = tuple[tuple[str, str | None], ...]
+"""For each file of a writer what stands in its name before and behind the writer's number; None
+where the name has no such number."""
+
+_PIECE_ROWS = 1 << 16
+
+
+@dataclass(slots=True)
+class Places:
+    """Where the chunks of some keys are.
+
+    Attributes:
+        offsets: ``(chunks, ndim)``; None of an object.
+        writers: By chunk, the number of its writer.
+        ordinals: By chunk, the number of its row among those of the key in the writer's template.
+        listed: The number of the list of chunks that has the same offsets in the same order; -1
+            where none has.
+    """
+
+    offsets: Ints | None
+    writers: Ints
+    ordinals: Ints
+    listed: int = -1
+    _order: Ints | None = None
+
+    @property
+    def content(self) -> tuple[Hashable, ...]:
+        """A value that is equal for equal places."""
+        offsets = None if self.offsets is None else (self.offsets.shape, self.offsets.tobytes())
+        return offsets, self.listed, self.writers.tobytes(), self.ordinals.tobytes()
+
+    def find(self, offset: Offset, hint: int | None = None) -> int | None:
+        """Return the position of a chunk; None where there is none.
+
+        Args:
+            offset: Of the chunk; None of an object.
+            hint: Where it may be.
+        """
+        if self.offsets is None or offset is None:
+            return 0 if offset is None and self.offsets is None and len(self.writers) else None
+        offsets, wanted = self.offsets, list(offset)
+        if len(wanted) != offsets.shape[1]:
+            return None
+        if hint is not None and 0 <= hint < len(offsets) and offsets[hint].tolist() == wanted:
+            return hint
+        if self._order is None:
+            self._order = np.lexsort(offsets.T[::-1]) if len(wanted) else np.arange(len(offsets))
+        order, low, high = self._order, 0, len(offsets)
+        for dim, at in enumerate(wanted):
+            column = offsets[order[low:high], dim]
+            low, high = (
+                low + int(column.searchsorted(at)),
+                low + int(column.searchsorted(at, side="right")),
+            )
+        return int(order[high - 1]) if low < high else None
+
+
+@dataclass
+class Writers:
+    """Who wrote the files.
+
+    Attributes:
+        templates: By writer, the number of its template.
+        namings: How files are named; each way once.
+        naming_of: By writer, the number of its naming.
+        numbers: By writer, the number in the names of its files.
+    """
+
+    templates: Ints
+    namings: Sequence[Naming]
+    naming_of: Ints
+    numbers: Ints
+
+    def file(self, writer: int, file: int) -> str:
+        """Return the name of a file of a writer."""
+        naming = self.namings[int(self.naming_of[writer])]
+        if not 0 <= file < len(naming):
+            raise IndexDamage("a row names a file that its writer has not")
+        return _name(naming[file], int(self.numbers[writer]))
+
+    def files(self) -> Iterator[str]:
+        """Yield the names of all files, writer by writer."""
+        for naming, number in zip(self.naming_of.tolist(), self.numbers.tolist(), strict=True):
+            for parts in self.namings[naming]:
+                yield _name(parts, number)
+
+    @cached_property
+    def first_files(self) -> Ints:
+        """By writer, the position of its first file among all files."""
+        counts = np.array([len(naming) for naming in self.namings], np.int64)
+        ends = np.cumsum(counts[self.naming_of]) if len(counts) else self.naming_of
+        return ends - counts[self.naming_of] if len(counts) else ends
+
+
+@dataclass
+class RowIndex:
+    """The rows of a checkpoint. What is read from a file is read when it is used.
+
+    Attributes:
+        fqns: Keys, those of the state dict first.
+        transforms: Each list of transforms once; None for none.
+        starts: Of small tensors, as of ``Rows``.
+        writers: The ranks, or files, that rows are from.
+        templates: By number.
+        places: By number.
+        counts: By number, the chunks of the places.
+        pairs: ``(2, pairs)``: number of a key and of places, by key.
+        entries: Of the state dict whose lists of chunks the places refer to.
+    """
+
+    fqns: Sequence[str]
+    transforms: Sequence[Transforms]
+    starts: Starts | None
+    writers: Writers
+    templates: Sequence[np.ndarray]
+    places: Sequence[Places]
+    counts: Ints
+    pairs: Ints
+    entries: Entries | None = None
+    _rows_of: dict[int, dict[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """By key, its number."""
+        return {fqn: number for number, fqn in enumerate(self.fqns)}
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        bounds: list[int] = np.searchsorted(self.pairs[0], np.arange(len(self.fqns) + 1)).tolist()
+        return bounds
+
+    def __len__(self) -> int:
+        return int(self.counts[self.pairs[1]].sum()) if len(self.counts) else 0
+
+    def places_of(self, key: int) -> list[Places]:
+        """Return the places of a key, by number."""
+        start, stop = self._bounds[key], self._bounds[key + 1]
+        return [self.places[number] for number in self.pairs[1, start:stop].tolist()]
+
+    def row(self, key: int, places: Places, at: int) -> tuple[int, int, int, int, int]:
+        """Return writer, file, transforms, start and length of the chunk at a position."""
+        writer, ordinal = int(places.writers[at]), int(places.ordinals[at])
+        template = int(self.writers.templates[writer])
+        rows = self._rows_of.get(template)
+        if rows is None:
+            held = self.templates[template]
+            rows = self._rows_of[template] = {
+                (of_key, number): tuple(rest) for of_key, number, *rest in held.tolist()
+            }
+        row = rows.get((key, ordinal))
+        if row is None:
+            raise IndexDamage("a chunk is not among what its writer wrote")
+        return writer, *row  # type: ignore[return-value]
+
+    def classes(self) -> Iterator[tuple[int, Ints]]:
+        """Yield ``(number of places, numbers of their keys)``."""
+        order = np.argsort(self.pairs[1], kind="stable")
+        keys, places = self.pairs[:, order]
+        starts = np.flatnonzero(np.diff(places, prepend=-1))
+        for start, stop in zip(starts, [*starts, len(places)][1:], strict=True):
+            yield int(places[start]), keys[start:stop]
+
+    def pieces(self) -> Iterator[tuple[Ints, int, Ints]]:
+        """Yield all rows in pieces.
+
+        Yields:
+            The numbers of some keys; of the places that they have; and, for each of them and each
+            chunk, ``(keys, chunks, 4)``: position among all files, transforms, start, length.
+        """
+        for number, keys in self.classes():
+            places = self.places[number]
+            chunks = len(places.writers)
+            if not chunks:
+                continue
+            templates = self.writers.templates[places.writers]
+            kinds, kind_of = np.unique(
+                np.stack([templates, places.ordinals]), axis=1, return_inverse=True
+            )
+            kind_of = kind_of.reshape(-1)
+            first_files = self.writers.first_files[places.writers]
+            step = max(_PIECE_ROWS * 4 // chunks, 1)
+            for start in range(0, len(keys), step):
+                some = keys[start : start + step]
+                by_kind = np.stack(
+                    [
+                        self._template_rows(template, ordinal, some)
+                        for template, ordinal in kinds.T.tolist()
+                    ]
+                )
+                rows = by_kind[kind_of].swapaxes(0, 1)
+                rows[..., 0] += first_files
+                yield some, number, rows
+
+    def _template_rows(self, template: int, ordinal: int, keys: Ints) -> Ints:
+        held = self.templates[template]
+        # Keys are in order, and most have one row.
+        at = np.searchsorted(held["key"], keys) + ordinal
+        at_most = np.minimum(at, len(held) - 1)
+        if (
+            not len(held)
+            or not ((held["key"][at_most] == keys) & (held["ordinal"][at_most] == ordinal)).all()
+        ):
+            raise IndexDamage("a chunk is not among what its writer wrote")
+        rows = held[at_most]
+        return np.stack([rows[name] for name in ("file", "transforms", "start", "length")], axis=1)
+
+
+def _name(parts: tuple[str, str | None], number: int) -> str:
+    before, behind = parts
+    return before if behind is None else f"{before}{number}{behind}"

@@ -1,0 +1,134 @@
+"""``Metadata.storage_data`` by an index: torch's objects are made for the rows looked up."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dcp_placements._torch import MetadataIndex, StorageInfo
+from dcp_placements.storage.index.building import build_index, by_file
+from dcp_placements.storage.index.coordinates import Numbering
+from dcp_placements.storage.index.entries import Entries
+from dcp_placements.storage.index.row_index import Places, RowIndex
+from dcp_placements.storage.metadata.table import ROW, Offset, Rows, Starts
+
+
+class StorageTable(Mapping[MetadataIndex, StorageInfo]):
+    """``Metadata.storage_data``: a read-only mapping as torch's dict.
+
+    Args:
+        held: Its rows, of which the later one counts where two are for the same chunk; or their
+            index, which may be packed, as ``__reduce__`` has it, until it is used.
+    """
+
+    def __init__(self, held: Rows | RowIndex | bytes) -> None:
+        self._held = held
+
+    @property
+    def index(self) -> RowIndex:
+        """The index of its rows."""
+        if isinstance(self._held, bytes):
+            held: RowIndex = pickle.loads(zlib.decompress(self._held))
+            self._held = held
+        elif isinstance(self._held, Rows):
+            self._held = build_index(by_file(self._held))
+        return self._held
+
+    def index_for(self, entries: Entries) -> RowIndex:
+        """Return the index of its rows that has the keys and the chunks of a state dict."""
+        if isinstance(self._held, RowIndex) and self._held.entries is entries:
+            return self._held
+        return build_index(by_file(self.rows), entries)
+
+    @property
+    def starts(self) -> Starts | None:
+        """Where elements begin in the records of small tensors; None where that is unknown."""
+        return self.index.starts
+
+    @cached_property
+    def rows(self) -> Rows:
+        """All rows. A rank that loads does not need them."""
+        if isinstance(self._held, Rows):
+            return self._held
+        index = self.index
+        chunks = [(at, one) for at, one in enumerate(index.places) if one.offsets is not None]
+        numbering = Numbering([one.offsets for _, one in chunks if one.offsets is not None])
+        numbers = dict(zip([at for at, _ in chunks], numbering.numbers, strict=True))
+        offsets: list[Offset] = [None]
+        for table in numbering.unique:
+            offsets += map(tuple, table.tolist())
+        rows = np.empty(len(self), ROW)
+        at = 0
+        for keys, number, places in index.pieces():
+            piece = rows[at : at + places.shape[0] * places.shape[1]].reshape(places.shape[:2])
+            piece["fqn"] = keys[:, None]
+            piece["offset"] = numbers[number] + 1 if number in numbers else 0
+            for column, name in enumerate(("path", "transforms", "start", "length")):
+                piece[name] = places[..., column]
+            at += piece.size
+        paths = tuple(index.writers.files())
+        return Rows(
+            tuple(index.fqns), tuple(offsets), paths, tuple(index.transforms), rows, index.starts
+        )
+
+    def paths(self) -> set[str]:
+        """Return the names of all files."""
+        return set(self.index.writers.files())
+
+    def beginning(self, prefix: str) -> list[tuple[MetadataIndex, StorageInfo]]:
+        """Return the items whose keys begin with ``prefix``, without a search of other rows."""
+        fqns = enumerate(self.index.fqns)
+        return list(self._items(key for key, fqn in fqns if fqn.startswith(prefix)))
+
+    def __getitem__(self, index: MetadataIndex) -> StorageInfo:
+        key = self.index.numbers.get(index.fqn)
+        if key is not None:
+            offset = None if index.offset is None else tuple(index.offset)
+            for places in self.index.places_of(key):
+                at = places.find(offset, index.index)
+                if at is not None:
+                    return self._info(key, places, at)
+        raise KeyError(index)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return (index for index, _, _, _ in self._all(range(len(self.index.fqns))))
+
+    def __repr__(self) -> str:
+        return f"StorageTable({len(self)} entries)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._held, bytes):
+            return StorageTable, (self._held,)
+        index = self.index
+        held = replace(
+            index, templates=list(index.templates), places=list(index.places), entries=None
+        )
+        return StorageTable, (zlib.compress(pickle.dumps(held, pickle.HIGHEST_PROTOCOL), 1),)
+
+    def _items(self, keys: Iterable[int]) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
+        return ((index, self._info(key, places, at)) for index, key, places, at in self._all(keys))
+
+    def _all(self, keys: Iterable[int]) -> Iterator[tuple[MetadataIndex, int, Places, int]]:
+        for key in keys:
+            fqn = self.index.fqns[key]
+            for places in self.index.places_of(key):
+                if places.offsets is None:
+                    yield MetadataIndex(fqn), key, places, 0
+                    continue
+                for at, offset in enumerate(places.offsets.tolist()):
+                    yield MetadataIndex(fqn, offset), key, places, at
+
+    def _info(self, key: int, places: Places, at: int) -> StorageInfo:
+        writer, file, transforms, start, length = self.index.row(key, places, at)
+        steps = self.index.transforms[transforms]
+        path = self.index.writers.file(writer, file)
+        return StorageInfo(path, start, length, None if steps is None else list(steps))

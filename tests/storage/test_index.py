@@ -1,0 +1,256 @@
+"""The index of ``.metadata``: what torch reads of the pickle before it, damage, and mixtures."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_placements import (
+    PlacementError,
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementSavePlanner,
+)
+from dcp_placements.offline import CannotLook, Checkpoint, inspect
+from dcp_placements.storage.index.blocks import blocks_of
+from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
+from dcp_placements.storage.index.entries import StoredEntries
+from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.metadata.table import rows_of_entries
+from dcp_placements.testing import World
+from tests.storage_scenes import (
+    assert_index_agrees,
+    blank,
+    load,
+    pickle_nbytes,
+    same,
+    sharded,
+    wholes,
+)
+
+SENTENCE = "this checkpoint has no stock metadata: run `dcp-placements merge-metadata PATH`"
+
+
+def save(path: Path, *, ranks: int = 3, **options: Any) -> dict[str, torch.Tensor]:
+    """Save with a world of several ranks, each an object of its own."""
+    world, whole = World(ranks), wholes(5, (13, 7))
+    world.save(
+        path,
+        lambda rank: sharded(world, rank, whole, 0) | {f"object{rank}": rank, "lr": 0.1},
+        lambda rank: PlacementSavePlanner(),
+        lambda rank: PlacementFileSystemWriter(path, **options),
+    )
+    return whole
+
+
+def read(path: Path, *, restricted: bool = True) -> Any:
+    return PlacementFileSystemReader(path, restricted=restricted).read_metadata()
+
+
+def edit(path: Path, at: int, data: bytes) -> None:
+    held = bytearray((path / ".metadata").read_bytes())
+    held[at : at + len(data)] = data
+    (path / ".metadata").write_bytes(held)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_rows_are_those_of_the_pickle(tmp_path: Path, seed: int) -> None:
+    """Rows of several files and keys, some twice, of other dims and of no tensor."""
+    draw = random.Random(seed)
+    rows: list[tuple[MetadataIndex, _StorageInfo]] = []
+    for number in range(draw.choice([0, 1, 7, 60])):
+        key = f"key{draw.randrange(6)}"
+        dims = draw.choice([None, 0, 1, 2, 3])
+        offset = None if dims is None else [draw.choice([0, 1, 1 << 40]) for _ in range(dims)]
+        file = draw.choice(
+            ["__0_0.distcp", "__1_0.distcp", "__01_0.distcp", "a/\N{SNOWMAN}", "x7y7"]
+        )
+        steps = draw.choice([None, None, [], ["zstd"], ["a", "b"]])
+        info = _StorageInfo(file, number, draw.randrange(1 << 34), steps)
+        rows.append((MetadataIndex(key, offset), info))
+    table = StorageTable(rows_of_entries(rows))
+    expected = dict(rows)
+    for held in (table, pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
+        assert dict(held) == expected
+        assert len(held) == len(expected)
+        assert held.paths() >= {info.relative_path for info in expected.values()}
+    indexed = StorageTable(table.index)
+    assert dict(indexed) == expected
+    unfolded = indexed.rows
+    assert {unfolded.index(row): unfolded.info(row) for row in unfolded.rows} == expected
+
+
+def test_a_save_of_several_ranks_is_read_by_parts(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert_index_agrees(tmp_path)
+    metadata = read(tmp_path)
+    assert isinstance(metadata.state_dict_metadata, StoredEntries)
+    index = metadata.storage_data.index
+    # Ranks cut alike wrote alike but for the first, which wrote the shared object.
+    assert len(index.templates) < len(index.writers.templates) + 1
+    assert index.places[0].listed >= 0
+
+
+def test_torchs_planner_and_reader_load_what_our_reader_reads(tmp_path: Path) -> None:
+    whole = save(tmp_path)
+    into = {**{key: torch.zeros_like(value) for key, value in whole.items()}, "lr": 0.0}
+    ours = load(tmp_path, dict(into), PlacementFileSystemReader(tmp_path))
+    stock = load(tmp_path, blank(into), dcp.FileSystemReader(tmp_path))
+    for key, value in whole.items():
+        assert same(ours[key], value)
+        assert same(stock[key], value)
+    metadata = read(tmp_path, restricted=False)
+    again = pickle.loads(pickle.dumps(metadata))
+    assert type(again.state_dict_metadata) is dict
+    assert again == copy.deepcopy(metadata) == metadata
+
+
+def test_without_stock_metadata_our_reader_loads_and_plain_dcp_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "full")
+    whole = save(tmp_path / "lean", stock_metadata=False)
+    full, lean = read(tmp_path / "full"), read(tmp_path / "lean")
+    assert lean.state_dict_metadata == full.state_dict_metadata
+    assert [i.length for i in lean.storage_data.values()] == [
+        i.length for i in full.storage_data.values()
+    ]
+    world = World(2)
+    loaded = world.load(
+        tmp_path / "lean",
+        lambda rank: sharded(world, rank, whole, 1, empty=True),
+        lambda rank: PlacementLoadPlanner(),
+        lambda rank: PlacementFileSystemReader(tmp_path / "lean"),
+    )
+    for rank, state in enumerate(loaded):
+        for key, value in sharded(world, rank, whole, 1).items():
+            assert same(state[key].to_local(), value.to_local())
+    with pytest.raises(CheckpointException, match="run `dcp-placements merge-metadata PATH`"):
+        dcp.load({"lr": 0.0}, checkpoint_id=tmp_path / "lean", no_dist=True)
+    assert "." not in SENTENCE
+    code = f"import pickle; pickle.load(open({str(tmp_path / 'lean/.metadata')!r}, 'rb'))"
+    # Without this package on the path.
+    ran = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert f"No module named '{SENTENCE}'" in ran.stderr
+    assert len(inspect(tmp_path / "lean").tensors) == 5
+
+
+def test_a_save_that_is_not_all_written_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path)
+    before = (tmp_path / ".metadata").read_bytes()
+    replaced = []
+
+    def killed(source: Any, target: Any) -> None:
+        replaced.append((source, target))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path)
+    assert len(replaced) == 1
+    assert (tmp_path / ".metadata").read_bytes() == before
+    assert_index_agrees(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["block", "directory", "trailer", "cut"])
+def test_of_a_damaged_index_the_pickle_serves_with_a_note(tmp_path: Path, part: str) -> None:
+    whole = save(tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    end = pickle_nbytes(data)
+    at = {"block": end + 20, "directory": len(data) - 90, "trailer": len(data) - 60, "cut": 0}[part]
+    if part == "cut":
+        (tmp_path / ".metadata").write_bytes(data[: end + 5])
+    else:
+        edit(tmp_path, at, bytes([data[at] ^ 1]))
+    with pytest.warns(UserWarning, match=r"index of \.metadata .*is read in its place"):
+        metadata = read(tmp_path)
+    assert (
+        dict(metadata.storage_data) == dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    )
+    into = {key: torch.zeros_like(value) for key, value in whole.items()}
+    load(tmp_path, into, PlacementFileSystemReader(tmp_path))
+    assert all(same(into[key], value) for key, value in whole.items())
+
+
+def test_without_stock_metadata_a_damaged_index_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path, stock_metadata=False)
+    data = (tmp_path / ".metadata").read_bytes()
+    edit(tmp_path, len(data) - 90, bytes([data[-90] ^ 1]))
+    with pytest.raises(PlacementError, match="stock_metadata=False"):
+        read(tmp_path)
+    with pytest.raises(CannotLook, match="is damaged"):
+        Checkpoint(tmp_path)
+
+
+def test_an_index_of_another_save_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    save(tmp_path / "b", ranks=4)
+    one, other = ((tmp_path / name / ".metadata").read_bytes() for name in "ab")
+    glued = one[: pickle_nbytes(one)] + other[pickle_nbytes(other) :]
+    (tmp_path / "a/.metadata").write_bytes(glued)
+    with pytest.raises(IndexDamage if len(glued) != len(other) else PlacementError):
+        blocks_or_refusal(tmp_path / "a")
+    # With the length of the other pickle it is an index in good order.
+    start = pickle_nbytes(other)
+    front = one[: pickle_nbytes(one)].ljust(start, b"\0")[:start]
+    (tmp_path / "a/.metadata").write_bytes(front + other[start:])
+    with pytest.raises(PlacementError, match="not that of the metadata before it"):
+        read(tmp_path / "a")
+
+
+def blocks_or_refusal(path: Path) -> None:
+    with open(path / ".metadata", "rb") as stream:
+        blocks_of(partial(open, path / ".metadata", "rb"), stream)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_columns_come_back(seed: int) -> None:
+    random_ = np.random.default_rng(seed)
+    columns = [
+        np.arange(0, 700, 7),
+        np.tile(np.arange(5) * (1 << 40), 30),
+        random_.integers(-(1 << 62), 1 << 62, 50),
+        random_.integers(0, 3, int(random_.integers(0, 40))),
+        np.array([-(1 << 63), (1 << 63) - 1, 0]),
+    ]
+    texts = ["", "a.b", "\N{SNOWMAN}\udc80", "x" * 300]
+    writer = ColumnWriter()
+    for column in columns:
+        writer.ints(column)
+    writer.texts(texts)
+    writer.texts(["ascii", "only"])
+    packed = writer.packed()
+    reader = ColumnReader(packed)
+    for column in columns:
+        assert np.array_equal(reader.ints(len(column)), column)
+    assert reader.texts() == texts
+    assert reader.texts() == ["ascii", "only"]
+    # Damage is refused, or gives columns of the right length.
+    broken = bytearray(packed)
+    for at in random_.integers(0, len(packed), 20).tolist():
+        broken[at] ^= int(random_.integers(1, 256))
+    reader = ColumnReader(bytes(broken))
+    try:
+        for column in columns:
+            assert len(reader.ints(len(column))) == len(column)
+        reader.texts()
+    except IndexDamage:
+        pass
