@@ -1,6 +1,7 @@
 """``installed`` under frameworks as they are: accelerate and Lightning, expert parallel 2, FSDP2 2.
 
-Their functions pass torch's default planners, or none. Saved and loaded in new processes.
+Their functions pass torch's default planners, or none. Saved and loaded in new processes. The same
+with ``async_save`` in a thread and in a process, which ends after the context is left.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ def different(saved: Held, loaded: Held) -> set[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("framework", ["accelerate", "lightning"])
+@pytest.mark.parametrize("framework", ["accelerate", "lightning", "thread", "process"])
 def test_all_weights_and_moments_are_back_and_half_of_the_experts_without_it_are_not(
     tmp_path: Path, framework: str
 ) -> None:
-    pytest.importorskip(framework)
+    if framework in ("accelerate", "lightning"):
+        pytest.importorskip(framework)
     for act in ("save", "load"):
         done = torchrun(WORKER, tmp_path, framework, act)
         assert done.returncode == 0, tail(done)

@@ -1,4 +1,4 @@
-"""One of four gloo ranks: a framework's own functions save and load an expert-parallel model.
+"""One of four gloo ranks: functions that take no planner save and load an expert-parallel model.
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 \\
         tests/ranks/frameworks_worker.py OUT FRAMEWORK save|load
@@ -14,12 +14,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -135,7 +143,45 @@ class Lightning:
         self.fabric.strategy.load_checkpoint(path, self._state(model, optimizer))
 
 
-FRAMEWORKS: dict[str, Callable[[], Any]] = {"accelerate": Accelerate, "lightning": Lightning}
+class AsyncSave:
+    """``dcp.async_save`` and ``dcp.load`` without a planner, as torchtitan and AReaL call them."""
+
+    OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def __init__(self, kind: AsyncCheckpointerType) -> None:
+        self.kind = kind
+
+    def save(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> Any:
+        weights, moments = get_state_dict(model, optimizer, options=self.OPTIONS)
+        state = {"model": weights, "optimizer": moments}
+        # Training has collectives of its own meanwhile.
+        group = dist.new_group(backend="gloo")
+        running = dcp.async_save(
+            state,
+            checkpoint_id=path,
+            process_group=group,
+            async_checkpointer_type=self.kind,
+        )
+        return getattr(running, "upload_completion", running)
+
+    def load(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        weights, moments = get_state_dict(model, optimizer, options=self.OPTIONS)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=weights,
+            optim_state_dict=moments,
+            options=self.OPTIONS,
+        )
+
+
+FRAMEWORKS: dict[str, Callable[[], Any]] = {
+    "accelerate": Accelerate,
+    "lightning": Lightning,
+    "thread": partial(AsyncSave, AsyncCheckpointerType.THREAD),
+    "process": partial(AsyncSave, AsyncCheckpointerType.PROCESS),
+}
 
 
 def main(out: Path, name: str, act: str) -> None:
@@ -154,7 +200,11 @@ def main(out: Path, name: str, act: str) -> None:
     contexts = {"stock": nullcontext(), "ours": installed(placements)}
     for planners, context in contexts.items():
         with context:
-            getattr(framework, act)(out / f"{planners}_checkpoint", model, optimizer)
+            pending = getattr(framework, act)(out / f"{planners}_checkpoint", model, optimizer)
+        if pending is not None:
+            if planners == "ours":  # training goes on meanwhile
+                train(model, optimizer, steps=1)
+            pending.result()
         if act == "load":
             torch.save(held(model, optimizer), out / f"{planners}_{dist.get_rank()}.pt")
     dist.barrier()
