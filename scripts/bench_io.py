@@ -1,24 +1,27 @@
-"""scripts/bench io [--cases big small reshard] [--rounds N] [--nproc N] [--json FILE]
+"""scripts/bench io [--cases big small reshard] [--sides SIDE ...] [--directory DIR ...]
 
 Saves and loads real tensors under torchrun with gloo, by torch's default planners and by ours in
-turn (and with our storage writer and reader, where the package has them), and prints a table per
-case: wall seconds of a whole save and a whole load with their parts, the ratio to stock, peak
-memory, bytes and opened files of a rank, and for comparison each rank writing and reading the same
-bytes with plain write() and read().
+turn (and with our storage writer and reader), on a memory file system and on the disk, and prints a
+table per case: wall seconds of a whole save and a whole load with their parts, the share of raw,
+the ratio to stock, CPU seconds of all ranks together, peak memory, bytes and opened files of a
+rank. Raw is each rank writing the same bytes with one write() per tensor, and reading them into its
+tensors with one read() each.
 
     big       40 tensors [4096, 2048], Shard(0): 1.34 GB
     small     4,000 tensors [8, 32], Shard(0)
     reshard   the big ones, loaded as Shard(1)
 
 All processes start together and the slowest counts. Files are synced after each write and dropped
-from the page cache before each read. Ratios are medians of the ratios within a round; the order of
-the sides changes from round to round.
+from the page cache before each read. Shares and ratios are medians of those within a round; the
+order of the sides changes from round to round.
 
-With --json a file of machine, options, seconds and cases: by name the nbytes, tensors, rounds and
-sides ("stock", "ours", maybe "ours+storage", and "raw"), each with medians of save_s, save_plan_s,
-save_write_s, save_finish_s, load_s, load_plan_s, load_read_s, save_rss_bytes, load_rss_bytes (peak
-above the start, the largest rank), save_bytes, load_bytes, save_opens, load_opens (the largest
-rank), save_ratio, load_ratio (to stock); 0 where a side has no such part.
+With --json a file of machine, options, seconds and directories: by name the cases, by name the
+nbytes, tensors, rounds and sides ("stock", "ours", "ours+storage" and "raw"), each with medians of
+save_s, save_plan_s, save_write_s, save_finish_s, load_s, load_plan_s, load_read_s, save_cpu_s,
+load_cpu_s (all ranks), save_rss_bytes, load_rss_bytes (peak above the start, the largest rank),
+save_bytes, load_bytes, save_opens, load_opens (the largest rank), save_of_raw, load_of_raw (raw's
+seconds / the side's) and, with stock among the sides, save_ratio, load_ratio (to stock's seconds);
+0 where a side has no such part.
 """
 
 from __future__ import annotations
@@ -43,9 +46,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import dcp_placements
-from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementSavePlanner,
+)
 
+SIDES = ("stock", "ours", "ours+storage")
 CASES = ("big", "small", "reshard")
 SHAPES = {"big": (40, (4096, 2048)), "small": (4000, (8, 32)), "reshard": (40, (4096, 2048))}
 TINY_SHAPES = {"big": (4, (64, 32)), "small": (40, (8, 32)), "reshard": (4, (64, 32))}
@@ -98,7 +106,7 @@ class Worker:
         self.directory = directory
         self.opened = Opened(directory)
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-        self.sides: dict[str, tuple[Callable[[], Any], ...]] = {
+        all_sides: dict[str, tuple[Callable[[], Any], ...]] = {
             "stock": (
                 DefaultSavePlanner,
                 DefaultLoadPlanner,
@@ -111,16 +119,14 @@ class Worker:
                 lambda: dcp.FileSystemWriter(self.path),
                 lambda: dcp.FileSystemReader(self.path),
             ),
-        }
-        writer = getattr(dcp_placements, "PlacementFileSystemWriter", None)
-        reader = getattr(dcp_placements, "PlacementFileSystemReader", None)
-        if writer is not None and reader is not None:
-            self.sides["ours+storage"] = (
+            "ours+storage": (
                 PlacementSavePlanner,
                 PlacementLoadPlanner,
-                lambda: writer(self.path),
-                lambda: reader(self.path),
-            )
+                lambda: PlacementFileSystemWriter(self.path),
+                lambda: PlacementFileSystemReader(self.path),
+            ),
+        }
+        self.sides = {name: all_sides[name] for name in args.sides}
 
     @property
     def path(self) -> Path:
@@ -133,7 +139,7 @@ class Worker:
         saved = _state_dict(self.mesh, count, shape, 0, fill=True)
         target = _state_dict(self.mesh, count, shape, int(case == "reshard"), fill=False)
         taken: dict[str, list[dict[str, float]]] = {name: [] for name in (*self.sides, "raw")}
-        self._once("stock", saved, target, case, check=True)
+        self._once(self.args.sides[0], saved, target, case, check=True)
         start = time.perf_counter()
         names = list(self.sides)
         for turn in range(self.args.rounds):
@@ -141,7 +147,7 @@ class Worker:
             for name in order:
                 check = turn == 0
                 taken[name].append(self._once(name, saved, target, case, check=check))
-            taken["raw"].append(self._raw(saved))
+            taken["raw"].append(self._raw(saved, target))
             if self._is_late(start):
                 break
         nbytes = sum(t.numel() * t.element_size() for t in saved["model"].values())
@@ -149,9 +155,14 @@ class Worker:
         for name, rows in taken.items():
             sides[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
             for what in ("save", "load"):
-                key = f"{what}_s"
-                ratios = [a[key] / b[key] for a, b in zip(rows, taken["stock"], strict=True)]
-                sides[name][f"{what}_ratio"] = statistics.median(ratios)
+                seconds = [row[f"{what}_s"] for row in rows]
+                raw = [row[f"{what}_s"] for row in taken["raw"]]
+                shares = [a / b for a, b in zip(raw, seconds, strict=True)]
+                sides[name][f"{what}_of_raw"] = statistics.median(shares)
+                if "stock" in taken:
+                    stock = [row[f"{what}_s"] for row in taken["stock"]]
+                    ratios = [a / b for a, b in zip(seconds, stock, strict=True)]
+                    sides[name][f"{what}_ratio"] = statistics.median(ratios)
         return {
             "nbytes": nbytes,
             "tensors": count,
@@ -187,17 +198,17 @@ class Worker:
         self._remove()
         return found
 
-    def _raw(self, saved: dict[str, Any]) -> dict[str, float]:
+    def _raw(self, saved: dict[str, Any], target: dict[str, Any]) -> dict[str, float]:
         """Write and read what a rank has in one file of its own."""
-        tensors = [tensor._local_tensor for tensor in saved["model"].values()]
+        sources = _memory(saved)
+        targets = _memory(target)
         path = self.path / f"raw{dist.get_rank()}"
-        buffer = bytearray(max(tensor.nbytes for tensor in tensors))
 
         def save() -> tuple[float, float]:
             began = time.perf_counter()
             with open(path, "wb", buffering=1 << 20) as file:
-                for tensor in tensors:
-                    file.write(memoryview(tensor.numpy()).cast("B"))
+                for memory in sources:
+                    file.write(memory)
                 file.flush()
                 os.fsync(file.fileno())
             return began, time.perf_counter()
@@ -205,8 +216,8 @@ class Worker:
         def load() -> tuple[float, float]:
             began = time.perf_counter()
             with open(path, "rb", buffering=0) as file:
-                for tensor in tensors:
-                    file.readinto(memoryview(buffer)[: tensor.nbytes])
+                for memory in targets:
+                    file.readinto(memory)
             return began, time.perf_counter()
 
         self.path.mkdir(exist_ok=True)
@@ -225,9 +236,9 @@ class Worker:
         read, written = _io_bytes()
         memory = PeakMemory()
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         began, ended = work()
-        mine = time.perf_counter()
+        mine, cpu = time.perf_counter(), time.process_time() - cpu
         dist.barrier()
         stop = time.perf_counter()
         growth = memory.growth_bytes()
@@ -243,8 +254,9 @@ class Worker:
             f"{what}_opens": float(self.opened.count - opened),
         }
         rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, found)
-        return {key: max(row[key] for row in rows) for key in found}
+        dist.all_gather_object(rows, (found, cpu))
+        largest = {key: max(row[key] for row, _ in rows) for key in found}
+        return {**largest, f"{what}_cpu_s": sum(cpu for _, cpu in rows)}
 
     def _forget_pages(self, path: Path) -> None:
         dist.barrier()
@@ -288,6 +300,14 @@ def _state_dict(
     return {"model": model}
 
 
+def _memory(state_dict: dict[str, Any]) -> list[memoryview]:
+    """Return the bytes of each tensor of a rank."""
+    return [
+        memoryview(tensor._local_tensor.numpy()).cast("B")
+        for tensor in state_dict["model"].values()
+    ]
+
+
 def _compare(saved: dict[str, Any], target: dict[str, Any], case: str) -> None:
     """Stop the run when a load did not bring back what was saved."""
     names = list(saved["model"])[:: max(len(saved["model"]) // 8, 1)]
@@ -311,21 +331,23 @@ def work(args: argparse.Namespace) -> None:
     finish(Path(args.worker), cases)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the processes measured."""
-    options = ["--cases", *args.cases, "--rounds", str(args.rounds)]
+def measure(args: argparse.Namespace, where: str) -> dict[str, Any]:
+    """Return what the processes measured in a directory."""
+    options = ["--cases", *args.cases, "--sides", *args.sides, "--rounds", str(args.rounds)]
     options += ["--seconds", str(args.seconds), *(["--tiny"] if args.tiny else [])]
-    with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.directory) as directory:
+    with tempfile.TemporaryDirectory(prefix="bench-io-", dir=where) as directory:
         return launch(__file__, directory, args.nproc, *options)
 
 
-def show_case(case: str, entry: dict[str, Any], nproc: int) -> None:
+def show_case(case: str, entry: dict[str, Any], nproc: int, where: str) -> None:
     """Print the table of a case."""
     rows = []
     for name, side in entry["sides"].items():
         row = [name]
         for what, part in (("save", "write"), ("load", "read")):
-            row += [three(side[f"{what}_s"]), f"{side[f'{what}_ratio']:.2f}x"]
+            ratio = side.get(f"{what}_ratio")
+            row += [three(side[f"{what}_s"]), f"{side[f'{what}_of_raw']:.2f}"]
+            row += ["-" if ratio is None else f"{ratio:.2f}x", three(side[f"{what}_cpu_s"])]
             row += [three(side[f"{what}_{key}_s"]) for key in ("plan", part, "finish")]
             row += [
                 three(side[f"{what}_rss_bytes"] / 1e6),
@@ -333,11 +355,12 @@ def show_case(case: str, entry: dict[str, Any], nproc: int) -> None:
                 f"{side[f'{what}_opens']:.0f}",
             ]
         rows.append(row)
+    ratios = ("of raw", "to stock", "CPU s")
     parts = ("plan", "write", "finish", "RSS MB", "MB", "opens")
     show(
-        f"{case}: {entry['tensors']:,} tensors, {entry['nbytes'] / 1e6:,.0f} MB, {nproc} "
-        f"processes, {entry['rounds']} rounds; wall seconds, largest rank",
-        ("", "save s", "ratio", *parts, "load s", "ratio", "plan", "read", *parts[2:]),
+        f"{case} in {where}: {entry['tensors']:,} tensors, {entry['nbytes'] / 1e6:,.0f} MB, "
+        f"{nproc} processes, {entry['rounds']} rounds; wall seconds, largest rank",
+        ("", "save s", *ratios, *parts, "load s", *ratios, "plan", "read", *parts[2:]),
         rows,
     )
 
@@ -353,7 +376,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=120, help="a case ends after these (120)")
     parser.add_argument("--nproc", type=int, default=4)
-    parser.add_argument("--directory", help="where to write (a temporary one)")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=list(SIDES), help="stock takes the longest"
+    )
+    parser.add_argument(
+        "--directory",
+        nargs="+",
+        default=[path for path in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(path)],
+        help="where to write, in turn (the memory file system, and where temporary files are)",
+    )
     parser.add_argument("--tiny", action="store_true", help="next to no data, 2 processes, 1 round")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -369,10 +400,12 @@ def main() -> int:
         work(args)
         return 0
     start = time.perf_counter()
-    cases = measure(args)
-    for case, entry in cases.items():
-        show_case(case, entry, args.nproc)
-    write_measured(args, start, cases=cases)
+    directories = {}
+    for where in args.directory:
+        directories[where] = measure(args, where)
+        for case, entry in directories[where].items():
+            show_case(case, entry, args.nproc, where)
+    write_measured(args, start, directories=directories)
     return 0
 
 

@@ -1,8 +1,8 @@
 """python scripts/topology_matrix.py [--all]
 
 Runs the pairs of ``tests/matrix.py`` in simulated worlds, prints their table and writes it between
-the marks in README.md. ``--all`` takes every legal topology of up to 32 ranks (some 1,300 pairs, 20
-minutes) and leaves README.md as it is. Exit status 1 when a pair came out wrong.
+the marks in dcp_placements/layout/README.md. ``--all`` takes every legal topology of up to 32 ranks
+(some 1,300 pairs, 20 minutes) and leaves the guide as it is. Exit status 1 when a pair is wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+GUIDE = ROOT / "dcp_placements" / "layout" / "README.md"
 BEGIN, END = "<!-- scripts/matrix -->\n", "<!-- end of scripts/matrix -->\n"
 
 
@@ -51,9 +51,9 @@ def main() -> int:
         print(f"left out: {count} topologies, {reason}")
     print(f"{sum(outcomes.values())} of {len(outcomes)} in {time.monotonic() - start:.0f} s")
     if not args.all:
-        before, rest = README.read_text().split(BEGIN)
+        before, rest = GUIDE.read_text().split(BEGIN)
         after = rest.split(END)[1]
-        README.write_text(f"{before}{BEGIN}{made}\n{END}{after}")
+        GUIDE.write_text(f"{before}{BEGIN}{made}\n{END}{after}")
     return 0 if all(outcomes.values()) else 1
 
 

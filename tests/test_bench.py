@@ -72,17 +72,23 @@ def test_bench_digests_reports_the_share_of_each_kind(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_bench_io_reports_both_sides_and_the_raw_cost(tmp_path: Path) -> None:
-    printed, report = bench("io", tmp_path, "--cases", "small", "reshard")
+    where = ("--directory", str(tmp_path))
+    printed, report = bench("io", tmp_path, "--cases", "small", "reshard", *where)
     assert "small" in printed
+    assert "of raw" in printed
     assert {"machine", "options", "seconds"} <= set(report)
-    assert set(report["cases"]) == {"small", "reshard"}
-    for entry in report["cases"].values():
+    assert set(report["directories"]) == {str(tmp_path)}
+    cases = report["directories"][str(tmp_path)]
+    assert set(cases) == {"small", "reshard"}
+    for entry in cases.values():
         assert {"stock", "ours", "raw"} <= set(entry["sides"])
         for side in entry["sides"].values():
             for what, part in (("save", "write"), ("load", "read")):
                 names = ("s", "plan_s", f"{part}_s", "finish_s", "rss_bytes", "bytes", "opens")
-                assert {f"{what}_{name}" for name in (*names, "ratio")} <= set(side)
+                names += ("cpu_s", "of_raw", "ratio")
+                assert {f"{what}_{name}" for name in names} <= set(side)
         assert entry["sides"]["stock"]["save_ratio"] == 1
+        assert entry["sides"]["raw"]["load_of_raw"] == 1
         assert entry["sides"]["raw"]["save_bytes"] >= entry["nbytes"] / 2
 
 
@@ -95,6 +101,16 @@ def test_bench_export_compares_with_plain_copies(tmp_path: Path) -> None:
         assert export["peak_bytes"] - report["floor_bytes"] < 200 << 20
     written = [report["exports"][name]["written_bytes"] for name in report["exports"]]
     assert written[2] > 1.9 * written[1] > written[0]
+
+
+def test_bench_safetensors_compares_with_the_library(tmp_path: Path) -> None:
+    printed, report = bench("safetensors", tmp_path)
+    assert "ours/library" in printed
+    names = {"headers", "whole tensors", "half of the columns", "export", "import"}
+    assert set(report["cases"]) == names
+    for case in report["cases"].values():
+        assert case["ratio"] > 0
+        assert case["ours"]["peak_bytes"] < 100 << 20
 
 
 @pytest.mark.dist

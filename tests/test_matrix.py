@@ -1,4 +1,4 @@
-"""Whole models from any topology to any other: the pairs of ``matrix``, and the README's table.
+"""Whole models from any topology to any other: the pairs of ``matrix``, and the guide's table.
 
 Each test saves under one topology, reads the file by torch's default planner in one process,
 compares with the whole tensors, and loads under others, compared with plain slicing.
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import CheckpointPlacement
 
-README = Path(__file__).parent.parent / "README.md"
+GUIDE = Path(__file__).parent.parent / "dcp_placements" / "layout" / "README.md"
 OUTCOMES: dict[Pair, bool] = {}
 TARGETS = by_source(pairs())
 
@@ -32,7 +32,7 @@ def test_saved_under_one_topology_and_loaded_under_others(source: Topology) -> N
 def test_the_table_of_the_readme_is_that_of_this_run() -> None:
     if len(OUTCOMES) < len(pairs()):
         pytest.skip("only a part of the matrix was run")
-    assert table(OUTCOMES) in README.read_text(), "scripts/matrix writes it anew"
+    assert table(OUTCOMES) in GUIDE.read_text(), "scripts/matrix writes it anew"
 
 
 @pytest.mark.filterwarnings("ignore:look at this save")

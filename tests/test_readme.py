@@ -1,12 +1,12 @@
-"""README.md is what happens: its code runs, its output is printed, its tables hold.
+"""README.md and the guides are what happens: code runs, output is printed, tables hold.
 
 A ``python`` block runs after the ones before it in its section. Where the next block is ``text``,
-that is what it prints. Those marked ``torchrun`` are for two real ranks: the first is a program,
-and the others belong in it before its save. One with a file's name is that file. A ``console``
+that is what it prints. One marked ``torchrun`` is a program for two real ranks. One with a file's
+name is that file; a program of its own test if it is the only block of its section. A ``console``
 block is commands after ``$`` and what each prints.
 
-``python tests/test_readme.py`` writes what is printed into README.md, for a message that changed on
-purpose; what the two ranks print is to be written by hand.
+``python tests/test_readme.py`` writes what is printed into the pages, for a message that changed on
+purpose; what two ranks print is to be written by hand.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import dcp_placements
 from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
@@ -50,63 +51,78 @@ from dcp_placements.testing import cut
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DECISIONS = ROOT / "dcp_placements" / "README.md"
-DOCUMENTS = ROOT / "dcp_placements" / "cli" / "README.md"
-PAGES = [README, *sorted(DECISIONS.parent.rglob("README.md"))]
-LINES = README.read_text().splitlines()
+PACKAGE = ROOT / "dcp_placements"
+DECISIONS = PACKAGE / "README.md"
+COMMANDS = PACKAGE / "cli" / "README.md"
+GUIDES = [*sorted(PACKAGE.rglob("README.md")), ROOT / "fakes" / "README.md"]
+PAGES = [README, *GUIDES, ROOT / "scripts" / "README.md", *sorted((ROOT / ".github").glob("*.md"))]
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of README.md.
+    """A fenced block of a page.
 
     Attributes:
+        page: The file.
         section: The heading above it.
         kind: What stands behind the opening fence.
         line: Number of its first line, from 0.
         text: What is inside.
     """
 
+    page: Path
     section: str
     kind: str
     line: int
     text: str
 
+    @property
+    def place(self) -> tuple[Path, int]:
+        return self.page, self.line
 
-def read_blocks() -> list[Block]:
-    """Return the fenced blocks in order."""
+
+def read_blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page in order."""
     found = []
     section, kind, start = "", None, 0
-    for number, line in enumerate(LINES):
+    lines = page.read_text().splitlines()
+    for number, line in enumerate(lines):
         if kind is None and line.startswith("## "):
             section = line.removeprefix("## ")
         elif kind is None and line.startswith("```"):
             kind, start = line.removeprefix("```"), number + 1
         elif kind is not None and line == "```":
-            found.append(Block(section, kind, start, "\n".join(LINES[start:number]) + "\n"))
+            text = "\n".join(lines[start:number]) + "\n"
+            found.append(Block(page, section, kind, start, text))
             kind = None
-    assert kind is None, "a block of README.md is never closed"
+    assert kind is None, f"a block of {page} is never closed"
     return found
 
 
 GLOO_AT_EXIT = "terminate called without an active exception"
 
-BLOCKS = read_blocks()
+BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 PROMISED = {
-    code.line: output.text
+    code.place: output.text
     for code, output in pairwise(BLOCKS)
-    if output.kind == "text" and output.section == code.section
+    if output.kind == "text" and (output.page, output.section) == (code.page, code.section)
 }
-"""What a block prints, by its line; of a console block, all of it."""
+"""What a block prints, by its place; of a console block, all of it."""
 
-PROMISED |= {block.line: block.text for block in BLOCKS if block.kind == "console"}
+PROMISED |= {block.place: block.text for block in BLOCKS if block.kind == "console"}
 
-SECTIONS = list(dict.fromkeys(block.section for block in BLOCKS if block.kind == "python"))
+SECTIONS = list(dict.fromkeys((b.page, b.section) for b in BLOCKS if b.kind == "python"))
+PROGRAMS = [block for block in BLOCKS if block.kind == "python torchrun"]
+KINDS = {"", "text", "sh", "console", "python", "python torchrun"}
 
 
-def read_table(section: str, number: int = 0, page: Path = README) -> list[list[str]]:
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def read_table(section: str, page: Path = README, number: int = 0) -> list[list[str]]:
     """Return the cells of a section's table, without its head."""
-    lines = LINES if page == README else page.read_text().splitlines()
+    lines = page.read_text().splitlines()
     start = lines.index(f"## {section}")
     tables: list[list[list[str]]] = []
     inside = False
@@ -126,24 +142,24 @@ def code_of(cell: str) -> str:
     return cell.strip("`")
 
 
-def run_section(section: str, folder: Path) -> dict[int, str]:
-    """Return what each block of a section prints, by its line; run in ``folder``."""
+def run_section(page: Path, section: str, folder: Path) -> dict[tuple[Path, int], str]:
+    """Return what each block of a section prints, by its place; run in ``folder``."""
     printed = {}
     namespace: dict[str, Any] = {"__name__": "readme"}
     with contextlib.chdir(folder), mock.patch.object(sys, "path", [str(folder), *sys.path]):
         for block in BLOCKS:
-            if block.section != section:
+            if (block.page, block.section) != (page, section):
                 continue
             if block.kind.startswith("python ") and block.kind.endswith(".py"):
                 Path(block.kind.removeprefix("python ")).write_text(block.text)
             elif block.kind == "console":
-                printed[block.line] = run_console(block.text)
+                printed[block.place] = run_console(block.text)
             elif block.kind == "python":
-                # Empty lines in front, so that a traceback shows the lines of README.md.
-                program = compile("\n" * block.line + block.text, str(README), "exec")
+                # Empty lines in front, so that a traceback shows the lines of the page.
+                program = compile("\n" * block.line + block.text, str(page), "exec")
                 with contextlib.redirect_stdout(io.StringIO()) as output:
                     exec(program, namespace)
-                printed[block.line] = output.getvalue()
+                printed[block.place] = output.getvalue()
     return printed
 
 
@@ -160,18 +176,22 @@ def run_console(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_blocks_run_and_print_what_stands_below(section: str, tmp_path: Path) -> None:
-    for line, printed in run_section(section, tmp_path).items():
-        assert printed == PROMISED.get(line, "")
+@pytest.mark.parametrize(("page", "section"), SECTIONS, ids=lambda value: str(value)[-40:])
+def test_blocks_run_and_print_what_stands_below(page: Path, section: str, tmp_path: Path) -> None:
+    for at, printed in run_section(page, section, tmp_path).items():
+        assert printed == PROMISED.get(at, "")
+
+
+def test_every_block_is_of_a_kind_that_runs() -> None:
+    for block in BLOCKS:
+        assert block.kind in KINDS or block.kind.endswith(".py"), block
 
 
 @pytest.mark.dist
-def test_first_screen_runs_on_two_ranks_and_saves_whole_experts(tmp_path: Path) -> None:
-    blocks = [block for block in BLOCKS if block.kind == "python torchrun"]
-    program = tmp_path / "first_screen.py"
-    start, save, rest = blocks[0].text.partition("dcp.save(")
-    program.write_text("\n".join([start, *(block.text for block in blocks[1:]), save + rest]))
+@pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: name_of(block.page))
+def test_programs_run_on_two_ranks(block: Block, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(block.text)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", str(program)]
     done = subprocess.run(
@@ -180,8 +200,9 @@ def test_first_screen_runs_on_two_ranks_and_saves_whole_experts(tmp_path: Path) 
     # Now and then a gloo thread of torch aborts a process that is about to exit, also after stock
     # saves and with the group destroyed; what the program did is then done.
     assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr
-    assert done.stdout == "".join(PROMISED.get(block.line, "") for block in blocks)
-
+    assert done.stdout == PROMISED.get(block.place, "")
+    if block.page != README:
+        return
     found = {"experts.w1": torch.full((8, 3), 7.0)}
     planner = dcp.DefaultLoadPlanner()
     dcp.load(found, checkpoint_id=tmp_path / "step-1", planner=planner, no_dist=True)
@@ -193,7 +214,11 @@ def test_first_block_begins_on_the_first_screen() -> None:
     assert BLOCKS[0].line <= 8
 
 
-@pytest.mark.parametrize("row", read_table("Placements"), ids=lambda row: code_of(row[0]))
+@pytest.mark.parametrize(
+    "row",
+    read_table("Placements", PACKAGE / "rules" / "README.md"),
+    ids=lambda row: code_of(row[0]),
+)
 def test_placements_keep_the_rows_of_the_table(row: list[str]) -> None:
     names = (FusedShard, IndexShard, Replicate, Shard, _StridedShard)
     placement = eval(code_of(row[0]), {name.__name__: name for name in names})
@@ -215,10 +240,11 @@ def test_placements_keep_the_rows_of_the_table(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "planner"), [(0, PlacementSavePlanner), (1, PlacementLoadPlanner)]
+    ("folder", "planner"), [("save", PlacementSavePlanner), ("load", PlacementLoadPlanner)]
 )
-def test_option_tables_name_every_option_and_its_default(number: int, planner: type) -> None:
-    options = {code_of(row[0]): code_of(row[1]) for row in read_table("Options", number)}
+def test_option_tables_name_every_option_and_its_default(folder: str, planner: type) -> None:
+    table = read_table("Options", PACKAGE / folder / "README.md")
+    options = {code_of(row[0]): code_of(row[1]) for row in table}
     parameters = inspect.signature(planner).parameters
     wanted = {name: repr(parameter.default) for name, parameter in parameters.items()}
     assert {name: default.replace('"', "'") for name, default in options.items()} == wanted
@@ -226,23 +252,46 @@ def test_option_tables_name_every_option_and_its_default(number: int, planner: t
 
 
 def test_hazard_table_has_every_hazard_of_a_save_and_a_load() -> None:
-    rows = read_table("No silent failure")
+    rows = read_table("No silent failure", PACKAGE / "save" / "README.md")
     assert [row[0] for row in rows] == [f"M{number}" for number in range(1, len(rows) + 1)]
     assert all(len(row) == 4 and all(row) for row in rows)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.parent.relative_to(ROOT)))
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text()
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
-    assert links
-    for link in links:
-        if link.startswith("#"):
-            assert link.removeprefix("#") in anchors, link
-        else:
-            assert (page.parent / link).exists(), link
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def test_every_guide_is_linked_from_the_readme() -> None:
+    text = README.read_text()
+    for page in PAGES[1:]:
+        # What few users need is reached by way of the map.
+        assert (
+            name_of(page) in text or page.relative_to(PACKAGE).as_posix() in DECISIONS.read_text()
+        )
+
+
+def test_readme_is_read_in_one_sitting() -> None:
+    assert len(README.read_text().splitlines()) <= 370
+
+
+def test_every_public_name_has_a_line_with_a_link() -> None:
+    text = "\n".join(
+        cell for n in (0, 1) for row in read_table("Public names", number=n) for cell in row
+    )
+    for name in dcp_placements.__all__:
+        assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
 
 
 def test_file_table_names_every_file() -> None:
@@ -260,7 +309,7 @@ def named_in_files() -> list[tuple[Path, str]]:
     """Return every name that stands behind a link to a file, with the file."""
     return [
         (page.parent / link, name)
-        for page in PAGES[1:]
+        for page in GUIDES
         for link, names in re.findall(r"\]\((\S+\.py)\)((?:,? `[\w.]+`)+)", page.read_text())
         for name in re.findall(r"[\w.]+", names)
     ]
@@ -289,14 +338,14 @@ def test_walks_are_at_most_eight_stops() -> None:
 
 
 def test_command_table_names_every_command() -> None:
-    named = {code_of(row[0]).split()[0] for row in read_table("The command line")}
+    named = {code_of(row[0]).split()[0] for row in read_table("The command line", COMMANDS)}
     assert named == {command.name for command in app.registered_commands}
 
 
 @pytest.fixture(scope="module")
 def walk_through(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("walk")
-    run_section("The command line", folder)
+    run_section(COMMANDS, "The command line", folder)
     return folder
 
 
@@ -319,7 +368,7 @@ JSON_OF = {
 
 @pytest.mark.parametrize("command", JSON_OF)
 def test_documents_have_the_keys_of_the_table(walk_through: Path, command: str) -> None:
-    (row,) = [row for row in read_table("Keys", page=DOCUMENTS) if code_of(row[0]) == command]
+    (row,) = [row for row in read_table("Keys", COMMANDS) if code_of(row[0]) == command]
     with contextlib.chdir(walk_through), contextlib.redirect_stdout(io.StringIO()) as output:
         main([command, *JSON_OF[command].split(), "--json"])
     assert list(json.loads(output.getvalue())) == re.findall(r"\w+", row[1])
@@ -331,28 +380,30 @@ def svg_facts(svg: str) -> list[str]:
 
 
 def test_scripts_that_are_named_exist() -> None:
-    for name in sorted(set(re.findall(r"`(scripts/\w+)`", README.read_text()))):
-        assert (ROOT / name).is_file(), name
+    for page in PAGES:
+        for name in sorted(set(re.findall(r"`(scripts/\w+)`", page.read_text()))):
+            assert (ROOT / name).is_file(), name
 
 
 def rewrite() -> None:
-    """Put what the blocks print into README.md."""
-    printed: dict[int, str] = {}
-    for section in SECTIONS:
+    """Put what the blocks print into the pages."""
+    printed: dict[tuple[Path, int], str] = {}
+    for page, section in SECTIONS:
         with tempfile.TemporaryDirectory() as folder:
-            printed |= run_section(section, Path(folder))
+            printed |= run_section(page, section, Path(folder))
             for picture in Path(folder).glob("*.svg"):
                 shutil.copy(picture, ROOT / "scripts" / "figures" / picture.name)
     blocks = [
-        (text, printed[code.line])
+        (text, printed[code.place])
         for code, text in pairwise(BLOCKS)
-        if code.kind == "python" and code.line in printed and code.line in PROMISED
+        if code.kind == "python" and code.place in printed and code.place in PROMISED
     ]
-    blocks += [(block, printed[block.line]) for block in BLOCKS if block.kind == "console"]
+    blocks += [(block, printed[block.place]) for block in BLOCKS if block.kind == "console"]
     for block, text in sorted(blocks, key=lambda one: -one[0].line):
+        lines = block.page.read_text().splitlines()
         stop = block.line + block.text.count("\n")
-        LINES[block.line : stop] = text.splitlines()
-    README.write_text("\n".join(LINES) + "\n")
+        lines[block.line : stop] = text.splitlines()
+        block.page.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

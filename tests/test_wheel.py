@@ -1,35 +1,40 @@
-"""The wheel that is built from this tree: everything that an installed package needs is in it."""
+"""The sdist and the wheel of this tree: complete, and enough where only its dependencies are."""
 
 from __future__ import annotations
 
 import email
-import shutil
+import importlib.metadata
+import os
+import re
 import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
+URL = "https://example.org/owner/dcp_placements"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Build the wheel from a copy of the sources, without network."""
-    source = tmp_path_factory.mktemp("source")
-    for folder in ("dcp_placements", "fakes"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
-    build = "from setuptools.build_meta import build_wheel; build_wheel('out')"
-    command = [sys.executable, "-W", "ignore", "-c", build]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build both, with an address, without network."""
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, ROOT / "scripts" / "build_dist.py", out, "--url", URL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    (built,) = (source / "out").glob("*.whl")
-    return zipfile.ZipFile(built)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    (path,) = built.glob("*.whl")
+    return zipfile.ZipFile(path)
 
 
 def test_every_module_is_in_it(wheel: zipfile.ZipFile) -> None:
@@ -54,8 +59,102 @@ def test_its_metadata_are_those_of_the_project(wheel: zipfile.ZipFile) -> None:
     (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = email.message_from_bytes(wheel.read(path))
     assert metadata["Version"] == project["version"]
-    assert f"### {project['version']}" in (ROOT / "README.md").read_text()
+    assert f"## {project['version']}" in (ROOT / ".github" / "CHANGELOG.md").read_text()
     requirements = metadata.get_all("Requires-Dist") or []
-    assert {line for line in requirements if ";" not in line} == set(project["dependencies"])
+    needed = {str(Requirement(line)) for line in requirements if "extra ==" not in line}
+    assert needed == {str(Requirement(line)) for line in project["dependencies"]}
     assert not any("pydantic" in line for line in requirements)
     assert metadata.get_all("Classifier") == project["classifiers"]
+    assert metadata["License-Expression"] == project["license"]
+    assert f"Repository, {URL}" in (metadata.get_all("Project-URL") or [])
+
+
+def test_links_of_its_page_lead_to_the_repository(wheel: zipfile.ZipFile) -> None:
+    (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    page = email.message_from_bytes(wheel.read(path)).get_payload()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    readme = (ROOT / "README.md").read_text()
+    paths = [t for t in re.findall(r"\]\(([^)\s]+)\)", readme) if t[0] != "#" and "://" not in t]
+    assert paths
+    for target in paths:
+        assert f"]({target})" not in page
+        kind = "raw" if target.endswith((".svg", ".png")) else "blob"
+        assert f"]({URL}/{kind}/v{project['version']}/{target})" in page
+
+
+def test_the_sdist_has_the_sources_and_nothing_else(built: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    found = {name for name in names if name.endswith(".py")}
+    sources = {*ROOT.glob("dcp_placements/**/*.py"), *ROOT.glob("fakes/**/*.py")}
+    assert found == {str(path.relative_to(ROOT)) for path in sources}
+    assert {"LICENSE", "README.md", "pyproject.toml", "dcp_placements/py.typed"} <= names
+
+
+def distributions(requirements: list[str], extra: str = "") -> set[str]:
+    """Return the names of installed distributions that requirements lead to."""
+    found: set[str] = set()
+    waiting = [(line, extra) for line in requirements]
+    while waiting:
+        line, wanted = waiting.pop()
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is not None and not marker.evaluate({"extra": wanted}):
+            continue
+        if requirement.name not in found:
+            found.add(requirement.name)
+            needed = importlib.metadata.requires(requirement.name) or []
+            waiting += [(line, e) for line in needed for e in ("", *requirement.extras)]
+    return found
+
+
+def environment(path: Path, wheel: zipfile.ZipFile, extra: str) -> Path:
+    """Return the programs of an environment that has the wheel and what it requires, no more."""
+    venv.create(path, symlinks=True)
+    (site,) = path.glob("lib/python*/site-packages")
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(wheel.read(name))
+    for distribution in distributions(metadata.get_all("Requires-Dist") or [], extra):
+        files = importlib.metadata.files(distribution) or []
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            target = importlib.metadata.distribution(distribution).locate_file(top)
+            if not (site / top).exists():
+                (site / top).symlink_to(str(target))
+    programs = path / "bin"
+    command = [sys.executable, "-m", "pip", "--python", programs / "python", "install"]
+    command += ["--no-index", "--no-deps", "-q", str(wheel.filename)]
+    subprocess.run(command, check=True)
+    return programs
+
+
+def call(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "DCP_TREE")}
+    return subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
+
+
+def test_it_is_enough_with_its_dependencies_alone(tmp_path: Path, wheel: zipfile.ZipFile) -> None:
+    programs = environment(tmp_path / "env", wheel, "")
+    modules = [
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in wheel.namelist()
+        if name.endswith(".py")
+        and not name.startswith(("dcp_placements/cli/", "dcp_placements/__m"))
+    ]
+    imports = f"import importlib; [importlib.import_module(m) for m in {modules}]"
+    done = call(programs / "python", "-I", "-c", imports)
+    assert done.returncode == 0, done.stderr
+    done = call(programs / "dcp-placements", "--version")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "pip install 'dcp-placements[cli]'" in done.stderr
+
+
+def test_its_command_runs_with_the_extra_cli(tmp_path: Path, wheel: zipfile.ZipFile) -> None:
+    programs = environment(tmp_path / "env", wheel, "cli")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    done = call(programs / "dcp-placements", "--version")
+    assert done.returncode == 0, done.stderr
+    assert project["version"] in done.stdout
+    assert call(programs / "python", "-I", "-c", "import pydantic").returncode == 1
