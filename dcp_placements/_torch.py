@@ -5,9 +5,11 @@ A new torch breaks this file only. Its functions are thin wrappers and make no d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -74,6 +76,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _device_capability, _get_object_coll_device
 from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
+from torch.torch_version import TorchVersion
 
 __all__ = [
     "ASYNC_EXECUTORS",
@@ -131,6 +134,7 @@ __all__ = [
     "is_dtensor_like",
     "leaves",
     "local_tensor",
+    "logged_where_torch_drops_it",
     "named_axes",
     "narrow_tensor_by_index",
     "set_element",
@@ -315,6 +319,25 @@ def files_by_name(storage_data: Any) -> bool:
     ``HuggingFaceStorageWriter`` does and puts a dict there; ``FileSystemWriter`` puts a prefix.
     """
     return isinstance(storage_data, dict)
+
+
+def logged_where_torch_drops_it(read_metadata: Callable[..., T]) -> Callable[..., T]:
+    """Return ``read_metadata`` of a reader; what it raises is logged where a load drops it.
+
+    Before torch 2.13 a load says "metadata is None" in place of any such error.
+    """
+    if TorchVersion(torch.__version__) >= (2, 13):
+        return read_metadata
+
+    @wraps(read_metadata)
+    def logged(*args: Any, **kwargs: Any) -> T:
+        try:
+            return read_metadata(*args, **kwargs)
+        except Exception as error:
+            logging.getLogger(read_metadata.__module__).error("%s", error)
+            raise
+
+    return logged
 
 
 def agreed(

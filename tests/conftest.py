@@ -1,6 +1,9 @@
 """Fixtures that several files of tests use, the options of the random worlds, and the order."""
 
+import warnings
+
 import pytest
+import torch
 
 from tests.offline_scenes import run
 
@@ -10,6 +13,10 @@ __all__ = ["run"]
 collect_ignore = ["ranks"]
 
 WORLDS_PER_TEST = 10
+
+# Once per process the writer of torch 2.10 warns of this call, which is its own.
+with warnings.catch_warnings(action="ignore"):
+    torch.empty(0).storage()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

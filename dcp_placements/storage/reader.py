@@ -29,6 +29,7 @@ from dcp_placements._torch import (
     ReadItem,
     StorageMeta,
     global_rank,
+    logged_where_torch_drops_it,
 )
 from dcp_placements.errors import PlacementError, format_faults, format_name, raise_faults
 from dcp_placements.quiet_gc import quiet_gc
@@ -109,6 +110,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         if is_url(path):
             self._use(path)
 
+    @logged_where_torch_drops_it
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's metadata. Called on every rank.
 

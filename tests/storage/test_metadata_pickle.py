@@ -6,6 +6,7 @@ import collections
 import io
 import pathlib
 import pickle
+import re
 import struct
 import time
 import tracemalloc
@@ -213,7 +214,7 @@ def test_memory_and_time_are_bounded_by_the_size_of_the_file(tmp_path: Path, nam
     """M60: files of some bytes that nest, copy or index to gigabytes."""
     data = BOMBS[name]
     (tmp_path / ".metadata").write_bytes(data)
-    begun = time.monotonic()
+    begun = time.process_time()
     tracemalloc.start()
     try:
         with pytest.raises(CannotLook, match="no metadata of DCP's that can be read"):
@@ -222,7 +223,7 @@ def test_memory_and_time_are_bounded_by_the_size_of_the_file(tmp_path: Path, nam
     finally:
         tracemalloc.stop()
     assert peak < 200 * len(data) + (4 << 20)
-    assert time.monotonic() - begun < 20
+    assert time.process_time() - begun < 20
 
 
 def doubled(depth: int) -> Any:
@@ -256,21 +257,25 @@ UNFOLDING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNFOLDING)
-def test_provenance_that_unfolds_is_refused(tmp_path: Path, name: str) -> None:
+def test_provenance_that_unfolds_is_refused(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A file can refer to one value again and again, and whoever prints it writes for ever."""
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
     with open(tmp_path / ".metadata", "rb") as stream:
         metadata = pickle.load(stream)
     metadata.planner_data = {"dcp_placements": {"save_id": "x", **UNFOLDING[name]}}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CannotLook, match=r"far more of itself|its provenance is broken"):
+    refusal = r"far more of itself|its provenance is broken"
+    with pytest.raises(CannotLook, match=refusal):
         Checkpoint(tmp_path)
-    with pytest.raises(CheckpointException, match=r"far more of itself|its provenance is broken"):
+    with pytest.raises(CheckpointException) as caught:
         dcp.load(
             {"w": torch.zeros(3)},
             storage_reader=PlacementFileSystemReader(tmp_path, restricted=True),
             no_dist=True,
         )
+    assert re.search(refusal, f"{caught.value}{caplog.text}")  # torch 2.10 drops it: logged
 
 
 def test_more_chunks_than_places_are_refused(tmp_path: Path) -> None:

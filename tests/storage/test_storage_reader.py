@@ -495,13 +495,15 @@ def test_a_rank_that_is_missing_leaves_a_hole_that_the_planner_names(tmp_path: P
     assert "nobody stored [6:9, :] of (10, 2)" in told
 
 
-def test_ranks_of_two_saves_are_refused(tmp_path: Path) -> None:
+def test_ranks_of_two_saves_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for size in (4, 3):
         for rank in range(size):
             state_dict = sharded(World(size), rank, wholes(1, (12, 2)), 0)
             save_alone(tmp_path, rank, state_dict)
-    with pytest.raises(dcp.api.CheckpointException, match="older save of more ranks"):
+    with pytest.raises(dcp.api.CheckpointException) as caught:
         load(tmp_path, blank(wholes(1, (12, 2))), PlacementFileSystemReader(tmp_path))
+    # Torch 2.10 drops the message, which is logged then.
+    assert "older save of more ranks" in f"{caught.value}{caplog.text}"
 
 
 def test_without_any_metadata_the_error_is_torchs(tmp_path: Path) -> None:
