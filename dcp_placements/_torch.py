@@ -326,7 +326,7 @@ def logged_where_torch_drops_it(read_metadata: Callable[..., T]) -> Callable[...
 
     Before torch 2.13 a load says "metadata is None" in place of any such error.
     """
-    if TorchVersion(torch.__version__) >= (2, 13):
+    if TorchVersion(torch.__version__) >= "2.13":
         return read_metadata
 
     @wraps(read_metadata)

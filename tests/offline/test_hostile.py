@@ -147,19 +147,24 @@ def test_the_restricted_reader_runs_no_object(tmp_path: Path, planner: Any) -> N
     assert marker.exists(), "the object of the test should do something"
 
 
-def test_the_restricted_reader_runs_no_metadata(tmp_path: Path) -> None:
+def test_the_restricted_reader_runs_no_metadata(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     marker = tmp_path / "executed"
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     with open(tmp_path / "ckpt" / ".metadata", "rb") as stream:
         metadata = pickle.load(stream)
     metadata.planner_data = Marks(marker)
     (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert "posix.mkdir" in refusal(tmp_path / "ckpt", {"w": torch.zeros(3)})
+    # Torch 2.10 drops the message, which is logged then.
+    assert "posix.mkdir" in refusal(tmp_path / "ckpt", {"w": torch.zeros(3)}) + caplog.text
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("how", ["link", "path", "fifo"])
-def test_the_restricted_reader_stays_in_its_directory(tmp_path: Path, how: str) -> None:
+def test_the_restricted_reader_stays_in_its_directory(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "ckpt"
     dcp.save({"w": torch.ones(3)}, checkpoint_id=path, no_dist=True)
     if how == "fifo":
@@ -179,7 +184,7 @@ def test_the_restricted_reader_stays_in_its_directory(tmp_path: Path, how: str) 
         "path": "a file outside of the checkpoint",
         "fifo": "no plain file",
     }
-    assert expected[how] in refusal(path, {"w": torch.zeros(3)})
+    assert expected[how] in refusal(path, {"w": torch.zeros(3)}) + caplog.text
 
 
 FORGED = "w\nall: sound (5 tensors)\x1b[2K\u202e\udc80"
