@@ -176,3 +176,28 @@ def test_bench_transfer_plans_both_cases(tmp_path: Path) -> None:
         assert case["longest_part_s"] >= case["part_s"] > 0
         assert case["messages"] >= case["pairs"] >= 8
         assert case["nbytes"] > 0
+
+
+def test_bench_page_writes_what_a_bench_prints_between_its_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    mark = "<!-- bench digests -->\nold\n<!-- end of bench digests -->\n"
+    page.write_text(f"before\n{mark}after\n")
+    command = [sys.executable, SCRIPTS / "bench_page.py", "digests", "--tiny", "--page", page]
+    subprocess.run(command, check=True, timeout=400, env={**os.environ, "TMPDIR": str(tmp_path)})
+    text = page.read_text()
+    assert text.startswith(
+        "before\n<!-- bench digests -->\n`scripts/bench digests --tiny`, commit "
+    )
+    assert "sampled" in text
+    assert "old" not in text
+    assert text.endswith("```\n<!-- end of bench digests -->\nafter\n")
+    command[2] = "no-such"
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 2
+
+
+def test_the_page_has_marks_for_every_bench() -> None:
+    text = (SCRIPTS / "README.md").read_text()
+    benches = {file.stem.removeprefix("bench_") for file in SCRIPTS.glob("bench_*.py")}
+    for bench in benches - {"common", "page", "planning", "workloads"}:
+        assert f"<!-- bench {bench} -->" in text, bench
+        assert f"<!-- end of bench {bench} -->" in text, bench
