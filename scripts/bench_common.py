@@ -77,10 +77,11 @@ class PeakMemory:
 
     def growth_bytes(self) -> int:
         """Return the rise up to now."""
-        return max(_high_water_bytes() - self._before, 0)
+        return max(peak_bytes() - self._before, 0)
 
 
-def _high_water_bytes() -> int:
+def peak_bytes() -> int:
+    """Return the most memory of this process that was resident at once."""
     with suppress(OSError), open("/proc/self/status") as file:
         for line in file:
             if line.startswith("VmHWM"):

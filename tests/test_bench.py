@@ -113,6 +113,16 @@ def test_bench_safetensors_compares_with_the_library(tmp_path: Path) -> None:
         assert case["ours"]["peak_bytes"] < 100 << 20
 
 
+def test_bench_reshard_compares_with_cp(tmp_path: Path) -> None:
+    printed, report = bench("reshard", tmp_path)
+    assert "of cp" in printed
+    assert len(report["copy_seconds"]) == 4
+    assert len(report["worlds"]) == 4
+    for world in report["worlds"].values():
+        assert world["growth_bytes"] < 200 << 20
+        assert world["seconds"] > 0
+
+
 @pytest.mark.dist
 def test_bench_exchange_reads_unique_bytes_once(tmp_path: Path) -> None:
     printed, report = bench("exchange", tmp_path)

@@ -21,7 +21,7 @@ from dcp_placements.cli.commands.importing import import_command
 from dcp_placements.cli.commands.inspecting import inspect_command
 from dcp_placements.cli.commands.megatron import megatron_command
 from dcp_placements.cli.commands.merging import merge_metadata_command
-from dcp_placements.cli.commands.rehearsing import rehearse_command
+from dcp_placements.cli.commands.rehearsing import rehearse_command, reshard_command
 from dcp_placements.cli.commands.transferring import transfer_command
 from dcp_placements.cli.commands.verifying import verify_command
 from dcp_placements.cli.printing import print_error
@@ -46,6 +46,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "import": import_command,
     "export": export_command,
     "rehearse": rehearse_command,
+    "reshard": reshard_command,
     "transfer": transfer_command,
     "doctor": doctor_command,
     "draw": draw_command,

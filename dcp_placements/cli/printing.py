@@ -11,7 +11,14 @@ from json import dumps
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from dcp_placements.errors import format_name, format_names, format_ranks
@@ -126,7 +133,11 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: None
         return
     bar = Progress(
-        *(TextColumn(label), BarColumn(), DownloadColumn(True), TimeRemainingColumn()),
+        TextColumn(label),
+        BarColumn(),
+        DownloadColumn(True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
     )

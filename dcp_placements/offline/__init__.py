@@ -24,6 +24,7 @@ _HOMES = {
     "merge_metadata": "dcp_placements.offline.repairs.merging",
     "rehearse": "dcp_placements.offline.rehearsals.rehearsal",
     "rescue": "dcp_placements.offline.repairs.rescue",
+    "reshard": "dcp_placements.offline.resharding.reshard",
     "save_figure": "dcp_placements.offline.views.picture",
     "to_json": "dcp_placements.offline.as_json",
     "verify": "dcp_placements.offline.checks.verification",

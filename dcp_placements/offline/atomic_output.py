@@ -84,13 +84,15 @@ class Output:
             identity: Different for different outputs. With it the directory outlasts a block that
                 raises, and the next block of the same identity gets it with its files.
         """
-        if not self._resumes(identity):
+        folder = self.unfinished(identity)
+        if folder is None:
+            folder = Folder(self._partial)
             _remove(self._partial)
             self._partial.mkdir()
             if identity is not None:
-                Folder(self._partial).write(IDENTITY, identity.encode())
+                folder.write(IDENTITY, identity.encode())
         try:
-            yield Folder(self._partial)
+            yield folder
             if identity is not None:
                 (self._partial / IDENTITY).unlink()
             _sync_directory(self._partial)
@@ -117,18 +119,23 @@ class Output:
         finally:
             _remove(self._partial)
 
-    def _resumes(self, identity: str | None) -> bool:
-        """Whether this user left an unfinished directory of that identity."""
+    def unfinished(self, identity: str | None) -> Folder | None:
+        """Return the unfinished directory of that identity, if this user left one."""
         if identity is None:
-            return False
+            return None
         try:
             held = os.lstat(self._partial)
             if not stat.S_ISDIR(held.st_mode) or held.st_uid != os.geteuid():
-                return False
+                return None
             plan = self._partial / IDENTITY
-            return is_own_file(plan) and plan.read_text() == identity
+            same = is_own_file(plan) and plan.read_text() == identity
         except (OSError, ValueError):
-            return False
+            return None
+        return Folder(self._partial) if same else None
+
+    def free_nbytes(self) -> int | None:
+        """Return how many bytes can be written there; None where that is not known."""
+        return shutil.disk_usage(self.path.parent).free
 
     def _rename(self) -> None:
         try:

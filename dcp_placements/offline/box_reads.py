@@ -99,17 +99,22 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             stream.close()
         self._files.clear()
 
-    def read(self, tensor: StoredTensor, box: Box) -> torch.Tensor:
+    def read(
+        self, tensor: StoredTensor, box: Box, *, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the elements of a box; where no chunk covers it they are zeros.
 
         Args:
             tensor: One of the checkpoint's.
             box: Within it; memory for it is taken, and 20 MiB besides.
+            into: A contiguous tensor of the box's sizes to fill instead; elements that no chunk
+                covers stay as they are.
 
         Raises:
             PlacementError: A file is missing, too short, or holds something else.
         """
-        into = torch.zeros(box.sizes, dtype=tensor.dtype)
+        if into is None:
+            into = torch.zeros(box.sizes, dtype=tensor.dtype)
         self._target.tensor = into
         by_file: dict[str, list[Record]] = {}
         chunks = self._chunks(tensor)
@@ -166,6 +171,14 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             begin = chunk.start + head.start + skipped
             runs.append((start, chunk.file, begin, shared.numel * itemsize))
         return runs
+
+    def chunk_at(self, tensor: StoredTensor, box: Box) -> StoredChunk | None:
+        """Return the stored chunk that is this box; None where there is none."""
+        met = self._finder(tensor).meeting(box)
+        if len(met) != 1 or met[0][1] != box:
+            return None
+        chunk = self._chunks(tensor)[met[0][0]]
+        return None if chunk.file is None or chunk.transforms else chunk
 
     def copy(self, name: str, start: int, nbytes: int, into: IO[bytes]) -> None:
         """Append bytes of a file to another, which is open without a buffer of its own.

@@ -90,6 +90,13 @@ class RemoteOutput:
     def __exit__(self, *raised: object) -> None:
         pass
 
+    def unfinished(self, identity: str | None) -> None:
+        """Return that there is no unfinished directory: its files are removed."""
+
+    def free_nbytes(self) -> int | None:
+        """Return how many bytes can be written there; None where that is not known."""
+        return None
+
     @contextmanager
     def directory(self, identity: str | None = None) -> Iterator[RemoteFolder]:
         """Yield a directory to write into; the file that is written last completes it.

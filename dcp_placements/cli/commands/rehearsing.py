@@ -1,4 +1,4 @@
-"""``rehearse``: would a checkpoint load into a topology."""
+"""``rehearse`` and ``reshard``: would a checkpoint load into a world; one rewritten for it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dcp_placements.cli.printing import (
     print_lines,
     print_table,
     print_text,
+    progress,
     ranges,
     short,
     show,
@@ -45,6 +46,24 @@ def rehearse_command(
     rehearsal = offline.rehearse(ckpt, resolve(rules), mesh, fsdp=fsdp, expect=keys)
     code = 0 if rehearsal.loads else 1
     return show(rehearsal, lambda: _print(rehearsal), json=json, code=code)
+
+
+def reshard_command(
+    src: Annotated[str, typer.Argument(help="The checkpoint to rewrite.")],
+    out: Annotated[str, typer.Argument(help="The checkpoint to write; must not be there.")],
+    rules: Annotated[str, RULES],
+    mesh: Annotated[MeshAxes, MESH],
+    fsdp: Fsdp = "",
+    json: Json = False,
+) -> int:
+    """Rewrite a checkpoint for the world that is to load it: each rank's bytes in one file.
+
+    An interrupted run is continued by the same command. Files of tensors alone are rewritten;
+    other files of the checkpoint's directory are not copied.
+    """
+    with progress("reshard") as step:
+        result = offline.reshard(src, out, resolve(rules), mesh, fsdp=fsdp, progress=step)
+    return show(result, lambda: print_text(str(result)), json=json)
 
 
 def _keys(path: Path) -> list[str]:
@@ -77,6 +96,7 @@ def _print(rehearsal: Rehearsal) -> None:
         f"memory:    {format_nbytes(memory)} at most, on a rank",
         f"in all:    {ours} read of {format_nbytes(rehearsal.unique_nbytes)}, stock {stock}",
         f"exchange:  {exchanged} read with exchange=True",
+        f"resharded: {_resharded(rehearsal.ranks)}",
         f"whole:     {counted(rehearsal.replicated, 'tensor')} that no rule cuts",
     )
     if rehearsal.unmatched:
@@ -101,6 +121,13 @@ def _rows(ranks: Sequence[RankRehearsal]) -> list[tuple[str, ...]]:
     ordered = sorted(ranks, key=lambda rank: (rank.slices_nbytes, rank.rank))
     extremes = {"least": ordered[0], "median": ordered[len(ordered) // 2], "most": ordered[-1]}
     return [(f"{label}: {rank.rank}", *_costs(rank)) for label, rank in extremes.items()]
+
+
+def _resharded(ranks: Sequence[RankRehearsal]) -> str:
+    """Return what each rank would read of the checkpoint that ``reshard`` writes for them."""
+    files = max(rank.resharded_files for rank in ranks)
+    nbytes = format_nbytes(sum(rank.wanted_nbytes for rank in ranks))
+    return f"{counted(files, 'file')} a rank at most, {nbytes} in all"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dcp_placements.errors import Fault, PlacementError
-from dcp_placements.layout.sharding import LayoutError, Sharding
-from dcp_placements.names.rename_record import holder
+from dcp_placements.errors import Fault
+from dcp_placements.layout.sharding import Sharding
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.declared import MeshAxes, rules_at
-from dcp_placements.offline.rehearsals.costs import Part, parts_by_rule, tensor_classes
-from dcp_placements.offline.rehearsals.refusals import RankPart, Refusals
-from dcp_placements.offline.views.cutting import fsdp_axes, in_mesh_order, layout_at, whole_sharding
+from dcp_placements.offline.declared import MeshAxes
+from dcp_placements.offline.rehearsals.costs import Part
+from dcp_placements.offline.rehearsals.owners import Owners
+from dcp_placements.offline.rehearsals.world_parts import RankParts, WorldParts
 from dcp_placements.rules.mesh import MeshCoordinate
-from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +41,8 @@ class RankRehearsal:
             other ranks need as well, and all of the others.
         reads: Read items: one per stored chunk and box of a tensor that it overlaps.
         files: Files opened.
+        resharded_files: Files opened if the checkpoint is rewritten by ``reshard`` for these ranks;
+            the elements that are wanted are then all that is read.
     """
 
     rank: int
@@ -56,6 +54,7 @@ class RankRehearsal:
     exchange_nbytes: int
     reads: int
     files: int
+    resharded_files: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,92 +138,49 @@ class _Rehearser:
     ) -> None:
         stored = {*checkpoint.tensors, *checkpoint.objects}
         expected = stored if expect is None else set(expect)
-        self._function = function
-        self._axes = dict(axes)
-        self._fsdp = in_mesh_order(axes, fsdp)
+        self._world = WorldParts(checkpoint, function, axes, fsdp, expected)
         self._missing = tuple(sorted(expected - stored))
         self._unread = tuple(sorted(stored - expected))
         self._files = checkpoint.files
-        self._file_numbers = {name: number for number, name in enumerate(checkpoint.files)}
-        self._classes = tensor_classes(checkpoint, expected, self._file_numbers)
         self._objects = [o for fqn, o in checkpoint.objects.items() if fqn in expected]
-        self._refusals = Refusals(checkpoint.metadata, self._axes)
-        self._parts: dict[tuple[tuple[str, ...], str], list[Part]] = {}
-        self._shardings: dict[Any, Sharding] = {}
-        self._is_matched: dict[str, bool] = {}  # by pattern
+        self._owners = Owners()
         self._cut_parts: dict[Any, Part] = {}
 
     def rehearsal(self) -> Rehearsal:
         """Plan the load of every rank."""
+        world = self._world
         ranks = []
-        for rank, coordinate in enumerate(product(*map(range, self._axes.values()))):
-            rules, rename, waive = rules_at(self._function, self._axes, rank)
-            parts = self._parts_of(rules, rename)
-            held = [p for part in parts if (p := self._rank_part(rank, coordinate, part, rules))]
-            for one in held:
-                self._refusals.check_local_shape(rank, coordinate, one, renamed=rename is not None)
-            ranks.append(self._rank_costs(rank, coordinate, held))
-            self._refusals.compare_with_save(rank, parts, held, rename, waive)
+        held = []
+        for one in world.ranks():
+            ranks.append(self._rank_costs(one))
+            held.append(one.parts)
+            for part in one.parts:
+                self._owners.add(one.rank, part)
+        for at, parts in enumerate(held):
+            owners = frozenset[int]().union(*map(self._owners.ranks, parts))
+            # Objects are in the file of rank 0.
+            files = len(owners | {0} if self._objects else owners)
+            ranks[at] = replace(ranks[at], resharded_files=files)
         cut = {fqn for part in self._cut_parts.values() for fqn in part.fqns}
         return Rehearsal(
-            axes=self._axes,
+            axes=world.axes,
             ranks=tuple(ranks),
-            faults=self._refusals.faults(),
-            notes=self._refusals.notes(),
+            faults=world.refusals.faults(),
+            notes=world.refusals.notes(),
             missing=self._missing,
             unread=self._unread,
-            replicated=sum(len(tensors.fqns) for tensors in self._classes) - len(cut),
-            unmatched=tuple(p for p, is_matched in self._is_matched.items() if not is_matched),
-            unique_nbytes=sum(tensors.total_nbytes for tensors in self._classes),
+            replicated=sum(len(tensors.fqns) for tensors in world.classes) - len(cut),
+            unmatched=tuple(p for p, is_matched in world.is_matched.items() if not is_matched),
+            unique_nbytes=sum(tensors.total_nbytes for tensors in world.classes),
         )
 
-    def _parts_of(self, rules: Rules, rename: Any) -> list[Part]:
-        """Return the tensors that a rank has, by class and rule."""
-        holds = holder(rename)
-        if not isinstance(rules, PlacementRules):
-            return parts_by_rule(
-                self._classes, lambda fqn, tensors: _signature(rules(fqn, tensors.example)), holds
-            )
-        # Ranks with equal patterns and equal numbers have equal parts.
-        key = (rules.patterns, "" if holds is None else repr(rename))
-        if key not in self._parts:
-            parts = parts_by_rule(self._classes, lambda fqn, _: rules.pattern_of(fqn), holds)
-            matched = {rules.pattern_of(part.fqn) for part in parts if part.tensors.shape}
-            for pattern in rules.patterns:
-                is_matched = pattern in matched or self._is_matched.get(pattern, False)
-                self._is_matched[pattern] = is_matched
-            self._parts[key] = parts
-        return self._parts[key]
-
-    def _rank_part(
-        self, rank: int, coordinate: Sequence[int], part: Part, rules: Rules
-    ) -> RankPart | None:
-        """Return how a rank holds a part; None, and a fault, if its rule does not fit."""
-        shape = part.tensors.shape
-        placement = rules(part.fqn, part.tensors.example) if shape else None
-        rule = None if placement is None else rule_name(rules, part.fqn)
-        own = fsdp_axes(shape, placement, self._fsdp)
-        key = (part.tensors, _signature(placement))
-        try:
-            if key not in self._shardings:
-                self._shardings[key] = whole_sharding(shape, placement, self._axes, own)
-            sharding = self._shardings[key]
-            layout = layout_at(sharding, placement, self._axes, own, coordinate)
-        except (PlacementError, LayoutError) as error:
-            detail = f"by rule:     {rule_name(rules, part.fqn)}"
-            for fqn in part.fqns:
-                self._refusals.add(rank, fqn, str(error), detail)
-            return None
-        if layout.local_shape != shape:
-            self._cut_parts[part.tensors, part.members.tobytes()] = part
-        return RankPart(part, placement, rule, key, own, sharding, layout)
-
-    def _rank_costs(
-        self, rank: int, coordinate: tuple[int, ...], held: Sequence[RankPart]
-    ) -> RankRehearsal:
-        opened = np.zeros(len(self._file_numbers), bool)
+    def _rank_costs(self, held: RankParts) -> RankRehearsal:
+        numbers = self._world.file_numbers
+        opened = np.zeros(len(numbers), bool)
         wanted = memory = slices = chunks = exchanged = reads = 0
-        for one in held:
+        for one in held.parts:
+            if one.layout.local_shape != one.part.tensors.shape:
+                self._cut_parts[one.part.tensors, one.part.members.tobytes()] = one.part
             need = one.part.need(one.layout)
             wanted += need.wanted
             memory += need.memory
@@ -233,20 +189,20 @@ class _Rehearser:
             exchanged += -(-need.slices // self._replicas(one.sharding))
             reads += need.reads
             opened[need.files] = True
-            self._refusals.check_stored(rank, one.part, need)
+            self._world.refusals.check_stored(held.rank, one.part, need)
         for stored in self._objects:
             if stored.file is not None:
-                opened[self._file_numbers[stored.file]] = True
+                opened[numbers[stored.file]] = True
                 reads += 1
                 slices += stored.nbytes
                 chunks += stored.nbytes
                 exchanged += stored.nbytes
         for name, nbytes in self._files.items():
-            if nbytes is None and opened[self._file_numbers[name]]:
-                self._refusals.add(rank, name, "the checkpoint lacks this file")
+            if nbytes is None and opened[numbers[name]]:
+                self._world.refusals.add(held.rank, name, "the checkpoint lacks this file")
         files = int(opened.sum())
         return RankRehearsal(
-            rank, coordinate, wanted, memory, slices, chunks, exchanged, reads, files
+            held.rank, held.coordinate, wanted, memory, slices, chunks, exchanged, reads, files
         )
 
     def _replicas(self, sharding: Sharding) -> int:
@@ -254,18 +210,4 @@ class _Rehearser:
         if not sharding.is_uniform:
             return 1
         cut = {cut.axis for cut in sharding.cuts}
-        return prod(self._axes.values()) // prod(sharding.axis_sizes[axis] for axis in cut)
-
-
-def _signature(placement: CheckpointPlacement | None) -> Any:
-    """Return what decides how a placement cuts, whatever its rank."""
-    if placement is None:
-        return None
-    mesh = placement.mesh
-    return (
-        tuple(mesh.shape),
-        mesh.mesh_dim_names,
-        placement.placements,
-        placement.global_shape,
-        placement.padded_shape,
-    )
+        return self._world.size // prod(sharding.axis_sizes[axis] for axis in cut)

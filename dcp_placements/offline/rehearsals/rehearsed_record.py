@@ -24,7 +24,7 @@ from dcp_placements.load.comparison.rows import ListedRows, pack, rows_of, witho
 from dcp_placements.load.policy import Policy, compiled
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.rules.placement import CheckpointPlacement
-from dcp_placements.storage.metadata.record import cuts_of, record_of
+from dcp_placements.storage.metadata.record import Cuts, cuts_of, record_of
 
 
 class RehearsedRecord:
@@ -62,12 +62,7 @@ class RehearsedRecord:
         """
         if self._record is None or not sharding.cuts:
             return []
-        names: list[str | None] = []
-        if placement is not None:
-            names += placement.mesh.mesh_dim_names or [None] * len(placement.mesh.shape)
-        # Several axes flattened into one have no name that a save could have recorded.
-        names.append(own[0] if len(own) == 1 else None)
-        loaded = cuts_of(sharding, names)
+        loaded = declared_cuts(sharding, placement, own)
         policy = Policy(waived=compiled(waive))
         groups: dict[int, list[str]] = {}
         for fqn in fqns:
@@ -140,6 +135,24 @@ class RehearsedRecord:
             )
         ranks = groups.keys() | others.keys()
         return {rank: pack(groups.get(rank, {}), others.get(rank, ())) for rank in ranks}
+
+
+def declared_cuts(
+    sharding: Sharding, placement: CheckpointPlacement | None, own: Sequence[str]
+) -> Cuts:
+    """Return the cuts of tensors as a save in that world would record them.
+
+    Args:
+        sharding: How they are cut.
+        placement: By the rule; None without a rule.
+        own: The axes of FSDP, flattened into the last axis of ``sharding``.
+    """
+    names: list[str | None] = []
+    if placement is not None:
+        names += placement.mesh.mesh_dim_names or [None] * len(placement.mesh.shape)
+    # Several axes flattened into one have no name that a save could have recorded.
+    names.append(own[0] if len(own) == 1 else None)
+    return cuts_of(sharding, names)
 
 
 _ANY = "a rank"

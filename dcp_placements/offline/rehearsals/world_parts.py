@@ -1,0 +1,149 @@
+"""What each rank of a world holds of a checkpoint, by the rules alone; the world need not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+from dcp_placements.errors import PlacementError
+from dcp_placements.layout.sharding import LayoutError, Sharding
+from dcp_placements.names.rename_record import holder
+from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.declared import MeshAxes, rules_at
+from dcp_placements.offline.rehearsals.costs import Part, parts_by_rule, tensor_classes
+from dcp_placements.offline.rehearsals.refusals import RankPart, Refusals
+from dcp_placements.offline.views.cutting import fsdp_axes, in_mesh_order, layout_at, whole_sharding
+from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
+from dcp_placements.rules.placement import CheckpointPlacement
+
+
+class RankParts(NamedTuple):
+    """What one rank holds.
+
+    Attributes:
+        rank: Its number, the last axis fastest.
+        coordinate: Its position along each axis.
+        parts: Its tensors, by class and rule; those whose rule fits them.
+        rename: Its rename; None without one.
+    """
+
+    rank: int
+    coordinate: tuple[int, ...]
+    parts: list[RankPart]
+    rename: Any
+
+
+class WorldParts:
+    """What all ranks hold, rank after rank.
+
+    Args:
+        checkpoint: The checkpoint.
+        function: Called with each rank's place in the mesh, as ``rehearse`` has it.
+        axes: The mesh.
+        fsdp: Axes over which FSDP cuts dim 0, as ``rehearse`` has it.
+        expected: The keys to include.
+
+    Attributes:
+        axes: The mesh.
+        classes: The tensors by class.
+        file_numbers: The number of every data file, by name.
+        refusals: What a load on the ranks seen so far would be refused for.
+        is_matched: Whether a key matches, by pattern.
+
+    Raises:
+        CannotLook: An axis in ``fsdp`` is unknown.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        function: Callable[[MeshCoordinate], Any],
+        axes: MeshAxes,
+        fsdp: Sequence[str],
+        expected: set[str],
+    ) -> None:
+        self._function = function
+        self.axes = dict(axes)
+        self._fsdp = in_mesh_order(axes, fsdp)
+        self.file_numbers = {name: number for number, name in enumerate(checkpoint.files)}
+        self.classes = tensor_classes(checkpoint, expected, self.file_numbers)
+        self.refusals = Refusals(checkpoint.metadata, self.axes)
+        self.is_matched: dict[str, bool] = {}
+        self._parts: dict[tuple[tuple[str, ...], str], list[Part]] = {}
+        self._shardings: dict[Any, Sharding] = {}
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.axes.values())
+
+    def ranks(self) -> Iterator[RankParts]:
+        """Yield what each rank holds, after its refusals are added.
+
+        Raises:
+            CannotLook: The function fails, or returns no rules.
+        """
+        for rank, coordinate in enumerate(product(*map(range, self.axes.values()))):
+            rules, rename, waive = rules_at(self._function, self.axes, rank)
+            parts = self._parts_of(rules, rename)
+            held = [p for part in parts if (p := self._rank_part(rank, coordinate, part, rules))]
+            for one in held:
+                self.refusals.check_local_shape(rank, coordinate, one, renamed=rename is not None)
+            self.refusals.compare_with_save(rank, parts, held, rename, waive)
+            yield RankParts(rank, coordinate, held, rename)
+
+    def _parts_of(self, rules: Rules, rename: Any) -> list[Part]:
+        """Return the tensors that a rank has, by class and rule."""
+        holds = holder(rename)
+        if not isinstance(rules, PlacementRules):
+            return parts_by_rule(
+                self.classes, lambda fqn, tensors: _signature(rules(fqn, tensors.example)), holds
+            )
+        # Ranks with equal patterns and equal numbers have equal parts.
+        key = (rules.patterns, "" if holds is None else repr(rename))
+        if key not in self._parts:
+            parts = parts_by_rule(self.classes, lambda fqn, _: rules.pattern_of(fqn), holds)
+            matched = {rules.pattern_of(part.fqn) for part in parts if part.tensors.shape}
+            for pattern in rules.patterns:
+                is_matched = pattern in matched or self.is_matched.get(pattern, False)
+                self.is_matched[pattern] = is_matched
+            self._parts[key] = parts
+        return self._parts[key]
+
+    def _rank_part(
+        self, rank: int, coordinate: Sequence[int], part: Part, rules: Rules
+    ) -> RankPart | None:
+        """Return how a rank holds a part; None, and a fault, if its rule does not fit."""
+        shape = part.tensors.shape
+        placement = rules(part.fqn, part.tensors.example) if shape else None
+        rule = None if placement is None else rule_name(rules, part.fqn)
+        own = fsdp_axes(shape, placement, self._fsdp)
+        key = (part.tensors, _signature(placement))
+        try:
+            if key not in self._shardings:
+                self._shardings[key] = whole_sharding(shape, placement, self.axes, own)
+            sharding = self._shardings[key]
+            layout = layout_at(sharding, placement, self.axes, own, coordinate)
+        except (PlacementError, LayoutError) as error:
+            detail = f"by rule:     {rule_name(rules, part.fqn)}"
+            for fqn in part.fqns:
+                self.refusals.add(rank, fqn, str(error), detail)
+            return None
+        return RankPart(part, placement, rule, key, own, sharding, layout)
+
+
+def _signature(placement: CheckpointPlacement | None) -> Any:
+    """Return what decides how a placement cuts, whatever its rank."""
+    if placement is None:
+        return None
+    mesh = placement.mesh
+    return (
+        tuple(mesh.shape),
+        mesh.mesh_dim_names,
+        placement.placements,
+        placement.global_shape,
+        placement.padded_shape,
+    )

@@ -1,0 +1,4 @@
+"""``reshard``: a checkpoint rewritten for the world that loads it.
+
+Imports what ``offline`` may.
+"""

@@ -1,0 +1,131 @@
+"""Writes the records of one new file, from elements that are read slab by slab.
+
+A chunk that the source has as it is, in a record as this torch writes it, is copied from file to
+file. All else goes through memory once: the next slab is read while one is written and its checksum
+is computed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import IO
+
+import torch
+
+from dcp_placements.layout.sharding import Box
+from dcp_placements.offline.box_reads import BoxReader, pieces
+from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
+from dcp_placements.offline.resharding.target import Entry, Stamps, empty_record
+from dcp_placements.storage.file_reads import write_all
+from dcp_placements.storage.record_contents import memory_of
+
+SMALL_NBYTES = 64 << 10
+"""Elements up to this are written with the rest of their record, in one call."""
+
+SLAB_NBYTES = 8 << 20
+REMOTE_SLAB_NBYTES = 32 << 20
+"""Of a URL, where a request takes long."""
+
+COPY_NBYTES = 256 << 20
+"""Copied in one call, between two steps of the progress."""
+
+
+class RecordWriter(AbstractContextManager["RecordWriter"]):
+    """Writes records. Keeps files of the source open; close it.
+
+    Args:
+        checkpoint: The source.
+        stamps: Of the chunks.
+        advance: Called with the bytes written since the last call.
+
+    Attributes:
+        copied_nbytes: Bytes of records copied from file to file.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, stamps: Stamps, advance: Callable[[int], None]
+    ) -> None:
+        self.copied_nbytes = 0
+        self._reader = BoxReader(checkpoint)
+        self._stamps = stamps
+        self._advance = advance
+        is_local = checkpoint.directory.local("") is not None
+        self._slab_nbytes = SLAB_NBYTES if is_local else REMOTE_SLAB_NBYTES
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._pool = ThreadPoolExecutor(2)
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown()
+        self._reader.close()
+
+    def write(self, entry: Entry, stream: IO[bytes]) -> None:
+        """Append one record to a file that is open without a buffer of its own.
+
+        Raises:
+            PlacementError: A file of the source is missing, too short, or holds something else.
+        """
+        tensor, box = entry.source, entry.box
+        if isinstance(tensor, StoredObject):
+            assert tensor.file is not None, "the source was checked"
+            self._copy(tensor.file, tensor.start, tensor.nbytes, stream)
+            return
+        assert box is not None
+        if not box.numel:
+            write_all(stream, memoryview(empty_record(tensor.dtype, box.sizes)))
+            self._advance(entry.length)
+        elif box.numel * tensor.dtype.itemsize <= SMALL_NBYTES:
+            data = self._read(tensor, box, 0)
+            parts = self._stamps.of(tensor.dtype, box.sizes).parts(bytes(data))
+            write_all(stream, memoryview(b"".join(parts)))
+            self._advance(entry.length)
+        elif (chunk := self._as_it_is(tensor, box, entry.length)) is not None:
+            self._copy(chunk.file or "", chunk.start, chunk.nbytes, stream)
+            self.copied_nbytes += chunk.nbytes
+        else:
+            self._write_slabs(tensor, box, stream)
+
+    def _as_it_is(self, tensor: StoredTensor, box: Box, length: int) -> StoredChunk | None:
+        """Return the stored chunk whose record is that of a new one; None for none."""
+        chunk = self._reader.chunk_at(tensor, box)
+        if chunk is None or chunk.nbytes != length:
+            return None
+        runs = self._reader.runs(tensor, box)
+        return chunk if runs is not None and len(runs) == 1 else None
+
+    def _copy(self, file: str, start: int, nbytes: int, stream: IO[bytes]) -> None:
+        for at in range(start, start + nbytes, COPY_NBYTES):
+            some = min(COPY_NBYTES, start + nbytes - at)
+            self._reader.copy(file, at, some, stream)
+            self._advance(some)
+
+    def _write_slabs(self, tensor: StoredTensor, box: Box, stream: IO[bytes]) -> None:
+        stamp = self._stamps.of(tensor.dtype, box.sizes)
+        slabs = list(pieces(box, self._slab_nbytes // tensor.dtype.itemsize))
+        write_all(stream, memoryview(stamp.head))
+        checksum = 0
+        data = self._read(tensor, slabs[0], 0)
+        for number, following in enumerate([*slabs[1:], None], 1):
+            summed = self._pool.submit(zlib.crc32, data, checksum)
+            ahead = following and self._pool.submit(self._read, tensor, following, number)
+            write_all(stream, data)
+            checksum = summed.result()
+            self._advance(data.nbytes)
+            if ahead is not None:
+                data = ahead.result()
+        tail = stamp.tail(checksum)
+        write_all(stream, memoryview(tail))
+        self._advance(len(stamp.head) + len(tail))
+
+    def _read(self, tensor: StoredTensor, piece: Box, number: int) -> memoryview:
+        """Return the elements of a piece, in one of the buffers."""
+        nbytes = piece.numel * tensor.dtype.itemsize
+        at = number % len(self._buffers)
+        if self._buffers[at].numel() < nbytes:
+            self._buffers[at] = torch.empty(nbytes, dtype=torch.uint8)
+        into = self._buffers[at][:nbytes].view(tensor.dtype).view(piece.sizes)
+        memory = memory_of(self._reader.read(tensor, piece, into=into))
+        assert memory is not None
+        return memory

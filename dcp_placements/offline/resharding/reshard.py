@@ -1,0 +1,223 @@
+"""A checkpoint rewritten for the world that loads it: each rank's bytes in its own file."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+from dcp_placements._torch import CURRENT_DCP_VERSION
+from dcp_placements.errors import (
+    CannotLook,
+    PlacementError,
+    format_name,
+    format_names,
+    format_nbytes,
+)
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.checks.structure import (
+    file_faults,
+    id_faults,
+    place_faults,
+    records_by_file,
+    tiling_faults,
+)
+from dcp_placements.offline.declared import MeshAxes
+from dcp_placements.offline.readers.dcp import TORCH_DIST
+from dcp_placements.offline.remote_output import AnyFolder, AnyOutput, output_at
+from dcp_placements.offline.resharding.records import SMALL_NBYTES, RecordWriter
+from dcp_placements.offline.resharding.target import Target
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.storage.metadata.file import write_metadata
+from dcp_placements.storage.metadata.table import Rows, RowsBuilder, StorageTable, join
+
+Progress = Callable[[int, int], None]
+"""``(done, total)`` in bytes."""
+
+MAX_FAULTS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """What was written.
+
+    Attributes:
+        source: The checkpoint.
+        out: The new checkpoint.
+        axes: The mesh that it is for: sizes by axis name.
+        files: Bytes by file, one for each rank that has a box that no lower rank has.
+        tensors: Number of tensors.
+        objects: Number of keys that are no tensors.
+        kept: Files of an earlier attempt.
+        copied: Bytes of records copied from file to file, as they were.
+        left_out: Files of the source that hold no tensor or object.
+    """
+
+    JSON: ClassVar[str] = "source out axes files tensors objects kept left_out"
+
+    source: str
+    out: str
+    axes: Mapping[str, int]
+    files: Mapping[str, int]
+    tensors: int
+    objects: int
+    kept: tuple[str, ...]
+    copied: int
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ranks = prod(self.axes.values())
+        mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+        count = f"{len(self.files)} file{'' if len(self.files) == 1 else 's'}"
+        total = format_nbytes(sum(self.files.values()))
+        lines = [f"{self.tensors} tensors, {total}, in {count} for {mesh}: {self.out}"]
+        if len(self.files) < ranks:
+            few = ranks - len(self.files)
+            lines.append(f"    without a file of their own: {few} ranks, replicas of lower ones")
+        if self.kept:
+            lines.append(f"    kept of an earlier attempt: {format_names(self.kept, 3)}")
+        if self.left_out:
+            lines.append(f"    left out: {format_names(self.left_out, 3)}")
+        return "\n".join(map(format_name, lines))
+
+
+def reshard(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    out: str | os.PathLike[str],
+    rules: Callable[[MeshCoordinate], Any],
+    axes: MeshAxes,
+    *,
+    fsdp: Sequence[str] = (),
+    progress: Progress = lambda done, total: None,
+) -> Resharded:
+    """Rewrite a checkpoint for the world that is to load it.
+
+    Each box of a tensor goes into the file of the lowest rank that holds it, objects into that of
+    rank 0. So a rank whose boxes no other holds reads one file, from its beginning to its end. An
+    interrupted attempt is continued, if it has the same arguments and source.
+
+    Args:
+        checkpoint: The source; its data is read piece by piece.
+        out: A directory or URL where nothing is yet.
+        rules: As for ``rehearse``: what each rank of the world declares.
+        axes: The mesh: sizes by axis name, the last axis fastest in rank order.
+        fsdp: As for ``rehearse``: axes over which FSDP cuts dim 0.
+        progress: Called as files are written.
+
+    Raises:
+        CannotLook: There is no checkpoint, or it cannot be read; ``out`` exists, another process
+            is writing it, or there is no room; an axis in ``fsdp`` is unknown, or ``rules`` fails.
+        PlacementError: The checkpoint is not whole; a load in that world would be refused; its
+            ranks do not hold all of a tensor. All of it before anything is written.
+    """
+    with output_at(out) as output:
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = Checkpoint(checkpoint)
+        if checkpoint.format == TORCH_DIST:
+            raise CannotLook(
+                f"{checkpoint.path}: Megatron's torch_dist has state beside its tensors\n"
+                "    way out:     dcp-placements import makes a DCP checkpoint of it"
+            )
+        _check_whole(checkpoint)
+        target = Target(checkpoint, rules, axes, fsdp)
+        identity = target.identity()
+        save_id = uuid.uuid4().bytes if identity is None else bytes.fromhex(identity)[:16]
+        names = {rank: target.file_name(rank, save_id) for rank in target.ranks}
+        files = {names[rank]: target.nbytes(rank) for rank in target.ranks}
+        unfinished = output.unfinished(identity)
+        kept = [name for name in files if unfinished is not None and unfinished.has(name)]
+        _check_room(output, sum(files.values()) - sum(files[name] for name in kept))
+        with output.directory(identity) as folder:
+            copied = _write(checkpoint, target, folder, names, save_id, progress)
+    return Resharded(
+        source=checkpoint.path,
+        out=str(output.path),
+        axes=dict(axes),
+        files=files,
+        tensors=len(checkpoint.tensors),
+        objects=len(checkpoint.objects),
+        kept=tuple(kept),
+        copied=copied,
+        left_out=tuple(name for name in checkpoint.other_files if not name.startswith(".")),
+    )
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """Refuse a source whose metadata or sizes of files show that it is damaged."""
+    faults = [*tiling_faults(checkpoint), *place_faults(checkpoint), *id_faults(checkpoint)]
+    faults += file_faults(checkpoint, records_by_file(checkpoint))
+    if faults:
+        lines = [
+            f"{fault.kind}: {format_names(fault.tensors or fault.files, 4)}: {fault.message}"
+            for fault in faults[:MAX_FAULTS]
+        ]
+        more = len(faults) - len(lines)
+        if more:
+            lines.append(f"and {more} more: dcp-placements verify lists them")
+        raise PlacementError("\n    ".join([f"{checkpoint.path}: it is not whole", *lines]))
+
+
+def _check_room(output: AnyOutput, needed: int) -> None:
+    free = output.free_nbytes()
+    if free is not None and free < needed:
+        raise CannotLook(
+            f"{format_name(output.path)}: {format_nbytes(needed)} are to be written there, and "
+            f"{format_nbytes(free)} are free\n"
+            "    way out:     give a path on another disk, or make room"
+        )
+
+
+def _write(
+    checkpoint: Checkpoint,
+    target: Target,
+    folder: AnyFolder,
+    names: Mapping[int, str],
+    save_id: bytes,
+    progress: Progress,
+) -> int:
+    """Write all files, ``.metadata`` last; return the bytes of records copied as they were."""
+    total = sum(target.nbytes(rank) for rank in names)
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    rows = []
+    with RecordWriter(checkpoint, target.stamps, advance) as writer:
+        for rank, name in names.items():
+            rows.append(_rows(target, rank, name))
+            if folder.has(name):
+                advance(target.nbytes(rank))
+                continue
+            with folder.file(name, buffering=0) as stream:
+                for entry in target.entries(rank):
+                    writer.write(entry, stream)
+    with quiet_gc():
+        metadata = target.metadata(save_id)
+        metadata.version = CURRENT_DCP_VERSION
+        with folder.file(".metadata") as stream:
+            write_metadata(metadata, StorageTable(join(rows)), stream)
+    return writer.copied_nbytes
+
+
+def _rows(target: Target, rank: int, name: str) -> Rows:
+    """Return the place of every record of a file."""
+    rows = RowsBuilder()
+    start = 0
+    for entry in target.entries(rank):
+        kind, begins = None, None
+        if isinstance(entry.source, StoredTensor) and entry.box is not None and entry.box.numel:
+            dtype, sizes = entry.source.dtype, entry.box.sizes
+            if entry.box.numel * dtype.itemsize <= SMALL_NBYTES:
+                kind = (str(dtype), sizes, entry.length)
+                begins = target.stamps.of(dtype, sizes).start
+        rows.add(entry.index, path=name, start=start, length=entry.length)
+        rows.add_start(kind, begins)
+        start += entry.length
+    return rows.rows()

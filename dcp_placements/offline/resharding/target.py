@@ -1,0 +1,276 @@
+"""The checkpoint that is written: which file holds which records, and where.
+
+Everything here follows from the metadata of the source and the rules of the target, so that an
+interrupted attempt is continued with the files that it finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from dcp_placements.errors import Fault, PlacementError, raise_faults
+from dcp_placements.layout.sharding import Box
+from dcp_placements.names.rename_record import Step, renames_in_force
+from dcp_placements.offline.checkpoint import Checkpoint, StoredObject, StoredTensor
+from dcp_placements.offline.checks.structure import box_faults
+from dcp_placements.offline.declared import MeshAxes
+from dcp_placements.offline.rehearsals.owners import OwnedTensors, Owners
+from dcp_placements.offline.rehearsals.rehearsed_record import declared_cuts
+from dcp_placements.offline.rehearsals.world_parts import WorldParts
+from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
+from dcp_placements.storage.metadata.record import Cuts, packed_record, record_of
+from dcp_placements.storage.metadata.save_ids import named
+from dcp_placements.storage.tensor_stamp import Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record of a new file.
+
+    Attributes:
+        index: Its key and offsets.
+        length: Its bytes.
+        box: Of a tensor, the chunk.
+        source: The stored tensor or object that has the contents.
+    """
+
+    index: MetadataIndex
+    length: int
+    source: StoredTensor | StoredObject
+    box: Box | None = None
+
+
+class Stamps:
+    """The stamps of all chunks, by dtype and shape."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[tuple[torch.dtype, tuple[int, ...]], Stamp] = {}
+
+    def of(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Stamp:
+        """Return the stamp of chunks with elements.
+
+        Raises:
+            PlacementError: This torch writes another format.
+        """
+        key = dtype, shape
+        if key not in self._stamps:
+            try:
+                self._stamps[key] = Stamp.of(dtype, shape)
+            except ValueError as error:
+                raise PlacementError(f"torch {torch.__version__}: {error}") from error
+        return self._stamps[key]
+
+
+def empty_record(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    """Return the record of a chunk without elements."""
+    buffer = io.BytesIO()
+    torch.save(torch.empty(tuple(shape), dtype=dtype), buffer)
+    return buffer.getvalue()
+
+
+class Target:
+    """What is to be written.
+
+    Args:
+        checkpoint: The source.
+        function: Called with each rank's place in the mesh, as ``rehearse`` has it.
+        axes: The mesh.
+        fsdp: Axes over which FSDP cuts dim 0, as ``rehearse`` has it.
+
+    Attributes:
+        size: Ranks.
+        stamps: Of all chunks.
+
+    Raises:
+        CannotLook: The function fails, or an axis in ``fsdp`` is unknown.
+        PlacementError: A load in that world would be refused, or its ranks do not hold everything.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        function: Callable[[MeshCoordinate], Any],
+        axes: MeshAxes,
+        fsdp: Sequence[str],
+    ) -> None:
+        self.stamps = Stamps()
+        self._checkpoint = checkpoint
+        self._axes = dict(axes)
+        stored = {*checkpoint.tensors, *checkpoint.objects}
+        world = WorldParts(checkpoint, function, axes, fsdp, stored)
+        self.size = world.size
+        self._cuts: dict[str, Cuts] = {}
+        self._rules: dict[str, str] = {}
+        self._renames: dict[Step, None] = {}
+        owners = Owners()
+        declared: set[Any] = set()
+        for held in world.ranks():
+            self._renames.update(dict.fromkeys(renames_in_force(held.rename, (), ())))
+            for part in held.parts:
+                owners.add(held.rank, part)
+                key = part.key, part.part.members.tobytes(), part.rule
+                if key not in declared:
+                    declared.add(key)
+                    cuts = declared_cuts(part.sharding, part.placement, part.own)
+                    self._declare(part.part.fqns, cuts, part.rule)
+        faults = list(world.refusals.faults())
+        groups = [group for tensors in world.classes for group in owners.groups(tensors)]
+        if not faults:
+            for group in groups:
+                faults += _cover_faults(group)
+        raise_faults("the checkpoint cannot be rewritten for this world", faults)
+        self._by_rank: dict[int, list[tuple[OwnedTensors, list[Box]]]] = {}
+        self._group_of: dict[str, OwnedTensors] = {}
+        for group in groups:
+            self._group_of.update(dict.fromkeys(group.fqns, group))
+            boxes: dict[int, list[Box]] = {}
+            for box, rank in group.owners.items():
+                boxes.setdefault(rank, []).append(box)
+            for rank, owned in boxes.items():
+                self._by_rank.setdefault(rank, []).append((group, owned))
+        if checkpoint.objects:
+            self._by_rank.setdefault(0, [])
+        self._order = {fqn: at for at, fqn in enumerate(checkpoint.metadata.state_dict_metadata)}
+
+    def _declare(self, fqns: Sequence[str], cuts: Cuts, rule: str | None) -> None:
+        for fqn in fqns:
+            # Nothing is recorded of a key that ranks declare in several ways.
+            if self._cuts.setdefault(fqn, cuts) != cuts:
+                self._cuts[fqn] = ()
+            if rule is not None:
+                self._rules[fqn] = rule
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have a file."""
+        return sorted(self._by_rank)
+
+    def nbytes(self, rank: int) -> int:
+        """Return the bytes of a rank's file."""
+        total = sum(
+            len(group.members) * sum(self._length(group, box) for box in boxes)
+            for group, boxes in self._by_rank[rank]
+        )
+        return total + sum(stored.nbytes for stored in self._objects(rank))
+
+    def entries(self, rank: int) -> Iterator[Entry]:
+        """Yield the records of a rank's file, in file order: the keys as the source lists them."""
+        tensors = self._checkpoint.tensors
+        held = [
+            (self._order[fqn], fqn, group, boxes)
+            for group, boxes in self._by_rank[rank]
+            for fqn in group.fqns
+        ]
+        for stored in self._objects(rank):
+            yield Entry(MetadataIndex(stored.fqn), stored.nbytes, stored)
+        for _, fqn, group, boxes in sorted(held, key=lambda one: one[0]):
+            for box in boxes:
+                index = MetadataIndex(fqn, torch.Size(box.offsets))
+                yield Entry(index, self._length(group, box), tensors[fqn], box)
+
+    def _objects(self, rank: int) -> list[StoredObject]:
+        return list(self._checkpoint.objects.values()) if rank == 0 else []
+
+    def _length(self, group: OwnedTensors, box: Box) -> int:
+        dtype = group.tensors.dtype
+        if not box.numel:
+            return len(empty_record(dtype, box.sizes))
+        return self.stamps.of(dtype, box.sizes).length
+
+    def file_name(self, rank: int, save_id: bytes) -> str:
+        """Return the name of a rank's file."""
+        return f"{named(f'__{rank}_', save_id)}0.distcp"
+
+    def identity(self) -> str | None:
+        """Return a digest of the source's files and of what is written; None if unknown.
+
+        A source at a URL is identified by the id of its save, if it records one.
+        """
+        checkpoint, directory = self._checkpoint, self._checkpoint.directory
+        others = [name for name in directory.names() if name.endswith((".metadata", ".json"))]
+        files = [
+            (name, directory.size(name), directory.modified(name))
+            for name in sorted({*checkpoint.files, *others})
+            if directory.size(name) is not None
+        ]
+        save_id = (checkpoint.provenance or {}).get("save_id")
+        if save_id is None and any(modified is None for _, _, modified in files):
+            return None
+        digest = hashlib.sha256(json.dumps([files, save_id, self._axes]).encode())
+        for group in dict.fromkeys(self._group_of.values()):
+            text = f"{group.fqns} {sorted(group.owners.items())}\n"
+            digest.update(text.encode("utf-8", "surrogatepass"))
+        declared = sorted(self._cuts.items()), sorted(self._rules.items()), list(self._renames)
+        digest.update(f"{declared} {torch.__version__}".encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    def metadata(self, save_id: bytes) -> Metadata:
+        """Return the metadata of the new checkpoint, without places."""
+        source = self._checkpoint.metadata
+        chunks: dict[OwnedTensors, list[ChunkStorageMetadata]] = {}
+        stored: dict[str, Any] = {}
+        for fqn, entry in source.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                stored[fqn] = BytesStorageMetadata()
+                continue
+            group = self._group_of[fqn]
+            if group not in chunks:
+                chunks[group] = [
+                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                    for box in sorted(group.owners)
+                ]
+            stored[fqn] = TensorStorageMetadata(entry.properties, entry.size, chunks[group])
+        paths = source.planner_data
+        data: dict[Any, Any] = {fqn: (fqn,) for fqn in stored}
+        if isinstance(paths, Mapping):
+            data = {key: path for key, path in paths.items() if key != RESERVED_KEY}
+        data[RESERVED_KEY] = self._provenance(save_id, stored)
+        return Metadata(stored, planner_data=data)
+
+    def _provenance(self, save_id: bytes, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the record of this save."""
+        old = self._checkpoint.provenance or {}
+        provenance = identity(save_id, world_size=self.size, step=old.get("step"))
+        numbers: dict[Cuts, int] = {(): 0}
+        group_of = {fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in self._cuts.items()}
+        # Those of the source still describe the keys.
+        record = record_of(self._checkpoint.metadata)
+        renames: dict[Step, None] = {} if record is None else dict.fromkeys(record.renames)
+        renames |= self._renames
+        provenance |= packed_record(list(numbers), group_of, keys, renames)
+        provenance |= {"axes": self._axes, "rules": self._rules}
+        if "save_id" in old:
+            provenance["resharded_from"] = old["save_id"]
+        return provenance
+
+
+def _cover_faults(group: OwnedTensors) -> Iterator[Fault]:
+    """Yield what the ranks lack of tensors, or hold in boxes that overlap."""
+    shape = group.tensors.shape
+    if not group.owners:
+        headline = "no rank of this world has this key"
+        likely = "likely:      rename= of the rules leaves out its number"
+        yield from (Fault(fqn, headline, (likely,)) for fqn in group.fqns)
+        return
+    if prod(shape) == 0:
+        return
+    whole = Box((0,) * len(shape), shape)
+    for kind, message in box_faults(whole, group.owners):
+        headline = f"the ranks of this world do not make the whole: {kind}: {message}"
+        yield from (Fault(fqn, headline) for fqn in group.fqns)
