@@ -84,7 +84,7 @@ class Output:
             identity: Different for different outputs. With it the directory outlasts a block that
                 raises, and the next block of the same identity gets it with its files.
         """
-        folder = self.unfinished(identity)
+        folder = self._unfinished(identity)
         if folder is None:
             folder = Folder(self._partial)
             _remove(self._partial)
@@ -119,7 +119,16 @@ class Output:
         finally:
             _remove(self._partial)
 
-    def unfinished(self, identity: str | None) -> Folder | None:
+    def room_nbytes(self, identity: str | None) -> int | None:
+        """Return how many bytes the output may have; None where that is not known.
+
+        These are what is free, and what an unfinished directory of that identity has.
+        """
+        folder = self._unfinished(identity)
+        held = 0 if folder is None else sum(file.stat().st_size for file in folder.path.iterdir())
+        return shutil.disk_usage(self.path.parent).free + held
+
+    def _unfinished(self, identity: str | None) -> Folder | None:
         """Return the unfinished directory of that identity, if this user left one."""
         if identity is None:
             return None
@@ -132,10 +141,6 @@ class Output:
         except (OSError, ValueError):
             return None
         return Folder(self._partial) if same else None
-
-    def free_nbytes(self) -> int | None:
-        """Return how many bytes can be written there; None where that is not known."""
-        return shutil.disk_usage(self.path.parent).free
 
     def _rename(self) -> None:
         try:

@@ -90,11 +90,8 @@ class RemoteOutput:
     def __exit__(self, *raised: object) -> None:
         pass
 
-    def unfinished(self, identity: str | None) -> None:
-        """Return that there is no unfinished directory: its files are removed."""
-
-    def free_nbytes(self) -> int | None:
-        """Return how many bytes can be written there; None where that is not known."""
+    def room_nbytes(self, identity: str | None) -> int | None:
+        """Return how many bytes the output may have; None where that is not known."""
         return None
 
     @contextmanager

@@ -394,9 +394,9 @@ def test_what_a_load_would_be_refused_for_is_refused(
     with pytest.raises(PlacementError, match=r"experts.w2: .*hole"):
         reshard(source, tmp_path / "out", half, {"ep": 2})
     monkeypatch.setattr(
-        "dcp_placements.offline.atomic_output.Output.free_nbytes", lambda output: 100
+        "dcp_placements.offline.atomic_output.Output.room_nbytes", lambda *args: 100
     )
-    with pytest.raises(CannotLook, match="100 B are free"):
+    with pytest.raises(CannotLook, match="there is room for 100 B"):
         reshard(source, tmp_path / "out", rules_by_ep, {"ep": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

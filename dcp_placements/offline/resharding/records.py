@@ -1,13 +1,11 @@
 """Writes the records of one new file, from elements that are read slab by slab.
 
 A chunk that the source has as it is, in a record as this torch writes it, is copied from file to
-file. All else goes through memory once: the next slab is read while one is written and its checksum
-is computed.
+file. All else goes through memory once: the next slab is read while one is summed and written.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -20,7 +18,9 @@ from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
 from dcp_placements.offline.resharding.target import Entry, Stamps, empty_record
 from dcp_placements.storage.file_reads import write_all
+from dcp_placements.storage.hashing import crc32
 from dcp_placements.storage.record_contents import memory_of
+from dcp_placements.storage.tensor_stamp import BLOCK_NBYTES
 
 SMALL_NBYTES = 64 << 10
 """Elements up to this are written with the rest of their record, in one call."""
@@ -55,7 +55,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
         is_local = checkpoint.directory.local("") is not None
         self._slab_nbytes = SLAB_NBYTES if is_local else REMOTE_SLAB_NBYTES
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-        self._pool = ThreadPoolExecutor(2)
+        self._pool = ThreadPoolExecutor(1)
 
     def __exit__(self, *exception: object) -> None:
         self._pool.shutdown()
@@ -108,10 +108,11 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
         checksum = 0
         data = self._read(tensor, slabs[0], 0)
         for number, following in enumerate([*slabs[1:], None], 1):
-            summed = self._pool.submit(zlib.crc32, data, checksum)
             ahead = following and self._pool.submit(self._read, tensor, following, number)
-            write_all(stream, data)
-            checksum = summed.result()
+            for start in range(0, data.nbytes, BLOCK_NBYTES):
+                block = data[start : start + BLOCK_NBYTES]
+                checksum = crc32(block, checksum)
+                write_all(stream, block)
             self._advance(data.nbytes)
             if ahead is not None:
                 data = ahead.result()

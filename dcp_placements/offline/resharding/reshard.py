@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -125,13 +124,12 @@ def reshard(
         _check_whole(checkpoint)
         target = Target(checkpoint, rules, axes, fsdp)
         identity = target.identity()
-        save_id = uuid.uuid4().bytes if identity is None else bytes.fromhex(identity)[:16]
+        save_id = bytes.fromhex(identity)[:16]
         names = {rank: target.file_name(rank, save_id) for rank in target.ranks}
         files = {names[rank]: target.nbytes(rank) for rank in target.ranks}
-        unfinished = output.unfinished(identity)
-        kept = [name for name in files if unfinished is not None and unfinished.has(name)]
-        _check_room(output, sum(files.values()) - sum(files[name] for name in kept))
+        _check_room(output, identity, sum(files.values()))
         with output.directory(identity) as folder:
+            kept = tuple(name for name in files if folder.has(name))
             copied = _write(checkpoint, target, folder, names, save_id, progress)
     return Resharded(
         source=checkpoint.path,
@@ -140,7 +138,7 @@ def reshard(
         files=files,
         tensors=len(checkpoint.tensors),
         objects=len(checkpoint.objects),
-        kept=tuple(kept),
+        kept=kept,
         copied=copied,
         left_out=tuple(name for name in checkpoint.other_files if not name.startswith(".")),
     )
@@ -161,12 +159,12 @@ def _check_whole(checkpoint: Checkpoint) -> None:
         raise PlacementError("\n    ".join([f"{checkpoint.path}: it is not whole", *lines]))
 
 
-def _check_room(output: AnyOutput, needed: int) -> None:
-    free = output.free_nbytes()
-    if free is not None and free < needed:
+def _check_room(output: AnyOutput, identity: str, needed: int) -> None:
+    room = output.room_nbytes(identity)
+    if room is not None and room < needed:
         raise CannotLook(
-            f"{format_name(output.path)}: {format_nbytes(needed)} are to be written there, and "
-            f"{format_nbytes(free)} are free\n"
+            f"{format_name(output.path)}: it takes {format_nbytes(needed)}, and there is room for "
+            f"{format_nbytes(room)}\n"
             "    way out:     give a path on another disk, or make room"
         )
 

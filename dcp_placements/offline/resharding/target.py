@@ -197,22 +197,13 @@ class Target:
         """Return the name of a rank's file."""
         return f"{named(f'__{rank}_', save_id)}0.distcp"
 
-    def identity(self) -> str | None:
-        """Return a digest of the source's files and of what is written; None if unknown.
-
-        A source at a URL is identified by the id of its save, if it records one.
-        """
-        checkpoint, directory = self._checkpoint, self._checkpoint.directory
-        others = [name for name in directory.names() if name.endswith((".metadata", ".json"))]
-        files = [
-            (name, directory.size(name), directory.modified(name))
-            for name in sorted({*checkpoint.files, *others})
-            if directory.size(name) is not None
-        ]
-        save_id = (checkpoint.provenance or {}).get("save_id")
-        if save_id is None and any(modified is None for _, _, modified in files):
-            return None
-        digest = hashlib.sha256(json.dumps([files, save_id, self._axes]).encode())
+    def identity(self) -> str:
+        """Return a digest of the source's files and of what is written."""
+        directory = self._checkpoint.directory
+        names = {*self._checkpoint.files}
+        names.update(name for name in directory.names() if name.endswith((".metadata", ".json")))
+        files = [(name, directory.version(name)) for name in sorted(names)]
+        digest = hashlib.sha256(json.dumps([files, self._axes]).encode())
         for group in dict.fromkeys(self._group_of.values()):
             text = f"{group.fqns} {sorted(group.owners.items())}\n"
             digest.update(text.encode("utf-8", "surrogatepass"))
