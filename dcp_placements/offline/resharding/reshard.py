@@ -31,8 +31,9 @@ from dcp_placements.offline.resharding.records import SMALL_NBYTES, RecordWriter
 from dcp_placements.offline.resharding.target import Target
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.table import Rows, RowsBuilder, StorageTable, join
+from dcp_placements.storage.metadata.table import Rows, RowsBuilder, join
 
 Progress = Callable[[int, int], None]
 """``(done, total)`` in bytes."""
@@ -199,8 +200,9 @@ def _write(
     with quiet_gc():
         metadata = target.metadata(save_id)
         metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = StorageTable(join(rows))
         with folder.file(".metadata") as stream:
-            write_metadata(metadata, StorageTable(join(rows)), stream)
+            write_metadata(metadata, stream)
     return writer.copied_nbytes
 
 
