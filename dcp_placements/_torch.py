@@ -119,6 +119,7 @@ __all__ = [
     "agreed",
     "axis_group",
     "chunk_list",
+    "copy_each",
     "cpu_tensors",
     "create_default_global_save_plan",
     "default_write_items",
@@ -353,6 +354,15 @@ def agreed(
     """
     wrapper = _DistWrapper(process_group, world_size() > 1, 0)
     return wrapper.all_reduce(step, on_rank, on_coordinator)
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy every source to the target of its size, in one call where they are plain tensors."""
+    if targets and all(type(target) is torch.Tensor for target in targets):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def cpu_tensors(

@@ -139,7 +139,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             )
         objects = [
             (path, value)
-            for path, value in leaves(state_dict)
+            for path, value in leaves(_without_tensors(state_dict))
             if value is not None and not isinstance(value, torch.Tensor)
         ]
         self._run = RankLoad()
@@ -259,3 +259,14 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             exchange.finish(error, self.lookup_tensor, self.report)
         elif error is not None:
             raise error
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return a nested dict without the tensors in its dicts, which are most of its leaves."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: _without_tensors(each)
+        for key, each in value.items()
+        if not isinstance(each, torch.Tensor)
+    }

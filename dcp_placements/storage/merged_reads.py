@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from dcp_placements._torch import LoadPlanner, TensorStorageMetadata
@@ -19,6 +20,7 @@ from dcp_placements.storage.record_contents import (
     Delivery,
     Record,
     Transformed,
+    every_gap,
     memory_of,
 )
 from dcp_placements.storage.tensor_record import (
@@ -55,11 +57,6 @@ def cheap_gap(run_nbytes: int) -> int:
     (4096, 512)
     """
     return 4096 if run_nbytes < 512 else 512
-
-
-def _any_gap(run_nbytes: int) -> int:
-    """Return that any gap will do: the bytes between are in memory already."""
-    return SMALL_NBYTES
 
 
 class ChunkReader:
@@ -128,24 +125,36 @@ class ChunkReader:
             self._span = memoryview(bytearray(nbytes))
         held = self._span[:nbytes]
         file.read_into(held, start)
-        for record in span:
-            part = HeldPart(held[record.info.offset - start : record.end - start])
-            tensor = self.tensor_record(record, part)
-            self._delivery.deliver(record, tensor, part, _any_gap, path)
+        for records in _alike(span):
+            first = records[0].info.offset - start
+            part = HeldPart(held[first : records[0].end - start])
+            tensor = self.tensor_record(records[0], part)
+            if len(records) > 1 and tensor is not None:
+                rows = np.frombuffer(held[first : records[-1].end - start], np.uint8)
+                rows = rows.reshape(len(records), -1)
+                if tensor.nbytes and (rows[:, : tensor.start] == rows[0, : tensor.start]).all():
+                    self._delivery.deliver_alike(records, tensor, rows, path)
+                    continue
+            for record in records:
+                part = HeldPart(held[record.info.offset - start : record.end - start])
+                tensor = self.tensor_record(record, part)
+                self._delivery.deliver(record, tensor, part, every_gap, path)
 
     def _reads_exactly(self, file: CountedFile, path: str, span: Sequence[Record]) -> bool:
         """Read only the elements of a span; False where there is not much beside them."""
         if not self._starts:
             return False
-        tensors = []
-        for record in span:
-            tensor = self._recorded_start(record)
-            if tensor is None:
-                return False
-            tensors.append(tensor)
+        # Records of one length have about as many elements.
+        runs = list(_alike(span))
+        firsts = [self._recorded_start(run[0]) for run in runs]
         nbytes = span[-1].end - span[0].info.offset
-        needed = sum(tensor.nbytes for tensor in tensors)
+        needed = sum(
+            first.nbytes * len(run) for first, run in zip(firsts, runs, strict=True) if first
+        )
         if needed < EXACT_NBYTES * len(span) or 1.1 * needed >= nbytes:
+            return False
+        tensors = [tensor for record in span if (tensor := self._recorded_start(record))]
+        if len(tensors) < len(span):
             return False
         file.announce(span[0].info.offset, nbytes)
         for record, tensor in zip(span, tensors, strict=True):
@@ -191,10 +200,12 @@ class ChunkReader:
     def _spans(self, records: Sequence[Record]) -> Iterator[list[Record]]:
         """Yield records that are read in one call."""
         span: list[Record] = []
+        small = False
         for record in records:
+            small, before_is_small = self._is_small(record), small
             if span and not (
-                self._is_small(record)
-                and self._is_small(span[-1])
+                small
+                and before_is_small
                 and record.info.offset - span[-1].end <= NEIGHBOUR_NBYTES
                 and record.end - span[0].info.offset <= SPAN_NBYTES
                 and record.is_object == span[-1].is_object
@@ -210,10 +221,28 @@ class ChunkReader:
         limit = SMALL_NBYTES if record.reads[0][1] is None else SPAN_NBYTES
         if info.length > limit or info.transform_descriptors:
             return False
+        if record.is_object:
+            return True
         wanted = HEADS_NBYTES[0]
         for item, _ in record.reads:
             stored = self._stored.get(item.storage_index.fqn)
-            if record.is_object or not isinstance(stored, TensorStorageMetadata):
+            if not isinstance(stored, TensorStorageMetadata):
                 return True
             wanted += item.lengths.numel() * stored.properties.dtype.itemsize
         return bool(2 * wanted >= info.length)
+
+
+def _alike(span: Sequence[Record]) -> Iterator[list[Record]]:
+    """Yield records of a span in runs of equal lengths without gaps, each wanted by one item."""
+    run: list[Record] = []
+    for record in span:
+        if run and (
+            record.info.length != run[-1].info.length
+            or record.info.offset != run[-1].end
+            or len(record.reads) > 1
+            or len(run[-1].reads) > 1
+        ):
+            yield run
+            run = []
+        run.append(record)
+    yield run

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from dcp_placements._torch import (
@@ -18,11 +19,12 @@ from dcp_placements._torch import (
     LoadPlanner,
     ReadItem,
     StorageInfo,
+    copy_each,
     narrow_tensor_by_index,
 )
 from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.layout.byte_ranges import Gap, halves, segments
-from dcp_placements.storage.file_reads import Part
+from dcp_placements.storage.file_reads import HeldPart, Part
 from dcp_placements.storage.metadata.shadow_records import packed_object
 from dcp_placements.storage.shadow_reads import Packed
 from dcp_placements.storage.tensor_record import TensorRecord, load_saved_tensor
@@ -33,6 +35,8 @@ takes less time than a second request."""
 
 BUFFER_NBYTES = 16 << 20
 """The largest buffer for elements that cannot be read in place."""
+
+Array = np.ndarray[Any, Any]
 
 Transformed = Callable[[ReadItem, Sequence[str], Any], Any]
 """Undoes the transforms of a record's stream."""
@@ -69,7 +73,12 @@ class Record:
     @property
     def is_object(self) -> bool:
         """Whether it is no tensor."""
-        return bool(self.item.type == LoadItemType.BYTE_IO)
+        return self.item.type is LoadItemType.BYTE_IO
+
+
+def every_gap(run_nbytes: int) -> int:
+    """Return that any gap will do: the bytes between are in memory already."""
+    return NEAR_NBYTES
 
 
 class Delivery:
@@ -108,6 +117,40 @@ class Delivery:
         else:
             for item, packed in record.reads:
                 self._deliver_plain(item, packed, tensor, part, gap, path)
+
+    def deliver_alike(
+        self, records: Sequence[Record], tensor: TensorRecord, rows: Array, path: str
+    ) -> None:
+        """Deliver records whose heads are equal.
+
+        Args:
+            records: Each wanted by one item.
+            tensor: Where their elements are.
+            rows: The records, one in each row of bytes.
+            path: Name of their file, for messages.
+
+        Raises:
+            PlacementError: They do not hold what the metadata says.
+        """
+        elements = np.ascontiguousarray(rows[:, tensor.start : tensor.start + tensor.nbytes])
+        items, sources, targets = [], [], []
+        values = torch.from_numpy(elements).view(-1).view(tensor.dtype)
+        for at, source in enumerate(values.view(-1, *tensor.shape).unbind()):
+            item, packed = records[at].reads[0]
+            if (
+                packed is not None
+                or tuple(item.lengths) != tensor.shape
+                or any(item.storage_offsets)
+            ):
+                part = HeldPart(rows[at].data)
+                self.deliver(records[at], tensor, part, every_gap, path)
+                continue
+            items.append(item)
+            sources.append(source)
+            targets.append(self.target(item, tensor.shape, path))
+        copy_each(targets, sources)
+        for item, target in zip(items, targets, strict=True):
+            self._planner.commit_tensor(item, target)
 
     def target(self, item: ReadItem, sizes: tuple[int, ...], path: str) -> torch.Tensor:
         """Return the planner's tensor for an item of which elements of these sizes were read."""

@@ -11,7 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
@@ -161,3 +162,37 @@ def test_any_small_tensors_come_back(
     written(path, saved)
     loaded = load(path, blank(saved), PlacementFileSystemReader(path))
     assert all(same(saved[key], loaded[key]) for key in saved)
+
+
+def test_small_tensors_that_are_alike_are_delivered_together(tmp_path: Path) -> None:
+    """Whole, cast, transposed, in slices; between them others of another shape and length."""
+    saved: dict[str, torch.Tensor] = {}
+    for at in range(40):
+        saved[f"plain.{at:02}"] = torch.arange(12.0).reshape(3, 4) + 100 * at
+    saved["ints"] = torch.arange(12, dtype=torch.int32).reshape(3, 4)
+    saved["empty"] = torch.zeros(0, 4)
+    saved["empty.2"] = torch.zeros(0, 4)
+    saved["scalar"], saved["scalar.2"] = torch.tensor(7.0), torch.tensor(8.0)
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
+    loaded = {key: torch.full_like(value, -1) for key, value in saved.items()}
+    loaded["plain.03"] = torch.full((3, 4), -1, dtype=torch.float64)
+    loaded["plain.05"] = torch.full((4, 3), -1.0).t()
+    loaded["plain.07"] = torch.full((6, 8), -1.0)[::2, ::2]
+    reader = PlacementFileSystemReader(tmp_path)
+    dcp.load(loaded, storage_reader=reader, planner=DefaultLoadPlanner())
+    for key, value in saved.items():
+        assert torch.equal(loaded[key].to(value.dtype), value), key
+    assert reader.reads < 10
+
+
+def test_alike_records_of_which_one_is_damaged_are_refused(tmp_path: Path) -> None:
+    saved = {f"{at:02}": torch.full((3, 4), float(at)) for at in range(20)}
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    [info] = [info for at, info in metadata.storage_data.items() if at.fqn == "07"]
+    with open(tmp_path / info.relative_path, "r+b") as file:
+        file.seek(info.offset)
+        file.write(b"x" * 100)
+    loaded = {key: torch.zeros(3, 4) for key in saved}
+    with pytest.raises(CheckpointException, match="07"):
+        dcp.load(loaded, storage_reader=PlacementFileSystemReader(tmp_path))
