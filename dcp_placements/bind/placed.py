@@ -61,6 +61,8 @@ class Placed:
 
 def narrowed(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Return the elements of a chunk as a view of its local tensor."""
+    if tensor.shape == chunk.sizes:
+        return tensor
     for dim, size in enumerate(chunk.sizes):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, chunk.local_offsets[dim], size)

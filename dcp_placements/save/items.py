@@ -199,14 +199,19 @@ class _Items:
         if group.kind == OBJECT:
             return [WriteItem(MetadataIndex(held.fqn), WriteItemType.BYTE_IO) for _ in boxes]
         kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
-        return [
-            WriteItem(
-                MetadataIndex(held.fqn, torch.Size(box.offsets)),
-                kind,
-                tensor_data=self._data(held, group, box),
-            )
-            for box in boxes
-        ]
+        items = []
+        for box in boxes:
+            data = self._data(held, group, box)
+            at = {"fqn": held.fqn, "offset": data.chunk.offsets, "index": None}
+            index = filled(MetadataIndex, at)
+            attributes = {
+                "index": index,
+                "type": kind,
+                "bytes_io_data": None,
+                "tensor_data": data,
+            }
+            items.append(filled(WriteItem, attributes))
+        return items
 
     def _data(self, held: Held, group: Group, box: Box) -> TensorWriteData:
         key = (held.table, held.group, box)

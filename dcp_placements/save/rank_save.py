@@ -161,6 +161,8 @@ class RankSave:
         placed = self.placing.placed.get(index.fqn)
         if placed is None:
             return None
+        if len(placed.chunks) == 1 and placed.chunks[0].offsets == index.offset:
+            return placed.view(placed.chunks[0])
         chunks = self._chunks.get(index.fqn)
         if chunks is None:
             chunks = {chunk.offsets: chunk for chunk in held_chunks(placed)}

@@ -221,7 +221,7 @@ class ChunkReader:
         limit = SMALL_NBYTES if record.reads[0][1] is None else SPAN_NBYTES
         if info.length > limit or info.transform_descriptors:
             return False
-        if record.is_object:
+        if info.length <= 2 * HEADS_NBYTES[0] or record.is_object:
             return True
         wanted = HEADS_NBYTES[0]
         for item, _ in record.reads:
@@ -235,14 +235,13 @@ class ChunkReader:
 def _alike(span: Sequence[Record]) -> Iterator[list[Record]]:
     """Yield records of a span in runs of equal lengths without gaps, each wanted by one item."""
     run: list[Record] = []
+    end = length = 0
     for record in span:
-        if run and (
-            record.info.length != run[-1].info.length
-            or record.info.offset != run[-1].end
-            or len(record.reads) > 1
-            or len(run[-1].reads) > 1
-        ):
+        info, is_shared = record.info, len(record.reads) > 1
+        if run and (info.length != length or info.offset != end or is_shared):
             yield run
             run = []
         run.append(record)
+        # Nothing follows a record that several items want.
+        end, length = info.offset + info.length, -1 if is_shared else info.length
     yield run
