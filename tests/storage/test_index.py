@@ -32,6 +32,7 @@ from dcp_placements.storage.index.blocks import blocks_of
 from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
 from dcp_placements.storage.index.entries import StoredEntries
 from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.metadata.pickles.stock_pickle import MARKER_NBYTES
 from dcp_placements.storage.metadata.table import rows_of_entries
 from dcp_placements.testing import World
 from tests.storage_scenes import (
@@ -254,3 +255,33 @@ def test_columns_come_back(seed: int) -> None:
         reader.texts()
     except IndexDamage:
         pass
+
+
+@pytest.mark.parametrize("where", ["head", "rows", "end"])
+def test_a_pickle_that_is_not_the_one_of_its_index_is_refused(tmp_path: Path, where: str) -> None:
+    """Our readers would not run it, but whoever loads the checkpoint with torch would."""
+    save(tmp_path)
+    assert len(Checkpoint(tmp_path).tensors) == 5
+    data = (tmp_path / ".metadata").read_bytes()
+    end = pickle_nbytes(data)
+    evil = b"cos\ngetcwd\n0"
+    at = {"head": MARKER_NBYTES + 2, "rows": end // 2, "end": end - 3 - len(evil)}[where]
+    edit(tmp_path, at, evil)
+    with pytest.raises(CannotLook, match=r"refused, .*getcwd|is broken|not the one that its index"):
+        Checkpoint(tmp_path)
+    # By the index alone nothing is executed.
+    assert len(read(tmp_path).storage_data) == 19
+
+
+def test_of_every_flipped_byte_comes_the_same_or_an_error(tmp_path: Path) -> None:
+    save(tmp_path, ranks=2, stock_metadata=False)
+    data = (tmp_path / ".metadata").read_bytes()
+    expected = dict(read(tmp_path).storage_data)
+    for at in range(0, len(data), max(len(data) // 150, 1)):
+        edit(tmp_path, 0, data)
+        edit(tmp_path, at, bytes([data[at] ^ 0x41]))
+        try:
+            metadata = read(tmp_path)
+        except (PlacementError, pickle.UnpicklingError, ValueError):
+            continue
+        assert dict(metadata.storage_data) == expected

@@ -31,13 +31,14 @@ LARGEST = 1 << 62
 Finished = tuple[list[bytes], Callable[[int], bytes], bytes]
 
 
-def packed_index(values: bytes, entries: Entries, index: RowIndex) -> Finished:
+def packed_index(values: bytes, entries: Entries, index: RowIndex, *, head_nbytes: int) -> Finished:
     """Return an index as ``BlockWriter.finish`` does.
 
     Args:
         values: The pickle of what is neither key nor row.
         entries: The entries of the keys; the first keys of the index are theirs.
         index: The rows.
+        head_nbytes: Of the pickle before the index, its beginning; 0 where that has no rows.
     """
     blocks, directory = BlockWriter(), ColumnWriter()
     templates = [blocks.add(_packed_template(template)) for template in index.templates]
@@ -63,7 +64,8 @@ def packed_index(values: bytes, entries: Entries, index: RowIndex) -> Finished:
         directory.ints([start for _, start in parts])
         directory.ints(np.array(sizes, np.int64).T)
     directory.ints([one.listed for one in index.places])
-    directory.ints([len(entries.fqns), index.pairs.shape[1], len(index.writers.templates)])
+    counts = len(entries.fqns), index.pairs.shape[1], len(index.writers.templates)
+    directory.ints([*counts, head_nbytes])
     return blocks.finish(directory.packed())
 
 
@@ -153,6 +155,7 @@ class PackedIndex:
     Attributes:
         values: The pickle of what is neither key nor row.
         writers: Of the rows.
+        head_nbytes: As of ``packed_index``.
 
     Raises:
         IndexDamage: It is none.
@@ -166,7 +169,7 @@ class PackedIndex:
         self._places = _Directory(directory, 2)
         self._lists = _Directory(directory, 2)
         self._listed = directory.ints(len(self._places)).tolist()
-        state_keys, pairs, writers = directory.ints(3, below=1 << 40).tolist()
+        state_keys, pairs, writers, self.head_nbytes = directory.ints(4, below=1 << 40).tolist()
         self._check_sizes(most, state_keys + 2 * pairs + 3 * writers)
         columns = blocks.part(*keys_at)
         self.fqns = columns.texts()

@@ -15,6 +15,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import IO, Any
 
 from dcp_placements._torch import Metadata
@@ -25,18 +26,22 @@ from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.entries import StoredEntries, entries_of
 from dcp_placements.storage.index.packing import MOST_NUMBERS, PackedIndex, packed_index
 from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.metadata.checks import check_metadata
 from dcp_placements.storage.metadata.pickles.metadata_pickle import (
     PATHS,
     PATHS_OF_3_13,
     load_restricted,
 )
+from dcp_placements.storage.metadata.pickles.pickle_check import check_stock_pickle
 from dcp_placements.storage.metadata.pickles.stock_pickle import (
+    Body,
     is_refusing,
     marked_digest,
+    marker,
+    pickled_head,
     plain_metadata,
     portable_pickler,
     refusing_pickle,
-    stock_pickle,
 )
 from dcp_placements.storage.metadata.pickles.tensor_properties import PICKLED_PROPERTIES
 
@@ -53,29 +58,34 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
     """
     with quiet_gc():
         entries = entries_of(metadata.state_dict_metadata)
+        assert isinstance(metadata.storage_data, StorageTable)
+        index = metadata.storage_data.index_for(entries)
         buffer = io.BytesIO()
         portable_pickler(buffer).dump(
             (plain_metadata(metadata), list(entries.properties), list(entries.others))
         )
-        assert isinstance(metadata.storage_data, StorageTable)
-        index = metadata.storage_data.index_for(entries)
-        blocks, end, digest = packed_index(buffer.getvalue(), entries, index)
-        nbytes = 0
+        head, memo = pickled_head(metadata, entries, index) if stock_metadata else (b"", None)
+        values = buffer.getvalue()
+        blocks, end, digest = packed_index(values, entries, index, head_nbytes=len(head))
         pieces = (
-            stock_pickle(metadata, entries, index, digest)
-            if stock_metadata
-            else [refusing_pickle(digest)]
+            [refusing_pickle(digest)]
+            if memo is None
+            else chain([marker(digest), head], Body(memo, entries, index).pieces())
         )
+        nbytes = 0
         for piece in pieces:
             stream.write(piece)
             nbytes += len(piece)
-        for block in blocks:
+        for block in (*blocks, end(nbytes)):
             stream.write(block)
-        stream.write(end(nbytes))
 
 
 def read_metadata(
-    opener: Opener, *, restricted: bool = False, newer: set[str] | None = None
+    opener: Opener,
+    *,
+    restricted: bool = False,
+    whole: bool = False,
+    newer: set[str] | None = None,
 ) -> Metadata:
     """Return the metadata in a ``.metadata`` file, whoever wrote it, with whichever torch.
 
@@ -84,6 +94,8 @@ def read_metadata(
     Args:
         opener: Opens the file, for reading by position.
         restricted: Whether it may be anybody's: only DCP's own classes are made then.
+        whole: Whether to check all of a file with an index: every block of the index, and that its
+            pickle is the one that the index describes, which calls nothing.
         newer: What ``pickle.load`` with this torch and Python would fail at is added here, as
             text. Only where it is restricted.
 
@@ -106,7 +118,12 @@ def read_metadata(
             blocks = blocks_of(opener, stream)
             if blocks is not None:
                 _check_same(blocks, digest)
-                return _indexed(blocks, load, restricted=restricted)
+                packed = PackedIndex(blocks, MOST_NUMBERS if restricted else None)
+                indexed = _indexed(packed, load)
+                if whole:
+                    blocks.check()
+                    _check_pickle(opener, blocks, packed.head_nbytes, indexed)
+                return indexed
         except IndexDamage as error:
             damage = f"is damaged: {error}"
         if damage:
@@ -127,8 +144,20 @@ def _check_same(blocks: Blocks, digest: bytes | None) -> None:
         )
 
 
-def _indexed(blocks: Blocks, load: Callable[[IO[bytes]], Any], *, restricted: bool) -> Metadata:
-    packed = PackedIndex(blocks, MOST_NUMBERS if restricted else None)
+def _check_pickle(opener: Opener, blocks: Blocks, head_nbytes: int, metadata: Metadata) -> None:
+    check_metadata(metadata)
+    assert isinstance(metadata.storage_data, StorageTable)
+    check_stock_pickle(
+        opener,
+        entries_of(metadata.state_dict_metadata),
+        metadata.storage_data.index,
+        digest=blocks.digest,
+        nbytes=blocks.pickle_nbytes,
+        head=head_nbytes,
+    )
+
+
+def _indexed(packed: PackedIndex, load: Callable[[IO[bytes]], Any]) -> Metadata:
     value = load(io.BytesIO(packed.values))
     if type(value) is not tuple or len(value) != 3 or type(value[0]) is not Metadata:
         raise IndexDamage("its values are not those of metadata")

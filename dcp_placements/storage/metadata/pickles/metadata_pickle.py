@@ -54,7 +54,7 @@ def load_restricted(stream: IO[bytes], newer: set[str] | None = None) -> Any:
         RefusedGlobal: It names anything else; nothing has been called then.
         pickle.UnpicklingError: It is broken, or is no pickle of metadata.
     """
-    unpickler = _MetadataUnpickler(stream.read())
+    unpickler = MetadataUnpickler(stream.read())
     value = unpickler.load()
     if newer is not None:
         newer.update(unpickler.newer)
@@ -63,7 +63,7 @@ def load_restricted(stream: IO[bytes], newer: set[str] | None = None) -> Any:
     return value
 
 
-class _MetadataUnpickler(RestrictedUnpickler):
+class MetadataUnpickler(RestrictedUnpickler):
     subject = "DCP's metadata"
     hashed = RestrictedUnpickler.hashed | {PurePosixPath, PureWindowsPath}
 

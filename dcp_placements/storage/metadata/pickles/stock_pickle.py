@@ -50,7 +50,7 @@ _I32 = 1 << 31
 _PIECE_ROWS = 1 << 18
 
 # Records refer to these by one byte; they are dumped first, so that their numbers are small.
-_WORDS: tuple[Any, ...] = (
+WORDS: tuple[Any, ...] = (
     *(MetadataIndex, StorageInfo, ChunkStorageMetadata, TensorStorageMetadata),
     *(BytesStorageMetadata, torch.Size),
     *("fqn", "offset", "relative_path", "length", "transform_descriptors"),
@@ -87,22 +87,6 @@ def is_refusing(head: bytes) -> bool:
     return head[MARKER_NBYTES:].startswith(f"c{NO_STOCK_METADATA}\n".encode())
 
 
-def stock_pickle(
-    metadata: Metadata, entries: Entries, index: RowIndex, digest: bytes
-) -> Iterator[bytes]:
-    """Yield the pickle of metadata in bounded pieces.
-
-    Args:
-        metadata: Its ``state_dict_metadata`` and ``storage_data`` are ignored.
-        entries: Written in place of the former.
-        index: Written in place of the latter.
-        digest: Of the index behind the pickle.
-    """
-    head, memo = _head(metadata, entries, index)
-    yield marker(digest) + head
-    yield from _Body(memo, entries, index).pieces()
-
-
 def plain_metadata(metadata: Metadata) -> Metadata:
     """Return metadata without entries and rows, in the form that every torch reads."""
     rest = copy.copy(metadata)
@@ -123,7 +107,7 @@ def portable_pickler(buffer: io.BytesIO) -> pickle.Pickler:
 
 
 @dataclass(slots=True)
-class _Memo:
+class Memo:
     """The numbers of values in the pickle's memo.
 
     Attributes:
@@ -145,16 +129,22 @@ class _Memo:
     count: int
 
 
-def _head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple[bytes, _Memo]:
-    """Return the pickle up to the records, and the memo; the stack has the metadata."""
+def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple[bytes, Memo]:
+    """Return the pickle from the marker to the records, and the memo; the stack has the metadata.
+
+    Args:
+        metadata: Its ``state_dict_metadata`` and ``storage_data`` are ignored.
+        entries: Written in place of the former.
+        index: Written in place of the latter.
+    """
     buffer = io.BytesIO()
     pickler = portable_pickler(buffer)
     transforms = [None if steps is None else list(steps) for steps in index.transforms]
     paths = list(index.writers.files())
-    pickler.dump((_WORDS, tuple(index.fqns), paths, transforms))
+    pickler.dump((WORDS, tuple(index.fqns), paths, transforms))
     # Of equal values the first one counts: that of a word, if it is one.
     numbers = {
-        _memo_key(value): number
+        memo_key(value): number
         for number, value in sorted(pickler.memo.copy().values(), key=itemgetter(0), reverse=True)
         if isinstance(value, str | type) or _is_strings(value)
     }
@@ -169,20 +159,26 @@ def _head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple[bytes,
         parts += [data, _put(number)]
     parts.append(dumped[-1])
     fqns, files, steps = [
-        np.array([0 if v is None else numbers[_memo_key(v)] for v in values], np.int64)
+        np.array([0 if v is None else numbers[memo_key(v)] for v in values], np.int64)
         for values in (index.fqns, paths, transforms)
     ]
     properties = np.arange(first, first + len(entries.properties))
     others = np.arange(len(entries.others)) + first + len(properties)
-    words = {word: b"h" + bytes([numbers[_memo_key(word)]]) for word in _WORDS}
+    words = {word: b"h" + bytes([numbers[memo_key(word)]]) for word in WORDS}
     count = first + len(dumped) - 1
-    return b"".join(parts), _Memo(words, fqns, files, steps, properties, others, count)
+    return b"".join(parts), Memo(words, fqns, files, steps, properties, others, count)
 
 
-class _Body:
-    """Everything behind the head."""
+class Body:
+    """The rest of a pickle, by its head.
 
-    def __init__(self, memo: _Memo, entries: Entries, index: RowIndex) -> None:
+    Args:
+        memo: The head's.
+        entries: Of all keys.
+        index: Of all rows.
+    """
+
+    def __init__(self, memo: Memo, entries: Entries, index: RowIndex) -> None:
         self.memo, self.entries, self.index = memo, entries, index
         own = [one.offsets for one in index.places if one.offsets is not None and one.listed < 0]
         shapes = [np.array(shape, np.int64).reshape(1, -1) for shape in entries.shapes]
@@ -201,6 +197,7 @@ class _Body:
         self.first_list = self.first_chunk + len(self.chunks)
 
     def pieces(self) -> Iterator[bytes]:
+        """Yield it in bounded pieces."""
         words = self.memo.words
         yield from self._size_records()
         yield from self._chunk_records()
@@ -386,8 +383,8 @@ def _portable_meta(meta: StorageMeta) -> StorageMeta:
     return meta
 
 
-def _memo_key(value: Any) -> Hashable:
-    """Return a key for a value of the memo: its type and its content."""
+def memo_key(value: Any) -> Hashable:
+    """Return a key for a value of the memo, a text or texts: its type and its content."""
     return type(value), tuple(value) if type(value) is list else value
 
 

@@ -1,0 +1,100 @@
+"""Whether a stock pickle is the one that its index describes, without running it.
+
+Our readers look at the index alone; ``pickle.load`` runs the pickle. So a file of unknown origin is
+compared: the small beginning is read by the restricted reader, and the rest is written again from
+the index and has to be the same bytes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_placements._torch import Metadata
+from dcp_placements.storage.index.blocks import Opener
+from dcp_placements.storage.index.entries import Entries
+from dcp_placements.storage.index.row_index import RowIndex
+from dcp_placements.storage.metadata.pickles.metadata_pickle import MetadataUnpickler
+from dcp_placements.storage.metadata.pickles.stock_pickle import (
+    MARKER_NBYTES,
+    WORDS,
+    Body,
+    Memo,
+    memo_key,
+    refusing_pickle,
+)
+from dcp_placements.storage.restricted_pickle import StandIn, refusal
+
+
+def check_stock_pickle(
+    opener: Opener, entries: Entries, index: RowIndex, *, digest: bytes, nbytes: int, head: int
+) -> None:
+    """Check the pickle of a ``.metadata`` file with an index.
+
+    Args:
+        opener: Opens the file.
+        entries: Of the index.
+        index: The rows.
+        digest: Of the index.
+        nbytes: Of the pickle, by the index.
+        head: Bytes of the pickle between its marker and what is written from the index.
+
+    Raises:
+        RefusedGlobal: It names something else than DCP's own classes.
+        pickle.UnpicklingError: It is not the pickle of this index.
+    """
+    with opener() as stream:
+        start = stream.read(MARKER_NBYTES + head)
+        if not head:
+            refusing = refusing_pickle(digest)
+            if nbytes != len(refusing) or start + stream.read(nbytes - len(start)) != refusing:
+                raise _unlike()
+            return
+        memo = _memo(start[MARKER_NBYTES:], entries, index)
+        reached = len(start)
+        for piece in Body(memo, entries, index).pieces():
+            if stream.read(len(piece)) != piece:
+                raise _unlike()
+            reached += len(piece)
+        if reached != nbytes:
+            raise _unlike()
+
+
+def _memo(head: bytes, entries: Entries, index: RowIndex) -> Memo:
+    """Return the numbers in the memo of the values that the rest of a pickle refers to."""
+    unpickler = MetadataUnpickler(head + b".")
+    value = unpickler.load()
+    if type(value) is not Metadata or unpickler.stack:
+        raise _unlike()
+    numbers: dict[Any, int] = {}
+    for number, held in sorted(unpickler.memo.items(), reverse=True):
+        if type(held) is StandIn:
+            numbers[torch.Size if held.new is None else held.new] = number
+        elif type(held) is str or (type(held) is list and all(type(v) is str for v in held)):
+            numbers[memo_key(held)] = number
+    try:
+        words = {
+            word: b"h" + bytes([numbers[word if isinstance(word, type) else memo_key(word)]])
+            for word in WORDS
+        }
+        fqns, paths, transforms = [
+            np.array([0 if v is None else numbers[memo_key(v)] for v in values], np.int64)
+            for values in (
+                index.fqns,
+                list(index.writers.files()),
+                [None if steps is None else list(steps) for steps in index.transforms],
+            )
+        ]
+    except (KeyError, ValueError) as error:
+        raise _unlike() from error
+    count = max(unpickler.memo, default=-1) + 1
+    others = np.arange(count - len(entries.others), count)
+    properties = np.arange(count - len(others) - len(entries.properties), count - len(others))
+    return Memo(words, fqns, paths, transforms, properties, others, count)
+
+
+def _unlike() -> pickle.UnpicklingError:
+    return refusal("its pickle is not the one that its index describes")
