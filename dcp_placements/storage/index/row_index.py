@@ -32,6 +32,9 @@ Naming = tuple[tuple[str, str | None], ...]
 """For each file of a writer what stands in its name before and behind the writer's number; None
 where the name has no such number."""
 
+_Rows = dict[tuple[int, int], tuple[int, int, int, int]]
+"""By key and ordinal: number of the file, transforms, start and length."""
+
 _PIECE_ROWS = 1 << 16
 
 
@@ -43,6 +46,7 @@ class Places:
         offsets: ``(chunks, ndim)``; None of an object.
         writers: By chunk, the number of its writer.
         ordinals: By chunk, the number of its row among those of the key in the writer's template.
+        sources: Writer and ordinal by position, of the chunks that were looked up.
         listed: The number of the list of chunks that has the same offsets in the same order; -1
             where none has.
     """
@@ -51,7 +55,9 @@ class Places:
     writers: Ints
     ordinals: Ints
     listed: int = -1
+    sources: dict[int, tuple[int, int]] = field(default_factory=dict)
     _order: Ints | None = None
+    _at: dict[Offset, int] = field(default_factory=dict)
 
     @property
     def content(self) -> tuple[Hashable, ...]:
@@ -66,23 +72,29 @@ class Places:
             offset: Of the chunk; None of an object.
             hint: Where it may be.
         """
+        if (at := self._at.get(offset)) is not None:
+            return at
         if self.offsets is None or offset is None:
             return 0 if offset is None and self.offsets is None and len(self.writers) else None
         offsets, wanted = self.offsets, list(offset)
         if len(wanted) != offsets.shape[1]:
             return None
         if hint is not None and 0 <= hint < len(offsets) and offsets[hint].tolist() == wanted:
+            self._at[offset] = hint
             return hint
         if self._order is None:
             self._order = np.lexsort(offsets.T[::-1]) if len(wanted) else np.arange(len(offsets))
         order, low, high = self._order, 0, len(offsets)
-        for dim, at in enumerate(wanted):
+        for dim, start in enumerate(wanted):
             column = offsets[order[low:high], dim]
             low, high = (
-                low + int(column.searchsorted(at)),
-                low + int(column.searchsorted(at, side="right")),
+                low + int(column.searchsorted(start)),
+                low + int(column.searchsorted(start, side="right")),
             )
-        return int(order[high - 1]) if low < high else None
+        if low == high:
+            return None
+        at = self._at[offset] = int(order[high - 1])
+        return at
 
 
 @dataclass
@@ -101,12 +113,10 @@ class Writers:
     naming_of: Ints
     numbers: Ints
 
-    def file(self, writer: int, file: int) -> str:
-        """Return the name of a file of a writer."""
-        naming = self.namings[int(self.naming_of[writer])]
-        if not 0 <= file < len(naming):
-            raise IndexDamage("a row names a file that its writer has not")
-        return _name(naming[file], int(self.numbers[writer]))
+    def files_of(self, writer: int) -> list[str]:
+        """Return the names of the files of a writer."""
+        naming, number = self.namings[int(self.naming_of[writer])], int(self.numbers[writer])
+        return [_name(parts, number) for parts in naming]
 
     def files(self) -> Iterator[str]:
         """Yield the names of all files, writer by writer."""
@@ -147,7 +157,8 @@ class RowIndex:
     counts: Ints
     pairs: Ints
     entries: Entries | None = None
-    _rows_of: dict[int, dict[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
+    _rows_of: dict[int, _Rows] = field(default_factory=dict)
+    _by_writer: dict[int, tuple[list[str], _Rows]] = field(default_factory=dict)
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -167,20 +178,33 @@ class RowIndex:
         start, stop = self._bounds[key], self._bounds[key + 1]
         return [self.places[number] for number in self.pairs[1, start:stop].tolist()]
 
-    def row(self, key: int, places: Places, at: int) -> tuple[int, int, int, int, int]:
-        """Return writer, file, transforms, start and length of the chunk at a position."""
-        writer, ordinal = int(places.writers[at]), int(places.ordinals[at])
-        template = int(self.writers.templates[writer])
+    def row(self, key: int, places: Places, at: int) -> tuple[str, int, int, int]:
+        """Return file, transforms, start and length of the chunk at a position."""
+        source = places.sources.get(at)
+        if source is None:
+            source = places.sources[at] = int(places.writers[at]), int(places.ordinals[at])
+        writer, ordinal = source
+        held = self._by_writer.get(writer)
+        if held is None:
+            files = self.writers.files_of(writer)
+            held = self._by_writer[writer] = files, self._rows(int(self.writers.templates[writer]))
+        files, rows = held
+        row = rows.get((key, ordinal))
+        if row is None or row[0] >= len(files):
+            raise IndexDamage("a chunk is not among what its writer wrote")
+        file, transforms, start, length = row
+        return files[file], transforms, start, length
+
+    def _rows(self, template: int) -> _Rows:
+        """Return the rows of a template by key and ordinal."""
         rows = self._rows_of.get(template)
         if rows is None:
-            held = self.templates[template]
-            rows = self._rows_of[template] = {
-                (of_key, number): tuple(rest) for of_key, number, *rest in held.tolist()
-            }
-        row = rows.get((key, ordinal))
-        if row is None:
-            raise IndexDamage("a chunk is not among what its writer wrote")
-        return writer, *row  # type: ignore[return-value]
+            columns = [self.templates[template][name].tolist() for name in TEMPLATE.names or ()]
+            keys = zip(*columns[:2], strict=True)
+            rows = self._rows_of[template] = dict(
+                zip(keys, zip(*columns[2:], strict=True), strict=True)
+            )
+        return rows
 
     def classes(self) -> Iterator[tuple[int, Ints]]:
         """Yield ``(number of places, numbers of their keys)``."""

@@ -89,7 +89,7 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
         key = self.index.numbers.get(index.fqn)
         if key is not None:
-            offset = None if index.offset is None else tuple(index.offset)
+            offset = index.offset
             for places in self.index.places_of(key):
                 at = places.find(offset, index.index)
                 if at is not None:
@@ -110,7 +110,12 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
             return StorageTable, (self._held,)
         index = self.index
         held = replace(
-            index, templates=list(index.templates), places=list(index.places), entries=None
+            index,
+            templates=list(index.templates),
+            places=list(index.places),
+            entries=None,
+            _rows_of={},
+            _by_writer={},
         )
         return StorageTable, (zlib.compress(pickle.dumps(held, pickle.HIGHEST_PROTOCOL), 1),)
 
@@ -128,7 +133,6 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
                     yield MetadataIndex(fqn, offset), key, places, at
 
     def _info(self, key: int, places: Places, at: int) -> StorageInfo:
-        writer, file, transforms, start, length = self.index.row(key, places, at)
+        path, transforms, start, length = self.index.row(key, places, at)
         steps = self.index.transforms[transforms]
-        path = self.index.writers.file(writer, file)
         return StorageInfo(path, start, length, None if steps is None else list(steps))
