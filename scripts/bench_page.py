@@ -27,6 +27,7 @@ COMMANDS = {
     "digests": "",
     "offline": "",
     "export": "",
+    "reshard": "",
     "latency": "",
     "safetensors": "",
     "transfer": "",
