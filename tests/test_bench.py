@@ -211,3 +211,15 @@ def test_the_page_has_marks_for_every_bench() -> None:
     for bench in benches - {"common", "page", "planning", "workloads"}:
         assert f"<!-- bench {bench} -->" in text, bench
         assert f"<!-- end of bench {bench} -->" in text, bench
+
+
+def test_bench_latency_compares_loads_by_several_threads(tmp_path: Path) -> None:
+    printed, report = bench("latency", tmp_path)
+    assert "20 ms per request" in printed
+    assert {"machine", "options", "seconds"} <= set(report)
+    assert [load["threads"] for load in report["loads"]] == [1, 8]
+    assert report["loads"][0]["speedup"] == 1
+    for load in report["loads"]:
+        assert load["opens"] == 4
+        assert load["reads"] >= 4
+        assert load["load_s"] > 0.02
