@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import fsspec
@@ -138,3 +141,91 @@ def s3_environment(server: str) -> dict[str, str]:
         "NO_PROXY": "127.0.0.1",
         "HOME": os.environ.get("HOME", "/"),
     }
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Passes requests on to the S3 server, and answers some of them wrongly.
+
+    Attributes:
+        backend: Host and port of the S3 server.
+        faults: Each is given requests until it answers one itself, and returns True.
+        seen: The method and path of each request.
+    """
+
+    protocol_version = "HTTP/1.1"
+    backend = ""
+    faults: list[Callable[[Proxy], bool]] = []  # noqa: RUF012
+    seen: list[str] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        self.body = self.rfile.read(length) if length else self._chunks()
+        type(self).seen.append(f"{self.command} {self.path}")
+        for fault in list(type(self).faults):
+            if fault(self):
+                type(self).faults.remove(fault)
+                return
+        status, headers, data = self.forward()
+        self.answer(status, headers, data)
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def forward(self) -> tuple[int, dict[str, str], bytes]:
+        """Return the S3 server's answer."""
+        connection = http.client.HTTPConnection(self.backend, timeout=60)
+        left_out = ("transfer-encoding", "content-length", "connection", "expect")
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in left_out}
+        connection.request(self.command, self.path, self.body, headers)
+        answer = connection.getresponse()
+        data = answer.read()
+        connection.close()
+        return answer.status, dict(answer.getheaders()), data
+
+    def answer(
+        self, status: int, headers: dict[str, str], data: bytes, *, announced: int | None = None
+    ) -> None:
+        """Answer; of more bytes announced than there are the connection ends too early."""
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("transfer-encoding", "content-length", "connection"):
+                self.send_header(name, value)
+        nbytes = len(data)
+        if self.command == "HEAD":
+            nbytes = next((int(v) for k, v in headers.items() if k.lower() == "content-length"), 0)
+        self.send_header("Content-Length", str(nbytes if announced is None else announced))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+        self.close_connection = announced is not None
+
+    def _chunks(self) -> bytes:
+        parts = []
+        while "chunked" in (self.headers.get("Transfer-Encoding") or ""):
+            parts.append(self.rfile.read(int(self.rfile.readline(), 16)))
+            self.rfile.readline()
+            if not parts[-1]:
+                break
+        return b"".join(parts)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def proxy(
+    s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[type[Proxy], str]]:
+    """Give a proxy that passes all on, and a URL in a bucket that is behind it."""
+    monkeypatch.setattr(Proxy, "backend", s3_server.removeprefix("http://"))
+    monkeypatch.setattr(Proxy, "faults", [])
+    monkeypatch.setattr(Proxy, "seen", [])
+    monkeypatch.setattr("dcp_placements.storage.remote.requests.PAUSE_S", 0.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        fsspec.filesystem("s3").clear_instance_cache()
+        yield Proxy, s3
+        fsspec.filesystem("s3").clear_instance_cache()
+        server.shutdown()
+        thread.join()

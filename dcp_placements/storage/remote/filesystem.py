@@ -16,7 +16,7 @@ from typing import Any
 
 from dcp_placements._torch import FileSystem, FileSystemBase
 from dcp_placements.errors import CannotLook, format_name
-from dcp_placements.storage.remote.requests import RangeReader, Upload, request
+from dcp_placements.storage.remote.requests import RangeReader, Upload, download, request
 
 OBJECT_STORES = frozenset(
     ["abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "r2", "s3", "s3a", "tos"]
@@ -165,7 +165,7 @@ class RemoteFileSystem(FileSystemBase):
 
     def read(self, url: str) -> bytes:
         """Return a file, read in one request: all of it is of one time, even if it is replaced."""
-        return bytes(request(url, lambda: self.fs.cat_file(url)))
+        return request(url, lambda: download(self.fs, url))
 
     def put(self, url: str, data: bytes) -> None:
         """Write a file in one request, or replace it."""

@@ -65,9 +65,20 @@ def request(url: str, call: Callable[[], T], *, tries: int = TRIES) -> T:
     raise AssertionError("unreachable")
 
 
+def download(fs: Any, url: str, **span: int) -> bytes:
+    """Return a file's contents, or those from ``start`` to ``end``; a caller repeats it."""
+    try:
+        return bytes(fs.cat_file(url, **span))
+    except OSError:
+        raise
+    except Exception as error:
+        # The service has answered before, so it is not the credentials: a checksum that differs.
+        raise OSError(f"{type(error).__name__}: {_reason(error)}") from error
+
+
 def _reason(error: BaseException) -> str:
-    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-    return str(text).splitlines()[0]
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(str(text).split()) or type(error).__name__
 
 
 class RangeReader(SeekableRaw):
@@ -103,7 +114,7 @@ class RangeReader(SeekableRaw):
 
     def _range(self, start: int, end: int) -> bytes:
         """Return bytes from ``start`` on, possibly fewer than requested."""
-        data = bytes(self._fs.cat_file(self._url, start=start, end=end))
+        data = download(self._fs, self._url, start=start, end=end)
         if not 0 < len(data) <= end - start:
             raise OSError(f"the service returned {len(data)} bytes for the range {start}-{end}")
         return data
