@@ -124,6 +124,8 @@ def bucket(server: str, patched: pytest.MonkeyPatch) -> str:
     """Return the URL of a bucket, after setting the environment for it."""
     for name, value in s3_environment(server).items():
         patched.setenv(name, value)
+    # A connection keeps the keys, or the lack of them, with which it began.
+    fsspec.filesystem("s3").clear_instance_cache()
     fs = fsspec.filesystem("s3", endpoint_url=server)
     if not fs.exists(BUCKET):
         fs.mkdir(BUCKET)
