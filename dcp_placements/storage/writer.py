@@ -14,6 +14,7 @@ import queue
 import stat
 import threading
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -60,6 +61,9 @@ from dcp_placements.storage.tensor_stamp import SMALL_NBYTES, batches, save_tens
 
 logger = logging.getLogger(__name__)
 
+STOCK_ROW_NBYTES = 52
+"""Of ``.metadata``, for each chunk of each rank."""
+
 
 class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     """Writes a checkpoint that any reader of torch's reads; takes what ``FileSystemWriter`` takes.
@@ -80,6 +84,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         stock_metadata: Whether ``.metadata`` has what plain DCP reads: 52 bytes for each chunk of
             each rank. Without it only ``PlacementFileSystemReader`` and the command line read the
             checkpoint, by an index; ``dcp-placements merge-metadata`` adds it later.
+        stock_limit: Bytes of stock metadata beyond which the writer warns.
         storage_options: What fsspec passes to the file system of a URL.
     """
 
@@ -94,12 +99,14 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         path: str | os.PathLike[str],
         *args: Any,
         stock_metadata: bool = True,
+        stock_limit: int = 1 << 30,
         storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         path = local_or_url(path)
         super().__init__(path, *args, **kwargs)
         self.stock_metadata = stock_metadata
+        self.stock_limit = stock_limit
         self._storage_options = dict(storage_options or {})
         self._syncs_local_files = self.sync_files
         if is_url(path):
@@ -231,6 +238,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = StorageTable(build_index(map(written_by, results), entries))
             metadata.storage_meta = self.storage_meta()
+            if self.stock_metadata:
+                self._warn_of_size(len(metadata.storage_data))
             stored: Any = StoredEntries(entries)
             written = replace(metadata, state_dict_metadata=stored)
             write = partial(write_metadata, written, stock_metadata=self.stock_metadata)
@@ -251,6 +260,17 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         if self.fs.exists(path):
             self.fs.rm_file(path)
         self.fs.rename(new, path)
+
+    def _warn_of_size(self, rows: int) -> None:
+        nbytes = rows * STOCK_ROW_NBYTES
+        if nbytes > self.stock_limit:
+            warnings.warn(
+                f".metadata has {rows:,} chunks, which make {nbytes / 1e9:,.1f} GB of stock "
+                "metadata; every rank of plain DCP reads all of them\n"
+                "    way out:     PlacementFileSystemWriter(stock_metadata=False), if "
+                "PlacementFileSystemReader loads it; or a larger stock_limit=",
+                stacklevel=2,
+            )
 
     def _write_files(
         self,

@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -285,3 +286,12 @@ def test_of_every_flipped_byte_comes_the_same_or_an_error(tmp_path: Path) -> Non
         except (PlacementError, pickle.UnpicklingError, ValueError):
             continue
         assert dict(metadata.storage_data) == expected
+
+
+def test_much_stock_metadata_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"has 19 chunks.*\n.*stock_metadata=False"):
+        save(tmp_path, stock_limit=19 * 52 - 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(tmp_path, stock_limit=19 * 52)
+        save(tmp_path, stock_limit=0, stock_metadata=False)

@@ -125,7 +125,7 @@ def read_metadata(
                     _check_pickle(opener, blocks, packed.head_nbytes, indexed)
                 return indexed
         except IndexDamage as error:
-            damage = f"is damaged: {error}"
+            damage = f"is damaged: {str(error).splitlines()[0]}"
         if damage:
             _refuse_or_warn(damage, head)
         stream.seek(0)
