@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from dcp_placements._torch import (
     WriteItem,
     WriteItemType,
     files_by_name,
-    filled,
 )
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
@@ -228,25 +226,6 @@ def tensor_properties(group: Group) -> TensorProperties:
     assert group.dtype is not None
     layout = getattr(torch, group.layout)
     return properties_of(group.dtype, layout, group.requires_grad, group.shape)
-
-
-class Chunks:
-    """Makes torch's form of boxes; equal boxes are one object."""
-
-    def __init__(self) -> None:
-        self._chunks: dict[tuple[int, ...], ChunkStorageMetadata] = {}
-        self._size = cache(torch.Size)
-
-    def of(self, boxes: Ints) -> list[ChunkStorageMetadata]:
-        """Return the chunks of boxes, ``(n, 2 * ndim)``: offsets, then sizes."""
-        ndim = boxes.shape[1] // 2
-        chunks, size = self._chunks, self._size
-        rows = list(map(tuple, boxes.tolist()))
-        for row in rows:
-            if row not in chunks:
-                parts = {"offsets": size(row[:ndim]), "sizes": size(row[ndim:])}
-                chunks[row] = filled(ChunkStorageMetadata, parts)
-        return [chunks[row] for row in rows]
 
 
 def chunk_metadata(box: Box) -> ChunkStorageMetadata:

@@ -30,11 +30,12 @@ from dcp_placements.save.coordinator.cover import Covers
 from dcp_placements.save.coordinator.faults import Faults
 from dcp_placements.save.coordinator.owners import BALANCE, SMALL_NBYTES, divide
 from dcp_placements.save.coordinator.pieces import Piece, Pieces, pieces_of
-from dcp_placements.save.items import Assignment, Chunks, tensor_properties
+from dcp_placements.save.items import Assignment, tensor_properties
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.packing import Ints, packed_ints
 from dcp_placements.save.rank_notes import Statement
+from dcp_placements.storage.metadata.chunk_list import ChunkList
 
 
 @dataclass(slots=True)
@@ -169,8 +170,7 @@ class Coordinator:
     def describe(self, left: Collection[str] = ()) -> None:
         """Make the metadata and the report of all keys."""
         world_plan = self.world_plan
-        chunks = Chunks()
-        lists: dict[Hashable, list[Any]] = {}
+        lists: dict[Hashable, Any] = {}
         partial: dict[tuple[int, ...], tuple[int, ...] | None] = {}
         for piece in self.pieces.all:
             if piece.fqns[0] in left:
@@ -189,7 +189,8 @@ class Coordinator:
             # Without their shape, no boxes are the same bytes as that of a scalar.
             key = cover.boxes.shape, cover.boxes.tobytes()
             if key not in lists:
-                lists[key] = chunks.of(cover.boxes)
+                ndim = len(group.shape)
+                lists[key] = ChunkList(cover.boxes[:, :ndim], cover.boxes[:, ndim:])
             stored = TensorStorageMetadata(
                 tensor_properties(group), torch.Size(group.shape), lists[key]
             )

@@ -7,6 +7,7 @@ tensors are cut, and a rank needs few of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, overload
 
 import numpy as np
@@ -101,4 +102,8 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         return f"ChunkList({len(self)} chunks)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
+        # Equal sizes are one object, which is pickled once.
+        size = cache(torch.Size)
+        rows = zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        parts = [{"offsets": size(tuple(o)), "sizes": size(tuple(s))} for o, s in rows]
+        return list, ([filled(ChunkStorageMetadata, part) for part in parts],)
