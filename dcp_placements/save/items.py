@@ -18,6 +18,7 @@ from dcp_placements._torch import (
     WriteItem,
     WriteItemType,
     files_by_name,
+    filled,
 )
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
