@@ -1,4 +1,4 @@
-"""``merge-metadata``: one ``.metadata`` out of the ranks' own."""
+"""``merge-metadata``: the ``.metadata`` that plain DCP reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def merge_metadata_command(
     ] = False,
     json: Json = False,
 ) -> int:
-    """Put the metadata of a save without collectives together, and write .metadata."""
+    """Write .metadata for plain DCP, after a save without collectives or without stock metadata."""
     metadata = offline.merge_metadata(ckpt, rewrite=rewrite)
     keys, chunks = len(metadata.state_dict_metadata), len(metadata.storage_data)
     document = {"path": ckpt, "written": ".metadata", "keys": keys, "chunks": chunks}

@@ -8,7 +8,7 @@ from typing import Any
 from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.offline.directory import Directory
-from dcp_placements.storage.metadata.checks import checked_rows
+from dcp_placements.storage.metadata.checks import check_metadata, checked_rows
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import rank_file_rank
 from dcp_placements.storage.metadata.table import Rows
@@ -70,7 +70,7 @@ def read_pickle(directory: Directory, name: str, newer: set[str] | None = None) 
         raise CannotLook(f"{where}: cannot be read: {format_name(error)}") from error
     except Exception as error:
         # A broken or hostile pickle can raise anything.
-        raise _unreadable(where, error) from error
+        raise unreadable(where, error) from error
 
 
 def rows_of_metadata(path: str, metadata: Any) -> Rows:
@@ -87,10 +87,27 @@ def rows_of_metadata(path: str, metadata: Any) -> Rows:
         return checked_rows(metadata)
     except Exception as error:
         # Objects in a pickle can have attributes of any type, or none.
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _unreadable(where: str, error: object) -> CannotLook:
+def check_index(path: str, metadata: Metadata) -> None:
+    """Check metadata with an index, without its rows.
+
+    Args:
+        path: Of the metadata, for messages.
+        metadata: What was read.
+
+    Raises:
+        CannotLook: Something is not what DCP's own readers expect.
+    """
+    try:
+        check_metadata(metadata)
+    except Exception as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(where: str, error: object) -> CannotLook:
+    """Return the error of metadata that are none, or are damaged."""
     return CannotLook(
         f"{where}: this is no metadata of DCP's that can be read\n"
         f"    found:       {format_name(error)}\n"

@@ -1,34 +1,46 @@
-"""One ``.metadata`` out of the ranks' own, or out of one that only a later torch reads."""
+"""A ``.metadata`` for every torch: of the ranks' own, of an index alone, or of a later torch's."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.readers.dcp import (
+    check_index,
     is_torch_dist,
     read_pickle,
     read_rank_parts,
     rows_of_metadata,
+    unreadable,
 )
 from dcp_placements.offline.remote_output import output_at
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.index.columns import IndexDamage
+from dcp_placements.storage.index.entries import StoredEntries
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import write_metadata
+from dcp_placements.storage.metadata.pickles.stock_pickle import is_refusing
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
+
+_HEAD_NBYTES = 1 << 10
 
 
 def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Metadata:
-    """Write one ``.metadata`` for a checkpoint that was saved without collectives.
+    """Write the ``.metadata`` that plain DCP needs to load a checkpoint.
 
     ``dcp.save(..., use_collectives=False)`` leaves every rank's own ``__<rank>.metadata``, from
-    which torch loads that rank's part only. With one ``.metadata`` of all ranks any reader loads
-    the checkpoint into any topology. Data files and the ranks' own files are left as they are.
+    which torch loads that rank's part only. ``PlacementFileSystemWriter(stock_metadata=False)``
+    leaves a ``.metadata`` with an index alone, which torch refuses. With one ``.metadata`` of all
+    ranks any reader loads the checkpoint into any topology. It replaces the older one when it is
+    complete. Data files and the ranks' own files are left as they are.
 
     It has the form that every torch from 2.10 on reads. Torch 2.15 and Python 3.13 write one that
     older ones do not; with ``rewrite`` such a ``.metadata`` is read, and written anew.
+
+    Of an index, memory is needed for the index and for some hundred thousand rows at a time.
 
     Args:
         path: The checkpoint's directory or URL.
@@ -42,20 +54,29 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
             cannot be read or is refused; or another process is writing ``.metadata``.
         PlacementError: Chunks overlap, or no rank stored some elements. Nothing is written then.
     """
-    if rewrite:
-        return _rewritten(Directory(path))
+    directory = Directory(path)
     with quiet_gc():
-        directory = Directory(path)
+        if rewrite or _is_index_alone(directory):
+            return _rewritten(directory)
         parts = read_rank_parts(directory)
-    if not parts:
-        raise CannotLook(
-            f"{directory.path}: no __<rank>.metadata files, so there is nothing to merge\n"
-            "    way out:     give the directory of a save with use_collectives=False"
-        )
-    with quiet_gc():
+        if not parts:
+            raise CannotLook(
+                f"{directory.path}: no __<rank>.metadata files, so there is nothing to merge\n"
+                "    way out:     give the directory of a save with use_collectives=False, or with "
+                "PlacementFileSystemWriter(stock_metadata=False)"
+            )
         merged = merge_rank_metadata(parts, whole=True)
         _write(directory, merged)
     return merged
+
+
+def _is_index_alone(directory: Directory) -> bool:
+    """Whether there is a ``.metadata`` without what plain DCP reads."""
+    if ".metadata" in directory.names():
+        # One that may not be opened, such as a link that leads elsewhere, is replaced.
+        with suppress(OSError), directory.open(".metadata") as stream:
+            return is_refusing(stream.read(_HEAD_NBYTES))
+    return False
 
 
 def _rewritten(directory: Directory) -> Metadata:
@@ -65,10 +86,15 @@ def _rewritten(directory: Directory) -> Metadata:
         raise CannotLook(
             f"{directory.path}: .metadata is Megatron's, of a class of its own: not rewritten"
         )
-    with quiet_gc():
-        metadata = read_pickle(directory, ".metadata")
+    metadata = read_pickle(directory, ".metadata")
+    if isinstance(metadata.state_dict_metadata, StoredEntries):
+        check_index(directory.path, metadata)
+    else:
         metadata.storage_data = StorageTable(rows_of_metadata(directory.path, metadata))
+    try:
         _write(directory, metadata)
+    except IndexDamage as error:
+        raise unreadable(f"{directory.path}/.metadata", error) from error
     return metadata
 
 

@@ -232,7 +232,7 @@ class RowIndex:
             )
             kind_of = kind_of.reshape(-1)
             first_files = self.writers.first_files[places.writers]
-            step = max(_PIECE_ROWS * 4 // chunks, 1)
+            step = max(_PIECE_ROWS // chunks, 1)
             for start in range(0, len(keys), step):
                 some = keys[start : start + step]
                 by_kind = np.stack(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -41,6 +41,7 @@ def check_metadata(metadata: Any) -> None:
     """
     if type(metadata) is Metadata and isinstance(metadata.state_dict_metadata, StoredEntries):
         _check_index(metadata.state_dict_metadata.entries, len(metadata.storage_data))
+        _check_files(metadata.storage_data.paths())
         _check_provenance(stored(metadata) or {})
     else:
         checked_rows(metadata)
@@ -58,6 +59,8 @@ def checked_rows(metadata: Any) -> Rows:
     data = metadata.storage_data
     if isinstance(metadata.state_dict_metadata, StoredEntries):
         check_metadata(metadata)
+        if len(data) > MOST_ROWS:
+            raise ValueError(f"{len(data):,} chunks, and at most {MOST_ROWS:,} are read")
         rows: Rows = data.rows
     else:
         rows = data.rows if isinstance(data, StorageTable) else _rows_of_dict(data)
@@ -74,8 +77,6 @@ def checked_rows(metadata: Any) -> Rows:
 
 def _check_index(entries: Entries, rows: int) -> None:
     """Check what an index has beside its columns, and that it does not unfold to far more."""
-    if rows > MOST_ROWS:
-        raise ValueError(f"{rows:,} chunks, and at most {MOST_ROWS:,} are read")
     if entries.others:
         raise TypeError(f"a {type(entries.others[0]).__name__} in place of a key's metadata")
     for properties in entries.properties:
@@ -142,14 +143,18 @@ def _check_rows(rows: Rows) -> None:
     for steps in rows.transforms:
         if not all(type(step) is str for step in steps or ()):
             raise TypeError("a transform that is no name")
-    for file in rows.paths:
+    _check_files(rows.paths)
+    if not all(type(fqn) is str for fqn in rows.fqns):
+        raise TypeError("a key that is no text")
+
+
+def _check_files(names: Iterable[str]) -> None:
+    for file in names:
         if not isinstance(file, str) or os.path.isabs(file) or ".." in file.split("/"):
             raise ValueError(f"a file outside of the checkpoint: {file!r}")
         os.fsencode(file)
         if "\0" in file:
             raise ValueError("a file's name that no file can have")
-    if not all(type(fqn) is str for fqn in rows.fqns):
-        raise TypeError("a key that is no text")
 
 
 def _check_provenance(provenance: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ _MARKER_TEXT = b"dcp_placements index "
 MARKER_NBYTES = 2 + 5 + len(_MARKER_TEXT) + 32 + 1
 
 _I32 = 1 << 31
-_PIECE_ROWS = 1 << 18
+_PIECE_ROWS = 1 << 16
 
 # Records refer to these by one byte; they are dumped first, so that their numbers are small.
 WORDS: tuple[Any, ...] = (

@@ -1,0 +1,170 @@
+"""``merge-metadata`` of a checkpoint that was saved with ``stock_metadata=False``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementSavePlanner,
+)
+from dcp_placements._torch import Metadata, TensorProperties, TensorStorageMetadata
+from dcp_placements.offline import CannotLook, diff, merge_metadata, verify
+from dcp_placements.storage.index.building import Written, build_index
+from dcp_placements.storage.index.entries import StoredEntries, entries_of
+from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.metadata import file as metadata_file
+from dcp_placements.storage.metadata.chunk_list import ChunkList
+from dcp_placements.storage.metadata.file import write_metadata
+from dcp_placements.storage.metadata.table import ROW, Rows
+from dcp_placements.testing import World
+from tests.offline_scenes import Run
+from tests.storage_scenes import blank, load, same, sharded, wholes
+
+
+def save(path: Path, *, stock_metadata: bool = False, **options: Any) -> dict[str, Any]:
+    """Save with a world of three ranks; return the whole."""
+    world, whole = World(3), wholes(4, (13, 7))
+    rest = {"norm": torch.arange(5.0), "step": torch.tensor(3), "lr": 0.1}
+    world.save(
+        path,
+        lambda rank: sharded(world, rank, whole, 0) | rest,
+        lambda rank: PlacementSavePlanner(),
+        lambda rank: PlacementFileSystemWriter(path, stock_metadata=stock_metadata),
+        **options,
+    )
+    return whole | rest
+
+
+def assert_torch_loads(path: Path, saved: dict[str, Any]) -> None:
+    """By one process, and cut in another way by a world of two."""
+    loaded = load(path, blank(saved), dcp.FileSystemReader(path))
+    assert all(same(saved[key], loaded[key]) for key in saved)
+    world, key = World(2), "layers.0.weight"
+    halves = world.load(
+        path,
+        lambda rank: sharded(world, rank, {key: saved[key]}, 1, empty=True),
+        lambda rank: DefaultLoadPlanner(),
+    )
+    assert torch.equal(torch.cat([half[key].to_local() for half in halves], dim=1), saved[key])
+
+
+def test_torch_refuses_before_and_loads_after(tmp_path: Path, run: Run) -> None:
+    saved = save(tmp_path)
+    data = {file.name: file.read_bytes() for file in tmp_path.glob("*.distcp")}
+    with pytest.raises(CheckpointException, match="dcp-placements merge-metadata PATH"):
+        load(tmp_path, blank(saved), dcp.FileSystemReader(tmp_path))
+    ran = run("merge-metadata", tmp_path)
+    assert (ran.code, ran.err) == (0, "")
+    assert_torch_loads(tmp_path, saved)
+    loaded = load(tmp_path, blank(saved), PlacementFileSystemReader(tmp_path))
+    assert all(same(saved[key], loaded[key]) for key in saved)
+    assert {file.name: file.read_bytes() for file in tmp_path.glob("*.distcp")} == data
+    assert verify(tmp_path).sound
+    with pytest.raises(CannotLook, match="nothing to merge"):
+        merge_metadata(tmp_path)
+
+
+def test_the_rows_are_those_of_a_save_with_stock_metadata(tmp_path: Path) -> None:
+    for name, stock_metadata in (("stock", True), ("merged", False)):
+        save(tmp_path / name, stock_metadata=stock_metadata)
+    merged = merge_metadata(tmp_path / "merged")
+    tables = []
+    for name in ("stock", "merged"):
+        metadata = pickle.loads((tmp_path / name / ".metadata").read_bytes())
+        places = {
+            (index.fqn, index.offset): (info.relative_path.split("_")[2], info.offset, info.length)
+            for index, info in metadata.storage_data.items()
+        }
+        tables.append((metadata.state_dict_metadata, places))
+    assert tables[0] == tables[1]
+    assert len(merged.storage_data) == len(tables[0][1])
+    assert diff(tmp_path / "stock", tmp_path / "merged").same
+
+
+def test_ranks_that_wrote_an_index_each_are_merged(tmp_path: Path) -> None:
+    saved = save(tmp_path, use_collectives=False)
+    merge_metadata(tmp_path)
+    assert_torch_loads(tmp_path, saved)
+
+
+def _killed_in_the_middle(path: Path) -> None:
+    pieces = metadata_file.stock_pickle
+
+    def some(*args: Any) -> Iterator[bytes]:
+        yield next(pieces(*args))
+        os._exit(9)
+
+    vars(metadata_file)["stock_pickle"] = some
+    merge_metadata(path)
+
+
+def test_killed_in_the_middle_it_leaves_the_index_and_can_be_repeated(tmp_path: Path) -> None:
+    saved = save(tmp_path)
+    before = (tmp_path / ".metadata").read_bytes()
+    process = multiprocessing.get_context("fork").Process(
+        target=_killed_in_the_middle, args=(tmp_path,)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    assert (tmp_path / ".metadata").read_bytes() == before
+    loaded = load(tmp_path, blank(saved), PlacementFileSystemReader(tmp_path))
+    assert all(same(saved[key], loaded[key]) for key in saved)
+    merge_metadata(tmp_path)
+    assert_torch_loads(tmp_path, saved)
+
+
+def test_a_damaged_index_is_refused_and_left(tmp_path: Path) -> None:
+    save(tmp_path)
+    data = bytearray((tmp_path / ".metadata").read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(CannotLook, match="no metadata of DCP's that can be read"):
+        merge_metadata(tmp_path)
+    assert (tmp_path / ".metadata").read_bytes() == data
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    """One row of 2,048 ranks for each of 1,000 keys: 107 MB of stock metadata."""
+    ranks, keys = 2048, [f"layers.{number}.weight" for number in range(1000)]
+    offsets = np.stack([np.arange(ranks), np.zeros(ranks, np.int64)], axis=1)
+    chunks: Any = ChunkList(offsets, np.tile([1, 4], (ranks, 1)))
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((ranks, 4)), chunks)
+    rows = np.zeros(len(keys), ROW)
+    rows["fqn"], rows["length"] = np.arange(len(keys)), 1216
+    rows["start"] = 1216 * np.arange(len(keys))
+    template = Rows(tuple(keys), (), (), (None,), rows)
+    written = [
+        Written(0, lambda: template, [(rank, 0)], [f"__{rank}_0.distcp"]) for rank in range(ranks)
+    ]
+    entries = entries_of(dict.fromkeys(keys, entry))
+    stored: Any = StoredEntries(entries)
+    table = StorageTable(build_index(written, entries))
+    with open(tmp_path / ".metadata", "wb") as file:
+        write_metadata(Metadata(stored, storage_data=table), file, stock_metadata=False)
+    del written, table, stored, entries
+    tracemalloc.start()
+    try:
+        merge_metadata(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    size = (tmp_path / ".metadata").stat().st_size
+    assert size > 52 * ranks * len(keys)
+    assert peak < size / 2
