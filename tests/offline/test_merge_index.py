@@ -30,6 +30,7 @@ from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata import file as metadata_file
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.file import write_metadata
+from dcp_placements.storage.metadata.pickles.stock_pickle import Body
 from dcp_placements.storage.metadata.table import ROW, Rows
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
@@ -102,14 +103,16 @@ def test_ranks_that_wrote_an_index_each_are_merged(tmp_path: Path) -> None:
     assert_torch_loads(tmp_path, saved)
 
 
-def _killed_in_the_middle(path: Path) -> None:
-    pieces = metadata_file.stock_pickle
+class _Killed(Body):
+    """Ends the process when a part of the pickle is written."""
 
-    def some(*args: Any) -> Iterator[bytes]:
-        yield next(pieces(*args))
+    def pieces(self) -> Iterator[bytes]:
+        yield next(super().pieces())
         os._exit(9)
 
-    vars(metadata_file)["stock_pickle"] = some
+
+def _killed_in_the_middle(path: Path) -> None:
+    vars(metadata_file)["Body"] = _Killed
     merge_metadata(path)
 
 

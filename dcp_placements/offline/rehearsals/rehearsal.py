@@ -20,6 +20,7 @@ from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import MeshAxes
 from dcp_placements.offline.rehearsals.costs import Part
 from dcp_placements.offline.rehearsals.owners import Owners
+from dcp_placements.offline.rehearsals.saved_metadata import SavedMetadata, SavedRows
 from dcp_placements.offline.rehearsals.world_parts import RankParts, WorldParts
 from dcp_placements.rules.mesh import MeshCoordinate
 
@@ -71,10 +72,11 @@ class Rehearsal:
         replicated: How many tensors no rule cuts: every rank needs all of them.
         unmatched: Patterns of the rules that match no key.
         unique_nbytes: Bytes of the whole tensors that are needed, each once.
+        metadata: What the metadata of a save by all ranks take.
     """
 
     JSON: ClassVar[str] = (
-        "loads axes faults notes missing unread unmatched replicated unique_nbytes ranks"
+        "loads axes faults notes missing unread unmatched replicated unique_nbytes metadata ranks"
     )
 
     axes: Mapping[str, int]
@@ -86,6 +88,7 @@ class Rehearsal:
     replicated: int
     unmatched: tuple[str, ...]
     unique_nbytes: int
+    metadata: SavedMetadata
 
     @property
     def loads(self) -> bool:
@@ -145,6 +148,7 @@ class _Rehearser:
         self._objects = [o for fqn, o in checkpoint.objects.items() if fqn in expected]
         self._owners = Owners()
         self._cut_parts: dict[Any, Part] = {}
+        self._saved = SavedRows(checkpoint.metadata, prod(axes.values()))
 
     def rehearsal(self) -> Rehearsal:
         """Plan the load of every rank."""
@@ -172,6 +176,7 @@ class _Rehearser:
             replicated=sum(len(tensors.fqns) for tensors in world.classes) - len(cut),
             unmatched=tuple(p for p, is_matched in world.is_matched.items() if not is_matched),
             unique_nbytes=sum(tensors.total_nbytes for tensors in world.classes),
+            metadata=self._saved.metadata(),
         )
 
     def _rank_costs(self, held: RankParts) -> RankRehearsal:
@@ -182,6 +187,7 @@ class _Rehearser:
             if one.layout.local_shape != one.part.tensors.shape:
                 self._cut_parts[one.part.tensors, one.part.members.tobytes()] = one.part
             need = one.part.need(one.layout)
+            self._saved.add(held.rank, one.part, one.layout)
             wanted += need.wanted
             memory += need.memory
             slices += need.slices

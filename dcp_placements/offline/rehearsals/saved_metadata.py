@@ -1,0 +1,243 @@
+"""What the metadata of a save take, if all ranks of a rehearsal saved what they load.
+
+The index is written to memory and read back, so its sizes are those of a real one. Of stock
+metadata only the bytes are counted, since they are gigabytes for thousands of ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_placements._torch import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from dcp_placements.layout.sharding import Box, Layout
+from dcp_placements.offline.rehearsals.costs import Part
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.index.building import Written, build_index
+from dcp_placements.storage.index.entries import StoredEntries, entries_of
+from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.metadata.chunk_list import ChunkList
+from dcp_placements.storage.metadata.file import read_metadata, write_metadata
+from dcp_placements.storage.metadata.pickles.stock_pickle import Body, pickled_head
+from dcp_placements.storage.metadata.table import ROW, Array, Offset, Rows
+from dcp_placements.storage.metadata.write_results import Outline, WriteResults
+
+STOCK_LIMIT_NBYTES = 1 << 30
+"""Stock metadata beyond this are better left out: every process of a stock load reads them all."""
+
+_RECORD_NBYTES = 1200
+"""About what a record has besides its elements."""
+
+_ROW_NBYTES, _WIDE_ROW_NBYTES = 52, 62
+"""Of a row in stock metadata; the latter in those of files of 2 GiB and more."""
+
+_PATH_NBYTES = 10
+"""Of a file in stock metadata, beside its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMetadata:
+    """The metadata of a save by all ranks, with ``PlacementFileSystemWriter``.
+
+    Attributes:
+        rows: Chunks, of all ranks.
+        stock_nbytes: What plain DCP reads, on each rank. Left out by ``stock_metadata=False``.
+        index_nbytes: The index, which ``PlacementFileSystemReader`` reads in part.
+        sent_nbytes: What a rank sends to the coordinator after writing, at most.
+        read_nbytes: What a rank in the middle of the world reads of the index to load again.
+    """
+
+    rows: int
+    stock_nbytes: int
+    index_nbytes: int
+    sent_nbytes: int
+    read_nbytes: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether ``stock_metadata=False`` is better."""
+        return self.stock_nbytes > STOCK_LIMIT_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Boxes of all keys of a part, as one rank has them."""
+
+    part: int
+    boxes: tuple[Box, ...]
+
+
+class SavedRows:
+    """Collects what each rank writes: of equal boxes the first rank's.
+
+    Args:
+        metadata: Of the checkpoint that is rehearsed.
+        ranks: How many there are.
+    """
+
+    def __init__(self, metadata: Metadata, ranks: int) -> None:
+        self._metadata = metadata
+        self._reader = ranks // 2
+        self._parts: dict[Any, int] = {}
+        self._members: list[Part] = []
+        self._boxes: list[dict[Box, None]] = []
+        self._runs: dict[int, list[_Run]] = {}
+        self._layouts: set[Any] = set()
+        self._read: list[_Run] = []
+
+    def add(self, rank: int, part: Part, layout: Layout) -> None:
+        """Add the tensors of a part that a rank holds."""
+        key = part.tensors, part.members.tobytes()
+        number = self._parts.setdefault(key, len(self._parts))
+        if number == len(self._members):
+            self._members.append(part)
+            self._boxes.append({})
+        is_new = (number, layout.intervals) not in self._layouts
+        if not is_new and rank != self._reader:
+            return
+        self._layouts.add((number, layout.intervals))
+        boxes = tuple([chunk.box for chunk in layout.chunks()])
+        if rank == self._reader:
+            self._read.append(_Run(number, boxes))
+        written = tuple([box for box in boxes if box not in self._boxes[number]])
+        if written:
+            self._boxes[number].update(dict.fromkeys(written))
+            self._runs.setdefault(rank, []).append(_Run(number, written))
+
+    def metadata(self) -> SavedMetadata:
+        """Return the sizes."""
+        with quiet_gc():
+            stored: dict[str, Any] = {
+                fqn: entry
+                for fqn, entry in self._metadata.state_dict_metadata.items()
+                if not isinstance(entry, TensorStorageMetadata)
+            }
+            for part, boxes in zip(self._members, self._boxes, strict=True):
+                shape = part.tensors.shape
+                table = np.array(list(boxes), np.int64).reshape(len(boxes), 2, len(shape))
+                entry = TensorStorageMetadata(
+                    TensorProperties(part.tensors.dtype),
+                    torch.Size(shape),
+                    ChunkList(table[:, 0], table[:, 1]),  # type: ignore[arg-type]
+                )
+                stored.update(dict.fromkeys(part.fqns, entry))
+            templates = _Templates(self._members, {fqn: at for at, fqn in enumerate(stored)})
+            written = [templates.written(rank, runs) for rank, runs in self._runs.items()]
+            entries = entries_of(stored)
+            index = build_index(written, entries)
+            saved = Metadata(
+                StoredEntries(entries),  # type: ignore[arg-type]
+                planner_data=self._metadata.planner_data,
+                storage_data=StorageTable(index),
+            )
+            stream = io.BytesIO()
+            write_metadata(saved, stream, stock_metadata=False)
+            most = max(written, key=lambda one: len(_rows(one)), default=None)
+            return SavedMetadata(
+                len(index),
+                _stock_nbytes(saved, written, len(index)),
+                len(stream.getbuffer()),
+                0 if most is None else _sent_nbytes(most),
+                self._read_nbytes(stream.getvalue()),
+            )
+
+    def _read_nbytes(self, data: bytes) -> int:
+        reads: list[int] = []
+
+        class Stream(io.BytesIO):
+            def read(self, size: int | None = -1, /) -> bytes:
+                part = super().read(size)
+                reads.append(len(part))
+                return part
+
+        metadata = read_metadata(lambda: Stream(data))
+        for run in self._read:
+            for fqn in self._members[run.part].fqns:
+                entry = metadata.state_dict_metadata[fqn]
+                assert isinstance(entry, TensorStorageMetadata)
+                places = [MetadataIndex(fqn, torch.Size(box.offsets)) for box in run.boxes]
+                # What is looked up is read.
+                _ = entry.chunks[:1], [metadata.storage_data[place] for place in places]
+        return sum(reads)
+
+
+class _Templates:
+    """Makes what ranks write; those that write alike share it."""
+
+    def __init__(self, parts: Sequence[Part], order: dict[str, int]) -> None:
+        self._parts = parts
+        self._order = order
+        self._rows: dict[Any, Rows] = {}
+
+    def written(self, rank: int, runs: Sequence[_Run]) -> Written:
+        """Return what a rank writes into one file, in the order of the keys."""
+        like = tuple([(run.part, tuple([box.sizes for box in run.boxes])) for run in runs])
+        if like not in self._rows:
+            self._rows[like] = self._template(like)
+        offsets = [box.offsets for run in runs for box in run.boxes]
+        return Written(like, lambda: self._rows[like], offsets, (f"__{rank}_0.distcp",))
+
+    def _template(self, like: Any) -> Rows:
+        fqns: list[str] = []
+        columns = []
+        first_slot = 0
+        for number, sizes in like:
+            part = self._parts[number]
+            keys = np.arange(len(fqns), len(fqns) + len(part.members))
+            fqns += part.fqns
+            itemsize = part.tensors.dtype.itemsize
+            lengths = [prod(size) * itemsize + _RECORD_NBYTES for size in sizes]
+            slots = np.arange(first_slot, first_slot + len(sizes))
+            first_slot += len(sizes)
+            columns.append(
+                np.stack(
+                    [
+                        np.repeat(keys, len(sizes)),
+                        np.tile(slots, len(keys)),
+                        np.tile(lengths, len(keys)),
+                    ]
+                )
+            )
+        key, slot, length = np.concatenate(columns, axis=1)
+        order = np.argsort(np.array([self._order[fqn] for fqn in fqns])[key], kind="stable")
+        rows = np.zeros(len(order), ROW)
+        rows["fqn"], rows["offset"], rows["length"] = key[order], slot[order], length[order]
+        rows["start"] = np.cumsum(rows["length"]) - rows["length"]
+        return Rows(tuple(fqns), (), (), (None,), rows)
+
+
+def _stock_nbytes(saved: Metadata, written: Sequence[Written], rows: int) -> int:
+    """Return the bytes of stock metadata; all but the rows and files are made."""
+    entries = entries_of(saved.state_dict_metadata)
+    no_rows = build_index([], entries)
+    head, memo = pickled_head(saved, entries, no_rows)
+    nbytes = len(head) + sum(map(len, Body(memo, entries, no_rows).pieces()))
+    ends = [int((held["start"] + held["length"]).max()) for held in map(_rows, written)]
+    row = _WIDE_ROW_NBYTES if max(ends, default=0) >= 1 << 31 else _ROW_NBYTES
+    paths = sum(len(path) + _PATH_NBYTES for one in written for path in one.paths)
+    return nbytes + row * rows + paths
+
+
+def _rows(written: Written) -> Array:
+    return written.rows().rows
+
+
+def _sent_nbytes(written: Written) -> int:
+    """Return the bytes of the write results of a rank that wrote what it was assigned."""
+    offsets: tuple[Offset, ...] = tuple(written.offsets)
+    rows = replace(written.rows(), offsets=offsets, paths=tuple(written.paths))
+    fqns = tuple([rows.fqns[at] for at in rows.rows["fqn"].tolist()])
+    outline = Outline(fqns, rows.rows["offset"].astype(np.int64).tobytes(), offsets)
+    return len(pickle.dumps(WriteResults(rows, lambda: outline)))
