@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -77,6 +79,12 @@ class Directory:
         if self._remote:
             return self._remote.open(self._path(name))
         return open_inside(self._root, name)
+
+    def opener(self, name: str) -> Callable[[], IO[bytes]]:
+        """Return a function that opens a file, any number of times."""
+        if self._remote:
+            return self._remote.opener(self._path(name))
+        return partial(self.open, name)
 
     def version(self, name: str) -> str:
         """Return what is different after a file was written again: its size and time, or its tag.

@@ -239,9 +239,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
 
     def _open_metadata(self, path: Any) -> Any:
-        if isinstance(self.fs, RemoteFileSystem):
-            # Another save may replace it meanwhile.
-            return io.BytesIO(self.fs.read(path))
         if self.restricted and type(self.fs) is FileSystem:
             return open_inside(self.path, os.path.basename(path))
         return self.fs.create_stream(path, "rb")
@@ -287,7 +284,9 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             raise
 
     def _read_metadata(self, path: Any) -> Metadata:
-        metadata = read_metadata(partial(self._open_metadata, path), restricted=self.restricted)
+        is_remote = isinstance(self.fs, RemoteFileSystem)
+        opener = self.fs.opener(path) if is_remote else partial(self._open_metadata, path)
+        metadata = read_metadata(opener, restricted=self.restricted)
         if self.restricted:
             check_metadata(metadata)
         return metadata

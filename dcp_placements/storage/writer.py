@@ -209,7 +209,11 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         if not self.fs.exists(path):
             return set()
         try:
-            opener = partial(self.fs.create_stream, path, "rb")
+            opener = (
+                self.fs.opener(os.fspath(path))
+                if isinstance(self.fs, RemoteFileSystem)
+                else partial(self.fs.create_stream, path, "rb")
+            )
             names = paths_of(read_metadata(opener, restricted=True).storage_data)
         except Exception as error:
             logger.warning("%s cannot be read, so the files that it names stay: %s", path, error)

@@ -274,15 +274,25 @@ def test_answers_of_another_length_are_errors(
     assert asked == [0, 50] + [100] * TRIES
 
 
-def test_metadata_are_read_with_one_request(flaky: type[Flaky]) -> None:
+@pytest.mark.parametrize("whole_nbytes", [16 << 20, 0])
+def test_small_metadata_are_read_with_one_request(
+    flaky: type[Flaky], whole_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another save may replace them meanwhile; all of what is read is then of one save."""
+    monkeypatch.setattr("dcp_placements.storage.remote.filesystem.WHOLE_NBYTES", whole_nbytes)
     url = "flaky://bucket/ckpt"
-    save(url, {f"layers.{n}.weight.{'x' * 900}": torch.arange(4.0) for n in range(1500)})
+    state = {f"layers.{n}.weight.{'x' * 900}": torch.arange(4.0) for n in range(1500)}
+    save(url, state)
     reader = PlacementFileSystemReader(url)
     flaky.calls.clear()
-    assert len(reader.read_metadata().state_dict_metadata) == 1500
+    metadata = reader.read_metadata()
     assert fsspec.filesystem("flaky").info(f"{url}/.metadata")["size"] > BUFFER_NBYTES
-    assert flaky.calls.count("cat_file") == 1
+    if whole_nbytes:
+        fsspec.filesystem("flaky").rm_file(f"{url}/.metadata")
+    assert len(metadata.state_dict_metadata) == 1500
+    assert metadata.storage_data is not None
+    assert len({info.offset for info in metadata.storage_data.values()}) == 1500
+    assert (flaky.calls.count("cat_file") == 1) == bool(whole_nbytes)
 
 
 def test_errors_of_an_upload_name_the_url(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:

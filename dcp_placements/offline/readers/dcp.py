@@ -59,7 +59,7 @@ def read_pickle(directory: Directory, name: str, newer: set[str] | None = None) 
     """
     where = f"{directory.path}/{name}"
     try:
-        return read_metadata(lambda: directory.open(name), restricted=True, whole=True, newer=newer)
+        return read_metadata(directory.opener(name), restricted=True, whole=True, newer=newer)
     except RefusedGlobal as error:
         raise CannotLook(
             f"{where}: refused, {error}\n"
