@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from dcp_placements._torch import (
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group, KeyTable
-from dcp_placements.save.local_plan import Held, Holding
+from dcp_placements.save.local_plan import Held, Holding, offset_slices
 from dcp_placements.save.packing import Ints, unpacked_ints
 from dcp_placements.storage.metadata.pickles.tensor_properties import properties_of
+from dcp_placements.storage.metadata.table import Offset
 from dcp_placements.storage.metadata.write_results import Outline
 
 Run = tuple[int, int]
@@ -120,13 +122,34 @@ class Outlines:
     def __init__(self) -> None:
         self._held: dict[Any, tuple[tuple[str, ...], Ints]] = {}
         self._written: dict[Any, tuple[tuple[str, ...], bytes]] = {}
+        self._slices: dict[Any, list[slice | None]] = {}
+
+    def of_plan(
+        self, boxes: bytes, tables: Sequence[KeyTable], assignment: Assignment, like: Hashable
+    ) -> Outline:
+        """Return the outline of a plan that was sent.
+
+        Args:
+            boxes: Those of ``LocalPlan``.
+            tables: The key tables of the rank.
+            assignment: What it is assigned.
+            like: Equal for ranks with equal key tables.
+        """
+        flat = unpacked_ints(boxes).tolist()
+        counts = tuple(flat[: sum([len(table.groups) for table in tables])])
+        if (like, counts) not in self._slices:
+            self._slices[like, counts] = offset_slices(counts, tables)
+        slices = self._slices[like, counts]
+        offsets = tuple([None if part is None else tuple(flat[part]) for part in slices])
+        numbers = iter(counts)
+        by_table = tuple([tuple(islice(numbers, len(table.groups))) for table in tables])
+        return self._of(tables, by_table, offsets, assignment, like)
 
     def of(
         self,
         tables: Sequence[KeyTable],
         boxes: Sequence[Sequence[Sequence[Box]]],
         assignment: Assignment,
-        like: Hashable = None,
     ) -> Outline:
         """Return which chunks a rank writes, by key table; the same there and on the coordinator.
 
@@ -134,10 +157,25 @@ class Outlines:
             tables: The key tables of the rank.
             boxes: Per table and group, the boxes that it holds.
             assignment: What it is assigned.
-            like: Equal for ranks with equal key tables.
         """
-        counts = [[len(held) for held in by_group] for by_group in boxes]
-        alike = like, tuple(map(tuple, counts)), assignment.pieces
+        counts = tuple([tuple([len(held) for held in by_group]) for by_group in boxes])
+        offsets = [
+            None if group.kind == OBJECT else box.offsets
+            for table, by_group in zip(tables, boxes, strict=True)
+            for group, held in zip(table.groups, by_group, strict=True)
+            for box in held
+        ]
+        return self._of(tables, counts, tuple(offsets), assignment, None)
+
+    def _of(
+        self,
+        tables: Sequence[KeyTable],
+        counts: tuple[tuple[int, ...], ...],
+        offsets: tuple[Offset, ...],
+        assignment: Assignment,
+        like: Hashable,
+    ) -> Outline:
+        alike = like, counts, assignment.pieces
         written = self._written.get((alike, assignment.runs))
         if written is None:
             if alike not in self._held:
@@ -147,13 +185,7 @@ class Outlines:
             chosen = np.flatnonzero((first <= position) & (position < end))
             names = tuple([fqns[at] for at in chosen.tolist()])
             written = self._written[alike, assignment.runs] = names, slots[chosen].tobytes()
-        offsets = [
-            None if group.kind == OBJECT else box.offsets
-            for table, by_group in zip(tables, boxes, strict=True)
-            for group, held in zip(table.groups, by_group, strict=True)
-            for box in held
-        ]
-        return Outline(*written, offsets=tuple(offsets))
+        return Outline(*written, offsets=offsets)
 
 
 def _chunks_held(

@@ -238,6 +238,23 @@ def sent_boxes(plan: LocalPlan, tables: Sequence[KeyTable]) -> list[list[tuple[B
     return found
 
 
+def offset_slices(counts: Sequence[int], tables: Sequence[KeyTable]) -> list[slice | None]:
+    """Return where the offsets of each box in a plan stand among its integers; None of objects.
+
+    Args:
+        counts: Boxes of each group of each table, with which the integers begin.
+        tables: Of the rank.
+    """
+    at, slices = len(counts), []
+    groups = [group for table in tables for group in table.groups]
+    for group, count in zip(groups, counts, strict=True):
+        ndim = len(group.shape)
+        for _ in range(count):
+            slices.append(None if group.kind == OBJECT else slice(at, at + ndim))
+            at += 2 * ndim
+    return slices
+
+
 Alike = tuple[Group, tuple[Box, ...]]
 """What makes a group on one rank: what its keys have in common, and the boxes held."""
 

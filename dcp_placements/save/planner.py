@@ -48,7 +48,7 @@ from dcp_placements.save.items import (
     assigned_items,
     writer_faults,
 )
-from dcp_placements.save.local_plan import foreign_plans, sent_boxes, sent_holding
+from dcp_placements.save.local_plan import foreign_plans, sent_holding
 from dcp_placements.save.rank_save import RankSave
 from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
@@ -333,7 +333,7 @@ def _assigned(
 
     def outline() -> Outline:
         tables = coordinator.cohorts.tables_of(sent)
-        return outlines.of(tables, sent_boxes(sent, tables), assignment, sent.tables)
+        return outlines.of_plan(sent.boxes, tables, assignment, sent.tables)
 
     lazy = LazyItems(items, None if assignment.shadows else outline)
     # dataclasses.replace takes several times as long, and there is one plan per rank.
