@@ -60,8 +60,8 @@ def reshard_command(
 ) -> int:
     """Rewrite a checkpoint for the world that is to load it: each rank's bytes in one file.
 
-    An interrupted run is continued by the same command. Files of tensors alone are rewritten;
-    other files of the checkpoint's directory are not copied.
+    An interrupted run is continued by the same command. Other files in the checkpoint's directory
+    are not copied.
     """
     with progress("reshard") as step:
         result = offline.reshard(src, out, resolve(rules), mesh, fsdp=fsdp, progress=step)
