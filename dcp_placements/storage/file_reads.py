@@ -138,20 +138,28 @@ class CountedFile:
             EOFError: The file ends before.
         """
         fd = self._fd
-        announces = near and hasattr(os, "posix_fadvise")
         start = announced = 0
+        if fd is None:
+            for position in positions:
+                self.read_into(buffer[start : start + nbytes], position)
+                start += nbytes
+            return
+        if not near or not hasattr(os, "posix_fadvise"):
+            announced = self.size
+        preadv, complete = os.preadv, 0
         for position in positions:
-            if announces and fd is not None and position >= announced:
+            if position >= announced:
                 announced = position + ANNOUNCED_NBYTES
                 os.posix_fadvise(fd, position, ANNOUNCED_NBYTES, os.POSIX_FADV_WILLNEED)
             stop = start + nbytes
             # As read_into, without the cost of a call: there may be a million.
-            if fd is not None and os.preadv(fd, [buffer[start:stop]], position) == nbytes:
-                self.reads += 1
-                self.nbytes += nbytes
+            if preadv(fd, [buffer[start:stop]], position) == nbytes:
+                complete += 1
             else:
                 self.read_into(buffer[start:stop], position)
             start = stop
+        self.reads += complete
+        self.nbytes += complete * nbytes
 
     def copy_to(self, into: IO[bytes], position: int, nbytes: int) -> None:
         """Append bytes of this file to another, with ``copy_file_range`` where it works.
@@ -219,7 +227,7 @@ class FilePart:
     ) -> None:
         """Fill ``buffer`` with ``nbytes`` from each position in the part."""
         start = self._start
-        self._file.read_each(buffer, nbytes, (start + at for at in positions), near=near)
+        self._file.read_each(buffer, nbytes, map(start.__add__, positions), near=near)
 
     def stream(self) -> io.BufferedIOBase:
         """Return the part as a file of its own."""
