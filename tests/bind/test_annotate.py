@@ -128,7 +128,7 @@ def test_a_model_in_place_of_its_tensors_is_refused() -> None:
     assert annotated["model"]["weight"].global_shape == (8, 2)
 
 
-@pytest.mark.skipif(STOCK, reason="this torch knows the attributes")
+@pytest.mark.skipif(STOCK, reason="needs a torch before 2.14")
 def test_an_older_torch_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"needs torch 2\.14[\s\S]*installed\("):
         annotate({}, {})
@@ -140,7 +140,7 @@ def read_whole(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.skipif(not STOCK, reason="torch 2.14")
+@pytest.mark.skipif(not STOCK, reason="needs torch 2.14")
 @pytest.mark.parametrize("placements", CASES.values(), ids=CASES)
 def test_stock_planners_save_and_load_by_it(tmp_path: Path, placements: list[Any]) -> None:
     world = World(4)
@@ -163,7 +163,7 @@ def test_stock_planners_save_and_load_by_it(tmp_path: Path, placements: list[Any
         assert loaded[rank]["step"] == 3
 
 
-@pytest.mark.skipif(not STOCK, reason="torch 2.14")
+@pytest.mark.skipif(not STOCK, reason="needs torch 2.14")
 def test_stock_planners_save_listed_rows_and_dtensors(tmp_path: Path) -> None:
     rows = [(0, 2, 4, 6, 8), (1, 3, 5, 7)]
 
