@@ -2,7 +2,7 @@
 #
 # Leaves the working directory at the repository's root and PATH at .venv-torch-VERSION-pyX.Y, made
 # with the python3 on PATH, which has the package installed editable with the extra test-core, under
-# scripts/constraints.txt but for torch. Tests that need more (frameworks, S3, pictures) are skipped.
+# scripts/constraints.txt but for torch. Tests that need more (frameworks, S3) are skipped.
 #
 # That torch lies in ~/.cache/dcp-placements (or XDG_CACHE_HOME), once for all clones, with the
 # libraries that its import needs: several GB where a release has no CPU build. Triton is left out.
