@@ -28,7 +28,7 @@ class Child:
     def __init__(self, work: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("fork")
         self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(sender, work, args), daemon=True)
+        self._process = context.Process(target=_run, args=(sender, work, args))
         self._process.start()
         sender.close()
 

@@ -1,9 +1,9 @@
-"""scripts/bench restart [--workloads W ...] [--ranks N ...] [--rows N] [--json FILE]
+"""scripts/bench restart [--workloads W ...] [--ranks N ...] [--check-rows N] [--json FILE]
 
 What follows the planning of a save, and what precedes the reads of a load, in worlds of 256 to
 16,384 ranks: the write results that ranks send, ``.metadata`` as the coordinator writes it, and how
 a rank that loads comes from there to the places of what it reads. Prints a table of saves and one
-of loads. Exit status 1 when a load is planned other than by torch's own reader.
+of loads. Exit status 1 when a rank finds other places than were written.
 
     w1      DeepSeek-V3 with AdamW moments, 3,075 tensors, FSDP and EP 64
     w2      the same with one tensor per expert, 136,185 tensors
@@ -11,18 +11,21 @@ of loads. Exit status 1 when a load is planned other than by torch's own reader.
 All ranks' plans are made through the planners' own hooks and planned by one coordinator. No data
 are written: a record has the bytes of its elements and a constant. Write results are pickled and
 unpickled, as torch's collectives do. The coordinator and each rank that loads run in processes of
-their own. Times are CPU seconds.
+their own. Times are CPU seconds, memory is what a process takes besides.
 
-Where all ranks have more than --rows chunks in all, a few layers are planned, and what is shown is
-multiplied up to all of them ("x 20"). Torch's ``finish`` and ``read_metadata`` run on the results
-of the first ranks alone, up to --stock-rows chunks, and are multiplied up ("stock").
+Every world is saved twice: with stock metadata ("ours"), and with the index alone ("index").
+Torch's ``finish``, ``read_metadata`` and default planner run on the results of the first ranks, up
+to --stock-rows chunks, and are multiplied up to all chunks ("stock", "x 20").
+
+What a rank finds is compared with what the writers report; in worlds of up to --check-rows chunks
+also with what torch's reader finds in the stock metadata.
 
 With --json a file of machine, options, seconds, faults and entries, one per workload and ranks:
-    workload, ranks, tensors, chunks (of all tensors), factor (by which the rest was multiplied)
-    ours, stock   gathered_bytes (of all ranks), rank_bytes (of the largest result), join_s
+    workload, ranks, tensors, chunks (of all tensors), factor (by which stock was multiplied)
+    ours, index, stock   gathered_bytes (of all ranks), rank_bytes (of the largest result), join_s
                   (unpickled, joined and written), metadata_bytes, write_rss_bytes
-    ours.same, ours.resharded, stock.same: read_s, read_bytes, read_rss_bytes; of ours also
-                  plan_s and look_up_s, of a rank in the middle of the world
+    ours.same, ours.resharded, index.same, index.resharded, stock.same: read_s, read_bytes, plan_s,
+                  look_up_s and read_rss_bytes, of a rank in the middle of the world (stock: rank 0)
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ from __future__ import annotations
 import argparse
 import gc
 import pickle
+import re
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +46,16 @@ import torch
 import torch.distributed as dist
 from bench_common import PeakMemory, in_child, show, three, write_measured
 from bench_planning import Options, cpu_ms, make_plans, read_plans
-from bench_workloads import WORKLOADS, Memory, Workload, real_state_dict
+from bench_workloads import MOMENTS, WORKLOADS, Lay, Memory, Workload, real_state_dict
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_placements import (
@@ -55,10 +66,19 @@ from dcp_placements import (
 )
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.table import RowsBuilder
-from dcp_placements.storage.metadata.write_results import WriteResults
+from dcp_placements.storage.metadata.write_results import Confirmation, WriteResults
 
 RECORD_NBYTES = 1200
 """What a record has besides its elements."""
+
+Place = tuple[str, int, int]
+"""File, start and length of a record."""
+
+Places = dict[tuple[str, tuple[int, ...]], Place]
+"""By key and offset."""
+
+SIDES = {"ours": True, "index": False}
+"""Whether stock metadata are written."""
 
 
 def be(rank: int, ranks: int) -> None:
@@ -70,55 +90,142 @@ def be(rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
 
 
+class Written:
+    """What all ranks write, each one file in the order of its keys, and what they report of it.
+
+    Args:
+        workload: What is saved.
+        plans: Of the coordinator, for all ranks.
+        order: The keys, in the order in which they are written.
+
+    Attributes:
+        sent: By rank, its pickled write results.
+        chunks: Of all ranks.
+    """
+
+    def __init__(self, workload: Workload, plans: Sequence[Any], order: Iterable[str]) -> None:
+        self._plans = plans
+        self._order = {fqn: number for number, fqn in enumerate(order)}
+        lays = dict.fromkeys(parameter.lay for parameter in workload.parameters)
+        self._lays = dict(zip(lays, range(len(lays)), strict=True))
+        self._lay_of = dict(lays_of(workload))
+        # Ranks that hold alike write alike, but for the name of the file.
+        templates: dict[Any, Any] = {}
+        self._of_rank: list[tuple[Any, tuple[Any, ...], str]] = []
+        self.sent: list[bytes] = []
+        self.chunks = 0
+        for rank, plan in enumerate(plans):
+            outline = plan.items.outline()
+            sizes = tuple([tuple(lay.local(rank)[0]) for lay in lays])
+            like = outline.fqns, outline.slots, sizes
+            file = f"{plan.storage_data.prefix}0.distcp"
+            if like not in templates:
+                templates[like] = self._template(plan, outline, sizes, file)
+            confirmation, records = templates[like]
+            result = WriteResults.__new__(WriteResults)
+            result._rows, result.outline = None, None
+            result._sent = Confirmation(confirmation.places, (file,))
+            self.sent.append(pickle.dumps(result))
+            self.chunks += len(records)
+            self._of_rank.append((records, outline.offsets, file))
+
+    def _template(
+        self, plan: Any, outline: Any, sizes: Sequence[tuple[int, ...]], file: str
+    ) -> tuple[Confirmation, list[tuple[str, int, int, int]]]:
+        """Return what a rank sends, and its records: key, slot, start and length."""
+        rows = sorted(
+            zip(outline.fqns, memoryview(outline.slots).cast("q").tolist(), strict=True),
+            key=lambda row: self._order[row[0]],
+        )
+        builder, records, start = RowsBuilder(), [], 0
+        for fqn, slot in rows:
+            elements = torch.Size(sizes[self._lays[self._lay_of[fqn]]]).numel()
+            length = elements * 4 + RECORD_NBYTES
+            index = MetadataIndex(fqn, torch.Size(outline.offsets[slot]))
+            builder.add(index, path=file, start=start, length=length)
+            records.append((fqn, slot, start, length))
+            start += length
+        made = pickle.loads(pickle.dumps(WriteResults(builder.rows(), plan.items.outline)))
+        if not isinstance(made._sent, Confirmation):
+            raise SystemExit("bench: a rank that wrote what it was assigned sends rows")
+        return made._sent, records
+
+    def places(self, rank: int) -> Places:
+        """Return where a rank wrote its chunks."""
+        records, offsets, file = self._of_rank[rank]
+        return {
+            (fqn, tuple(offsets[slot])): (file, start, length)
+            for fqn, slot, start, length in records
+        }
+
+    def stock(self, limit: int) -> Iterator[tuple[int, list[WriteResult], list[Any]]]:
+        """Yield of the first ranks what torch's writer reports, and the chunks, up to a limit."""
+        rows = 0
+        for rank, (plan, (records, _, _)) in enumerate(
+            zip(self._plans, self._of_rank, strict=True)
+        ):
+            if rows and rows + len(records) > limit:
+                return
+            rows += len(records)
+            data = {item.index: item.tensor_data for item in plan.items}
+            plan.items._made = None
+            results = [
+                WriteResult(MetadataIndex(fqn, torch.Size(offset)), length, _StorageInfo(*place))
+                for (fqn, offset), place in self.places(rank).items()
+                for length in place[2:]
+            ]
+            yield rank, results, [(index.fqn, tensor) for index, tensor in data.items()]
+
+
+def lays_of(workload: Workload) -> Iterator[tuple[str, Lay]]:
+    """Yield the keys of the checkpoint, and how each lies."""
+    for parameter in workload.parameters:
+        yield f"model.{parameter.fqn}", parameter.lay
+        if workload.moments:
+            for name in MOMENTS:
+                yield f"optim.state.{parameter.fqn}.{name}", parameter.lay
+
+
 def save(workload: Workload, plans: Path, path: Path, stock_rows: int) -> dict[str, Any]:
-    """Be the coordinator of a save; return the costs of both sides."""
+    """Be the coordinator of a save; return the costs of all sides, and leave what was written."""
     be(0, workload.ranks)
     planner = PlacementSavePlanner()
-    writer = PlacementFileSystemWriter(path / "ours")
-    planner.set_up_planner(real_state_dict(workload, 0, Memory()), writer.storage_meta(), True)
-    writer.set_up_storage_writer(True)
+    # Names of files are the planner's, so both sides have the same.
+    writers = {
+        side: PlacementFileSystemWriter(path / side, stock_metadata=stock_metadata)
+        for side, stock_metadata in SIDES.items()
+    }
+    state_dict = real_state_dict(workload, 0, Memory())
+    planner.set_up_planner(state_dict, writers["ours"].storage_meta(), True)
     planner.create_local_plan()
     local = [pickle.loads(data) for data in read_plans([plans])]
     central, metadata = planner.create_global_plan(local)
-    central = writer.prepare_global_plan(central)
-    order = {fqn: number for number, fqn in enumerate(metadata.state_dict_metadata)}
-    sent, stock = [], []
-    chunks = rows = 0
-    for plan in central:
-        made = written(plan, order)
-        chunks += len(made)
-        sent.append(pickle.dumps(made))
-        if rows < stock_rows:
-            rows += len(made)
-            stock.append(pickle.dumps([_plain(result) for result in made]))
-        plan.items._made = None
-    costs = {"chunks": chunks, "ours": _finish(writer, metadata, sent, 1.0)}
+    del local
+    for writer in writers.values():
+        writer.set_up_storage_writer(True)
+        planned = writer.prepare_global_plan(central)
+    written = Written(workload, planned, metadata.state_dict_metadata)
+    costs: dict[str, Any] = {"chunks": written.chunks}
+    for side, writer in writers.items():
+        costs[side] = in_child(_finish, writer, metadata, written.sent, 1.0)
+    entries: dict[str, Any] = {}
+    sent, rows = [], 0
+    for _, results, chunks in written.stock(stock_rows):
+        sent.append(pickle.dumps(results))
+        rows += len(results)
+        for fqn, data in chunks:
+            entry = entries.setdefault(fqn, TensorStorageMetadata(data.properties, data.size, []))
+            offsets, sizes = torch.Size(data.chunk.offsets), torch.Size(data.chunk.sizes)
+            entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+    costs["factor"] = written.chunks / rows
     stock_writer = FileSystemWriter(path / "stock")
     stock_writer.set_up_storage_writer(True)
-    kept = Metadata(metadata.state_dict_metadata, planner_data=metadata.planner_data)
-    costs["stock"] = _finish(stock_writer, kept, stock, chunks / rows)
+    kept = Metadata(entries, planner_data=metadata.planner_data)
+    costs["stock"] = in_child(_finish, stock_writer, kept, sent, costs["factor"])
+    with open(path / "written", "wb") as file:
+        written._plans = ()
+        pickle.dump(written, file)
     return costs
-
-
-def written(plan: Any, order: dict[str, int]) -> WriteResults:
-    """Return what a rank reports that wrote its plan into one file, in the order of its keys."""
-    builder, start = RowsBuilder(), 0
-    name = f"{plan.storage_data.prefix}0.distcp"
-    for item in sorted(plan.items, key=lambda item: order[item.index.fqn]):
-        data = item.tensor_data
-        length = int(data.chunk.sizes.numel()) * 4 + RECORD_NBYTES
-        builder.add(item.index, path=name, start=start, length=length)
-        start += length
-    return WriteResults(builder.rows(), plan.items.outline)
-
-
-def _plain(result: WriteResult) -> WriteResult:
-    index, info = result.index, result.storage_data
-    return WriteResult(
-        MetadataIndex(index.fqn, torch.Size(index.offset)),
-        result.size_in_bytes,
-        _StorageInfo(info.relative_path, info.offset, info.length),
-    )
 
 
 def _finish(writer: Any, metadata: Metadata, sent: list[bytes], factor: float) -> dict[str, Any]:
@@ -141,37 +248,65 @@ def _finish(writer: Any, metadata: Metadata, sent: list[bytes], factor: float) -
     }
 
 
-def load(workload: Workload, path: Path, *, ours: bool) -> dict[str, Any]:
-    """Be one rank of a load; return what it spends before it reads data."""
+def load(workload: Workload, path: Path) -> dict[str, Any]:
+    """Be one rank of a load; return what it spends before it reads data, and the places."""
     rank = workload.ranks // 2
     be(rank, workload.ranks)
     state_dict = real_state_dict(workload, rank, Memory())
-    reader: Any = (PlacementFileSystemReader if ours else FileSystemReader)(path)
+    reader, planner = PlacementFileSystemReader(path), PlacementLoadPlanner()
     gc.collect()
     memory, before = PeakMemory(), _read_bytes()
-    spent, metadata = cpu_ms(reader.read_metadata)
-    costs = {"read_s": spent / 1e3}
-    if ours:
-        planner = PlacementLoadPlanner()
-        planner.set_up_planner(state_dict, metadata, False)
-        planned, plan = cpu_ms(lambda: planner.finish_plan(planner.create_local_plan()))
+    read, metadata = cpu_ms(reader.read_metadata)
+    planner.set_up_planner(state_dict, metadata, False)
+    planned, plan = cpu_ms(lambda: planner.finish_plan(planner.create_local_plan()))
 
-        def look_up() -> list[Any]:
-            reader.set_up_storage_reader(metadata, False, rank=rank)
-            with quiet_gc():
-                return reader._copies.sources(plan.items)
+    def look_up() -> list[Any]:
+        reader.set_up_storage_reader(metadata, False, rank=rank)
+        with quiet_gc():
+            return reader._copies.sources(plan.items)
 
-        found, places = cpu_ms(look_up)
-        costs |= {"plan_s": planned / 1e3, "look_up_s": found / 1e3}
-        costs["places"] = {
-            (item.storage_index.fqn, tuple(item.storage_index.offset or ())): tuple(
-                (info.relative_path, info.offset, info.length)
-            )
-            for item, (info, _) in zip(plan.items, places, strict=True)
-        }
-    costs["read_bytes"] = _read_bytes() - before
-    costs["read_rss_bytes"] = memory.growth_bytes()
-    return costs
+    looked_up, sources = cpu_ms(look_up)
+    costs = _load_costs(read, planned, looked_up, memory, before)
+    places = {
+        (item.storage_index.fqn, tuple(item.storage_index.offset)): place_of(info)
+        for item, (info, _) in zip(plan.items, sources, strict=True)
+    }
+    return costs | {"places": places}
+
+
+def load_stock(workload: Workload, path: Path, factor: float) -> dict[str, Any]:
+    """Be the first rank of a load with torch's reader and planner.
+
+    Args:
+        workload: What is loaded.
+        path: The metadata of some ranks' chunks.
+        factor: All chunks by those.
+    """
+    be(0, workload.ranks)
+    state_dict = real_state_dict(workload, 0, Memory())
+    reader, planner = FileSystemReader(path), DefaultLoadPlanner(allow_partial_load=True)
+    gc.collect()
+    memory, before = PeakMemory(), _read_bytes()
+    read, metadata = cpu_ms(reader.read_metadata)
+    planner.set_up_planner(state_dict, metadata, False)
+    planned, plan = cpu_ms(lambda: planner.finish_plan(planner.create_local_plan()))
+    reader.set_up_storage_reader(metadata, False)
+    looked_up, _ = cpu_ms(lambda: [reader.storage_data[item.storage_index] for item in plan.items])
+    costs = _load_costs(read, planned, looked_up, memory, before)
+    # A look-up is one per item, however many chunks there are.
+    return {k: value if k == "look_up_s" else value * factor for k, value in costs.items()}
+
+
+def _load_costs(
+    read: float, planned: float, looked_up: float, memory: PeakMemory, before: int
+) -> dict[str, float]:
+    return {
+        "read_s": read / 1e3,
+        "plan_s": planned / 1e3,
+        "look_up_s": looked_up / 1e3,
+        "read_bytes": _read_bytes() - before,
+        "read_rss_bytes": memory.growth_bytes(),
+    }
 
 
 def _read_bytes() -> int:
@@ -179,67 +314,81 @@ def _read_bytes() -> int:
         return int(file.readline().split()[1])
 
 
-def misplaced(path: Path, places: dict[Any, Any]) -> int:
-    """Return how many places are other than in the metadata that torch reads."""
-    stored = FileSystemReader(path).read_metadata().storage_data
-    offsets = {(index.fqn, tuple(index.offset or ())): info for index, info in stored.items()}
-    return sum(
-        (info := offsets.get(key)) is None
-        or (info.relative_path, info.offset, info.length) != place
-        for key, place in places.items()
-    )
+def place_of(info: Any) -> Place:
+    """Return a place out of torch's object."""
+    return info.relative_path, info.offset, info.length
+
+
+def misplaced(path: Path, places: Mapping[Any, Place], *, by_torch: bool) -> int:
+    """Return how many places are other than what the writers report, or torch's reader finds."""
+    if by_torch:
+        stored = FileSystemReader(path / "ours").read_metadata().storage_data
+        expected: Places = {
+            (index.fqn, tuple(index.offset)): place_of(info)
+            for index, info in stored.items()
+            if index.offset is not None
+        }
+    else:
+        with open(path / "written", "rb") as file:
+            written: Written = pickle.load(file)
+        expected = {}
+        for rank in sorted({_writer(place[0]) for place in places.values()}):
+            expected.update(written.places(rank))
+    return sum(expected.get(key) != place for key, place in places.items())
+
+
+def _writer(file: str) -> int:
+    number = re.match(r"__(?:[^_]*_)?(\d+)_", file)
+    if number is None:
+        raise SystemExit(f"bench: a file of no rank: {file}")
+    return int(number[1])
 
 
 def measure(args: argparse.Namespace, name: str, ranks: int) -> tuple[dict[str, Any], list[str]]:
     """Return the entry of one world, and its faults."""
-    whole = WORKLOADS[name](ranks, False)
-    is_part = args.tiny or whole.items() * ranks > args.rows
-    workload = WORKLOADS[name](ranks, True) if is_part else whole
-    # Ranks of one column have as many items as those of any other.
-    factor = whole.items() / workload.items()
-    entry: dict[str, Any] = {"workload": name, "ranks": ranks, "tensors": whole.tensors}
+    workload = WORKLOADS[name](ranks, args.tiny)
+    half = WORKLOADS[name](max(ranks // 2, 1), args.tiny)
     faults: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bench-restart-") as directory:
         path = Path(directory)
         options = Options("sampled", {}, 1, 0, False, False)
         in_child(make_plans, workload, True, range(ranks), path / "plans", options)
         costs = in_child(save, workload, path / "plans", path, args.stock_rows)
-        share = costs["stock"]["metadata_bytes"] / (path / "stock/.metadata").stat().st_size
-        half = WORKLOADS[name](max(ranks // 2, 1), is_part)
-        for kind, target in (("same", workload), ("resharded", half)):
-            cost = in_child(_load, target, path / "ours", True)
-            places = cost.pop("places")
-            if costs["chunks"] <= args.stock_rows * 4:
-                wrong = in_child(misplaced, path / "ours", places)
-                if wrong:
-                    faults.append(f"{name}, {ranks} ranks, {kind}: {wrong} places differ")
-            costs["ours"][kind] = {what: value * factor for what, value in cost.items()}
-        cost = in_child(_load, workload, path / "stock", False)
-        costs["stock"]["same"] = {what: value * share * factor for what, value in cost.items()}
-    for side in ("ours", "stock"):
-        for what, value in costs[side].items():
-            if not isinstance(value, dict):
-                costs[side][what] = value * factor
-    entry |= {"factor": factor, **costs, "chunks": costs["chunks"] * factor}
-    return entry, faults
+        for side in SIDES:
+            for kind, target in (("same", workload), ("resharded", half)):
+                cost = in_child(load, target, path / side)
+                places = cost.pop("places")
+                for by_torch in (False, True):
+                    if by_torch and costs["chunks"] > args.check_rows:
+                        continue
+                    wrong = in_child(_misplaced, path, places, by_torch)
+                    if wrong or not places:
+                        by = "torch" if by_torch else "the writers"
+                        what = f"{wrong} of {len(places)} places are other than by {by}"
+                        faults.append(f"{name}, {ranks} ranks, {side}, {kind}: {what}")
+                costs[side][kind] = cost
+        stock = in_child(load_stock, workload, path / "stock", costs["factor"])
+        costs["stock"]["same"] = stock
+    return {"workload": name, "ranks": ranks, "tensors": workload.tensors, **costs}, faults
 
 
-def _load(workload: Workload, path: Path, ours: bool) -> dict[str, Any]:
-    return load(workload, path, ours=ours)
+def _misplaced(path: Path, places: Mapping[Any, Place], by_torch: bool) -> int:
+    return misplaced(path, places, by_torch=by_torch)
 
 
 def show_entries(entries: list[dict[str, Any]]) -> None:
     """Print both tables."""
     saves, loads = [], []
     for entry in entries:
-        of_part = f" x {entry['factor']:.0f}" if entry["factor"] != 1 else ""
-        world = f"{entry['workload']} {entry['ranks']:,}"
-        for side in ("ours", "stock"):
+        for side in (*SIDES, "stock"):
+            world = f"{entry['workload']} {entry['ranks']:,} {side}"
+            if side == "stock" and entry["factor"] != 1:
+                world += f" x {entry['factor']:.0f}"
             cost = entry[side]
             saves.append(
                 [
-                    f"{world} {side}{of_part}",
-                    f"{entry['chunks']:,.0f}",
+                    world,
+                    f"{entry['chunks']:,}",
                     three(cost["rank_bytes"] / 1e3),
                     three(cost["gathered_bytes"] / 1e6),
                     three(cost["join_s"]),
@@ -252,11 +401,9 @@ def show_entries(entries: list[dict[str, Any]]) -> None:
                     part = cost[kind]
                     loads.append(
                         [
-                            f"{world} {kind} {side}{of_part}",
+                            f"{world}, {kind}",
                             three(part["read_bytes"] / 1e6),
-                            three(part["read_s"]),
-                            three(part.get("plan_s")),
-                            three(part.get("look_up_s")),
+                            *[three(part[what]) for what in ("read_s", "plan_s", "look_up_s")],
                             three(part["read_rss_bytes"] / 1e6),
                         ]
                     )
@@ -281,13 +428,15 @@ def main() -> int:
     )
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=["w1", "w2"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[256, 1024, 4096, 16384])
-    parser.add_argument("--rows", type=int, default=3_200_000, help="planned in full (3,200,000)")
+    parser.add_argument(
+        "--check-rows", type=int, default=800_000, help="compared with torch's reader (800,000)"
+    )
     parser.add_argument("--stock-rows", type=int, default=200_000, help="of stock (200,000)")
     parser.add_argument("--tiny", action="store_true", help="a few layers of w1 on 8 ranks")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     if args.tiny:
-        args.workloads, args.ranks = ["w1"], [8]
+        args.workloads, args.ranks, args.stock_rows = ["w1"], [8], 500
     start = time.perf_counter()
     entries, faults = [], []
     for name in args.workloads:

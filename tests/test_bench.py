@@ -160,7 +160,7 @@ def test_bench_load_counts_files_calls_and_bytes_of_both_sides(tmp_path: Path) -
     assert report["cases"]["norms"]["ours"]["small_ratio"] <= 1.1
 
 
-def test_bench_restart_reports_saves_and_loads_of_both_sides(tmp_path: Path) -> None:
+def test_bench_restart_reports_saves_and_loads_of_all_sides(tmp_path: Path) -> None:
     printed, report = bench("restart", tmp_path)
     assert "Save" in printed
     assert "Load" in printed
@@ -168,13 +168,16 @@ def test_bench_restart_reports_saves_and_loads_of_both_sides(tmp_path: Path) -> 
     [entry] = report["entries"]
     assert (entry["workload"], entry["ranks"]) == ("w1", 8)
     assert entry["factor"] > 1
-    for side in ("ours", "stock"):
+    for side in ("ours", "index", "stock"):
         cost = entry[side]
         assert cost["gathered_bytes"] > cost["rank_bytes"] > 0
-        assert cost["metadata_bytes"] > 0
         assert cost["join_s"] > 0
-        assert cost["same"]["read_bytes"] > 0
-    assert {"plan_s", "look_up_s"} <= set(entry["ours"]["resharded"])
+        assert cost["write_rss_bytes"] >= 0
+        for kind in ("same", "resharded") if side != "stock" else ("same",):
+            assert cost[kind]["read_bytes"] > 0
+            assert {"read_s", "plan_s", "look_up_s", "read_rss_bytes"} <= set(cost[kind])
+    assert entry["index"]["metadata_bytes"] < entry["ours"]["metadata_bytes"] / 4
+    assert entry["ours"]["metadata_bytes"] < entry["stock"]["metadata_bytes"]
 
 
 def test_bench_transfer_plans_both_cases(tmp_path: Path) -> None:
