@@ -492,6 +492,18 @@ def test_m50_partial_loads_on_purpose_are_not_warned_of(tmp_path: Path) -> None:
             load(ONE, tmp_path, lambda rank, s=state: s, allow_partial_load=True, **options)
 
 
+def test_optional_that_leaves_out_every_tensor_is_warned_of(tmp_path: Path) -> None:
+    def state(prefix: str) -> dict[str, Any]:
+        return {prefix: {"a": arange(4, 3), "b": arange(3)}, "step": torch.tensor(3)}
+
+    save(ONE, tmp_path, lambda rank: state("model"))
+    with warned() as texts:
+        load(ONE, tmp_path, lambda rank: state("module"), optional=["**"])
+    (text,) = texts
+    assert "rank 0 asks for 2 tensors of the model, and none of them is in the checkpoint" in text
+    assert "optional=[pattern] that matches fewer keys" in text
+
+
 # M22, M23: optimizer state of a parameter that never took a step.
 
 

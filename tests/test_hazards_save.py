@@ -28,6 +28,7 @@ from hazard_scenes import (
     warned,
     without_warning,
 )
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -422,6 +423,52 @@ def test_lint_experts_that_are_declared_replicas_along_ep_are_warned_of(tmp_path
     (text,) = texts
     for part in ("layers.0.experts.w1: ", "'ep'", "Replicate()", "size 2", "Shard(0)"):
         assert part in text, text
+
+
+def test_lint_of_numbered_experts_leads_to_a_rename_first(tmp_path: Path) -> None:
+    name = "layers.0.experts.0.w1"
+    with warned() as texts:
+        save(
+            WORLD,
+            tmp_path,
+            lambda rank: {name: arange(4, 3)},
+            by_axis(tp=Shard(0))(name, ep=2, tp=2),
+        )
+    (text,) = texts
+    way_out = text[text.index("way out:") :]
+    assert way_out.index("rename=Renumber(") < way_out.index("Shard(0)")
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_lint_stacked_experts_that_ep_cuts_along_another_dim_are_warned_of(
+    tmp_path: Path, dim: int
+) -> None:
+    name = "layers.0.experts.w1"
+    whole = arange(8, 4, 4)
+    rules = by_axis(ep=Shard(dim))(name, ep=4)
+    with warned() if dim else without_warning() as texts:
+        save(WORLD, tmp_path, lambda rank: {name: whole.chunk(4, dim)[rank].clone()}, rules)
+    if dim:
+        (text,) = texts
+        assert f"{name}: 'ep' cuts dim {dim}, and stacked experts lie along dim 0" in text
+        assert f"Shard({dim}) over 'ep' of size 4, of a (8, 4, 4) tensor" in text
+    assert_holds(tmp_path, {name: whole})
+
+
+def test_ranks_that_save_different_steps_are_refused(tmp_path: Path) -> None:
+    def save_steps(steps: list[int | None]) -> None:
+        WORLD.save(
+            tmp_path,
+            lambda rank: {"w": arange(3)},
+            lambda rank: PlacementSavePlanner(step=steps[rank]),
+        )
+
+    with pytest.raises(CheckpointException) as refused:
+        save_steps([7, 7, 8, 7])
+    text = str(refused.value.failures[0][0])
+    assert "the ranks save 2 different steps: 7 on ranks 0-1, 3; 8 on rank 2" in text
+    assert not list(tmp_path.iterdir())
+    save_steps([7, None, None, 7])
 
 
 def test_lint_shared_experts_and_routers_are_not_warned_of(tmp_path: Path) -> None:

@@ -50,9 +50,10 @@ def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
         fused = FUSED_NAME.search(tensor.fqn) is not None
         expert = EXPERT_NAME.search(tensor.fqn) is not None
         expert = expert and not (renamed and NUMBERED_EXPERT.search(tensor.fqn))
-        key = (binding, tensor.rule, fused, expert)
+        numbered = expert and NUMBERED_EXPERT.search(tensor.fqn) is not None
+        key = (binding, tensor.rule, fused, expert, numbered)
         if key not in judged:
-            judged[key] = list(_findings(tensor, fused, expert))
+            judged[key] = list(_findings(tensor, fused, expert, numbered))
         for headline, details in judged[key]:
             yield Fault(tensor.fqn, headline, details)
 
@@ -69,7 +70,9 @@ def unwaived(
     ]
 
 
-def _findings(placed: Placed, fused: bool, expert: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _findings(
+    placed: Placed, fused: bool, expert: bool, numbered: bool = False
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     binding = placed.binding
     cuts = [
         (cut, binding.axes[cut.axis])
@@ -93,23 +96,51 @@ def _findings(placed: Placed, fused: bool, expert: bool) -> Iterator[tuple[str, 
                     ),
                 )
     if expert:
-        # A Pick without an axis is a stack: the names of its rows are distinct.
-        if any(cut.axis < 0 for cut in binding.sharding.cuts):
-            return
-        sharded = {binding.axes[cut.axis].name for cut in binding.sharding.cuts}
-        for axis in binding.axes:
-            if axis.size > 1 and _named(axis, EXPERT_AXIS) and axis.name not in sharded:
-                yield (
-                    f"its name says expert, but it is declared equal along {axis.name!r}",
-                    (
-                        f"found:       Replicate() over {axis.name!r} of size {axis.size}",
-                        "reason:      expert-parallel ranks hold different experts; as replicas "
-                        "all but one of them would be dropped",
-                        f'way out:     {{"{axis.name}": Shard(0)}}; or waive={{pattern: reason}} '
-                        "where they are equal",
-                        rule,
-                    ),
-                )
+        yield from _expert_findings(placed, cuts, numbered, rule)
+
+
+def _expert_findings(
+    placed: Placed, cuts: list[tuple[Cut, Axis]], numbered: bool, rule: str
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    binding = placed.binding
+    # A Pick without an axis is a stack: the names of its rows are distinct.
+    if any(cut.axis < 0 for cut in binding.sharding.cuts):
+        return
+    shape = placed.global_shape
+    for cut, axis in cuts:
+        if len(shape) == 3 and cut.dim and _named(axis, EXPERT_AXIS) and not numbered:
+            yield (
+                f"{axis.name!r} cuts dim {cut.dim}, and stacked experts lie along dim 0",
+                (
+                    f"found:       Shard({cut.dim}) over {axis.name!r} of size {axis.size}, of a "
+                    f"{shape} tensor",
+                    "reason:      expert-parallel ranks hold whole experts; joined along another "
+                    "dim, parts of different experts become one",
+                    f'way out:     {{"{axis.name}": Shard(0)}}; or waive={{pattern: reason}} where '
+                    f"dim {cut.dim} numbers the experts",
+                    rule,
+                ),
+            )
+    sharded = {binding.axes[cut.axis].name for cut in binding.sharding.cuts}
+    for axis in binding.axes:
+        if axis.size > 1 and _named(axis, EXPERT_AXIS) and axis.name not in sharded:
+            shard = f'{{"{axis.name}": Shard(0)}}'
+            way_out = (
+                'rename=Renumber("experts.{}", this rank\'s experts, total=) where the number in '
+                f"the name is local; {shard} for a part of each"
+                if numbered
+                else shard
+            )
+            yield (
+                f"its name says expert, but it is declared equal along {axis.name!r}",
+                (
+                    f"found:       Replicate() over {axis.name!r} of size {axis.size}",
+                    "reason:      expert-parallel ranks hold different experts; as replicas "
+                    "all but one of them would be dropped",
+                    f"way out:     {way_out}; or waive={{pattern: reason}} where they are equal",
+                    rule,
+                ),
+            )
 
 
 def _wrong_order(cuts: list[tuple[Cut, Axis]], rule: str) -> Iterator[tuple[str, tuple[str, ...]]]:

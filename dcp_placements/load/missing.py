@@ -103,9 +103,11 @@ class MissingKeys:
             and fqn not in self.absent
             and self.states.of(fqn) is None
         ]
-        unread = {fqn for fqn in self.kept if not self.policy.is_optional(fqn)}
-        if not unread.intersection(tensors) or any(fqn in self.stored for fqn in tensors):
+        if not tensors or any(fqn in self.stored for fqn in tensors):
             return
+        all_optional = all(map(self.policy.is_optional, tensors))
+        if all_optional and self.policy.partial:
+            return  # two declarations of the user say so
         there = [
             fqn
             for fqn, stored in self.stored.items()
@@ -124,7 +126,11 @@ class MissingKeys:
                     "likely:      a prefix that one side has and the other has not; the keys that "
                     "match are scalars, objects or optimizer state",
                     "way out:     make the names equal, with rename= if need be; "
-                    "optional=[pattern] for what may be missing",
+                    + (
+                        "optional=[pattern] that matches fewer keys"
+                        if all_optional
+                        else "optional=[pattern] for what may be missing"
+                    ),
                 ),
             )
         )

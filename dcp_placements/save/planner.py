@@ -40,7 +40,12 @@ from dcp_placements.save.coordinator.global_plan import Coordinator
 from dcp_placements.save.coordinator.making import cuts_and_renames, making, written_digests
 from dcp_placements.save.coordinator.numbering import numbering_faults
 from dcp_placements.save.coordinator.owners import left_to_others
-from dcp_placements.save.coordinator.summary import directory_notes, judged, summarise_rank
+from dcp_placements.save.coordinator.summary import (
+    directory_notes,
+    judged,
+    step_faults,
+    summarise_rank,
+)
 from dcp_placements.save.items import (
     Assignment,
     Outlines,
@@ -191,6 +196,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 strict=self.on_conflict == "error",
                 exact=self._exact,
                 lookup=self.lookup_object,
+                step=self.step,
             )
         items = LazyItems(partial(all_items, save.holding))
         save.plan = SavePlan(items, planner_data=local_plan)  # type: ignore[arg-type]
@@ -224,6 +230,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 ranks = [plan.rank for plan in coordinator.plans]
                 tables = coordinator.cohorts.tables
                 world_plan.faults += numbering_faults(ranks, coordinator.statements, tables)
+                world_plan.faults += step_faults(ranks, coordinator.statements)
                 world_plan.notes += directory_notes(ranks, coordinator.statements)
             save.report = judged(
                 world_plan, coordinator.statements, self.waive, strict=self.on_conflict == "error"

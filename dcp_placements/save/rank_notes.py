@@ -34,6 +34,7 @@ class Statement:
         renames: What the checkpoint is to keep of its rename.
         axis_sizes: Sizes of the named mesh axes that it knows of.
         target: A checksum of the name of the directory that it writes into; 0 for no name.
+        step: The training step that its planner was given; None for none.
     """
 
     matched: Mapping[str, int] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Statement:
     renames: tuple[Step, ...] = ()
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     target: int = 0
+    step: int | None = None
 
     def packed(self) -> bytes:
         """Return it as it travels."""
@@ -66,6 +68,7 @@ def statement_of(
     waived: Mapping[str, str],
     notes: Sequence[Fault] = (),
     target: int = 0,
+    step: int | None = None,
 ) -> tuple[Statement, tuple[int, ...]]:
     """Return what a rank says, and its position along each of the axes named there.
 
@@ -78,6 +81,7 @@ def statement_of(
         waived: Patterns of keys whose lint warnings are silenced.
         notes: Other warnings of this rank.
         target: A checksum of the name of the directory that it writes into.
+        step: The training step.
     """
     axes = _axes(placing, rules)
     findings = unwaived(placing.placed.values(), waived, renamed=rename is not None)
@@ -90,6 +94,7 @@ def statement_of(
         renames=renames,
         axis_sizes={name: size for name, (_, size) in axes.items()},
         target=target,
+        step=step,
     )
     return statement, tuple([position for position, _ in axes.values()])
 

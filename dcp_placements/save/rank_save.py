@@ -115,6 +115,7 @@ class RankSave:
         strict: bool,
         exact: bool,
         lookup: Lookup,
+        step: int | None,
     ) -> LocalPlan:
         """Return what is sent to the coordinator.
 
@@ -133,6 +134,7 @@ class RankSave:
             waived=waived,
             notes=repeats,
             target=self.target,
+            step=step,
         )
         plan = LocalPlan(
             rank=rank,

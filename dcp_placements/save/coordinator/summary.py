@@ -166,6 +166,28 @@ def directory_notes(ranks: Sequence[int], statements: Sequence[Statement]) -> li
     ]
 
 
+def step_faults(ranks: Sequence[int], statements: Sequence[Statement]) -> list[Fault]:
+    """Return that the ranks save different training steps, if they do."""
+    groups: dict[int, list[int]] = {}
+    for rank, statement in zip(ranks, statements, strict=True):
+        if statement.step is not None:
+            groups.setdefault(statement.step, []).append(rank)
+    if len(groups) < 2:
+        return []
+    shown = [f"{step} on {format_ranks(of_step)}" for step, of_step in sorted(groups.items())]
+    more = "; ..." if len(shown) > 4 else ""
+    return [
+        Fault(
+            "this save",
+            f"the ranks save {len(groups)} different steps: {'; '.join(shown[:4])}{more}",
+            (
+                "reason:      tensors of different training steps make no checkpoint",
+                "way out:     set planner.step to the same number on all ranks before each save",
+            ),
+        )
+    ]
+
+
 def _too_few(ranks: int, world: int) -> Fault:
     return Fault(
         "this save",
