@@ -113,6 +113,18 @@ def test_what_is_imported_loads_into_stacked_and_fused_experts_and_exports_again
     assert diff(tmp_path / "again", tmp_path / "hf").same
 
 
+def test_a_map_of_an_export_is_refused_with_the_direction(tmp_path: Path) -> None:
+    save_hugging_face(
+        tmp_path / "hf",
+        {f"layers.0.mlp.experts.{n}.gate_proj.weight": torch.ones(2, 2) for n in range(3)},
+    )
+    with pytest.raises(PlacementError, match="rename changes none of these names") as refused:
+        import_safetensors(tmp_path / "hf", tmp_path / "ckpt", rename=hub.qwen3_moe)
+    assert "from the files' names to the checkpoint's" in str(refused.value)
+    assert "PlacementLoadPlanner(rules, rename=presets.hub.qwen3_moe)" in str(refused.value)
+    assert not (tmp_path / "ckpt").exists()
+
+
 def test_a_rename_stacks(tmp_path: Path, run: Run) -> None:
     held = {f"experts.{n}.w": arange((2, 3)) + n for n in range(3)}
     save_hugging_face(tmp_path / "hf", held)

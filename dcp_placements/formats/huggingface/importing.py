@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from dcp_placements.errors import PlacementError, format_nbytes, raise_faults
+from dcp_placements.errors import PlacementError, format_names, format_nbytes, raise_faults
 from dcp_placements.formats.huggingface.assembly import AssembledTensor, Rename, assemble
 from dcp_placements.formats.huggingface.export import packed
 from dcp_placements.formats.huggingface.selection import select
@@ -67,15 +67,16 @@ def import_safetensors(
     Args:
         source: A directory or URL of ``*.safetensors``, with or without an index.
         out: The checkpoint's directory or URL, which must not exist.
-        rename: As in ``export_safetensors``, from the files' names to the checkpoint's.
+        rename: From the files' names to the checkpoint's: the opposite of that of
+            ``export_safetensors``, with whose maps the planner of a stacked module loads.
         memory: Bytes that data may take.
         progress: Called with ``(done, total)`` bytes as files are written.
 
     Raises:
         CannotLook: There are no safetensors files, or they cannot be read; ``out`` exists, or
             another process is writing it.
-        PlacementError: The files are not whole; a name is missing or given twice. All of it before
-            anything is written.
+        PlacementError: The files are not whole; a name is missing or given twice; ``rename``
+            changes no name. All of it before anything is written.
     """
     with output_at(out) as output:
         checkpoint = Checkpoint(source)
@@ -84,6 +85,9 @@ def import_safetensors(
         selection = select(checkpoint, prefix="", optimizer=True)
         tensors, faults = assemble(selection.tensors, rename)
         raise_faults("the files cannot be imported", faults)
+        names = [tensor.fqn for tensor in tensors]
+        if rename is not None and set(names) == set(selection.tensors):
+            raise PlacementError(_unchanged(names))
         with BoxReader(checkpoint) as reader:
             targets = {tensor.fqn: Target(tensor.shape, tensor.dtype) for tensor in tensors}
             # A piece takes more than its bytes: what is read, joined, and written.
@@ -91,6 +95,18 @@ def import_safetensors(
             write_chunks(output, targets, files, progress)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         return ImportedSafetensors(checkpoint.path, str(output.path), tuple(targets), nbytes)
+
+
+def _unchanged(names: list[str]) -> str:
+    return (
+        f"{format_names(names, 3)}: rename changes none of these names\n"
+        "    declared:    from the files' names to the checkpoint's\n"
+        "    likely:      a map of an export: those of presets.hub lead from a module's names to "
+        "the files'\n"
+        "    way out:     import without it, and give it to the planner that loads the "
+        "checkpoint: PlacementLoadPlanner(rules, rename=presets.hub.qwen3_moe)\n"
+        '                 Stack("mlp.experts.{}.w", 128) joins the files\' experts in the import'
+    )
 
 
 def _pieces(
