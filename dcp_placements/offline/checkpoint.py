@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -103,7 +103,7 @@ class StoredTensor:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that wrote any of it, sorted, by the files' names."""
-        return tuple(sorted({r for file in self.files if (r := writer_of(file)) is not None}))
+        return _ranks_of(self.files)
 
     @property
     def chunks(self) -> tuple[StoredChunk, ...]:
@@ -223,6 +223,18 @@ class Checkpoint:
         """The record with a file's save id, by file, for files without an id in their name."""
         return id_records(StorageTable(self._rows))
 
+    def read_object(self, stored: StoredObject) -> bytes:
+        """Return the record of an object.
+
+        Raises:
+            OSError: The metadata name no file for it, or the file cannot be read.
+        """
+        if stored.file is None:
+            raise OSError("the metadata names no file for it")
+        with self.directory.open(stored.file) as stream:
+            stream.seek(stored.start)
+            return stream.read(stored.nbytes)
+
     def unclaimed(self) -> list[tuple[str, tuple[int, ...] | None, str]]:
         """Return ``(key, offsets, file)`` of stored chunks that no tensor's metadata list."""
         unclaimed: list[tuple[str, tuple[int, ...] | None, str]] = []
@@ -285,19 +297,26 @@ class _Places:
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         order = np.argsort(rows.rows["fqn"], kind="stable")
-        self._sorted: Array = rows.rows[order]
+        ordered: Array = rows.rows[order]
         self._numbers = {fqn: number for number, fqn in enumerate(rows.fqns)}
-        self._starts = np.searchsorted(self._sorted["fqn"], np.arange(len(rows.fqns) + 1))
+        starts = np.searchsorted(ordered["fqn"], np.arange(len(rows.fqns) + 1))
+        self._starts: list[int] = starts.tolist()
+        self._sorted: list[tuple[int, ...]] = ordered.tolist()
+        self._names: dict[frozenset[int], tuple[str, ...]] = {}
 
-    def _of(self, fqn: str) -> Array:
+    def _of(self, fqn: str) -> list[tuple[int, ...]]:
         number = self._numbers.get(fqn)
         if number is None:
-            return self._sorted[:0]
+            return []
         return self._sorted[self._starts[number] : self._starts[number + 1]]
 
     def files(self, fqn: str) -> tuple[str, ...]:
-        paths = self._rows.paths
-        return tuple(sorted(paths[number] for number in np.unique(self._of(fqn)["path"])))
+        numbers = frozenset([path for _, _, path, *_ in self._of(fqn)])
+        names = self._names.get(numbers)
+        if names is None:
+            names = tuple(sorted([self._rows.paths[number] for number in numbers]))
+            self._names[numbers] = names
+        return names
 
     def by_offset(self, fqn: str) -> dict[tuple[int, ...] | None, _Place]:
         # Of two rows about one offset the later one counts, as in torch's dict.
@@ -309,8 +328,13 @@ class _Places:
                 length,
                 rows.transforms[transforms] or (),
             )
-            for _, offset, path, transforms, start, length in self._of(fqn).tolist()
+            for _, offset, path, transforms, start, length in self._of(fqn)
         }
+
+
+@lru_cache(maxsize=1 << 10)
+def _ranks_of(files: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(sorted({rank for file in files if (rank := writer_of(file)) is not None}))
 
 
 def _ends(chunk: ChunkStorageMetadata) -> Hashable:

@@ -337,6 +337,13 @@ def _proto(unpickler: RestrictedUnpickler) -> None:
         raise refusal("it is of an unknown protocol")
 
 
+def _long_binput(unpickler: RestrictedUnpickler) -> None:
+    # Metadata of torch have seven of these for each chunk.
+    at = unpickler.at
+    unpickler.memo[_U4(unpickler._data, at)[0]] = unpickler.stack[-1]
+    unpickler.at = at + 4
+
+
 _STOP, _MEMOIZE, _EMPTY_DICT = pickle.STOP[0], pickle.MEMOIZE[0], pickle.EMPTY_DICT[0]
 _BINGET, _LONG_BINGET = pickle.BINGET[0], pickle.LONG_BINGET[0]
 _BININT, _BININT1, _BININT2 = pickle.BININT[0], pickle.BININT1[0], pickle.BININT2[0]
@@ -352,7 +359,7 @@ _HANDLERS: dict[bytes, Callable[[RestrictedUnpickler], object]] = {
     pickle.POP: RestrictedUnpickler.pop,
     pickle.POP_MARK: RestrictedUnpickler.marked,
     pickle.BINPUT: lambda u: u.memo.__setitem__(u.number(1), u.stack[-1]),
-    pickle.LONG_BINPUT: lambda u: u.memo.__setitem__(u.number(4), u.stack[-1]),
+    pickle.LONG_BINPUT: _long_binput,
     # Plain values.
     pickle.NONE: lambda u: u.push(None),
     pickle.NEWTRUE: lambda u: u.push(True),

@@ -81,11 +81,11 @@ def test_the_text_says_where_and_how_much(saved: Path, tmp_path: Path, run: Run)
     dcp.save({**changed, "step": 2}, checkpoint_id=tmp_path)
     ran = run("diff", saved / "ep2", tmp_path)
     assert ran.code == 1
-    assert "values: layers.1.attention" in ran.out
+    assert "layers.1.attention: values" in ran.out
     assert "1 of 60 elements differ, by 2035 at most; the first at (3, 4): 2034.0 and -1.0" in (
         ran.out
     )
-    assert "object: step\n    1 and 2" in ran.out
+    assert "step: object\n    1 and 2" in ran.out
 
 
 def test_keys_shapes_and_dtypes(saved: Path, tmp_path: Path) -> None:
@@ -300,3 +300,27 @@ def test_pieces_tile_a_box_and_keep_their_limit(spans: list[tuple[int, int]], li
     inside = counts[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
     assert (inside == 1).all()
     assert int(counts.sum()) == box.numel
+
+
+def test_numbered_families_and_whole_branches_are_one_line(tmp_path: Path, run: Run) -> None:
+    def save(name: str, *, experts: int, changed: int) -> Path:
+        state_dict = {
+            f"layers.{layer}.experts.{expert}.{weight}": torch.ones(2)
+            for layer in range(12)
+            for expert in range(experts)
+            for weight in ("w1", "w2")
+        }
+        for layer in range(12):
+            state_dict[f"layers.{layer}.norm"] = torch.full((2,), float(layer < changed))
+        dcp.save(state_dict, checkpoint_id=tmp_path / name, no_dist=True)
+        return tmp_path / name
+
+    full = save("full", experts=3, changed=0)
+    lines = run("diff", full, save("none", experts=0, changed=4)).out.splitlines()
+    assert lines[0].startswith("76 differences: 72 missing, 4 values (12 tensors")
+    assert lines[1] == "layers.0-11.experts.*: missing (72)"
+    assert "layers.0-3.norm: values (4)" in lines
+    families = diff(full, save("fewer", experts=2, changed=0)).families
+    assert [(f.name, f.kind, f.keys) for f in families] == [
+        ("layers.0-11.experts.2.*", "missing", 24)
+    ]

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from dcp_placements import PlacementSavePlanner
 from dcp_placements.offline import diff, inspect, verify
 from tests.offline_scenes import (
     Run,
@@ -138,7 +140,7 @@ def test_terminals_of_80_columns_fold_and_lose_nothing(tmp_path: Path) -> None:
         "os.environ['COLUMNS'] = '80'\n"
         "sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
     )
-    command = [sys.executable, "-m", "dcp_placements", "inspect", str(tmp_path)]
+    command = [sys.executable, "-m", "dcp_placements", "inspect", str(tmp_path), "--keys"]
     done = subprocess.run(
         [sys.executable, "-c", program, *command],
         stdin=subprocess.DEVNULL,
@@ -151,5 +153,60 @@ def test_terminals_of_80_columns_fold_and_lose_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in done.stdout.splitlines()]
     assert max(map(len, lines)) <= 80
-    table = lines[: next(n for n, line in enumerate(lines) if line.startswith("file"))]
+    table = lines[: next(n for n, line in enumerate(lines) if line.startswith("file  "))]
     assert "".join(line.split("  ")[0].strip() for line in table[1:]) == long
+
+
+def save_numbered(path: Path, **objects: Any) -> None:
+    state_dict = {
+        f"layers.{layer}.experts.{expert}.w1": torch.ones(3, 2)
+        for layer in range(12)
+        for expert in range(4)
+    }
+    state_dict |= {f"layers.{layer}.norm": torch.ones(2) for layer in range(12)}
+    dcp.save({**state_dict, **objects}, checkpoint_id=path, no_dist=True)
+
+
+def test_the_summary_has_a_line_for_each_group_of_numbered_names(tmp_path: Path, run: Run) -> None:
+    save_numbered(tmp_path, embed=torch.ones(5, 2))
+    groups = run("inspect", tmp_path, "--json").json["groups"]
+    assert [(group["name"], group["tensors"], group["bytes"]) for group in groups] == [
+        ("embed", 1, 40),
+        ("layers.0-11.experts.0-3.w1", 48, 48 * 24),
+        ("layers.0-11.norm", 12, 96),
+    ]
+    text = run("inspect", tmp_path).out
+    assert "layers.0-11.experts.0-3.w1" in text
+    assert "layers.0.experts.0.w1" not in text
+    keys = [line.split("  ")[0] for line in run("inspect", tmp_path, "--keys").out.splitlines()]
+    assert keys.index("layers.2.norm") < keys.index("layers.10.norm")
+
+
+def test_tensors_of_other_shapes_are_other_groups(tmp_path: Path) -> None:
+    sizes = {"layers.0.w": 2, "layers.1.w": 2, "layers.2.w": 3}
+    dcp.save({key: torch.ones(size) for key, size in sizes.items()}, checkpoint_id=tmp_path)
+    assert [group.name for group in inspect(tmp_path).groups] == ["layers.0-1.w", "layers.2.w"]
+
+
+def test_small_objects_are_shown_with_their_values(tmp_path: Path, run: Run) -> None:
+    values = {"step": 7, "lr": 1e-4, "name": "run a", "betas": (0.9, 0.95), "on": True}
+    save_numbered(tmp_path, **values)
+    told = run("inspect", tmp_path, "--json").json["objects"]
+    assert {key: told[key]["value"] for key in values} == {**values, "betas": [0.9, 0.95]}
+    assert re.search(r"^step +7 ", run("inspect", tmp_path).out, re.MULTILINE)
+
+
+class Trap:
+    def __reduce__(self) -> Any:
+        return (exec, ("raise SystemExit('executed')",))
+
+
+def test_objects_that_name_functions_or_hold_much_have_no_value(tmp_path: Path) -> None:
+    bomb: list[Any] = [1]
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    objects = {"trap": Trap(), "long": list(range(5000)), "bomb": [bomb], "large": "x" * (1 << 17)}
+    flat = PlacementSavePlanner(flatten_state_dict=False)
+    dcp.save({**objects, "step": 3}, checkpoint_id=tmp_path, planner=flat, no_dist=True)
+    found = inspect(tmp_path).objects
+    assert {key: found[key].value for key in found} == {**dict.fromkeys(objects), "step": 3}

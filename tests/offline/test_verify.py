@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -19,6 +21,7 @@ import dcp_placements.offline
 from dcp_placements import PlacementSavePlanner
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline import verify
+from dcp_placements.offline.checks import record_checks
 from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.storage.metadata.save_ids import id_in_name
 from dcp_placements.testing import damage
@@ -91,6 +94,58 @@ def test_every_damage_is_found_and_named(copy: Path, run: Run, name: str, chunk:
     assert text.code == 1
     assert kind in text.out
     assert W1 in text.out or file in text.out
+
+
+def test_the_verdict_says_whether_contents_were_read(sound: Path, run: Run) -> None:
+    unread = "sizes and structure sound; contents not read (--digests, --contents)"
+    assert unread in run("verify", sound).out
+    for flag in ("--contents", "--digests"):
+        text = run("verify", sound, flag).out
+        assert f"{sound}: sound (" in text
+        assert "not read" not in text
+
+
+def test_many_faults_fit_a_screen(tmp_path: Path, run: Run) -> None:
+    state_dict = {f"layers.{layer}.w": torch.ones(4) for layer in range(40)}
+    dcp.save(state_dict, checkpoint_id=tmp_path, no_dist=True)
+    (file,) = tmp_path.glob("*.distcp")
+    metadata = damage._read(tmp_path)
+    for number, info in enumerate(metadata.storage_data.values()):
+        info.relative_path = file.name if number % 2 else f"__{number}_0.distcp"
+    for fqn in ("layers.1.w", "layers.3.w"):
+        metadata.state_dict_metadata[fqn].properties.dtype = torch.int32
+    damage._write(tmp_path, metadata)
+    text = run("verify", tmp_path).out
+    assert len(text.splitlines()) <= 40
+    assert "more faults in 10 places; --all" in text
+    every = run("verify", tmp_path, "--all").out
+    assert "--all" not in every
+    assert all(f"__{number}_0.distcp\n" in every for number in range(2, 40, 2))
+    assert every.index("__2_0.distcp") < every.index("__10_0.distcp")
+
+
+def test_faults_of_one_kind_in_one_file_are_one_entry(copy: Path, run: Run) -> None:
+    metadata = damage._read(copy)
+    for fqn in ("layers.0.experts.w1", "layers.0.experts.w2"):
+        metadata.state_dict_metadata[fqn].properties.dtype = torch.int32
+    damage._write(copy, metadata)
+    text = run("verify", copy).out
+    name = data_file(copy, 0).name
+    (number,) = re.findall(rf"{name}\n    wrong_record: (\d+) faults, ", text)
+    assert int(number) >= 2
+
+
+def test_torch_s_advice_and_request_to_file_an_issue_are_left_out() -> None:
+    record = io.BytesIO()
+    torch.save(Path("x"), record)
+    for content, words in ((record.getvalue(), "pathlib"), (b"vvvv", "Unsupported operand 118")):
+        with pytest.raises(pickle.UnpicklingError, match="WeightsUnpickler error: ") as refused:
+            torch.load(io.BytesIO(content), weights_only=True)
+        reason = record_checks._reason(refused.value)
+        assert reason.startswith("torch.load refuses it: ")
+        assert words in reason
+        assert "issue" not in reason
+        assert "Please" not in reason
 
 
 def test_messages_say_where(copy: Path) -> None:

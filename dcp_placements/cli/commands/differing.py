@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
@@ -12,6 +13,9 @@ from dcp_placements.cli.printing import counted, print_lines, progress, show
 from dcp_placements.errors import format_nbytes
 from dcp_placements.offline.differences.difference import Diff
 
+MAX_FAMILIES = 15
+"""Families of keys that are printed without ``--all``: two lines each."""
+
 
 def diff_command(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.")],
@@ -20,6 +24,9 @@ def diff_command(
     rtol: Annotated[float, typer.Option(min=0.0, help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0.0, help="Absolute tolerance.")] = 0.0,
     rename: RenameFunction = None,
+    all_families: Annotated[
+        bool, typer.Option("--all", help="Print every difference, however many there are.")
+    ] = False,
     memory: Memory = MEMORY,
     json: Json = False,
 ) -> int:
@@ -28,14 +35,27 @@ def diff_command(
         diff = offline.diff(
             a, b, fqn=fqn, rtol=rtol, atol=atol, rename=rename, memory=memory, progress=step
         )
-    return show(diff, lambda: _print(diff), json=json, code=0 if diff.same else 1)
+    return show(
+        diff, lambda: _print(diff, all_families=all_families), json=json, code=0 if diff.same else 1
+    )
 
 
-def _print(diff: Diff) -> None:
-    for difference in diff.differences:
-        print_lines(f"{difference.kind}: {difference.fqn}", f"    {difference.message}")
-    for note in diff.notes:
-        print_lines(f"note: {note}")
+def _print(diff: Diff, *, all_families: bool) -> None:
     result = "same" if diff.same else counted(len(diff.differences), "difference")
+    kinds = Counter(difference.kind for difference in diff.differences)
+    if len(kinds) > 1:
+        result += ": " + ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
     compared = f"{counted(diff.tensors, 'tensor')}, {format_nbytes(diff.nbytes)} compared"
     print_lines(f"{result} ({compared})")
+    found = diff.families
+    shown = found if all_families else found[:MAX_FAMILIES]
+    for family in shown:
+        number = f" ({family.keys:,})" if family.keys > 1 else ""
+        first = f"{family.first.fqn}: " if family.keys > 1 else ""
+        print_lines(f"{family.name}: {family.kind}{number}", f"    {first}{family.first.message}")
+    rest = found[len(shown) :]
+    if rest:
+        number = counted(sum(family.keys for family in rest), "more difference")
+        print_lines(f"... and {number}; --all")
+    for note in diff.notes:
+        print_lines(f"note: {note}")

@@ -46,7 +46,8 @@ def import_command(
 ) -> int:
     """Turn Megatron's mp_rank_* files, or safetensors, into a DCP checkpoint that loads anywhere.
 
-    --rename and --memory are for safetensors, the other options for Megatron's files.
+    --rename and --memory are for safetensors, the other options for Megatron's files. --rename
+    leads from the files' names to the checkpoint's: the opposite of export.
     """
     options: dict[Source, dict[str, Any]] = {
         Source.megatron: {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -10,7 +11,12 @@ from dcp_placements import offline
 from dcp_placements.cli.arguments import MEMORY, CheckpointPath, Json, Memory
 from dcp_placements.cli.printing import counted, print_lines, progress, short, show
 from dcp_placements.errors import format_nbytes
+from dcp_placements.offline.checks.structure import CheckpointFault
 from dcp_placements.offline.checks.verification import Verification
+from dcp_placements.offline.views.families import families, natural_key
+
+MAX_GROUPS = 10
+"""Files and kinds of faults that are printed without ``--all``: three lines each."""
 
 
 def verify_command(
@@ -21,6 +27,9 @@ def verify_command(
     digests: Annotated[
         bool, typer.Option("--digests", help="The same, and compare the stored digests.")
     ] = False,
+    all_faults: Annotated[
+        bool, typer.Option("--all", help="Print every fault, however many screens they fill.")
+    ] = False,
     memory: Memory = MEMORY,
     json: Json = False,
 ) -> int:
@@ -29,15 +38,33 @@ def verify_command(
         result = offline.verify(
             ckpt, contents=contents, digests=digests, memory=memory, progress=step
         )
-    return show(result, lambda: _print(result), json=json, code=0 if result.sound else 1)
+
+    def print_result() -> None:
+        _print(result, all_faults=all_faults, contents_read=contents or digests)
+
+    return show(result, print_result, json=json, code=0 if result.sound else 1)
 
 
-def _print(result: Verification) -> None:
-    for fault in result.faults:
-        print_lines(f"{fault.kind}: {short(fault.tensors or fault.files or (result.path,))}")
-        if fault.files and fault.tensors:
-            print_lines(f"    in file:     {short(fault.files)}")
-        print_lines(f"    found:       {fault.message}")
+def _print(result: Verification, *, all_faults: bool, contents_read: bool) -> None:
+    groups = _groups(result.faults)
+    shown = groups if all_faults else groups[:MAX_GROUPS]
+    place = None
+    for (where, kind), faults in shown:
+        if where != place:
+            print_lines(where)
+            place = where
+        number = f"{counted(len(faults), 'fault')}, " if len(faults) > 1 else ""
+        tensors = families({fqn for fault in faults for fqn in fault.tensors})
+        names = short([family.name for family in tensors])
+        print_lines(f"    {kind}: {number}{names if tensors else 'no key'}")
+        first = " (the first)" if len(faults) > 1 else ""
+        print_lines(f"        found:       {faults[0].message}{first}")
+    rest = groups[len(shown) :]
+    if rest:
+        number = counted(sum(len(faults) for _, faults in rest), "more fault")
+        print_lines(
+            f"... and {number} in {counted(len({w for (w, _), _ in rest}), 'place')}; --all"
+        )
     for note in result.notes:
         print_lines(f"note: {note}")
     checked = f"{counted(result.tensors, 'tensor')} in {counted(result.chunks, 'chunk')}"
@@ -45,5 +72,21 @@ def _print(result: Verification) -> None:
         checked += f", {format_nbytes(result.nbytes)} read"
     if result.digests:
         checked += f", {counted(result.digests, 'digest')} compared"
-    verdict = "sound" if result.sound else f"not sound, {counted(len(result.faults), 'fault')}"
+    if not result.sound:
+        verdict = f"not sound, {counted(len(result.faults), 'fault')}"
+    elif contents_read:
+        verdict = "sound"
+    else:
+        verdict = "sizes and structure sound; contents not read (--digests, --contents)"
     print_lines(f"{result.path}: {verdict} ({checked})")
+
+
+def _groups(
+    faults: Iterable[CheckpointFault],
+) -> list[tuple[tuple[str, str], list[CheckpointFault]]]:
+    """Return faults by file and kind, sorted."""
+    groups: dict[tuple[str, str], list[CheckpointFault]] = {}
+    for fault in faults:
+        where = short(fault.files) if fault.files else "in the metadata"
+        groups.setdefault((where, fault.kind), []).append(fault)
+    return sorted(groups.items(), key=lambda item: (natural_key(item[0][0]), item[0][1]))

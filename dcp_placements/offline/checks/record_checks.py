@@ -198,7 +198,7 @@ class RecordChecker:
                 tensor = load_saved_tensor(io.BytesIO(content))
         except Exception as error:
             # torch.load of a broken file can raise anything.
-            yield "wrong_record", _first_lines(error)
+            yield "wrong_record", _reason(error)
             return
         yield from _mismatch(record, tuple(tensor.shape), tensor.dtype)
         if self._contents:
@@ -307,6 +307,11 @@ def _pieces(part: FilePart, start: int, nbytes: int) -> Iterator[memoryview]:
         yield piece
 
 
-def _first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a record; of torch's message without its advice."""
+    text = str(error)
+    _, refused, reason = text.partition("WeightsUnpickler error: ")
+    if refused:
+        return f"torch.load refuses it: {reason.splitlines()[0].partition('. ')[0]}"
+    lines = [line.strip() for line in text.splitlines()]
     return "; ".join(lines[1:3] or lines[:1])

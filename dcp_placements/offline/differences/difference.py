@@ -24,6 +24,7 @@ from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.checks.verification import MEMORY_NBYTES, Progress
 from dcp_placements.offline.declared import Rename, matching_keys
 from dcp_placements.offline.differences.comparing import Tally
+from dcp_placements.offline.views.families import families, whole_branches
 from dcp_placements.storage.tensor_record import stored_zip
 
 PIECE_NBYTES = 32 << 20
@@ -68,6 +69,23 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class DifferenceFamily:
+    """Differences of one kind, of keys that differ in numbers alone or make a whole branch.
+
+    Attributes:
+        name: The keys as one name: numbers as ranges, ``*`` for all keys of a branch.
+        kind: Of the differences.
+        keys: How many they are.
+        first: The first of them.
+    """
+
+    name: str
+    kind: str
+    keys: int
+    first: Difference
+
+
+@dataclass(frozen=True, slots=True)
 class Diff:
     """What differs between two checkpoints.
 
@@ -78,9 +96,10 @@ class Diff:
         notes: What was not compared.
         tensors: Tensors that were compared, element by element.
         nbytes: Their bytes in the first.
+        keys: All keys of both, by the second's names.
     """
 
-    JSON: ClassVar[str] = "a=one b=other same differences notes compared"
+    JSON: ClassVar[str] = "a=one b=other same families differences notes compared"
 
     one: str
     other: str
@@ -88,6 +107,26 @@ class Diff:
     notes: tuple[str, ...]
     tensors: int
     nbytes: int
+    keys: tuple[str, ...]
+
+    @property
+    def families(self) -> tuple[DifferenceFamily, ...]:
+        """The differences by kind and family of keys, in natural order within a kind."""
+        by_kind: dict[str, dict[str, Difference]] = {}
+        for difference in self.differences:
+            by_kind.setdefault(difference.kind, {})[difference.fqn] = difference
+        found: list[DifferenceFamily] = []
+        for kind, of_key in by_kind.items():
+            # Only what one side lacks is missing as a whole.
+            one_sided = kind in ("missing", "extra")
+            branches = (
+                whole_branches(of_key, self.keys) if one_sided else {key: [key] for key in of_key}
+            )
+            for family in families(list(branches)):
+                keys = [key for branch in family.keys for key in branches[branch]]
+                first = of_key[keys[0]]
+                found.append(DifferenceFamily(family.name, kind, len(keys), first))
+        return tuple(found)
 
     @property
     def compared(self) -> dict[str, int]:
@@ -152,8 +191,15 @@ def diff(
         )
         for key in keys:
             differences += comparison.differences(key, names.get(key, ""))
-    tensors, nbytes = comparison.tensors, comparison.nbytes
-    return Diff(first.path, second.path, tuple(differences), tuple(notes), tensors, nbytes)
+    return Diff(
+        first.path,
+        second.path,
+        tuple(differences),
+        tuple(notes),
+        comparison.tensors,
+        comparison.nbytes,
+        tuple(keys),
+    )
 
 
 def _renamed(keys: list[str], rename: Rename | None) -> dict[str, str]:
@@ -256,7 +302,7 @@ class _Comparison:
             yield Difference("object", key, message)
             return
         try:
-            one, other = map(_bytes, self.checkpoints, stored)
+            one, other = map(Checkpoint.read_object, self.checkpoints, stored)
         except OSError as error:
             yield Difference("unreadable", key, str(error))
             return
@@ -310,14 +356,6 @@ def _difference(key: str, a: StoredTensor, b: StoredTensor, tally: Tally) -> Dif
         facts.append("the values are the same")
     numbers = (elements, tally.differing, tally.max_abs, tally.nans, tally.first)
     return Difference(kind, key, "; ".join(facts), *numbers)
-
-
-def _bytes(checkpoint: Checkpoint, stored: StoredObject) -> bytes:
-    if stored.file is None:
-        raise OSError("the metadata names no file for it")
-    with checkpoint.directory.open(stored.file) as stream:
-        stream.seek(stored.start)
-        return stream.read(stored.nbytes)
 
 
 def _unpickled(data: bytes) -> Any:

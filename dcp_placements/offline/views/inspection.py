@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import matching_keys
 from dcp_placements.offline.experts import ExpertLayer, find_experts
+from dcp_placements.offline.views.families import Family, families
+from dcp_placements.offline.views.object_values import plain_values
 from dcp_placements.storage.metadata.record import Cuts, SaveRecord, record_of
 from dcp_placements.storage.metadata.save_ids import writer_of
 
@@ -47,17 +49,43 @@ class ObjectInfo:
     Attributes:
         file: Name of its file; None if the metadata names none.
         nbytes: Length of its record.
+        value: What it is, if it is small and plain: numbers, strings and containers of them; else
+            None.
     """
 
-    JSON: ClassVar[str] = "files nbytes"
+    JSON: ClassVar[str] = "files nbytes value"
 
     file: str | None
     nbytes: int
+    value: Any = None
 
     @property
     def files(self) -> tuple[str, ...]:
         """``file`` as a tuple, as tensors have their files."""
         return () if self.file is None else (self.file,)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors whose keys differ in numbers alone, with one shape and dtype.
+
+    Attributes:
+        name: Their keys as one name, with ranges of numbers.
+        tensors: How many they are.
+        shape: Of each whole tensor.
+        dtype: Its torch name without ``torch.``.
+        chunks: Of all of them.
+        ranks: Ranks that wrote any of them, as far as the files' names show.
+        nbytes: Bytes of all their elements.
+    """
+
+    name: str
+    tensors: int
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: int
+    ranks: tuple[int, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +151,7 @@ class Inspection:
     """
 
     JSON: ClassVar[str] = (
-        "path format tensors objects files totals "
+        "path format groups tensors objects files totals "
         "provenance shadows cuts renames experts?=experts_by_layer"
     )
 
@@ -155,6 +183,14 @@ class Inspection:
         return tuple(sorted({rank for tensor in self.tensors.values() for rank in tensor.ranks}))
 
     @property
+    def groups(self) -> tuple[TensorGroup, ...]:
+        """The tensors by groups of numbered keys, in natural order."""
+        kinds = {fqn: (tensor.shape, tensor.dtype) for fqn, tensor in self.tensors.items()}
+        return tuple(
+            _group(family, [self.tensors[fqn] for fqn in family.keys]) for family in families(kinds)
+        )
+
+    @property
     def totals(self) -> dict[str, Any]:
         """Counts over the whole checkpoint."""
         return {
@@ -178,7 +214,7 @@ def inspect(
     fqn: str | None = None,
     experts: bool = False,
 ) -> Inspection:
-    """Return what is in a checkpoint, by its metadata; no data is read.
+    """Return what is in a checkpoint, by its metadata and the values of its small objects.
 
     Args:
         path: The checkpoint.
@@ -195,6 +231,7 @@ def inspect(
     keys = matching_keys(fqn, [*checkpoint.tensors, *checkpoint.objects])
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name in keys}
     objects = {name: stored for name, stored in checkpoint.objects.items() if name in keys}
+    values = plain_values(checkpoint, objects.values())
     shown = {key: provenance[key] for key in SHOWN_PROVENANCE if key in provenance}
     return Inspection(
         path=checkpoint.path,
@@ -211,7 +248,10 @@ def inspect(
             )
             for name, tensor in tensors.items()
         },
-        objects={name: ObjectInfo(stored.file, stored.nbytes) for name, stored in objects.items()},
+        objects={
+            name: ObjectInfo(stored.file, stored.nbytes, values.get(name))
+            for name, stored in objects.items()
+        },
         files={
             name: FileInfo(size, writer_of(name), name in checkpoint.files)
             for name, size in sorted({**checkpoint.files, **checkpoint.other_files}.items())
@@ -222,6 +262,18 @@ def inspect(
         shadows=_shadows(checkpoint),
         cuts=() if record is None else _cuts(record, tensors),
         renames=() if record is None else tuple(map(str, record.renames)),
+    )
+
+
+def _group(family: Family, tensors: Sequence[TensorInfo]) -> TensorGroup:
+    return TensorGroup(
+        name=family.name,
+        tensors=len(tensors),
+        shape=tensors[0].shape,
+        dtype=tensors[0].dtype,
+        chunks=sum(tensor.chunks for tensor in tensors),
+        ranks=tuple(sorted(set().union(*[tensor.ranks for tensor in tensors]))),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
     )
 
 

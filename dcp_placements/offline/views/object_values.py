@@ -1,0 +1,74 @@
+"""Values of small objects: numbers, strings and containers of them; nothing is called."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dcp_placements.offline.checkpoint import Checkpoint, StoredObject
+from dcp_placements.storage.restricted_pickle import RestrictedUnpickler
+from dcp_placements.storage.tensor_record import stored_zip
+
+MAX_NBYTES = 1 << 16
+"""The longest record that is read."""
+
+MAX_OBJECTS = 32
+"""Objects whose values are read: at a URL each takes a request."""
+
+
+MAX_DEPTH = 8
+MAX_ELEMENTS = 1000
+
+
+class _PlainUnpickler(RestrictedUnpickler):
+    subject = "a plain value"
+
+
+def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredObject]) -> dict[str, Any]:
+    """Return the values of the first small objects, by key.
+
+    Objects that are large or broken, and those that hold other values, are left out.
+
+    Args:
+        checkpoint: The checkpoint that stores them.
+        objects: The objects.
+    """
+    values = {}
+    small = [stored for stored in objects if stored.nbytes <= MAX_NBYTES]
+    for stored in small[:MAX_OBJECTS]:
+        try:
+            value = _plain_value(checkpoint.read_object(stored))
+        except Exception:
+            # A broken or hostile record can raise anything; verify reports it.
+            continue
+        if _is_small(value):
+            values[stored.fqn] = value
+    return values
+
+
+def _plain_value(record: bytes) -> Any:
+    """Return the value that ``torch.save`` wrote as a record."""
+    file = stored_zip(io.BytesIO(record))
+    if file is None:
+        raise ValueError("it is no zip file")
+    (name,) = [name for name in file.namelist() if name.endswith("/data.pkl")]
+    return _PlainUnpickler(file.read(name)).load()
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value is short to print; a file can refer to one list again and again."""
+    count = 0
+    todo = [(value, 0)]
+    while todo:
+        inner, depth = todo.pop()
+        count += 1
+        if count > MAX_ELEMENTS or depth > MAX_DEPTH:
+            return False
+        if isinstance(inner, Mapping):
+            if not all(isinstance(key, str | int) for key in inner):
+                return False  # JSON has no other keys
+            todo += [(item, depth + 1) for item in inner.values()]
+        elif isinstance(inner, list | tuple | set | frozenset):
+            todo += [(item, depth + 1) for item in inner]
+    return True
