@@ -26,6 +26,7 @@ COMMANDS = {
     "exchange": "",
     "digests": "",
     "offline": "",
+    "commands": "",
     "export": "",
     "reshard": "",
     "latency": "",

@@ -123,6 +123,16 @@ def test_bench_reshard_compares_with_cp(tmp_path: Path) -> None:
         assert world["seconds"] > 0
 
 
+def test_bench_commands_counts_what_each_prints(tmp_path: Path) -> None:
+    printed, report = bench("commands", tmp_path)
+    assert "CPU s" in printed
+    assert report["options"]["keys"] == 3 * (4 * 3 + 2 * 3) + 1
+    names = ["--help", "--version", "inspect", "verify", "import torch"]
+    assert list(report["commands"]) == names
+    assert report["commands"]["--version"]["lines"] == 1
+    assert report["commands"]["inspect"]["lines"] <= 40
+
+
 @pytest.mark.dist
 def test_bench_exchange_reads_unique_bytes_once(tmp_path: Path) -> None:
     printed, report = bench("exchange", tmp_path)
