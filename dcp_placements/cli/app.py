@@ -1,34 +1,26 @@
-"""All commands, and the exit codes of their errors."""
+"""All commands, and the exit codes of their errors.
+
+A command's module, and torch with it, is imported when the command runs: help and completion of
+commands need neither.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
-import torch
 import typer
+from typer.core import TyperGroup
 
-from dcp_placements.cli.arguments import STORAGE_OPTIONS
-from dcp_placements.cli.commands.differing import diff_command
-from dcp_placements.cli.commands.doctoring import doctor_command
-from dcp_placements.cli.commands.drawing import draw_command
-from dcp_placements.cli.commands.explaining import explain_command
-from dcp_placements.cli.commands.exporting import export_command
-from dcp_placements.cli.commands.importing import import_command
-from dcp_placements.cli.commands.inspecting import inspect_command
-from dcp_placements.cli.commands.megatron import megatron_command
-from dcp_placements.cli.commands.merging import merge_metadata_command
-from dcp_placements.cli.commands.rehearsing import rehearse_command, reshard_command
-from dcp_placements.cli.commands.transferring import transfer_command
-from dcp_placements.cli.commands.verifying import verify_command
-from dcp_placements.cli.printing import print_error
-from dcp_placements.errors import PlacementError, format_name
-from dcp_placements.offline import CannotLook
-from dcp_placements.storage.metadata.provenance import own_version
-from dcp_placements.storage.remote.filesystem import default_options, is_url
+from dcp_placements.cli.printing import print_error, print_json_error, readers_may_stop
+from dcp_placements.errors import CannotLook, PlacementError, format_name
 
 PROGRAM = "dcp-placements"
 DEBUG = "DCP_PLACEMENTS_DEBUG"
@@ -37,41 +29,168 @@ DEBUG = "DCP_PLACEMENTS_DEBUG"
 MAX_MESSAGE = 500
 """Characters of an unexpected error's message."""
 
-COMMANDS: dict[str, Callable[..., int]] = {
-    "inspect": inspect_command,
-    "explain": explain_command,
-    "verify": verify_command,
-    "diff": diff_command,
-    "megatron": megatron_command,
-    "import": import_command,
-    "export": export_command,
-    "rehearse": rehearse_command,
-    "reshard": reshard_command,
-    "transfer": transfer_command,
-    "doctor": doctor_command,
-    "draw": draw_command,
-    "merge-metadata": merge_metadata_command,
+EXAMINE, COMPARE, REPAIR, CONVERT = (
+    "Examine a checkpoint",
+    "Check and compare",
+    "Repair",
+    "Convert and move",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSummary:
+    """A command, as the list of commands has it.
+
+    Attributes:
+        function: ``module:function`` in ``dcp_placements.cli.commands``; it returns the exit code.
+        purpose: The heading above it.
+        text: The first paragraph of the function's docstring.
+    """
+
+    function: str
+    purpose: str
+    text: str
+
+    def load(self) -> Callable[..., int]:
+        """Import the function."""
+        module, _, name = self.function.partition(":")
+        function: Callable[..., int] = getattr(
+            import_module(f"dcp_placements.cli.commands.{module}"), name
+        )
+        return function
+
+
+COMMANDS = {
+    "inspect": CommandSummary(
+        "inspecting:inspect_command",
+        EXAMINE,
+        "Sum up tensors, small objects with their values, and the record of the save.",
+    ),
+    "explain": CommandSummary(
+        "explaining:explain_command",
+        EXAMINE,
+        "Follow one tensor from its rule to axes, chunks, files and byte ranges.",
+    ),
+    "draw": CommandSummary(
+        "drawing:draw_command",
+        EXAMINE,
+        "Draw a tensor's chunks by writer rank, or the bytes that each rank wrote.",
+    ),
+    "megatron": CommandSummary(
+        "megatron:megatron_command",
+        EXAMINE,
+        "Tell which ranks mp_rank_* files are of, and what is missing or does not fit.",
+    ),
+    "verify": CommandSummary(
+        "verifying:verify_command",
+        COMPARE,
+        "Find holes, overlaps, missing and damaged files, mixed saves.",
+    ),
+    "diff": CommandSummary(
+        "differing:diff_command",
+        COMPARE,
+        "Compare two checkpoints element by element; --rename maps A's keys to B's.",
+    ),
+    "rehearse": CommandSummary(
+        "rehearsing:rehearse_command",
+        COMPARE,
+        "Plan a load on every rank of a world that need not be there. No data is read.",
+    ),
+    "doctor": CommandSummary(
+        "doctoring:doctor_command",
+        REPAIR,
+        "Tell which experts survived a save that took them for replicas, and from which rank.",
+    ),
+    "merge-metadata": CommandSummary(
+        "merging:merge_metadata_command",
+        REPAIR,
+        "Put the metadata of a save without collectives together, and write .metadata.",
+    ),
+    "import": CommandSummary(
+        "importing:import_command",
+        CONVERT,
+        "Turn Megatron's mp_rank_* files, or safetensors, into a DCP checkpoint that loads "
+        "anywhere.",
+    ),
+    "export": CommandSummary(
+        "exporting:export_command",
+        CONVERT,
+        "Write a checkpoint as the files that from_pretrained reads, or as one torch file.",
+    ),
+    "reshard": CommandSummary(
+        "rehearsing:reshard_command",
+        CONVERT,
+        "Rewrite a checkpoint for the world that is to load it: each rank's bytes in one file.",
+    ),
+    "transfer": CommandSummary(
+        "transferring:transfer_command",
+        CONVERT,
+        "Plan which rank of one world sends which bytes to which of another. No data is read.",
+    ),
 }
-"""Each function returns the command's exit code."""
+
+PRESETS = {
+    "dcp_placements.presets": "megatron_core, megatron_lite, transformers, veomni",
+    "dcp_placements.presets.hub": "deepseek_v3, mixtral, qwen3_moe",
+}
+"""Names of presets by module: rules for a mesh or a model; and renames to the names of the hub."""
+
+
+class CommandGroup(TyperGroup):
+    """The commands by purpose. A command's own options are there once it is to run."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name, the command with its options, and the other arguments."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else _load_command(name), rest
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the lists of commands and presets."""
+        for purpose in dict.fromkeys(command.purpose for command in COMMANDS.values()):
+            with formatter.section(purpose):
+                formatter.write_dl(
+                    [(name, c.text) for name, c in COMMANDS.items() if c.purpose == purpose]
+                )
+        with formatter.section("Presets, for a trainer's rules and for --rename MODULE:FUNC"):
+            formatter.write_dl(list(PRESETS.items()))
+
 
 app = typer.Typer(
     name=PROGRAM,
+    cls=CommandGroup,
     help="Look into, check, compare, rehearse and repair a checkpoint. Exit code 0: sound or same; "
     "1: faults or different; 2: could not look.",
     no_args_is_help=True,
-    add_completion=False,
     # Panels cut long names of options at 80 columns.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
-def _add_command(name: str, function: Callable[..., int]) -> None:
+def _placeholder() -> None:
+    """Do nothing: ``CommandGroup`` puts the command in its place."""
+
+
+for _name, _summary in COMMANDS.items():
+    app.command(_name, short_help=_summary.text)(_placeholder)
+
+
+def _load_command(name: str) -> Any:
+    """Return a command with its options."""
+    from dcp_placements.cli.arguments import STORAGE_OPTIONS
+    from dcp_placements.storage.remote.filesystem import default_options, is_url
+
+    function = COMMANDS[name].load()
+
     @wraps(function)
     def command(storage_option: list[Any] | None = None, **kwargs: Any) -> None:
         urls = [str(value) for value in kwargs.values() if isinstance(value, str) and is_url(value)]
-        with default_options(urls, dict(storage_option or ())):
-            raise typer.Exit(_exit_code(lambda: function(**kwargs)))
+
+        def run_function() -> int:
+            with default_options(urls, dict(storage_option or ())):
+                return function(**kwargs)
+
+        raise typer.Exit(_exit_code(run_function, json=kwargs.get("json", False)))
 
     signature = inspect.signature(function, eval_str=True)
     option = inspect.Parameter(
@@ -83,20 +202,28 @@ def _add_command(name: str, function: Callable[..., int]) -> None:
     command.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*signature.parameters.values(), option]
     )
-    # typer's own summary is cut short.
-    first_paragraph = (function.__doc__ or "").partition("\n\n")[0]
-    app.command(name, short_help=" ".join(first_paragraph.split()))(command)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    alone.command(name)(command)
+    return typer.main.get_command(alone)
 
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"{PROGRAM} {own_version()}, torch {torch.__version__}")
+        # Without an import: that of torch takes seconds.
+        print(f"{PROGRAM} {_version(PROGRAM)}, torch {_version('torch')}")
         raise typer.Exit
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"
 
 
 @app.callback()
 def _main(
-    version: Annotated[
+    is_asked: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions."),
     ] = False,
@@ -105,34 +232,46 @@ def _main(
     pass
 
 
-def _exit_code(command: Callable[[], int]) -> int:
+def _exit_code(command: Callable[[], int], *, json: bool) -> int:
     try:
         return command()
-    except (CannotLook, OSError) as error:
-        print_error(str(error))
-        return 2
     except PlacementError as error:
-        print_error(str(error))
-        return 1
+        code = 2 if isinstance(error, CannotLook) else 1
+        failure: Exception = error
+        message = str(error)
+    except OSError as error:
+        code, failure, message = 2, error, str(error)
     except typer.BadParameter:
-        raise  # typer prints it, with the command's usage
+        raise  # ``run`` prints it, with the command's usage
     except Exception as error:
         # A file that is damaged in an unforeseen way, or a bug of ours.
         if os.environ.get(DEBUG):
             raise
-        message = format_name(error)[:MAX_MESSAGE]
-        print_error(f"{type(error).__name__}: {message} ({DEBUG}=1 shows where)")
-        return 2
-
-
-for _name, _function in COMMANDS.items():
-    _add_command(_name, _function)
+        text = format_name(error)[:MAX_MESSAGE]
+        message = f"{type(error).__name__}: {text} ({DEBUG}=1 shows where)"
+        code, failure = 2, error
+    if json:
+        print_json_error(type(failure).__name__, message)
+    print_error(message)
+    return code
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        app(None if arguments is None else list(arguments), prog_name=PROGRAM)
+        with readers_may_stop():
+            code = app(given, prog_name=PROGRAM, standalone_mode=False)
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else 0
-    return 0
+    except Exception as error:
+        # typer has no public name for the class of its errors of usage.
+        show_usage = getattr(error, "show", None)
+        if show_usage is None:
+            raise
+        if "--json" in given:
+            print_json_error("UsageError", getattr(error, "format_message", error.__str__)())
+        with readers_may_stop():
+            show_usage()
+        return 2
+    return code if isinstance(code, int) else 0

@@ -10,19 +10,7 @@ from contextlib import contextmanager
 from json import dumps
 from typing import Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
-
 from dcp_placements.errors import format_name, format_names, format_ranks
-from dcp_placements.offline.as_json import to_json
 
 DELAY_S = 1.0
 """Shorter work has no progress bar."""
@@ -39,21 +27,48 @@ def show(result: Any, print_result: Callable[[], None], *, json: bool, code: int
         json: Whether to print one JSON document instead.
         code: The exit code.
     """
-    try:
+    with readers_may_stop():
         if json:
+            from dcp_placements.offline.as_json import to_json
+
             print(dumps(to_json(result), indent=2, default=str))
         else:
             print_result()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
+
+
+@contextmanager
+def readers_may_stop() -> Iterator[None]:
+    """Within the block, the reader of a pipe may stop early: what it does not read is dropped."""
+    try:
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        # Python flushes both once more at exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(nowhere, stream.fileno())
 
 
 def print_error(text: str) -> None:
     """Print an error of one or more lines to stderr."""
-    print(f"dcp-placements: {_escaped(text)}", file=sys.stderr)
+    with readers_may_stop():
+        print(f"dcp-placements: {_escaped(text)}", file=sys.stderr)
+
+
+def print_json_error(kind: str, message: str) -> None:
+    """Print an error as one JSON document to stdout.
+
+    Args:
+        kind: The name of its class.
+        message: Its text.
+    """
+    with readers_may_stop():
+        print(dumps({"error": {"type": kind, "message": message}}, indent=2))
 
 
 def print_lines(*lines: str) -> None:
@@ -90,6 +105,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
             ]
             print("  ".join(texts).rstrip())
         return
+    # Imported where it is used: help and pipes need none of it.
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading, side in zip(columns, justified, strict=True):
         justify: Any = side
@@ -132,12 +151,19 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn()
     bar = Progress(
-        TextColumn(label),
-        BarColumn(),
-        DownloadColumn(True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        *(TextColumn(label), *columns),
         console=Console(stderr=True),
         transient=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,8 +14,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_placements.cli.app import app
+from dcp_placements import presets
+from dcp_placements.cli.app import COMMANDS as SUMMARIES
+from dcp_placements.cli.app import PRESETS, app
+from dcp_placements.names.renames import Renames
 from dcp_placements.offline import Checkpoint
+from dcp_placements.presets import hub
 from dcp_placements.testing import damage
 from tests.offline_scenes import (
     Run,
@@ -131,10 +136,72 @@ def test_help_fits_80_columns(command: str, run: Run, monkeypatch: pytest.Monkey
     told = run(command, "--help").out
     assert "--help" in told
     assert "…" not in told + run("--help").out
-    assert "..." not in run("--help").out.partition("Commands:")[2]
+    assert "..." not in run("--help").out.partition("Options:")[2]
     assert max(map(len, told.splitlines())) <= 80
     # Bytes are told in units.
     assert re.search(r"\d{7}", told) is None
+
+
+def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
+    for summary in SUMMARIES.values():
+        first_paragraph = (summary.load().__doc__ or "").partition("\n\n")[0]
+        assert summary.text == " ".join(first_paragraph.split())
+
+
+def test_help_names_the_presets(run: Run) -> None:
+    placements = sorted(set(presets.__all__) - {"megatron_meshes"})
+    renames = sorted(name for name, value in vars(hub).items() if isinstance(value, Renames))
+    named = [text.split(", ") for text in PRESETS.values()]
+    assert named == [placements, renames]
+    told = " ".join(run("--help").out.split())
+    assert all(text in told for text in PRESETS.values())
+
+
+def test_help_version_and_completion_of_commands_need_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "from dcp_placements.cli import main\n"
+        "assert main(['--help']) == main(['--version']) == 0\n"
+        "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
+    )
+    completing = {
+        "_DCP_PLACEMENTS_COMPLETE": "complete_bash",
+        "COMP_WORDS": "dcp-placements ve",
+        "COMP_CWORD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "dcp_placements"],
+        env={**os.environ, **completing},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["verify"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (("verify", "nowhere"), "CannotLook", "there is no such path"),
+        (("verify", "nowhere", "--nonsense"), "UsageError", "--nonsense"),
+        (("diff", "nowhere"), "UsageError", "B"),
+    ],
+)
+def test_errors_of_json_are_json(
+    arguments: tuple[str, ...], kind: str, message: str, run: Run
+) -> None:
+    ran = run(*arguments, "--json")
+    assert ran.code == 2
+    assert ran.json["error"]["type"] == kind
+    assert message in ran.json["error"]["message"]
+    assert ran.err
 
 
 def test_usage_errors_are_exit_2(run: Run, sound: Path) -> None:
@@ -224,6 +291,17 @@ def test_a_reader_of_the_first_lines_only_changes_no_exit_code(
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == code
+
+
+def test_an_error_into_a_closed_pipe_is_exit_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dcp_placements", "inspect", str(tmp_path / "nothing")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=writer, timeout=100, check=False)
+    finally:
+        os.close(writer)
+    assert done.returncode == 2
 
 
 def test_a_mesh_without_an_axis_of_the_rules_is_exit_2(sound: Path, run: Run) -> None:
