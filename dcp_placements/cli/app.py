@@ -104,7 +104,8 @@ COMMANDS = {
     "merge-metadata": CommandSummary(
         "merging:merge_metadata_command",
         REPAIR,
-        "Put the metadata of a save without collectives together, and write .metadata.",
+        "Write .metadata for plain DCP, after a save without collectives or without stock "
+        "metadata.",
     ),
     "import": CommandSummary(
         "importing:import_command",

@@ -312,6 +312,7 @@ def _reason(error: Exception) -> str:
     text = str(error)
     _, refused, reason = text.partition("WeightsUnpickler error: ")
     if refused:
-        return f"torch.load refuses it: {reason.splitlines()[0].partition('. ')[0]}"
+        sentence = reason.partition("\n")[0].partition(". ")[0].strip()
+        return f"torch.load refuses it: {sentence or 'it is broken'}"
     lines = [line.strip() for line in text.splitlines()]
     return "; ".join(lines[1:3] or lines[:1])
