@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_placements import PlacementSavePlanner
 from dcp_placements.offline import diff, inspect, verify
+from dcp_placements.offline.views import object_values
 from tests.offline_scenes import (
     Run,
     save_hugging_face,
@@ -202,11 +203,18 @@ class Trap:
 
 
 def test_objects_that_name_functions_or_hold_much_have_no_value(tmp_path: Path) -> None:
-    bomb: list[Any] = [1]
-    for _ in range(40):
-        bomb = [bomb, bomb]
-    objects = {"trap": Trap(), "long": list(range(5000)), "bomb": [bomb], "large": "x" * (1 << 17)}
+    objects = {"trap": Trap(), "long": list(range(5000)), "large": "x" * (1 << 17)}
     flat = PlacementSavePlanner(flatten_state_dict=False)
     dcp.save({**objects, "step": 3}, checkpoint_id=tmp_path, planner=flat, no_dist=True)
     found = inspect(tmp_path).objects
     assert {key: found[key].value for key in found} == {**dict.fromkeys(objects), "step": 3}
+
+
+def test_a_list_that_refers_to_one_list_again_and_again_is_not_shown() -> None:
+    bomb: list[Any] = [1]
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    assert not object_values._is_small(bomb)
+    endless: list[Any] = []
+    endless.append(endless)
+    assert not object_values._is_small(endless)
