@@ -185,6 +185,13 @@ def _make_size(unpickler: RestrictedUnpickler, args: tuple[Any, ...]) -> torch.S
     return torch.Size(values)
 
 
+def _make_list(unpickler: RestrictedUnpickler, args: tuple[Any, ...]) -> list[Any]:
+    if len(args) != 1 or type(args[0]) is not list:
+        raise refusal("it has a list that is not made of a list")
+    unpickler.spend(len(args[0]))
+    return list(args[0])
+
+
 def _is_int64(value: Any) -> bool:
     return type(value) is int and -(1 << 63) <= value < 1 << 63
 
@@ -235,6 +242,8 @@ _ADMITTED: dict[tuple[str, str], StandIn] = {
     **{key: StandIn(key[1], _make_path(kind)) for key, kind in _PATHS.items()},
     **{key: StandIn(key[1], new=kind) for key, kind in METADATA_CLASSES.items()},
     **{key: _helper(key) for key in METADATA_HELPERS},
+    # A ChunkList in metadata that another writer pickles.
+    ("builtins", "list"): StandIn("list", _make_list),
     ("builtins", "set"): StandIn("set", make_set(set)),
     ("builtins", "frozenset"): StandIn("frozenset", make_set(frozenset)),
     ("torch", "Size"): StandIn("Size", _make_size),
