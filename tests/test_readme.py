@@ -200,7 +200,9 @@ def test_programs_run_on_two_ranks(block: Block, tmp_path: Path) -> None:
     # Now and then a gloo thread of torch aborts a process that is about to exit, also after stock
     # saves and with the group destroyed; what the program did is then done.
     assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr
-    assert done.stdout == PROMISED.get(block.place, "")
+    # Gloo of torch 2.10 prints a line per rank.
+    printed = re.sub(r"(?m)^\[Gloo\].*\n", "", done.stdout)
+    assert printed == PROMISED.get(block.place, "")
     if block.page != README:
         return
     found = {"experts.w1": torch.full((8, 3), 7.0)}
