@@ -24,6 +24,7 @@ from dcp_placements.offline.checks.structure import (
     records_by_file,
     tiling_faults,
 )
+from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.provenance import stored_digest
 
 Progress = Callable[[int, int], None]
@@ -100,9 +101,10 @@ def verify(
         CannotLook: There is no checkpoint, or it cannot be read.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    records = records_by_file(checkpoint)
-    faults = [*tiling_faults(checkpoint), *place_faults(checkpoint), *id_faults(checkpoint)]
-    faults += file_faults(checkpoint, records)
+    with quiet_gc():
+        records = records_by_file(checkpoint)
+        faults = [*tiling_faults(checkpoint), *place_faults(checkpoint), *id_faults(checkpoint)]
+        faults += file_faults(checkpoint, records)
     if digests:
         faults += _digest_gaps(checkpoint.provenance or {}, records)
     total = sum(record.chunk.nbytes for in_file in records.values() for record in in_file)

@@ -12,6 +12,7 @@ from dcp_placements.offline.declared import matching_keys
 from dcp_placements.offline.experts import ExpertLayer, find_experts
 from dcp_placements.offline.views.families import Family, families
 from dcp_placements.offline.views.object_values import plain_values
+from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.record import Cuts, SaveRecord, record_of
 from dcp_placements.storage.metadata.save_ids import writer_of
 
@@ -225,6 +226,11 @@ def inspect(
         CannotLook: There is no checkpoint, or it cannot be read; or no key matches ``fqn``.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    with quiet_gc():
+        return _inspected(checkpoint, fqn, experts)
+
+
+def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspection:
     record = record_of(checkpoint.metadata)
     provenance = checkpoint.provenance or {}
     rules: Mapping[str, str] = provenance.get("rules") or {}
