@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import Shard
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.table import join, rows_of_entries
 from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.storage.writer import PlacementFileSystemWriter
-from dcp_placements.testing import World
+from dcp_placements.testing import World, real_dtensor
 from tests.storage_scenes import blank, data_file, load, same
 from tests.strategies import examples
 
@@ -82,6 +83,28 @@ def test_tensors_of_other_strides_make_a_kind_unknown(tmp_path: Path) -> None:
     assert kinds == {((40, 40), True), ((1024,), False)}
     loaded = load(tmp_path, blank(saved), PlacementFileSystemReader(tmp_path))
     assert all(same(saved[key], loaded[key]) for key in saved)
+
+
+@pytest.mark.parametrize("planner", [DefaultSavePlanner, PlacementSavePlanner])
+def test_ranks_whose_strides_differ_make_a_kind_unknown(planner: Any, tmp_path: Path) -> None:
+    """Their rows are equal: the strides are in the records alone."""
+    world, saved = World(2), {"w": torch.randn(64, 32)}
+
+    def state(rank: int) -> dict[str, Any]:
+        mesh, local = world.mesh(rank, tp=2), saved["w"].chunk(2)[rank].clone()
+        if rank:
+            local = local.t().contiguous().t()
+        return {"w": real_dtensor(local, mesh, [Shard(0)], saved["w"].shape)}
+
+    world.save(
+        tmp_path,
+        state,
+        lambda rank: planner(),
+        lambda rank: PlacementFileSystemWriter(tmp_path),
+    )
+    assert {start for (_, sizes, _), start in starts(tmp_path).items() if sizes} == {None}
+    loaded = load(tmp_path, blank(saved), PlacementFileSystemReader(tmp_path))
+    assert torch.equal(loaded["w"], saved["w"])
 
 
 def test_results_of_other_writers_make_all_unknown(tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ class Written:
 
 def written_rows(rows: Rows) -> Written:
     """Return what a writer wrote that reports all its rows."""
-    like = rows.fqns, rows.transforms, rows.rows.tobytes()
+    starts = None if rows.starts is None else frozenset(rows.starts.items())
+    like = rows.fqns, rows.transforms, rows.rows.tobytes(), starts
     return Written(like, lambda: rows, rows.offsets, rows.paths)
 
 
