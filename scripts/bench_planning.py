@@ -310,11 +310,11 @@ def boxes_hash(metadata: Metadata, part: set[str]) -> str:
     digest = hashlib.sha256()
     for fqn in sorted(part):
         kept = metadata.state_dict_metadata.get(fqn)
-        told: Any = None
+        expected: Any = None
         if isinstance(kept, TensorStorageMetadata):
             boxes = {(tuple(c.offsets), tuple(c.sizes)) for c in kept.chunks}
-            told = tuple(kept.size), sorted(box for box in boxes if 0 not in box[1])
-        digest.update(repr((fqn, told)).encode())
+            expected = tuple(kept.size), sorted(box for box in boxes if 0 not in box[1])
+        digest.update(repr((fqn, expected)).encode())
     return digest.hexdigest()
 
 
@@ -389,7 +389,7 @@ def as_ranks(
         profiled(True, f"create_local_plan, {workload.name}", planner.create_local_plan)
     stored = (results / "metadata").read_bytes()
     kept = pickle.loads(stored).state_dict_metadata
-    some = pickle.dumps(Metadata({fqn: told for fqn, told in kept.items() if fqn in part}))
+    some = pickle.dumps(Metadata({fqn: expected for fqn, expected in kept.items() if fqn in part}))
     del kept
     for what, ranks in (("load", workload.ranks), ("reshard", max(workload.ranks // 2, 1))):
         world.size = ranks

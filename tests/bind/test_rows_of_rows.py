@@ -185,8 +185,8 @@ def test_whatever_experts_a_rank_has_of_each_layer_the_bytes_are_right(
         saving.state_dict,
         lambda rank: PlacementSavePlanner(**saving.options(rank), digests="full"),
     )
-    for key, told in planners[0].report.keys.items():  # type: ignore[attr-defined]
-        assert told.unique_nbytes == told.whole_nbytes, key
+    for key, expected in planners[0].report.keys.items():  # type: ignore[attr-defined]
+        assert expected.unique_nbytes == expected.whole_nbytes, key
     read: dict[str, Any] = {key: torch.full_like(whole, -7) for key, whole in truth.items()}
     read[RATE] = None
     stored = dcp.FileSystemReader(path / "saved").read_metadata().state_dict_metadata
@@ -219,9 +219,9 @@ def save(path: Path, by: Cells, **options: Any) -> None:
 
 def test_a_row_that_nobody_holds_is_refused_on_save_and_missed_on_load(tmp_path: Path) -> None:
     lacking = Cells(2, 3, (((1, 0), (2,)), ((2,), (0,))), dims=(0, 0))
-    told = refusal(lambda: save(tmp_path / "saved", lacking))
-    assert f"{WEIGHT}: nobody holds" in told
-    assert "[1:2, 1:2, " in told
+    message = refusal(lambda: save(tmp_path / "saved", lacking))
+    assert f"{WEIGHT}: nobody holds" in message
+    assert "[1:2, 1:2, " in message
 
     short = Cells(2, 2, (((0, 1), (0, 1)),)).truth() | {RATE: 0.5}
     dcp.save(short, checkpoint_id=tmp_path / "short", planner=DefaultSavePlanner(), no_dist=True)
@@ -237,12 +237,12 @@ def test_replicas_of_a_row_that_differ_are_refused(tmp_path: Path) -> None:
             found["layers.0.experts.0.w"].to_local()[0, 0] += 1
         return found
 
-    told = refusal(
+    message = refusal(
         lambda: by.world.save(
             tmp_path, held, lambda rank: PlacementSavePlanner(**by.options(rank), digests="full")
         )
     )
-    assert WEIGHT in told
+    assert WEIGHT in message
     assert not list(tmp_path.iterdir())
 
 
@@ -298,15 +298,15 @@ def test_names_tell_both_rows_and_keys_must_have_both(tmp_path: Path) -> None:
     rename = Renames(Stack("experts.{}", 8), Stack("layers.{}", 4))
     row = rename("layers.3.experts.5.w")
     assert row == Row("layers.experts.w", 5, 8, within=(Row("layers.experts.w", 3, 4),))
-    told = rename.table(["layers.3.experts.5.w"])
-    assert told == "layers.3.experts.5.w -> layers.experts.w, row 5 of 8 of row 3 of 4"
+    expected = rename.table(["layers.3.experts.5.w"])
+    assert expected == "layers.3.experts.5.w -> layers.experts.w, row 5 of 8 of row 3 of 4"
     held = {"layers.0.experts.1.w": torch.zeros(2), "layers.0.experts.w": torch.zeros(2)}
-    told = refusal(
+    expected = refusal(
         lambda: dcp.save(
             held, checkpoint_id=tmp_path, planner=PlacementSavePlanner(rename=rename), no_dist=True
         )
     )
-    assert "one of 8 rows on dim 0 within 4 rows on dim 0, and" in told
+    assert "one of 8 rows on dim 0 within 4 rows on dim 0, and" in expected
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (1, 2), (2, 0)])

@@ -300,9 +300,9 @@ def test_what_cannot_be_split_is_told(tmp_path: Path) -> None:
                 rename=Renames(Split("w", ("a", "b")), Split("v", ("c",), dim=2))
             ),
         )
-    told = str(refused.value.failures[0][0])
-    assert "w: cannot be split: 5 on dim 0 cannot be cut into 1 x (1, 1)" in told
-    assert "v: cannot be split: there is no dim 2, the shape is (4,)" in told
+    message = str(refused.value.failures[0][0])
+    assert "w: cannot be split: 5 on dim 0 cannot be cut into 1 x (1, 1)" in message
+    assert "v: cannot be split: there is no dim 2, the shape is (4,)" in message
     with pytest.raises(CheckpointException) as refused:
         World(1).save(
             tmp_path,

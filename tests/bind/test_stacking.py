@@ -221,8 +221,8 @@ def test_whatever_form_ranks_and_checkpoint_have_the_bytes_are_right(
     steps = torch.full((experts,), 3.0) if stacked and saving.split else torch.tensor(3.0)
     assert_holds(path, experts, stacked=stacked, steps=steps)
     report = planners[0].report
-    for key, told in report.keys.items():
-        assert told.unique_nbytes == told.whole_nbytes, key
+    for key, expected in report.keys.items():
+        assert expected.unique_nbytes == expected.whole_nbytes, key
     assert report.warnings == ()
     load(path, loading, stacked=stacked)
 
@@ -383,9 +383,9 @@ def test_steps_of_their_own_are_kept_row_by_row(tmp_path: Path) -> None:
     assert_equal(held, adam([1, 2], steps=[15, 5]))
 
     whole = {"optim.state.experts.w1.step": torch.tensor(0.0)}
-    told = refusal(lambda: load_alone(tmp_path, whole, None))
-    assert "optim.state.experts.w1.step: rank 0 has one value for all rows" in told
-    assert re.search(r"the checkpoint has (5|6|15)\.0 and (5|6|15)\.0", told)
+    message = refusal(lambda: load_alone(tmp_path, whole, None))
+    assert "optim.state.experts.w1.step: rank 0 has one value for all rows" in message
+    assert re.search(r"the checkpoint has (5|6|15)\.0 and (5|6|15)\.0", message)
 
 
 def test_one_step_for_all_rows_is_read_from_rows_that_agree(tmp_path: Path) -> None:
@@ -408,8 +408,8 @@ def test_rows_by_name_that_do_not_agree_are_no_one_step(tmp_path: Path) -> None:
         "optim.state.experts.w1.exp_avg": torch.zeros(3, 2),
         "optim.state.experts.w1.step": torch.tensor(0.0),
     }
-    told = refusal(lambda: load_alone(tmp_path, whole, Unstack("experts.{}")))
-    assert "4.0 for optim.state.experts.0.w1.step and 7.0 for optim.state.experts.2.w1" in told
+    message = refusal(lambda: load_alone(tmp_path, whole, Unstack("experts.{}")))
+    assert "4.0 for optim.state.experts.0.w1.step and 7.0 for optim.state.experts.2.w1" in message
 
 
 def test_rows_of_which_some_were_never_stepped_are_no_one_step(tmp_path: Path) -> None:
@@ -419,19 +419,21 @@ def test_rows_of_which_some_were_never_stepped_are_no_one_step(tmp_path: Path) -
         "optim.state.experts.w1.exp_avg": torch.zeros(3, 2),
         "optim.state.experts.w1.step": torch.tensor(0.0),
     }
-    told = refusal(lambda: load_alone(tmp_path, whole, Unstack("experts.{}")))
-    assert "optim.state.experts.w1.step: the checkpoint has optimizer state of 2 rows" in told
-    assert "none of 1" in told
-    assert "never stepped" in told
+    message = refusal(lambda: load_alone(tmp_path, whole, Unstack("experts.{}")))
+    assert "optim.state.experts.w1.step: the checkpoint has optimizer state of 2 rows" in message
+    assert "none of 1" in message
+    assert "never stepped" in message
 
 
 def test_a_stack_with_a_row_that_nobody_holds_is_refused(tmp_path: Path) -> None:
-    told = refusal(lambda: save_alone(tmp_path, adam([0, 1, 2], steps=[4, 4]), stack([0, 1, 2], 3)))
-    assert "optim.state.experts.w1.exp_avg" in told
-    assert "nobody holds all of the (3, 2) tensor" in told
-    assert "missing:     [2:3, :] (2 of 6 elements)" in told
-    assert "never stepped" in told
-    assert "key if '.state.' in key else stack(key)" in told
+    message = refusal(
+        lambda: save_alone(tmp_path, adam([0, 1, 2], steps=[4, 4]), stack([0, 1, 2], 3))
+    )
+    assert "optim.state.experts.w1.exp_avg" in message
+    assert "nobody holds all of the (3, 2) tensor" in message
+    assert "missing:     [2:3, :] (2 of 6 elements)" in message
+    assert "never stepped" in message
+    assert "key if '.state.' in key else stack(key)" in message
     assert not list(tmp_path.glob("*metadata*"))
 
 
@@ -462,10 +464,12 @@ def test_objects_of_a_stack_must_be_equal(tmp_path: Path) -> None:
         groups = {f"optim.param_groups.experts.{i}.w1.lr": lr for i, lr in enumerate((0.1, second))}
         return {**adam([0, 1]), **groups}
 
-    told = refusal(lambda: save_alone(tmp_path, held(0.2), stack([0, 1], 2)))
-    assert "optim.param_groups.experts.w1.lr: rank 0 cannot store one object for all rows" in told
-    assert "experts.0.w1.lr is 0.1" in told
-    assert "experts.1.w1.lr is 0.2" in told
+    message = refusal(lambda: save_alone(tmp_path, held(0.2), stack([0, 1], 2)))
+    assert (
+        "optim.param_groups.experts.w1.lr: rank 0 cannot store one object for all rows" in message
+    )
+    assert "experts.0.w1.lr is 0.1" in message
+    assert "experts.1.w1.lr is 0.2" in message
     save_alone(tmp_path, held(0.1), stack([0, 1], 2))
     loaded = held(0.7)
     load_alone(tmp_path, loaded, stack([0, 1], 2))
@@ -567,17 +571,17 @@ def test_a_row_that_a_rank_holds_twice_is_written_once_and_read_twice(tmp_path: 
 
 
 def test_replicas_of_a_row_that_differ_are_refused(tmp_path: Path) -> None:
-    told = refusal(
+    message = refusal(
         lambda: World(2).check(
             lambda rank: {"experts.0.w": torch.full((2,), 1.0 + rank)},
             lambda rank: PlacementSavePlanner(rename=Stack("experts.{}", 1)),
         )
     )
-    assert "experts.w: 2 different contents on 2 ranks" in told
+    assert "experts.w: 2 different contents on 2 ranks" in message
 
 
 @pytest.mark.parametrize(
-    ("held", "rename", "told"),
+    ("held", "rename", "expected"),
     [
         (
             {"experts.0.w": torch.zeros(2), "experts.1.w": torch.zeros(3)},
@@ -626,9 +630,9 @@ def test_replicas_of_a_row_that_differ_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_stacked_or_unstacked_is_refused(
-    tmp_path: Path, held: dict[str, Any], rename: Any, told: str
+    tmp_path: Path, held: dict[str, Any], rename: Any, expected: str
 ) -> None:
-    assert told in refusal(lambda: save_alone(tmp_path, held, rename))
+    assert expected in refusal(lambda: save_alone(tmp_path, held, rename))
     assert not list(tmp_path.iterdir())
 
 
@@ -637,9 +641,9 @@ def test_a_rule_for_another_number_of_rows_is_refused(tmp_path: Path) -> None:
     rules = PlacementRules(
         {"experts.w1": CheckpointPlacement(world.mesh(0, ep=1), [Shard(0)], global_shape=(5, 2))}
     )
-    told = refusal(lambda: save_alone(tmp_path, adam([0, 1]), stack([0, 1], 2), rules=rules))
-    assert "stacks 2 rows on dim 0 of a tensor of 2 dims" in told
-    assert "global_shape=(5, 2)" in told
+    message = refusal(lambda: save_alone(tmp_path, adam([0, 1]), stack([0, 1], 2), rules=rules))
+    assert "stacks 2 rows on dim 0 of a tensor of 2 dims" in message
+    assert "global_shape=(5, 2)" in message
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -689,10 +693,10 @@ def test_rehearsal_finds_a_stack_s_faults_and_live_its_storage(tmp_path: Path) -
     save_alone(tmp_path, adam([0, 1]), stack([0, 1], 2))
     held = adam([0, 1], sign=-1)
     load_alone(tmp_path, held, stack([0, 1], 2), live=list(held.values()))
-    told = refusal(
+    message = refusal(
         lambda: load_alone(tmp_path, held, stack([0, 1], 2), live=[held["experts.0.w1"]])
     )
-    assert "experts.w1: what is read would end in a copy" in told
+    assert "experts.w1: what is read would end in a copy" in message
 
 
 def test_a_row_that_a_stacked_tensor_holds_twice_is_written_once_and_read_twice(
@@ -701,8 +705,8 @@ def test_a_row_that_a_stacked_tensor_holds_twice_is_written_once_and_read_twice(
     by = Topology(3, ((1, 0, 1), (2, 1)), fsdp=(2, 1), split=False)
     planners = save(tmp_path, by, stacked=False)
     assert_holds(tmp_path, 3, stacked=False, steps=torch.tensor(3.0))
-    for told in planners[0].report.keys.values():
-        assert told.unique_nbytes == told.whole_nbytes
+    for expected in planners[0].report.keys.values():
+        assert expected.unique_nbytes == expected.whole_nbytes
     load(tmp_path, by, stacked=False)
 
 
@@ -745,7 +749,7 @@ def test_plain_moments_follow_their_parameter_into_stack_and_rows(tmp_path: Path
 
 
 def test_plain_moments_follow_into_a_stack_whose_rule_picks_rows_too(tmp_path: Path) -> None:
-    """Rows of each expert by an IndexShard, and the experts themselves told apart by name."""
+    """Rows of each expert by an IndexShard, and the experts themselves, distinguished by name."""
     world, rows = World(2), ((2, 0), (1,))
     whole = torch.arange(3 * 4.0).reshape(3, 4)[:, :3].contiguous()
 

@@ -46,7 +46,7 @@ COMMANDS = {
     "draw": ("layers.0.experts.w1", "-o", "drawn.png"),
     "merge-metadata": (),
 }
-"""Commands on one checkpoint, with what they are to be told besides it."""
+"""Commands on one checkpoint, with the arguments that they need besides it."""
 
 
 def test_version(run: Run) -> None:
@@ -65,14 +65,14 @@ def test_what_cannot_be_looked_at_is_one_message_and_exit_2(
     empty.mkdir()
     file = tmp_path / "file"
     file.write_bytes(b"x")
-    for path, told in (
+    for path, message in (
         (tmp_path / "nothing", "there is no such path"),
         (empty, "no checkpoint in it" if command != "merge-metadata" else "nothing to merge"),
         (file, "this is a file"),
     ):
         ran = run(command, path, *more)
         assert (ran.code, ran.out) == (2, "")
-        assert told in ran.err
+        assert message in ran.err
         assert "Traceback" not in ran.err
 
 
@@ -133,13 +133,13 @@ def test_every_command_finds_something_to_say_of_any_checkpoint(
 @pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
 def test_help_fits_80_columns(command: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    told = run(command, "--help").out
-    assert "--help" in told
-    assert "…" not in told + run("--help").out
+    result = run(command, "--help").out
+    assert "--help" in result
+    assert "…" not in result + run("--help").out
     assert "..." not in run("--help").out.partition("Options:")[2]
-    assert max(map(len, told.splitlines())) <= 80
-    # Bytes are told in units.
-    assert re.search(r"\d{7}", told) is None
+    assert max(map(len, result.splitlines())) <= 80
+    # Bytes are printed with units.
+    assert re.search(r"\d{7}", result) is None
 
 
 def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
@@ -153,8 +153,8 @@ def test_help_names_the_presets(run: Run) -> None:
     renames = sorted(name for name, value in vars(hub).items() if isinstance(value, Renames))
     named = [text.split(", ") for text in PRESETS.values()]
     assert named == [placements, renames]
-    told = " ".join(run("--help").out.split())
-    assert all(text in told for text in PRESETS.values())
+    result = " ".join(run("--help").out.split())
+    assert all(text in result for text in PRESETS.values())
 
 
 def test_help_version_and_completion_of_commands_need_no_torch() -> None:

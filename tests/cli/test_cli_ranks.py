@@ -31,19 +31,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name", ["ours", "stock_files", "unmerged", "stock", "hf_sharded", "truth", "later"]
 )
 def test_all_of_them_are_sound_and_can_be_looked_into(saved: Path, run: Run, name: str) -> None:
-    told = run("inspect", saved / name, "--json")
-    assert told.code == 0, told.err
-    assert told.json["tensors"]
+    result = run("inspect", saved / name, "--json")
+    assert result.code == 0, result.err
+    assert result.json["tensors"]
     ran = run("verify", saved / name, "--contents")
     assert ran.code == 0, ran.out
 
 
 def test_inspect_names_ranks_and_experts(saved: Path, run: Run) -> None:
-    told = run("inspect", saved / "ours", "--experts", "--json").json
-    assert told["tensors"][W1]["shape"] == [8, 5, 3]
-    assert told["tensors"][W1]["ranks"] == [0, 1, 2, 3]
-    assert told["provenance"]["axes"] == {"ep": 2, "fsdp": 2}
-    assert told["experts"]["model.experts"]["experts"] == list(range(8))
+    result = run("inspect", saved / "ours", "--experts", "--json").json
+    assert result["tensors"][W1]["shape"] == [8, 5, 3]
+    assert result["tensors"][W1]["ranks"] == [0, 1, 2, 3]
+    assert result["provenance"]["axes"] == {"ep": 2, "fsdp": 2}
+    assert result["experts"]["model.experts"]["experts"] == list(range(8))
     lost = run("inspect", saved / "stock", "--experts", "--json").json
     assert lost["experts"]["model.experts"]["experts"] == list(range(4))
 
@@ -80,9 +80,9 @@ def test_hugging_face_shards_hold_the_same(
 
 
 def test_what_differs_is_named(saved: Path, run: Run) -> None:
-    told = run("diff", saved / "ours", saved / "later", "--json")
-    assert told.code == 1
-    kinds = {d["fqn"]: d["kind"] for d in told.json["differences"]}
+    result = run("diff", saved / "ours", saved / "later", "--json")
+    assert result.code == 1
+    kinds = {d["fqn"]: d["kind"] for d in result.json["differences"]}
     assert kinds[W1] == kinds[MOMENT] == "values"
     lost = run("diff", saved / "ours", saved / "stock", "--fqn", "model.experts")
     assert lost.code == 1
@@ -90,9 +90,9 @@ def test_what_differs_is_named(saved: Path, run: Run) -> None:
 
 
 def test_explain_finds_the_bytes(saved: Path, run: Run) -> None:
-    told = run("explain", saved / "ours", W1, "--json").json
-    assert len(told["chunks"]) == 4
-    assert told["saved_rule"] == "'experts'"
+    result = run("explain", saved / "ours", W1, "--json").json
+    assert len(result["chunks"]) == 4
+    assert result["saved_rule"] == "'experts'"
 
 
 @pytest.fixture
@@ -115,17 +115,17 @@ def test_every_damage_is_found_and_named(
     copy: Path, run: Run, harm: Any, kind: str, fqn: str
 ) -> None:
     harm(copy, fqn, chunk=2)
-    told = run("verify", copy, "--digests", "--json")
-    assert told.code == 1
-    (fault,) = [fault for fault in told.json["faults"] if fault["kind"] == kind]
+    result = run("verify", copy, "--digests", "--json")
+    assert result.code == 1
+    (fault,) = [fault for fault in result.json["faults"] if fault["kind"] == kind]
     assert fqn in fault["tensors"]
 
 
 def test_a_half_overwritten_step_is_found(saved: Path, copy: Path, run: Run) -> None:
     names = damage.half_overwrite(copy, saved / "later")
-    told = run("verify", copy, "--digests", "--json")
-    assert told.code == 1
-    faults = told.json["faults"]
+    result = run("verify", copy, "--digests", "--json")
+    assert result.code == 1
+    faults = result.json["faults"]
     assert {file for fault in faults for file in fault["files"]} == set(names)
     assert "mixed_generations" in {fault["kind"] for fault in faults}
 

@@ -114,15 +114,15 @@ def read(out: Path) -> dict[str, torch.Tensor]:
     if not index.exists():
         assert [path.name for path in out.iterdir()] == ["model.safetensors"]
         return load_file(out / "model.safetensors")
-    told = json.loads(index.read_text())
-    assert {p.name for p in out.iterdir()} == {index.name, *told["weight_map"].values()}
+    result = json.loads(index.read_text())
+    assert {p.name for p in out.iterdir()} == {index.name, *result["weight_map"].values()}
     found = {}
-    for name, file in told["weight_map"].items():
+    for name, file in result["weight_map"].items():
         with safe_open(out / file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
             found[name] = opened.get_tensor(name)
     nbytes = sum(tensor.nbytes for tensor in found.values())
-    assert told["metadata"]["total_size"] == nbytes
+    assert result["metadata"]["total_size"] == nbytes
     return found
 
 
@@ -137,28 +137,28 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 def test_ep_x_fsdp_becomes_the_hubs_names_in_bounded_files(lean: bool, tmp_path: Path) -> None:
     wanted = hub_names(save(tmp_path / "ckpt", lean=lean))
     limit = 400
-    told = export_safetensors(
+    result = export_safetensors(
         tmp_path / "ckpt", tmp_path / "out", rename=hub.mixtral, max_shard_size=limit
     )
     found = read(tmp_path / "out")
     assert_same(found, wanted)
-    assert len(told.files) > 3
-    for name, nbytes in told.files.items():
+    assert len(result.files) > 3
+    for name, nbytes in result.files.items():
         with safe_open(tmp_path / "out" / name, "pt") as opened:
             names = list(opened.keys())
         assert nbytes == sum(found[n].nbytes for n in names)
         assert nbytes <= limit or len(names) == 1
-    assert told.prefix == "model"
-    assert "step" in told.left_out
-    assert "optim.state.embed.weight.exp_avg" in told.left_out
+    assert result.prefix == "model"
+    assert "step" in result.left_out
+    assert "optim.state.embed.weight.exp_avg" in result.left_out
 
 
 def test_one_file_has_no_index_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     whole = save(tmp_path / "ckpt", head="")
-    told = export_safetensors(tmp_path / "ckpt", tmp_path / "out")
+    result = export_safetensors(tmp_path / "ckpt", tmp_path / "out")
     assert_same(read(tmp_path / "out"), whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
-    assert told.left_out == ()
+    assert result.left_out == ()
 
 
 def test_rows_in_files_are_copied_and_others_put_together(
@@ -166,15 +166,15 @@ def test_rows_in_files_are_copied_and_others_put_together(
 ) -> None:
     wanted = hub_names(save(tmp_path / "ckpt"))
     monkeypatch.setattr("dcp_placements.formats.huggingface.assembly.SHORT_NBYTES", 1)
-    told = export_safetensors(tmp_path / "ckpt", tmp_path / "a", rename=hub.mixtral)
+    result = export_safetensors(tmp_path / "ckpt", tmp_path / "a", rename=hub.mixtral)
     # All but what is cut by columns: o_proj, whose chunks are no rows.
-    assert told.directly == sum(t.nbytes for n, t in wanted.items() if "o_proj" not in n)
+    assert result.directly == sum(t.nbytes for n, t in wanted.items() if "o_proj" not in n)
     assert_same(read(tmp_path / "a"), wanted)
     # By slabs of a few elements, and without the system's help.
     monkeypatch.setattr("dcp_placements.formats.huggingface.assembly.SHORT_NBYTES", 1 << 30)
     monkeypatch.setattr(export, "LEAST_NBYTES", 16)
-    told = export_safetensors(tmp_path / "ckpt", tmp_path / "b", rename=hub.mixtral, memory=0)
-    assert told.directly < sum(t.nbytes for t in wanted.values())
+    result = export_safetensors(tmp_path / "ckpt", tmp_path / "b", rename=hub.mixtral, memory=0)
+    assert result.directly < sum(t.nbytes for t in wanted.values())
     monkeypatch.delattr(os, "copy_file_range")
     monkeypatch.setattr("dcp_placements.formats.huggingface.assembly.SHORT_NBYTES", 1)
     export_safetensors(tmp_path / "ckpt", tmp_path / "c", rename=hub.mixtral)
@@ -300,10 +300,10 @@ def test_names_must_be_one_to_one(tmp_path: Path) -> None:
             tmp_path / "out",
             rename=lambda name: rename(name) if "layers" not in name else "gate",  # type: ignore
         )
-    told = str(refused.value)
-    assert "embed.weight: rename= has no name for it: KeyError" in told
-    assert "norm.weight: rename= has no name for it: it returned None" in told
-    assert "gate: rename= gives this one name to both layers.0.mlp." in told
+    message = str(refused.value)
+    assert "embed.weight: rename= has no name for it: KeyError" in message
+    assert "norm.weight: rename= has no name for it: it returned None" in message
+    assert "gate: rename= gives this one name to both layers.0.mlp." in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
     with pytest.raises(PlacementError, match=r"to several parts of norm.weight"):
         export_safetensors(
@@ -318,8 +318,8 @@ def test_tied_weights_are_written_once_when_they_are_equal(tmp_path: Path, run: 
     held = {"embed.weight": embed, "lm_head.weight": embed.clone(), "other": embed + 1}
     dcp.save({"model": held}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     tied = {"lm_head.weight": "embed.weight"}
-    told = export_safetensors(tmp_path / "ckpt", tmp_path / "out", tied=tied)
-    assert told.tied == ("lm_head.weight",)
+    result = export_safetensors(tmp_path / "ckpt", tmp_path / "out", tied=tied)
+    assert result.tied == ("lm_head.weight",)
     assert sorted(read(tmp_path / "out")) == ["embed.weight", "other"]
     ran = run(
         "export", tmp_path / "ckpt", tmp_path / "x", "--to", "hf", "--tied", "other=embed.weight"
@@ -340,11 +340,11 @@ def test_tensors_beside_the_model_are_no_weights(head: str, tmp_path: Path) -> N
     if head == "app.model":
         saved = {"app": saved}
     dcp.save(saved, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    told = export_safetensors(tmp_path / "ckpt", tmp_path / "out")
+    result = export_safetensors(tmp_path / "ckpt", tmp_path / "out")
     assert_same(read(tmp_path / "out"), whole | {"norm._extra_state.amax": torch.ones(2)})
     outer = head.removesuffix("model")
-    assert (told.prefix, told.left_out) == (head, (f"{outer}rng.0", f"{outer}step"))
-    assert f"without the prefix {head}.\n    left out: {outer}rng.0, {outer}step" in str(told)
+    assert (result.prefix, result.left_out) == (head, (f"{outer}rng.0", f"{outer}step"))
+    assert f"without the prefix {head}.\n    left out: {outer}rng.0, {outer}step" in str(result)
     export_safetensors(tmp_path / "ckpt", tmp_path / "rng", prefix=f"{outer}rng")
     assert_same(read(tmp_path / "rng"), {"0": torch.arange(4)})
     export_safetensors(tmp_path / "ckpt", tmp_path / "all", prefix="")
@@ -354,8 +354,8 @@ def test_tensors_beside_the_model_are_no_weights(head: str, tmp_path: Path) -> N
 def test_parts_of_which_none_is_the_model_keep_their_names(tmp_path: Path) -> None:
     saved = {"teacher": {"w": torch.ones(2)}, "student": {"w": torch.zeros(3)}}
     dcp.save(saved, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    told = export_safetensors(tmp_path / "ckpt", tmp_path / "out")
-    assert (told.prefix, sorted(read(tmp_path / "out"))) == ("", ["student.w", "teacher.w"])
+    result = export_safetensors(tmp_path / "ckpt", tmp_path / "out")
+    assert (result.prefix, sorted(read(tmp_path / "out"))) == ("", ["student.w", "teacher.w"])
 
 
 def test_optimizer_state_comes_along_when_asked_for(tmp_path: Path) -> None:
@@ -468,8 +468,8 @@ def test_killed_and_run_again_it_is_as_if_never_killed(tmp_path: Path) -> None:
     half = tmp_path / ".out.partial"
     finished = {p.name: p.stat().st_ino for p in half.glob("*.safetensors")}
     assert 0 < len(finished) < len(files)
-    told = exported("out")
-    assert told.kept == tuple(sorted(finished))
+    result = exported("out")
+    assert result.kept == tuple(sorted(finished))
     assert {n: (tmp_path / "out" / n).stat().st_ino for n in finished} == finished
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
@@ -491,8 +491,8 @@ def test_files_of_another_export_are_not_kept(tmp_path: Path) -> None:
     # The checkpoint is written anew, with the same sizes: what was exported of it is of another.
     file = data_file(tmp_path / "ckpt", 1)
     file.write_bytes(file.read_bytes())
-    told = export_safetensors(tmp_path / "ckpt", tmp_path / "out", **start)  # type: ignore
-    assert told.kept == ()
+    result = export_safetensors(tmp_path / "ckpt", tmp_path / "out", **start)  # type: ignore
+    assert result.kept == ()
     assert_same(read(tmp_path / "out"), hub_names(model()))
 
 

@@ -96,8 +96,8 @@ def test_the_tools_look_into_it_and_execute_nothing(tmp_path: Path, run: Run) ->
     assert megatron_layout(source).format == "torch_dist"
     assert verify(source).sound
     assert list(inspect(source).objects) == ["rng_state/shard_0.0_1.1"]
-    told = json.loads(run("inspect", source, "--json").out)
-    weight = told["tensors"]["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
+    result = json.loads(run("inspect", source, "--json").out)
+    weight = result["tensors"]["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
     assert weight["shape"] == [ALIKE.layers, ALIKE.experts, ALIKE.hidden, ALIKE.moe_ffn]
 
 
@@ -160,13 +160,15 @@ def test_it_loads_through_the_planner_into_numbered_layers(tp: int, tmp_path: Pa
 
     held = world.load(
         source,
-        lambda rank: {k: torch.zeros_like(part(rank, *told)) for k, told in local(rank).items()},
+        lambda rank: {
+            k: torch.zeros_like(part(rank, *expected)) for k, expected in local(rank).items()
+        },
         planner,
         lambda rank: PlacementFileSystemReader(source),
     )
     for rank in range(world.size):
-        for key, told in local(rank).items():
-            assert same_bits(held[rank][key], part(rank, *told)), (rank, key)
+        for key, expected in local(rank).items():
+            assert same_bits(held[rank][key], part(rank, *expected)), (rank, key)
 
 
 def test_stacked_experts_of_numbered_layers_load_through_the_planner(tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ def test_every_byte_is_written_or_accounted_for(name: str, tmp_path: Path) -> No
     # In two files, of the weight, two moments and the copy in float32.
     assert report.padding == 2 * pad * model.hidden * (2 + 3 * 4)
     assert bool(report.tied) == (name == "pp2 vpp2")
-    told = {part.what: part.nbytes for part in report.left_out}
-    assert told["rng_state"] == 8 * 4 * len(list(folder.iterdir()))
+    expected = {part.what: part.nbytes for part in report.left_out}
+    assert expected["rng_state"] == 8 * 4 * len(list(folder.iterdir()))
 
 
 def test_it_loads_into_another_layout(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_an_incomplete_set_is_refused_and_nothing_is_written(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("run", "file", "key", "told"),
+    ("run", "file", "key", "message"),
     [
         (
             RUNS["tp2 pp2"],
@@ -251,7 +251,7 @@ def test_an_incomplete_set_is_refused_and_nothing_is_written(tmp_path: Path) -> 
     ids=["replicated", "expert twice", "dense twice", "tied"],
 )
 def test_copies_that_differ_are_refused(
-    run: MegatronRun, file: str, key: str, told: str, tmp_path: Path
+    run: MegatronRun, file: str, key: str, message: str, tmp_path: Path
 ) -> None:
     folder = plain(tmp_path, run, replace(MOE, tied=True) if "output" in key else MOE)
 
@@ -261,7 +261,7 @@ def test_copies_that_differ_are_refused(
     edit(folder / file / "model_optim_rng.pt", change)
     with pytest.raises(PlacementError, match=r"differ in 1 of \d+ elements") as caught:
         import_megatron(folder, tmp_path / "out")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -302,12 +302,12 @@ def test_arguments_that_the_weights_contradict_are_refused(tmp_path: Path) -> No
         edit(file, change)
     with pytest.raises(PlacementError) as caught:
         import_megatron(folder, tmp_path / "out")
-    for told in (
+    for message in (
         "decoder.layers: 4 in all stages together, where args say 6",
         "experts: 4 in a file, 4 over EP 1, where args say 16",
         "embedding: 24 rows over all ranks, where args say 32",
     ):
-        assert told in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_the_true_vocabulary_is_given_or_kept_with_its_padding(tmp_path: Path) -> None:
@@ -484,10 +484,13 @@ def test_the_command_reports(tmp_path: Path, run: Run) -> None:
     write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, ep=2, etp=1))
     arguments = ("import", tmp_path / "m", tmp_path / "out", "--from", "megatron")
     ran = run(*arguments, "--preset", "megatron_core", "--json")
-    told = json.loads(ran.out)
+    result = json.loads(ran.out)
     assert ran.code == 0
-    assert told["keys"] == len(MOE.truth())
-    assert told["source_bytes"] == told["bytes"] + told["copies"] + told["left_out"][-1]["bytes"]
+    assert result["keys"] == len(MOE.truth())
+    assert (
+        result["source_bytes"]
+        == result["bytes"] + result["copies"] + result["left_out"][-1]["bytes"]
+    )
     assert run("import", tmp_path / "m", tmp_path / "two", "--from", "nothing").code == 2
     ran = run("import", tmp_path / "m", tmp_path / "two", "--from", "megatron", "--preset", "x")
     assert (ran.code, "no preset 'x'" in ran.err) == (1, True)

@@ -129,7 +129,7 @@ def test_where_experts_take_part_it_is_3d_though_a_name_lacks_a_field(
     assert (found.layout, found.loader, found.fits) == ("3D", "EP-aware", False)
     assert found.fields == (1 if run.pp == 1 else 2)
     assert f"names of such a run have {found.fields + 1} fields" in found.reason
-    assert any("incomplete: 0 of" in told for told in found.mismatches)
+    assert any("incomplete: 0 of" in expected for expected in found.mismatches)
 
 
 def test_without_experts_it_is_never_3d(tmp_path: Path) -> None:
@@ -160,21 +160,21 @@ def test_an_expert_size_needs_an_expert_coordinate(tmp_path: Path) -> None:
     write_legacy(tmp_path, SMALL, MegatronRun(tp=2))
     found = megatron_layout(tmp_path, expert_parallel_size=2)
     assert found.pattern.startswith("iter_0000010/mp_rank_TT_EEE/")
-    assert any("needs an expert coordinate" in told for told in found.mismatches)
+    assert any("needs an expert coordinate" in expected for expected in found.mismatches)
 
 
 def test_sizes_without_the_expert_size_do_not_fit_expert_coordinates(tmp_path: Path) -> None:
     write_legacy(tmp_path, SMALL, MegatronRun(tp=2, ep=2))
     found = megatron_layout(tmp_path, tensor_parallel_size=2)
     assert (found.second_field, found.loader) == ("ep", "EP-aware")
-    assert any("no --expert-parallel-size is given" in told for told in found.mismatches)
+    assert any("no --expert-parallel-size is given" in expected for expected in found.mismatches)
 
 
 def test_files_that_early_releases_leave_out_are_missing(tmp_path: Path) -> None:
     write_legacy(tmp_path, SMALL, MegatronRun(tp=4, ep=2, etp=1, early_writers=True))
-    (told,) = megatron_layout(tmp_path).mismatches
-    assert "2 of 4 directories, no mp_rank_02_000, mp_rank_03_001" in told
-    assert "Megatron-Core 0.12 to 0.18" in told
+    (expected,) = megatron_layout(tmp_path).mismatches
+    assert "2 of 4 directories, no mp_rank_02_000, mp_rank_03_001" in expected
+    assert "Megatron-Core 0.12 to 0.18" in expected
 
 
 def test_a_rank_without_its_file_and_a_torn_file_are_incomplete(tmp_path: Path) -> None:
@@ -183,24 +183,24 @@ def test_a_rank_without_its_file_and_a_torn_file_are_incomplete(tmp_path: Path) 
     torn = folder / "mp_rank_01_001" / "model_optim_rng.pt"
     torn.write_bytes(torn.read_bytes()[:5000])
     shutil.rmtree(folder / "mp_rank_00_001")
-    told = "\n".join(megatron_layout(tmp_path).mismatches)
-    assert "mp_rank_00_000/model_optim_rng.pt: incomplete: there is no such file" in told
-    assert "mp_rank_01_001/model_optim_rng.pt: incomplete" in told
-    assert "3 of 4 directories, no mp_rank_00_001" in told
+    message = "\n".join(megatron_layout(tmp_path).mismatches)
+    assert "mp_rank_00_000/model_optim_rng.pt: incomplete: there is no such file" in message
+    assert "mp_rank_01_001/model_optim_rng.pt: incomplete" in message
+    assert "3 of 4 directories, no mp_rank_00_001" in message
 
 
 def test_more_expert_shards_than_files_are_refused(tmp_path: Path) -> None:
     write_legacy(tmp_path, SMALL, MegatronRun(tp=1, ep=2, etp=2))
-    (told,) = megatron_layout(tmp_path).mismatches
-    assert "expert-tensor-parallel size 2 does not divide tensor-parallel size 1" in told
+    (expected,) = megatron_layout(tmp_path).mismatches
+    assert "expert-tensor-parallel size 2 does not divide tensor-parallel size 1" in expected
 
 
 def test_what_another_run_left_behind_is_told(tmp_path: Path) -> None:
     folder = write_legacy(tmp_path, SMALL, MegatronRun(tp=2, pp=2))
     write_legacy(tmp_path, SMALL, MegatronRun(tp=4))
-    told = "\n".join(megatron_layout(folder).mismatches)
-    assert "names with different numbers of fields, mp_rank_TT and mp_rank_TT_XXX" in told
-    assert "args inside the files are of several runs" in told
+    message = "\n".join(megatron_layout(folder).mismatches)
+    assert "names with different numbers of fields, mp_rank_TT and mp_rank_TT_XXX" in message
+    assert "args inside the files are of several runs" in message
 
 
 def test_files_of_several_iterations_are_told(tmp_path: Path) -> None:
@@ -208,8 +208,8 @@ def test_files_of_several_iterations_are_told(tmp_path: Path) -> None:
     later = write_legacy(tmp_path, SMALL, MegatronRun(tp=2), iteration=20)
     name = "mp_rank_01/model_optim_rng.pt"
     os.replace(later / name, folder / name)
-    (told,) = megatron_layout(folder).mismatches
-    assert told == "the files are of several iterations: 10 in mp_rank_00; 20 in mp_rank_01"
+    (expected,) = megatron_layout(folder).mismatches
+    assert expected == "the files are of several iterations: 10 in mp_rank_00; 20 in mp_rank_01"
 
 
 def test_the_state_of_a_distributed_optimizer_is_looked_for(tmp_path: Path) -> None:
@@ -296,11 +296,11 @@ def test_arguments_keep_their_values_and_classes_become_stand_ins(tmp_path: Path
 def test_the_command_prints_what_the_function_returns(tmp_path: Path, run: Run) -> None:
     write_legacy(tmp_path, SMALL, MegatronRun(tp=2, ep=4, etp=1))
     ran = run("megatron", tmp_path, "--json")
-    told = json.loads(ran.out)
+    result = json.loads(ran.out)
     assert ran.code == 0
-    assert set(told) == {"layout", "fields", "reason", "pattern", "loader", "mismatches", "files"}
-    assert (told["layout"], told["fields"], told["loader"]) == ("3D", 2, "EP-aware")
-    assert told["files"][1] == "mp_rank_00_002/model_optim_rng.pt"
+    assert set(result) == {"layout", "fields", "reason", "pattern", "loader", "mismatches", "files"}
+    assert (result["layout"], result["fields"], result["loader"]) == ("3D", 2, "EP-aware")
+    assert result["files"][1] == "mp_rank_00_002/model_optim_rng.pt"
     text = run("megatron", tmp_path).out
     assert "    layout:    3D\n    fields:    2\n" in text
     assert "; 3D, though names have 2 fields: with EP, ranks are addressed by (tp, pp, ep)" in text

@@ -54,9 +54,9 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_every_tensor_is_there_whatever_its_dtype(tmp_path: Path) -> None:
     held = tensors()
     save_hugging_face(tmp_path / "hf", held)
-    told = import_safetensors(tmp_path / "hf", tmp_path / "ckpt")
-    assert set(told.keys) == set(held)
-    assert told.nbytes == sum(tensor.nbytes for tensor in held.values())
+    result = import_safetensors(tmp_path / "hf", tmp_path / "ckpt")
+    assert set(result.keys) == set(held)
+    assert result.nbytes == sum(tensor.nbytes for tensor in held.values())
     found = read_whole(tmp_path / "ckpt")
     assert sorted(found) == sorted(held)
     for name, tensor in held.items():

@@ -1,4 +1,4 @@
-"""Layouts as a table: numbers that do not divide, nothing to hold, parts, and picked rows."""
+"""Layouts as a table: numbers that do not divide, nothing to hold, parts, and listed rows."""
 
 from __future__ import annotations
 

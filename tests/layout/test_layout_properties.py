@@ -159,9 +159,9 @@ def test_picked_rows_are_those_that_index_select_gives(
     rows = st.lists(st.integers(0, shape[dim] - 1), max_size=8) if shape[dim] else st.just([])
     fsdp, fsdp_dim = data.draw(st.integers(1, 3)), data.draw(st.integers(0, len(shape) - 1))
     whole = arange(shape)
-    for picked in (data.draw(rows) for _ in range(data.draw(st.integers(1, 4)))):
-        placements = (IndexShard(dim, tuple(picked)), Shard(fsdp_dim))
-        sharding = Sharding(shape, (4, fsdp), (Pick(dim, tuple(picked)), Cut(fsdp_dim, 1)))
+    for listed in (data.draw(rows) for _ in range(data.draw(st.integers(1, 4)))):
+        placements = (IndexShard(dim, tuple(listed)), Shard(fsdp_dim))
+        sharding = Sharding(shape, (4, fsdp), (Pick(dim, tuple(listed)), Cut(fsdp_dim, 1)))
         for position in range(fsdp):
             layout = sharding.at((0, position))
             expected = cut(whole, placements, (4, fsdp), (0, position))

@@ -124,7 +124,7 @@ def test_a_hole_is_one_box_where_it_can_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("box", "whole", "told"),
+    ("box", "whole", "expected"),
     [
         (Box((4, 0), (2, 8)), (16, 8), "[4:6, :]"),
         (Box((4, 0), (2, 8)), None, "[4:6, 0:8]"),
@@ -132,5 +132,7 @@ def test_a_hole_is_one_box_where_it_can_be() -> None:
         (Box((0,), (3,)), (4,), "[0:3]"),
     ],
 )
-def test_boxes_are_told_as_index_ranges(box: Box, whole: tuple[int, ...] | None, told: str) -> None:
-    assert format_box(box, whole) == told
+def test_boxes_are_told_as_index_ranges(
+    box: Box, whole: tuple[int, ...] | None, expected: str
+) -> None:
+    assert format_box(box, whole) == expected

@@ -31,12 +31,12 @@ def test_keys_and_their_paths_are_renamed_together() -> None:
 def test_two_keys_that_become_one_are_refused_with_all_names() -> None:
     with pytest.raises(PlacementError) as refused:
         rename_keys({"b.w": 1, "a.w": 2, "c.w": 3, "x.v": 4, "y.v": 5}, {}, lambda key: key[-1])
-    told = str(refused.value)
-    assert "w: rename() gives this one name to both b.w and a.w" in told
-    assert "w: rename() gives this one name to both b.w and c.w" in told
-    assert "v: rename() gives this one name to both x.v and y.v" in told
-    assert "way out:" in told
-    assert told.index("v: ") < told.index("w: ")
+    message = str(refused.value)
+    assert "w: rename() gives this one name to both b.w and a.w" in message
+    assert "w: rename() gives this one name to both b.w and c.w" in message
+    assert "v: rename() gives this one name to both x.v and y.v" in message
+    assert "way out:" in message
+    assert message.index("v: ") < message.index("w: ")
 
 
 @pytest.mark.parametrize("result", [None, 3, ("a", "b")])

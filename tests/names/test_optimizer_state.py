@@ -407,9 +407,9 @@ def test_m34_what_stands_under_a_key_state_must_be_in_the_checkpoint(
             planner=PlacementLoadPlanner(),
             no_dist=True,
         )
-    told = str(caught.value.failures[0][0])
-    assert f"{missing}: the checkpoint lacks this key" in told
-    assert told.count("the checkpoint lacks") == 1
+    message = str(caught.value.failures[0][0])
+    assert f"{missing}: the checkpoint lacks this key" in message
+    assert message.count("the checkpoint lacks") == 1
 
 
 def test_m34_a_module_called_state_has_weights_and_no_optimizer_state(tmp_path: Path) -> None:
@@ -503,9 +503,9 @@ def test_an_optimizer_alone_is_known_by_its_parameter_groups(groups: bool, tmp_p
         return
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.load(asked, checkpoint_id=tmp_path, planner=planner)
-    told = str(caught.value.failures[0][0])
-    assert "state.layers.b.exp_avg, state.layers.b.step: the checkpoint lacks this key" in told
-    assert "neither its parameter nor param_groups that name it are there" in told
+    message = str(caught.value.failures[0][0])
+    assert "state.layers.b.exp_avg, state.layers.b.step: the checkpoint lacks this key" in message
+    assert "neither its parameter nor param_groups that name it are there" in message
 
 
 def test_an_optimizer_is_known_by_the_parameters_of_the_checkpoint(tmp_path: Path) -> None:

@@ -28,18 +28,20 @@ def weights(*names: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "expected"),
     [
         ("", "the same name with the prefix 'model'"),
         ("modell.", "the same name with 'model' in place of 'modell'"),
         ("module.model.", "the same name without the prefix 'module'"),
     ],
 )
-def test_another_prefix_is_told_once_for_all_keys(tmp_path: Path, asked: str, told: str) -> None:
+def test_another_prefix_is_told_once_for_all_keys(
+    tmp_path: Path, asked: str, expected: str
+) -> None:
     names = "layers.0.norm", "layers.0.w", "layers.1.norm"
     saved = weights(*(f"model.{name}" for name in names))
     text = refusal(tmp_path, saved, weights(*(f"{asked}{name}" for name in names)))
-    assert told in text
+    assert expected in text
     assert text.count("the checkpoint lacks this key") == 1
 
 

@@ -94,7 +94,7 @@ def test_a_local_number_that_no_id_is_for_is_refused_with_what_there_is() -> Non
 
 
 @pytest.mark.parametrize(
-    ("pattern", "ids", "total", "told"),
+    ("pattern", "ids", "total", "message"),
     [
         ("experts", [0], 1, "must have one {}"),
         ("layers.{}.experts.{}", [0], 1, "must have one {}"),
@@ -106,8 +106,8 @@ def test_a_local_number_that_no_id_is_for_is_refused_with_what_there_is() -> Non
         ("experts..{}", [0], 1, "empty component"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(pattern: str, ids: Any, total: Any, told: str) -> None:
-    with pytest.raises(PlacementError, match=re.escape(told)):
+def test_what_cannot_be_meant_is_refused(pattern: str, ids: Any, total: Any, message: str) -> None:
+    with pytest.raises(PlacementError, match=re.escape(message)):
         Renumber(pattern, ids, total)
 
 
@@ -156,8 +156,8 @@ def test_renames_can_be_pickled_and_seen(rename: Any) -> None:
 
 def test_the_mapping_is_printed_key_by_key() -> None:
     rename = Renames(Renumber("layers.{}", [4, 5], total=6), Replace("module", ""))
-    told = rename.table(["module.layers.0.w", "norm.w", "layers.1.weight"])
-    assert told == "module.layers.0.w -> layers.4.w\nlayers.1.weight   -> layers.5.weight"
+    expected = rename.table(["module.layers.0.w", "norm.w", "layers.1.weight"])
+    assert expected == "module.layers.0.w -> layers.4.w\nlayers.1.weight   -> layers.5.weight"
 
 
 def whole_model(experts: int, layers: int = 2) -> dict[str, torch.Tensor]:
@@ -404,10 +404,10 @@ def test_optimizer_state_by_position_is_refused_where_keys_are_renamed(
 
     with pytest.raises(CheckpointException) as refused:
         run()
-    told = str(refused.value.failures[0][0])
-    assert "optim.state.0, optim.state.1: this optimizer state knows its parameter by a" in told
-    assert "keys are renamed" in told
-    assert "flatten_optimizer_state_dict=True" in told
+    message = str(refused.value.failures[0][0])
+    assert "optim.state.0, optim.state.1: this optimizer state knows its parameter by a" in message
+    assert "keys are renamed" in message
+    assert "flatten_optimizer_state_dict=True" in message
 
 
 def test_optimizer_state_by_position_is_refused_where_a_rule_shards_its_parameter(
@@ -425,11 +425,11 @@ def test_optimizer_state_by_position_is_refused_where_a_rule_shards_its_paramete
 
     with pytest.raises(CheckpointException) as refused:
         world.save(tmp_path, held, lambda rank: PlacementSavePlanner(rules(rank, 2)))
-    told = str(refused.value.failures[0][0])
-    assert "optim.state.0: this optimizer state knows its parameter by a number" in told
-    assert "model.0.weight, of that shape, is sharded by a rule" in told
-    assert "optim.state.1" not in told
-    assert "get_optimizer_state_dict" in told
+    message = str(refused.value.failures[0][0])
+    assert "optim.state.0: this optimizer state knows its parameter by a number" in message
+    assert "model.0.weight, of that shape, is sharded by a rule" in message
+    assert "optim.state.1" not in message
+    assert "get_optimizer_state_dict" in message
 
     torch.manual_seed(0)
     same = held(0)
@@ -464,8 +464,8 @@ def test_parameter_groups_that_list_renamed_parameters_are_refused(tmp_path: Pat
     planner = PlacementSavePlanner(rename=Renumber("layers.{}", [1], total=None))
     with pytest.raises(CheckpointException) as refused:
         dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner)
-    told = str(refused.value.failures[0][0])
-    assert "optim.param_groups.0.params: it lists parameters by this rank's names" in told
+    message = str(refused.value.failures[0][0])
+    assert "optim.param_groups.0.params: it lists parameters by this rank's names" in message
     planner = PlacementSavePlanner(rename=Renumber("layers.{}", [0], total=1))
     dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner)
 

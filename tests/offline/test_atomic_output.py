@@ -79,9 +79,9 @@ def test_of_two_at_once_one_succeeds_and_the_other_names_it(tmp_path: Path, comm
             codes = [code for code, _ in ended]
             assert sorted(codes) == [0, 2], ended
             winner = codes.index(0)
-            told = ended[1 - winner][1]
-            busy = f"process {workers[winner].pid} on {socket.gethostname()}, since " in told
-            assert busy or "is there already" in told
+            message = ended[1 - winner][1]
+            busy = f"process {workers[winner].pid} on {socket.gethostname()}, since " in message
+            assert busy or "is there already" in message
             found = Checkpoint(out)
             with BoxReader(found) as reader:
                 w = found.tensors["w"]

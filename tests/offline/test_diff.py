@@ -49,9 +49,9 @@ def test_equal_contents_are_the_same_in_any_layout_and_format(
 ) -> None:
     ran = run("diff", saved / a, saved / b, "--json", "--memory", memory)
     assert ran.code == 0, ran.out
-    told = ran.json
-    assert (told["same"], told["differences"]) == (True, [])
-    assert told["compared"] == {
+    result = ran.json
+    assert (result["same"], result["differences"]) == (True, [])
+    assert result["compared"] == {
         "tensors": len(wholes()),
         "bytes": sum(tensor.nbytes for tensor in wholes().values()),
     }
@@ -96,21 +96,21 @@ def test_keys_shapes_and_dtypes(saved: Path, tmp_path: Path) -> None:
     changed[W1] = changed[W1].double()
     changed[W1][0, 0, 1] += 0.5
     dcp.save({**changed, "step": 1, "new": torch.ones(2)}, checkpoint_id=tmp_path)
-    told = {d.fqn: d for d in diff(saved / "ep2", tmp_path).differences}
-    assert {fqn: d.kind for fqn, d in told.items()} == {
+    expected = {d.fqn: d for d in diff(saved / "ep2", tmp_path).differences}
+    assert {fqn: d.kind for fqn, d in expected.items()} == {
         "scale": "missing",
         "new": "extra",
         "layers.0.norm": "dtype",
         "layers.1.attention": "shape",
         W1: "dtype",
     }
-    assert told["layers.0.norm"].message.endswith("the values are the same")
-    assert (told[W1].differing, told[W1].max_abs, told[W1].first) == (
+    assert expected["layers.0.norm"].message.endswith("the values are the same")
+    assert (expected[W1].differing, expected[W1].max_abs, expected[W1].first) == (
         1,
         0.5,
         ((0, 0, 1), 1.0, 1.5),
     )
-    assert "(6, 10)" in told["layers.1.attention"].message
+    assert "(6, 10)" in expected["layers.1.attention"].message
 
 
 def test_nans_and_infinities(tmp_path: Path) -> None:
@@ -250,14 +250,14 @@ def test_damaged_checkpoints_are_different_and_say_why(saved: Path, tmp_path: Pa
 
 
 def test_objects_are_compared_and_never_executed(tmp_path: Path) -> None:
-    one: dict[str, Any] = {"lr": 0.1, "state": {"a": [1, 2], "t": torch.ones(2)}, "odd": Path("x")}
+    one: dict[str, Any] = {"lr": 0.1, "state": {"a": [1, 2], "t": torch.ones(2)}, "path": Path("x")}
     dcp.save(one, checkpoint_id=tmp_path / "a")
-    dcp.save({**one, "lr": 0.2, "odd": Path("y")}, checkpoint_id=tmp_path / "b")
+    dcp.save({**one, "lr": 0.2, "path": Path("y")}, checkpoint_id=tmp_path / "b")
     assert diff(tmp_path / "a", tmp_path / "a").same
-    told = {d.fqn: d.message for d in diff(tmp_path / "a", tmp_path / "b").differences}
-    assert told["lr"] == "0.1 and 0.2"
-    assert "unsafe" in told["odd"]
-    assert set(told) == {"lr", "odd"}
+    expected = {d.fqn: d.message for d in diff(tmp_path / "a", tmp_path / "b").differences}
+    assert expected["lr"] == "0.1 and 0.2"
+    assert "unsafe" in expected["path"]
+    assert set(expected) == {"lr", "path"}
 
 
 def test_transforms_that_nobody_here_can_undo_are_unreadable(tmp_path: Path) -> None:

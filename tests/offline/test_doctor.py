@@ -95,9 +95,9 @@ def load(path: Path) -> dict[str, torch.Tensor]:
     """Return all tensors, as torch's own planner reads them."""
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     found = {
-        key: torch.full(told.size, -1.0)
-        for key, told in stored.items()
-        if hasattr(told, "properties")
+        key: torch.full(expected.size, -1.0)
+        for key, expected in stored.items()
+        if hasattr(expected, "properties")
     }
     dcp.load(found, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
     return found
@@ -208,8 +208,8 @@ def test_how_many_experts_there_are(tmp_path: Path) -> None:
     assert verdict(axes={"ep": 1}) == (WHOLE, "")
     assert verdict(axes={"ep": 3}) == (OVERWRITTEN, "")
     assert verdict(experts_per_layer=6)[0] == UNCLEAR
-    told = verdict(experts_per_layer=8, axes={"ep": 4})
-    assert told == (UNCLEAR, "8 experts in parts of 4 make 2 ep ranks, not 4")
+    expected = verdict(experts_per_layer=8, axes={"ep": 4})
+    assert expected == (UNCLEAR, "8 experts in parts of 4 make 2 ep ranks, not 4")
 
 
 def test_a_sound_save_is_healthy(tmp_path: Path, run: Run) -> None:
@@ -362,9 +362,9 @@ def test_commands(tmp_path: Path, run: Run) -> None:
     ran = run("doctor", path, "--mesh", "ep=2,edp=2")
     assert ran.code == 1
     assert "layers.0.experts  0-5       -             6-11" in ran.out
-    told = run("doctor", path, "--mesh", "ep=2,edp=2", "--json").json
-    assert told["healthy"] is False
-    assert told["layers"]["layers.0.experts"]["lost"] == list(range(6, 12))
+    result = run("doctor", path, "--mesh", "ep=2,edp=2", "--json").json
+    assert result["healthy"] is False
+    assert result["layers"]["layers.0.experts"]["lost"] == list(range(6, 12))
     assert "way out:     --mesh" in run("doctor", path).out
     rescued = run("doctor", path, "--mesh", "ep=2,edp=2", "--rescue", tmp_path / "out", "--json")
     assert rescued.json["rescue"]["lost"] == {"layers.0.experts": list(range(6, 12))}

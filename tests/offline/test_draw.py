@@ -68,9 +68,9 @@ def test_a_hole_is_white_and_grey_and_an_overlap_red() -> None:
     made = [Piece(Box((0, 0), (10, 20)), 0), Piece(Box((20, 0), (20, 20)), 1)]
     made.append(Piece(Box((30, 0), (10, 20)), 2))
     figure = tensor_figure("w", (40, 20), "float32", made)
-    told = texts(figure)
-    assert "hole: nobody stored it" in told
-    assert "stored more than once" in told
+    drawn = texts(figure)
+    assert "hole: nobody stored it" in drawn
+    assert "stored more than once" in drawn
     hole = colors_at(figure, [(row, column) for row in range(12, 19) for column in range(1, 20)])
     assert set(hole) & {"#ffffff"}
     assert not set(hole) & set(FEW)
@@ -79,10 +79,10 @@ def test_a_hole_is_white_and_grey_and_an_overlap_red() -> None:
 
 
 def test_a_sound_tensor_has_no_key_of_faults() -> None:
-    told = texts(tensor_figure("w", (4, 4), "int8", pieces((4, 4), (2,), (Cut(0, 0),))))
-    assert {"w", "rank 0", "rank 1"} <= set(told)
-    assert any("(4, 4) int8" in text and "2 chunks of 2 writers" in text for text in told)
-    assert not any("hole" in text or "once" in text for text in told)
+    drawn = texts(tensor_figure("w", (4, 4), "int8", pieces((4, 4), (2,), (Cut(0, 0),))))
+    assert {"w", "rank 0", "rank 1"} <= set(drawn)
+    assert any("(4, 4) int8" in text and "2 chunks of 2 writers" in text for text in drawn)
+    assert not any("hole" in text or "once" in text for text in drawn)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_256_chunks_are_named_one_by_one(
     shape: tuple[int, ...], sizes: tuple[int, ...], cuts: tuple[Cut, ...]
 ) -> None:
     figure = tensor_figure("w", shape, "bfloat16", pieces(shape, sizes, cuts))
-    told = texts(figure)
-    assert {str(rank) for rank in range(256)} <= set(told)
+    drawn = texts(figure)
+    assert {str(rank) for rank in range(256)} <= set(drawn)
     width, height = figure.get_size_inches()
     assert width <= 8
     assert height <= 12
@@ -172,9 +172,9 @@ def test_odd_tensors_are_drawn(tmp_path: Path, shape: Any, made: list[Piece]) ->
 
 def test_bytes_per_rank() -> None:
     figure = bytes_figure("step-1", {0: {"__0_0.distcp": 3 << 20}, 1: {"a": 1 << 20, "b": 1 << 20}})
-    told = texts(figure)
-    assert {"step-1", "rank 0", "rank 1", "3.0 MiB", "2.0 MiB in 2 files"} <= set(told)
-    assert any("5.0 MiB in 3 files" in text and "1.20 times the mean" in text for text in told)
+    drawn = texts(figure)
+    assert {"step-1", "rank 0", "rank 1", "3.0 MiB", "2.0 MiB in 2 files"} <= set(drawn)
+    assert any("5.0 MiB in 3 files" in text and "1.20 times the mean" in text for text in drawn)
     widths = sorted(round(bar.get_width(), 3) for bar in figure.axes[0].patches)
     assert widths == [1, 1, 3]
     many = bytes_figure("step-1", {r: {f"__{r}_0.distcp": 5 + r} for r in range(256)})
@@ -194,22 +194,22 @@ def test_a_picture_of_a_checkpoint(tmp_path: Path, run: Run) -> None:
     assert run("draw", tmp_path / "step-1", "-o", svg).code == 0
     assert svg.read_text() == first
     assert {path.name for path in tmp_path.iterdir()} == {"step-1", "w1.png", "all.svg"}
-    told = texts(draw(tmp_path / "step-1", "layers.0.experts.w1"))
-    assert {f"rank {rank}" for rank in range(4)} <= set(told)
+    drawn = texts(draw(tmp_path / "step-1", "layers.0.experts.w1"))
+    assert {f"rank {rank}" for rank in range(4)} <= set(drawn)
 
 
 def test_what_cannot_be_drawn_is_exit_2(tmp_path: Path, run: Run) -> None:
     save_hugging_face(tmp_path / "hf", wholes())
     assert run("draw", tmp_path / "hf", "-o", tmp_path / "hf.png").code == 0
     kept = (tmp_path / "hf.png").read_bytes()
-    for arguments, told in (
+    for arguments, message in (
         ((tmp_path / "hf", "layers.0.expert.w1", "-o", tmp_path / "hf.png"), "layers.0.experts.w1"),
         ((tmp_path / "hf", "-o", tmp_path / "hf.gif"), ".png or .svg"),
         ((tmp_path / "none", "-o", tmp_path / "hf.png"), "no such path"),
     ):
         ran = run("draw", *arguments)
         assert (ran.code, ran.out) == (2, "")
-        assert told in ran.err
+        assert message in ran.err
     assert (tmp_path / "hf.png").read_bytes() == kept
 
 

@@ -162,8 +162,8 @@ def test_on_the_command_line(saved: Path, run: Run, module: str) -> None:
     assert "by rule 'experts':" in ran.out
     assert "ep: Shard(0)" in ran.out
     assert "edp: Replicate()" in ran.out
-    told = run(*command, "--rank", 3, "--json").json
-    (part,) = told["ranks"]
+    result = run(*command, "--rank", 3, "--json").json
+    (part,) = result["ranks"]
     assert part["coordinate"] == [1, 1]
     assert part["ranges"][0]["offsets"] == [2, 0, 0]
     assert part["ranges"][0]["file"] == data_file(saved / "ep2", 1).name
@@ -179,7 +179,7 @@ def test_holes_are_told(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["experts.w1"], "layers.0.experts.w1"),
         (["nothing.like.it"], "no tensor nothing.like.it"),
@@ -194,11 +194,11 @@ def test_holes_are_told(saved: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_explained(
-    saved: Path, run: Run, module: str, arguments: list[Any], told: str
+    saved: Path, run: Run, module: str, arguments: list[Any], message: str
 ) -> None:
     ran = run("explain", saved / "ep2", *arguments)
     assert (ran.code, ran.out) == (2, "")
-    assert told in ran.err
+    assert message in ran.err
     assert "Traceback" not in ran.err
 
 

@@ -138,8 +138,8 @@ def test_the_restricted_reader_runs_no_object(tmp_path: Path, planner: Any) -> N
     marker = tmp_path / "executed"
     held = {"w": torch.ones(3), "object": Marks(marker)}
     dcp.save(held, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    told = refusal(tmp_path / "ckpt", {"w": torch.zeros(3), "object": 0}, planner=planner())
-    assert told.startswith("object: this object is not loaded")
+    message = refusal(tmp_path / "ckpt", {"w": torch.zeros(3), "object": 0}, planner=planner())
+    assert message.startswith("object: this object is not loaded")
     assert not marker.exists()
     found = load(tmp_path / "ckpt", {"w": torch.zeros(3)}, planner=planner())
     assert torch.equal(found["w"], torch.ones(3))
@@ -339,8 +339,8 @@ def test_what_nobody_foresaw_is_one_line(
     monkeypatch.delenv("DCP_PLACEMENTS_DEBUG")
     ran = run("verify", tmp_path)
     assert (ran.code, ran.out) == (2, "")
-    told = r"dcp-placements: ZeroDivisionError: a\nb\x1b (DCP_PLACEMENTS_DEBUG=1 shows where)"
-    assert ran.err == told + "\n"
+    expected = r"dcp-placements: ZeroDivisionError: a\nb\x1b (DCP_PLACEMENTS_DEBUG=1 shows where)"
+    assert ran.err == expected + "\n"
 
 
 def test_damaged_files_are_never_more_than_a_message(tmp_path: Path) -> None:

@@ -29,29 +29,29 @@ from tests.storage_scenes import data_file
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "stock-metadata"])
 def test_tensors_of_a_sharded_save(tmp_path: Path, run: Run, lean: bool) -> None:
     save_sharded(tmp_path, lean=lean)
-    told = run("inspect", tmp_path, "--json").json
+    result = run("inspect", tmp_path, "--json").json
     whole = wholes()
-    assert sorted(told["tensors"]) == sorted(whole)
+    assert sorted(result["tensors"]) == sorted(whole)
     for fqn, tensor in whole.items():
-        found = told["tensors"][fqn]
+        found = result["tensors"][fqn]
         assert found["shape"] == list(tensor.shape)
         assert found["dtype"] == str(tensor.dtype).removeprefix("torch.")
         assert found["bytes"] == tensor.nbytes
-    experts = told["tensors"]["layers.0.experts.w1"]
+    experts = result["tensors"]["layers.0.experts.w1"]
     assert experts["chunks"] == 4
     assert experts["ranks"] == [0, 1, 2, 3]
     assert experts["files"] == [data_file(tmp_path, rank).name for rank in range(4)]
     assert experts["rule"] == "'experts'"
-    assert told["tensors"]["scale"]["chunks"] == 1
-    assert list(told["objects"]) == ["step"]
-    assert told["totals"]["bytes"] == sum(tensor.nbytes for tensor in whole.values())
-    assert told["provenance"]["step"] == 1
-    assert told["cuts"][0]["cuts"][0] == "Shard(0) over 'ep' of size 2"
-    assert "layers.0.experts.w1" in told["cuts"][0]["keys"]
-    assert told["renames"] == []
-    assert told["provenance"]["axes"] == {"ep": 2, "fsdp": 2}
+    assert result["tensors"]["scale"]["chunks"] == 1
+    assert list(result["objects"]) == ["step"]
+    assert result["totals"]["bytes"] == sum(tensor.nbytes for tensor in whole.values())
+    assert result["provenance"]["step"] == 1
+    assert result["cuts"][0]["cuts"][0] == "Shard(0) over 'ep' of size 2"
+    assert "layers.0.experts.w1" in result["cuts"][0]["keys"]
+    assert result["renames"] == []
+    assert result["provenance"]["axes"] == {"ep": 2, "fsdp": 2}
     file = data_file(tmp_path, 0)
-    assert told["files"][file.name]["bytes"] == file.stat().st_size
+    assert result["files"][file.name]["bytes"] == file.stat().st_size
 
 
 def test_a_stock_checkpoint_says_nothing_of_its_making(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
     save_hugging_face(tmp_path, wholes())
     found = inspect(tmp_path)
     assert found.format == "safetensors"
-    assert {fqn: told.shape for fqn, told in found.tensors.items()} == {
+    assert {fqn: expected.shape for fqn, expected in found.tensors.items()} == {
         fqn: tuple(tensor.shape) for fqn, tensor in wholes().items()
     }
     assert found.tensors["scale"].files == ("model-00001-of-00002.safetensors",)
@@ -79,9 +79,9 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
 
 def test_a_pattern_picks_keys(tmp_path: Path, run: Run) -> None:
     save_sharded(tmp_path)
-    told = run("inspect", tmp_path, "--fqn", "layers.*.experts", "--json").json
-    assert sorted(told["tensors"]) == ["layers.0.experts.w1", "layers.0.experts.w2"]
-    assert told["objects"] == {}
+    result = run("inspect", tmp_path, "--fqn", "layers.*.experts", "--json").json
+    assert sorted(result["tensors"]) == ["layers.0.experts.w1", "layers.0.experts.w2"]
+    assert result["objects"] == {}
 
 
 def test_experts_gaps_and_doubles(tmp_path: Path, run: Run) -> None:
@@ -92,11 +92,11 @@ def test_experts_gaps_and_doubles(tmp_path: Path, run: Run) -> None:
         "layers.1.mlp.experts.w1": torch.ones(6, 2),
     }
     dcp.save(state_dict, checkpoint_id=tmp_path)
-    told = run("inspect", tmp_path, "--experts", "--json").json["experts"]
-    assert sorted(told) == ["layers.0.experts", "layers.1.mlp.experts"]
-    assert told["layers.0.experts"]["experts"] == [0, 1, 3]
-    assert told["layers.0.experts"]["gaps"] == [2, 4, 5]
-    assert told["layers.1.mlp.experts"] == {
+    result = run("inspect", tmp_path, "--experts", "--json").json["experts"]
+    assert sorted(result) == ["layers.0.experts", "layers.1.mlp.experts"]
+    assert result["layers.0.experts"]["experts"] == [0, 1, 3]
+    assert result["layers.0.experts"]["gaps"] == [2, 4, 5]
+    assert result["layers.1.mlp.experts"] == {
         "stacked": True,
         "tensors": ["w1"],
         "experts": [0, 1, 2, 3, 4, 5],
@@ -117,15 +117,15 @@ def test_grouped_weights_are_one_per_expert(tmp_path: Path) -> None:
 
 def test_a_torch_dist_directory(tmp_path: Path, run: Run) -> None:
     tensors = save_torch_dist(tmp_path / "step")
-    told = run("inspect", tmp_path / "step", "--experts", "--json").json
-    assert told["format"] == "torch_dist"
-    assert {fqn: tuple(t["shape"]) for fqn, t in told["tensors"].items()} == {
+    result = run("inspect", tmp_path / "step", "--experts", "--json").json
+    assert result["format"] == "torch_dist"
+    assert {fqn: tuple(t["shape"]) for fqn, t in result["tensors"].items()} == {
         fqn: tuple(tensor.shape) for fqn, tensor in tensors.items()
     }
-    assert sorted(told["objects"]) == ["rng_state/shard_0_2", "rng_state/shard_1_2"]
-    assert told["files"]["common.pt"]["data"] is False
+    assert sorted(result["objects"]) == ["rng_state/shard_0_2", "rng_state/shard_1_2"]
+    assert result["files"]["common.pt"]["data"] is False
     # Layers are stacked in front of the experts.
-    (layer,) = told["experts"].values()
+    (layer,) = result["experts"].values()
     assert (layer["stacked"], layer["experts"]) == (True, [0, 1, 2, 3])
     assert verify(tmp_path / "step", contents=True).faults == ()
     save_hugging_face(tmp_path / "hf", tensors)
@@ -192,8 +192,8 @@ def test_tensors_of_other_shapes_are_other_groups(tmp_path: Path) -> None:
 def test_small_objects_are_shown_with_their_values(tmp_path: Path, run: Run) -> None:
     values = {"step": 7, "lr": 1e-4, "name": "run a", "betas": (0.9, 0.95), "on": True}
     save_numbered(tmp_path, **values)
-    told = run("inspect", tmp_path, "--json").json["objects"]
-    assert {key: told[key]["value"] for key in values} == {**values, "betas": [0.9, 0.95]}
+    result = run("inspect", tmp_path, "--json").json["objects"]
+    assert {key: result[key]["value"] for key in values} == {**values, "betas": [0.9, 0.95]}
     assert re.search(r"^step +7 ", run("inspect", tmp_path).out, re.MULTILINE)
 
 

@@ -37,9 +37,9 @@ def test_merged_metadata_is_read_by_torch_in_any_world(tmp_path: Path, maker: An
     loaded = load(tmp_path, blank(saved), dcp.FileSystemReader(tmp_path))
     assert all(same(saved[key], loaded[key]) for key in saved)
     with open(tmp_path / ".metadata", "rb") as file:
-        told = pickle.load(file)
-    assert type(told.storage_data) is dict
-    assert told.storage_data == merged.storage_data
+        expected = pickle.load(file)
+    assert type(expected.storage_data) is dict
+    assert expected.storage_data == merged.storage_data
     assert [path.name for path in tmp_path.glob("*.tmp")] == []
     three = World(3)
     parts = three.load(
@@ -73,9 +73,9 @@ def test_a_missing_rank_is_refused_and_nothing_written(tmp_path: Path) -> None:
     save_ranks(tmp_path, 4, ranks=(0, 1, 3))
     with pytest.raises(PlacementError) as caught:
         merge_metadata(tmp_path)
-    told = str(caught.value)
-    assert "layers.0.weight, layers.1.weight, layers.2.weight: no rank stored [6:9, :]" in told
-    assert "the metadata of ranks 0-1, 3" in told
+    message = str(caught.value)
+    assert "layers.0.weight, layers.1.weight, layers.2.weight: no rank stored [6:9, :]" in message
+    assert "the metadata of ranks 0-1, 3" in message
     assert not list(tmp_path.glob(".metadata*"))
 
 
@@ -88,10 +88,10 @@ def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         save_alone(tmp_path, rank, state_dict)
     with pytest.raises(PlacementError) as caught:
         merge_metadata(tmp_path)
-    told = str(caught.value)
-    assert "(3 faults)" in told
-    assert "a: rank 0 stored a (2,) torch.float32 tensor, rank 1 a (3,) torch.float32" in told
-    assert "c: rank 0 stored an object, rank 1 a (2,)" in told
+    message = str(caught.value)
+    assert "(3 faults)" in message
+    assert "a: rank 0 stored a (2,) torch.float32 tensor, rank 1 a (3,) torch.float32" in message
+    assert "c: rank 0 stored an object, rank 1 a (2,)" in message
 
 
 def test_ranks_of_an_older_save_are_noticed(tmp_path: Path) -> None:

@@ -101,11 +101,15 @@ def test_predicts_what_a_load_reads(saved: Path, axes: dict[str, int], fsdp: lis
     assert found.loads
     real = load_for_real(saved, axes, fsdp, PlacementFileSystemReader)
     assert len(real) == len(found.ranks)
-    for told, (reader, nbytes) in zip(found.ranks, real, strict=True):
-        assert told.files == reader.opens
-        assert told.memory_nbytes == told.wanted_nbytes == nbytes
+    for expected, (reader, nbytes) in zip(found.ranks, real, strict=True):
+        assert expected.files == reader.opens
+        assert expected.memory_nbytes == expected.wanted_nbytes == nbytes
         # Up to the bytes before the elements of each chunk.
-        assert told.slices_nbytes <= reader.bytes_read <= told.slices_nbytes + 1024 * told.reads
+        assert (
+            expected.slices_nbytes
+            <= reader.bytes_read
+            <= expected.slices_nbytes + 1024 * expected.reads
+        )
 
 
 def test_torchs_reader_takes_at_least_what_is_said(saved: Path) -> None:
@@ -210,11 +214,11 @@ def test_a_rule_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
         )
 
     found = rehearse(tmp_path, rules, {"ep": 2})
-    told = {fault.fqn: str(fault) for fault in found.faults}
-    assert set(told) == {"layers.0.norm", "layers.1.attention", "layers.0.experts.w1"}
-    assert "dim 1" in told["layers.0.norm"]
-    assert "global_shape=(12, 10)" in told["layers.1.attention"]
-    assert "add up to 7" in told["layers.0.experts.w1"]
+    message = {fault.fqn: str(fault) for fault in found.faults}
+    assert set(message) == {"layers.0.norm", "layers.1.attention", "layers.0.experts.w1"}
+    assert "dim 1" in message["layers.0.norm"]
+    assert "global_shape=(12, 10)" in message["layers.1.attention"]
+    assert "add up to 7" in message["layers.0.experts.w1"]
 
 
 def test_m54_uneven_parts_without_global_shape_do_not_load(tmp_path: Path) -> None:
@@ -256,9 +260,9 @@ UNEVEN = {"no global_shape": None, "global_shape": (7, 3)}
 
 @pytest.mark.parametrize("fsdp", [[], ["dp"]], ids=["plain", "fsdp"])
 @pytest.mark.parametrize("placement", [Shard(0), FusedShard(0, (4, 3)), Shard(1)], ids=str)
-@pytest.mark.parametrize("told", UNEVEN)
+@pytest.mark.parametrize("expected", UNEVEN)
 def test_m54_the_verdict_is_that_of_the_load(
-    tmp_path: Path, placement: Any, told: str, fsdp: list[str]
+    tmp_path: Path, placement: Any, expected: str, fsdp: list[str]
 ) -> None:
     """Parts that plain slicing gives, loaded for real on every rank."""
     whole = torch.arange(21.0).reshape(7, 3)
@@ -267,7 +271,7 @@ def test_m54_the_verdict_is_that_of_the_load(
     world = World(4)
 
     def rules(mesh: Any) -> PlacementRules:
-        ep = CheckpointPlacement(mesh, {"ep": placement}, global_shape=UNEVEN[told])
+        ep = CheckpointPlacement(mesh, {"ep": placement}, global_shape=UNEVEN[expected])
         return PlacementRules({"w": ep})
 
     def state(rank: int) -> dict[str, Any]:
@@ -281,7 +285,7 @@ def test_m54_the_verdict_is_that_of_the_load(
     except dcp.CheckpointException:
         loads = False
     found = rehearse(tmp_path, rules, axes, fsdp=fsdp)
-    assert found.loads == loads == (UNEVEN[told] is not None)
+    assert found.loads == loads == (UNEVEN[expected] is not None)
 
 
 def test_m54_notes_are_what_a_load_warns_of(tmp_path: Path) -> None:
@@ -311,9 +315,9 @@ def test_commands(saved: Path, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     assert (ran.code, ran.err) == (0, "")
     assert "1,024 ranks" in ran.out
     assert max(map(len, ran.out.splitlines())) < 120
-    told = run(*given, "--json").json
-    assert told["loads"] is True
-    assert [rank["rank"] for rank in told["ranks"]] == list(range(1024))
+    result = run(*given, "--json").json
+    assert result["loads"] is True
+    assert [rank["rank"] for rank in result["ranks"]] == list(range(1024))
 
     Path("keys.json").write_text(json.dumps(["step", "lost"]))
     ran = run(*given, "--expect", "keys.json")

@@ -163,11 +163,11 @@ def test_a_load_opens_one_file_per_rank_and_reads_it_in_ascending_order(
 def test_replicas_are_in_the_file_of_the_lowest_rank(tmp_path: Path) -> None:
     save_sharded(tmp_path / "source")
     axes = {"dp": 2, "ep": 2}
-    told = reshard(tmp_path / "source", tmp_path / "out", rules_by_ep, axes, fsdp=[])
+    message = reshard(tmp_path / "source", tmp_path / "out", rules_by_ep, axes, fsdp=[])
     found = inspect(tmp_path / "out").tensors
     assert [found[fqn].ranks for fqn in small()] == [(0, 1), (0, 1), (0,), (0,), (0,)]
-    assert len(told.files) == 2
-    assert "without a file of their own: 2 ranks" in str(told)
+    assert len(message.files) == 2
+    assert "without a file of their own: 2 ranks" in str(message)
     assert [rank.files for rank in rehearse(tmp_path / "out", rules_by_ep, axes).ranks] == [
         1,
         2,
@@ -301,12 +301,12 @@ def test_records_that_stay_as_they_are_are_copied(tmp_path: Path) -> None:
         lambda rank: PlacementSavePlanner(),
     )
     rules = PlacementRules({})
-    told = reshard(
+    expected = reshard(
         tmp_path / "source", tmp_path / "out", lambda mesh: rules, {"dp": 2}, fsdp=["dp"]
     )
     old = Checkpoint(tmp_path / "source").tensors["w"].chunks
     new = Checkpoint(tmp_path / "out").tensors["w"].chunks
-    assert told.copied == sum(chunk.nbytes for chunk in old)
+    assert expected.copied == sum(chunk.nbytes for chunk in old)
     for one, other in zip(old, new, strict=True):
         assert one.file
         assert other.file
@@ -426,22 +426,22 @@ def test_killed_and_run_again_it_is_as_if_never_killed(tmp_path: Path) -> None:
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
     seen: list[tuple[int, int]] = []
-    told = reshard(
+    expected = reshard(
         tmp_path / "source",
         out,
         rules_by_ep,
         {"ep": 4},
         progress=lambda done, total: seen.append((done, total)),
     )
-    assert 0 < len(told.kept) < len(told.files)
-    assert seen[-1][0] == seen[-1][1] == sum(told.files.values())
+    assert 0 < len(expected.kept) < len(expected.files)
+    assert seen[-1][0] == seen[-1][1] == sum(expected.files.values())
     whole = reshard(tmp_path / "source", tmp_path / "again", rules_by_ep, {"ep": 4})
     assert whole.kept == ()
     assert files_of(out) == files_of(tmp_path / "again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "out", "source"]
     # Another target does not take over what this one left.
     other = reshard(tmp_path / "source", tmp_path / "other", rules_by_ep, {"ep": 2})
-    assert {*other.files}.isdisjoint(told.files)
+    assert {*other.files}.isdisjoint(expected.files)
 
 
 def test_urls_are_read_and_written(tmp_path: Path, memory: str, run: Run) -> None:

@@ -47,11 +47,11 @@ def copy(sound: Path, tmp_path: Path) -> Path:
 def test_a_sound_checkpoint_is_sound(sound: Path, run: Run, flags: list[str]) -> None:
     ran = run("verify", sound, "--json", *flags)
     assert ran.code == 0, ran.out
-    told = ran.json
-    assert (told["sound"], told["faults"], told["notes"]) == (True, [], [])
-    assert told["checked"]["tensors"] == len(wholes())
-    assert told["checked"]["digests"] == (
-        told["checked"]["chunks"] + 1 if flags == ["--digests"] else 0
+    result = ran.json
+    assert (result["sound"], result["faults"], result["notes"]) == (True, [], [])
+    assert result["checked"]["tensors"] == len(wholes())
+    assert result["checked"]["digests"] == (
+        result["checked"]["chunks"] + 1 if flags == ["--digests"] else 0
     )
 
 
@@ -151,9 +151,9 @@ def test_torch_s_advice_and_request_to_file_an_issue_are_left_out() -> None:
 def test_messages_say_where(copy: Path) -> None:
     damage.drop_chunk(copy, W1, chunk=1)
     damage.remove_file(copy, "layers.0.norm")
-    told = {fault.kind: fault for fault in verify(copy).faults}
-    assert told["hole"].message == "no chunk holds [2:4, :, :] of (8, 5, 3)"
-    assert set(told["missing_file"].tensors) > {"layers.0.norm", "layers.1.attention"}
+    expected = {fault.kind: fault for fault in verify(copy).faults}
+    assert expected["hole"].message == "no chunk holds [2:4, :, :] of (8, 5, 3)"
+    assert set(expected["missing_file"].tensors) > {"layers.0.norm", "layers.1.attention"}
 
 
 def test_a_half_overwritten_step_is_seen_by_its_digests(copy: Path, tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_places_without_chunks_and_chunks_without_places(copy: Path) -> None:
     del metadata.storage_data[index]
     metadata.storage_data[type(index)("nobody", torch.Size([0]))] = info
     damage._write(copy, metadata)
-    told = {fault.kind: fault for fault in verify(copy).faults}
-    assert told["unplaced"].tensors == (W1,)
-    assert told["unclaimed"].tensors == ("nobody",)
+    expected = {fault.kind: fault for fault in verify(copy).faults}
+    assert expected["unplaced"].tensors == (W1,)
+    assert expected["unclaimed"].tensors == ("nobody",)
 
 
 def test_another_dtype_in_the_metadata(copy: Path) -> None:

@@ -47,8 +47,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:]
-    told: dict[str, Any] = json.loads((out / "seen.json").read_text())
-    return told
+    result: dict[str, Any] = json.loads((out / "seen.json").read_text())
+    return result
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ class Job:
             return Marked(mode, **{n: self.part(f"{at}.{where}.{n}", rank) for n in names})
 
         def experts(where: str) -> Marked:
-            # For ETP > 1 or EP > 1 Transformer Engine is told of no parallelism.
+            # For ETP > 1 or EP > 1 Transformer Engine sees no parallelism.
             first = expert.get_coordinate()[2] * each
             return Marked(
                 None,
@@ -327,7 +327,7 @@ def test_a_plain_linear_fc1_is_no_fused_one_and_not_warned_of(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("sizes", "how", "told"),
+    ("sizes", "how", "message"),
     [
         ({"pp": 2}, "fsdp2", r"pp=2\n[^$]*one pipeline stage[^$]*way out:     pp=1"),
         ({"ep": 2}, "fsdp2", r"ep=2\n[^$]*without expert parallelism"),
@@ -336,9 +336,9 @@ def test_a_plain_linear_fc1_is_no_fused_one_and_not_warned_of(tmp_path: Path) ->
     ],
 )
 def test_what_megatron_refuses_is_refused_with_its_reason(
-    sizes: dict[str, int], how: str, told: str
+    sizes: dict[str, int], how: str, message: str
 ) -> None:
-    with pytest.raises(PlacementError, match=told):
+    with pytest.raises(PlacementError, match=message):
         megatron_core(nn.Module(), *megatron_meshes(0, 8, **sizes), data_parallel=how)
 
 

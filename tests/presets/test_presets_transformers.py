@@ -35,10 +35,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     # Judged by what was written: gloo's threads sometimes abort a process that is done.
     files = [out / f"{rank}.json" for rank in range(4)]
     assert all(file.exists() for file in files), tail(done)
-    told = [json.loads(file.read_text()) for file in files]
-    for rank in told:
+    result = [json.loads(file.read_text()) for file in files]
+    for rank in result:
         assert "failed" not in rank, rank["failed"]
-    return told
+    return result
 
 
 @pytest.mark.dist

@@ -31,7 +31,7 @@ def test_mesh_coordinate_is_a_value_that_travels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "sizes", "coordinate", "told"),
+    ("names", "sizes", "coordinate", "message"),
     [
         (("ep",), (4, 2), (0, 0), ["as many names", "('ep',)", "(4, 2)", "(0, 0)"]),
         (("ep", "edp"), (4, 2), (0,), ["as many names", "(0,)"]),
@@ -42,11 +42,11 @@ def test_mesh_coordinate_is_a_value_that_travels() -> None:
     ],
 )
 def test_what_is_no_coordinate_is_refused_with_the_numbers(
-    names: tuple[str, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...], told: list[str]
+    names: tuple[str, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...], message: list[str]
 ) -> None:
     with pytest.raises(PlacementError) as refused:
         MeshCoordinate(names, sizes, coordinate)
-    for words in told:
+    for words in message:
         assert words in str(refused.value)
 
 

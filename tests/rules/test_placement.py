@@ -57,30 +57,30 @@ def test_shapes_are_kept_as_tuples_of_ints() -> None:
 
 
 def test_unknown_axis_is_refused_by_name() -> None:
-    told = refusal(lambda: CheckpointPlacement(MESH, {"eq": Shard(0), "etp": Shard(0)}))
-    assert told == "no axis 'eq', 'etp' in mesh (ep=4, edp=2): its axes are 'ep', 'edp'"
+    message = refusal(lambda: CheckpointPlacement(MESH, {"eq": Shard(0), "etp": Shard(0)}))
+    assert message == "no axis 'eq', 'etp' in mesh (ep=4, edp=2): its axes are 'ep', 'edp'"
 
 
 def test_names_need_a_mesh_with_names() -> None:
-    told = refusal(lambda: CheckpointPlacement(FakeMesh((2, 3), rank=0), {"ep": Shard(0)}))
-    assert "(axis0=2, axis1=3)" in told
-    assert "mesh_dim_names=" in told
+    message = refusal(lambda: CheckpointPlacement(FakeMesh((2, 3), rank=0), {"ep": Shard(0)}))
+    assert "(axis0=2, axis1=3)" in message
+    assert "mesh_dim_names=" in message
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_wrong_number_of_placements_is_refused_with_both_numbers(count: int) -> None:
-    told = refusal(lambda: CheckpointPlacement(MESH, [Shard(0)] * count))
-    assert "(ep=4, edp=2) has 2 axes" in told
-    assert f"got {count}" in told
+    message = refusal(lambda: CheckpointPlacement(MESH, [Shard(0)] * count))
+    assert "(ep=4, edp=2) has 2 axes" in message
+    assert f"got {count}" in message
 
 
 @pytest.mark.parametrize("dim", [2, -3])
 def test_dim_out_of_range_is_refused_with_the_number_of_dims(dim: int) -> None:
-    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": Shard(dim)}, global_shape=(4, 3)))
-    assert f"Shard({dim}) names dim {dim}" in told
-    assert "2 dims" in told
-    told = refusal(lambda: shard_dim(FusedShard(1, 2), 1))
-    assert told == "FusedShard(1, 2) names dim 1, but the tensor has 1 dim"
+    message = refusal(lambda: CheckpointPlacement(MESH, {"ep": Shard(dim)}, global_shape=(4, 3)))
+    assert f"Shard({dim}) names dim {dim}" in message
+    assert "2 dims" in message
+    message = refusal(lambda: shard_dim(FusedShard(1, 2), 1))
+    assert message == "FusedShard(1, 2) names dim 1, but the tensor has 1 dim"
 
 
 def test_negative_dims_count_from_the_end() -> None:
@@ -96,42 +96,42 @@ def test_strings_for_numbers_are_refused() -> None:
 
 @pytest.mark.parametrize("what", ["Shard(0)", 0, None])
 def test_what_is_no_placement_is_refused(what: Any) -> None:
-    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": what}))
-    assert f"{what!r} is no placement" in told
-    assert "Shard(dim)" in told
+    message = refusal(lambda: CheckpointPlacement(MESH, {"ep": what}))
+    assert f"{what!r} is no placement" in message
+    assert "Shard(dim)" in message
 
 
 def test_partial_sums_are_refused_with_the_way_out() -> None:
-    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": Partial()}))
-    assert "cannot be checkpointed" in told
-    assert "redistribute" in told
+    message = refusal(lambda: CheckpointPlacement(MESH, {"ep": Partial()}))
+    assert "cannot be checkpointed" in message
+    assert "redistribute" in message
 
 
 def test_padded_shape_needs_the_shape_without_padding() -> None:
-    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": Shard(0)}, padded_shape=(8, 3)))
-    assert "padded_shape=(8, 3) needs global_shape" in told
+    message = refusal(lambda: CheckpointPlacement(MESH, {"ep": Shard(0)}, padded_shape=(8, 3)))
+    assert "padded_shape=(8, 3) needs global_shape" in message
 
 
 @pytest.mark.parametrize("padded", [(4, 3), (8, 2), (8,), (8, 3, 1)])
 def test_padded_shape_must_hold_the_global_shape(padded: tuple[int, ...]) -> None:
-    told = refusal(
+    message = refusal(
         lambda: CheckpointPlacement(
             MESH, {"ep": Shard(0)}, global_shape=(5, 3), padded_shape=padded
         )
     )
-    assert f"padded_shape={padded}" in told
-    assert "global_shape=(5, 3)" in told
+    assert f"padded_shape={padded}" in message
+    assert "global_shape=(5, 3)" in message
 
 
 def test_negative_sizes_are_refused() -> None:
-    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": Shard(0)}, global_shape=(-1, 3)))
-    assert told == "global_shape=(-1, 3) has a negative size"
+    message = refusal(lambda: CheckpointPlacement(MESH, {"ep": Shard(0)}, global_shape=(-1, 3)))
+    assert message == "global_shape=(-1, 3) has a negative size"
 
 
 def test_index_shard_needs_the_global_shape() -> None:
-    told = refusal(lambda: CheckpointPlacement(MESH, {"ep": IndexShard(0, (1, 2))}))
-    assert "needs global_shape=" in told
-    assert "(1, 2)" in told
+    message = refusal(lambda: CheckpointPlacement(MESH, {"ep": IndexShard(0, (1, 2))}))
+    assert "needs global_shape=" in message
+    assert "(1, 2)" in message
 
 
 @pytest.mark.parametrize("parts", [0, -1, (), (3, 0), (4, -1)])
@@ -150,7 +150,7 @@ def test_sequences_become_tuples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "splits", "parts", "told"),
+    ("placement", "splits", "parts", "expected"),
     [
         (Shard(1), True, (1, False), "Shard(1)"),
         (_StridedShard(0, split_factor=3), True, (3, False), "_StridedShard(0, split_factor=3)"),
@@ -172,11 +172,11 @@ def test_sequences_become_tuples() -> None:
     ],
 )
 def test_placements_are_told_apart_and_written_as_the_user_would(
-    placement: Any, splits: bool, parts: Any, told: str
+    placement: Any, splits: bool, parts: Any, expected: str
 ) -> None:
     assert shards(placement) is splits
     assert parts is None or shard_parts(placement) == parts
-    assert format_placements([placement]) == f"[{told}]"
+    assert format_placements([placement]) == f"[{expected}]"
 
 
 @pytest.mark.parametrize(

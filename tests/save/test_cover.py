@@ -90,15 +90,15 @@ def test_equal_boxes_are_found_with_their_holders() -> None:
         wanted: dict[Row, list[int]] = {}
         for rank, row in sorted(rows):
             wanted.setdefault(row, []).append(rank)
-        told = [tuple(row) for row in found.boxes.tolist()]
+        expected = [tuple(row) for row in found.boxes.tolist()]
         ndim = len(shape)
-        assert sorted(told) == sorted(wanted)
-        assert [row[:ndim] for row in told] == sorted(row[:ndim] for row in told)
-        assert {row: found.holders(at).tolist() for at, row in enumerate(told)} == wanted
-        assert [told[at] for at in found.box_of.tolist()] == [row for _, row in rows]
+        assert sorted(expected) == sorted(wanted)
+        assert [row[:ndim] for row in expected] == sorted(row[:ndim] for row in expected)
+        assert {row: found.holders(at).tolist() for at, row in enumerate(expected)} == wanted
+        assert [expected[at] for at in found.box_of.tolist()] == [row for _, row in rows]
         assert found.has_replicas == any(len(ranks) > 1 for ranks in wanted.values())
-        assert found.numel.tolist() == [int(np.prod(row[ndim:])) for row in told]
-        assert [(*box.offsets, *box.sizes) for box in found.as_boxes()] == told
+        assert found.numel.tolist() == [int(np.prod(row[ndim:])) for row in expected]
+        assert [(*box.offsets, *box.sizes) for box in found.as_boxes()] == expected
 
 
 @pytest.mark.parametrize("shape", [(1 << 40, 1 << 30), (1 << 31, 1 << 31, 3)])

@@ -43,8 +43,8 @@ def table(keys: int, *, parts: int = 4, numbered: bool = True) -> KeyTable:
 def test_without_buckets_every_key_has_a_digest_of_its_own() -> None:
     slots = Slots([True] * 300 + [False] * 3, 0)
     assert (slots.own, slots.folded, slots.count) == (list(range(303)), [], 303)
-    told = digests(303, 2)
-    assert (slots.vector(told) == told).all()
+    expected = digests(303, 2)
+    assert (slots.vector(expected) == expected).all()
 
 
 @pytest.mark.parametrize("buckets", BUCKETS)

@@ -1,4 +1,4 @@
-"""The numbers of all ranks together: what is missing and what is held twice is told."""
+"""The numbers of all ranks together: what is missing and what is held twice is reported."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def refusal(
 
 
 def test_numbers_that_no_rank_has_are_listed_with_those_that_there_are() -> None:
-    told = refusal(
+    message = refusal(
         2,
         lambda rank: experts(3),
         lambda rank: Renumber("experts.{}", [[0, 1, 2], [5, 6, 7]][rank], total=9),
     )
-    assert "experts.{}: no rank holds 3-4, 8 of 0-8" in told
-    assert "model.layers.3.mlp.experts.{}, model.layers.4.mlp.experts.{}" in told
-    assert "held are:    0-2, 5-7" in told
-    assert "total=None" in told
+    assert "experts.{}: no rank holds 3-4, 8 of 0-8" in message
+    assert "model.layers.3.mlp.experts.{}, model.layers.4.mlp.experts.{}" in message
+    assert "held are:    0-2, 5-7" in message
+    assert "total=None" in message
 
 
 def test_one_wrong_layer_of_a_map_by_layer_is_found() -> None:
@@ -54,9 +54,9 @@ def test_one_wrong_layer_of_a_map_by_layer_is_found() -> None:
         by_layer = {3: [2 * rank, 2 * rank + 1], 4: [0, 1]}
         return Renumber("layers.{layer}.mlp.experts.{}", by_layer, total=4)
 
-    told = refusal(2, lambda rank: experts(2), rename)
-    assert "layers.4.mlp.experts.{}: no rank holds 2-3 of 0-3" in told
-    assert "model.layers.3" not in told
+    message = refusal(2, lambda rank: experts(2), rename)
+    assert "layers.4.mlp.experts.{}: no rank holds 2-3 of 0-3" in message
+    assert "model.layers.3" not in message
 
 
 def test_a_stage_that_is_not_there_is_found_behind_its_dropped_prefix() -> None:
@@ -66,31 +66,31 @@ def test_a_stage_that_is_not_there_is_found_behind_its_dropped_prefix() -> None:
             Replace("model_pp*", "model"),
         )
 
-    told = refusal(
+    message = refusal(
         2,
         lambda rank: {f"model_pp{rank}.layers.{i}.w": torch.ones(2) for i in range(2)},
         rename,
     )
-    assert "model.layers.{}: no rank holds 4-5 of 0-5" in told
+    assert "model.layers.{}: no rank holds 4-5 of 0-5" in message
 
 
 def test_ranges_that_overlap_are_told_with_their_ranks() -> None:
-    told = refusal(
+    message = refusal(
         4,
         lambda rank: experts(3 - rank // 2),
         lambda rank: Renumber("experts.{}", [range(3), range(2, 4)][rank // 2], total=4),
     )
-    assert "experts.{}: 2 of it are held twice" in told
-    assert "they hold:   0-2 on ranks 0-1; 2-3 on ranks 2-3" in told
+    assert "experts.{}: 2 of it are held twice" in message
+    assert "they hold:   0-2 on ranks 0-1; 2-3 on ranks 2-3" in message
 
 
 def test_ranks_that_do_not_agree_on_the_total_are_told() -> None:
-    told = refusal(
+    message = refusal(
         2,
         lambda rank: experts(2),
         lambda rank: Renumber("experts.{}", contiguous([2, 2], rank), total=4 + rank),
     )
-    assert "experts.{}: the ranks do not agree on total=: 4 on rank 0; 5 on rank 1" in told
+    assert "experts.{}: the ranks do not agree on total=: 4 on rank 0; 5 on rank 1" in message
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_a_key_of_another_dtype_on_one_rank_is_not_taken_for_missing() -> None:
         part = torch.ones(1, 2, dtype=kind)
         return {"experts.0.w1": real_dtensor(part, mesh["fsdp"], [Shard(0)], (2, 2))}
 
-    told = refusal(4, held, lambda rank: Renumber("experts.{}", [rank // 2], total=2))
-    assert "experts.1.w1: the ranks do not agree on its dtype" in told
-    assert "torch.float32 on rank 2; torch.float64 on rank 3" in told
-    assert "no rank holds" not in told
+    message = refusal(4, held, lambda rank: Renumber("experts.{}", [rank // 2], total=2))
+    assert "experts.1.w1: the ranks do not agree on its dtype" in message
+    assert "torch.float32 on rank 2; torch.float64 on rank 3" in message
+    assert "no rank holds" not in message
 
 
 def test_without_collectives_nobody_sees_the_rest(tmp_path: Path) -> None:

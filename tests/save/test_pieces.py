@@ -140,8 +140,8 @@ def test_each_key_is_written_once_whatever_tables_share(lowest_rank: bool) -> No
             ranks = [
                 one.rank for one in plans if any(fqn in t.fqns for t in made.cohorts.tables_of(one))
             ]
-            told = made.world_plan.partial.get(fqn, tuple(range(len(plans))))
-            assert told == tuple(ranks)
+            expected = made.world_plan.partial.get(fqn, tuple(range(len(plans))))
+            assert expected == tuple(ranks)
             (writer,) = [rank for rank, keys in enumerate(found) if fqn in keys]
             assert writer in ranks
             if lowest_rank or kinds[fqn] is THING:

@@ -52,11 +52,11 @@ def state_of(world: World, rank: int, axes: dict[str, int], *, fill: bool = True
     mesh = world.mesh(rank, **axes)
     made: dict[str, Any] = {}
     for fqn, whole in wholes().items():
-        told = whole if fill else torch.full_like(whole, -1)
+        expected = whole if fill else torch.full_like(whole, -1)
         if fqn.endswith("step"):
-            made[fqn] = told.clone()
+            made[fqn] = expected.clone()
         else:
-            made[fqn] = FakeDTensor.distribute(told.clone(), mesh, placements(fqn, mesh))
+            made[fqn] = FakeDTensor.distribute(expected.clone(), mesh, placements(fqn, mesh))
     return made | (dict(OBJECTS) if fill else dict.fromkeys(OBJECTS))
 
 
@@ -126,8 +126,8 @@ def test_with_shadows_a_rank_opens_its_own_file_alone(
     found = {fqn: torch.zeros_like(whole) for fqn, whole in wholes().items()}
     dcp.load(found, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
     assert all(torch.equal(found[fqn], whole) for fqn, whole in wholes().items())
-    told = offline.verify(tmp_path, contents=True, digests=digests == "full")
-    assert told.sound, told.faults
+    result = offline.verify(tmp_path, contents=True, digests=digests == "full")
+    assert result.sound, result.faults
 
 
 def test_without_shadows_two_files_are_opened(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_what_loads_everything_finds_the_canonical_tensors_alone(tmp_path: Path)
 
 def test_patterns_say_which_keys_have_shadows(tmp_path: Path) -> None:
     save(tmp_path, {"fsdp": 4}, shadows=["*.norm", "lr"])
-    told = PlacementFileSystemReader(tmp_path).read_metadata().planner_data["dcp_placements"]
-    names = {fqn for fqns in told["shadows"].values() for fqn in fqns}
+    expected = PlacementFileSystemReader(tmp_path).read_metadata().planner_data["dcp_placements"]
+    names = {fqn for fqns in expected["shadows"].values() for fqn in fqns}
     assert names == {f"layers.{i}.norm" for i in range(6)} | {"lr"}
     load_and_check(tmp_path, {"fsdp": 4})
 
@@ -155,8 +155,8 @@ def test_patterns_say_which_keys_have_shadows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("budget", [1, 24, 384, 385, 1344, 5000])
 def test_a_budget_takes_the_smallest_first(budget: int, tmp_path: Path) -> None:
     save(tmp_path, {"fsdp": 4}, shadows=budget, digests="off")
-    told = PlacementFileSystemReader(tmp_path).read_metadata().planner_data["dcp_placements"]
-    names = [fqn for fqns in told["shadows"].values() for fqn in fqns]
+    expected = PlacementFileSystemReader(tmp_path).read_metadata().planner_data["dcp_placements"]
+    names = [fqn for fqns in expected["shadows"].values() for fqn in fqns]
     sizes = sorted(whole.nbytes for fqn, whole in wholes().items() if not fqn.endswith("weight"))
     used = sorted(wholes()[fqn].nbytes for fqn in names)
     assert used == sizes[: len(used)]
@@ -195,8 +195,8 @@ def test_objects_that_differ_by_rank_have_no_shadow(tmp_path: Path) -> None:
             lambda rank: PlacementSavePlanner(shadows=1000),
             lambda rank: PlacementFileSystemWriter(tmp_path),
         )
-    told = PlacementFileSystemReader(tmp_path).read_metadata().planner_data["dcp_placements"]
-    assert {fqn for fqns in told["shadows"].values() for fqn in fqns} == {"lr", "w"}
+    message = PlacementFileSystemReader(tmp_path).read_metadata().planner_data["dcp_placements"]
+    assert {fqn for fqns in message["shadows"].values() for fqn in fqns} == {"lr", "w"}
     loaded = WORLD.load(
         tmp_path,
         lambda rank: {"rng": None, "lr": None, "w": torch.zeros(3)},
@@ -284,9 +284,9 @@ def test_a_shadow_that_is_not_what_was_saved_is_an_error(kind: str, tmp_path: Pa
         load_and_check(tmp_path, {"fsdp": 4}, verify="digests")
     assert list(refused.value.failures) == [2]
     assert fqn in str(refused.value.failures[2][0])
-    told = offline.verify(tmp_path, digests=True)
-    assert not told.sound
-    assert all(data_file(tmp_path, 2).name in fault.files for fault in told.faults)
+    result = offline.verify(tmp_path, digests=True)
+    assert not result.sound
+    assert all(data_file(tmp_path, 2).name in fault.files for fault in result.faults)
     # Who does not read it does not mind.
     load_and_check(tmp_path, {"fsdp": 4}, FileSystemReader, verify="digests")
 
@@ -303,16 +303,16 @@ def test_a_file_that_ends_in_a_shadow_is_told_of(tmp_path: Path) -> None:
 def test_inspect_tells_of_shadows_apart_and_diff_does_not_see_them(tmp_path: Path) -> None:
     save(tmp_path / "with", {"fsdp": 4}, shadows=1 << 20)
     save(tmp_path / "without", {"fsdp": 4})
-    told = offline.inspect(tmp_path / "with")
-    assert set(told.tensors) == set(wholes())
-    assert set(told.objects) == set(OBJECTS)
-    assert told.shadows is not None
-    assert told.shadows.keys == 6 * 3 + 3
-    assert told.shadows.copies == 3 * 4
-    assert offline.to_json(told)["shadows"] == {
-        "keys": told.shadows.keys,
-        "copies": told.shadows.copies,
-        "bytes": told.shadows.nbytes,
+    result = offline.inspect(tmp_path / "with")
+    assert set(result.tensors) == set(wholes())
+    assert set(result.objects) == set(OBJECTS)
+    assert result.shadows is not None
+    assert result.shadows.keys == 6 * 3 + 3
+    assert result.shadows.copies == 3 * 4
+    assert offline.to_json(result)["shadows"] == {
+        "keys": result.shadows.keys,
+        "copies": result.shadows.copies,
+        "bytes": result.shadows.nbytes,
     }
     assert offline.inspect(tmp_path / "without").shadows is None
     assert offline.diff(tmp_path / "with", tmp_path / "without").same
@@ -348,8 +348,8 @@ def test_objects_that_came_to_differ_lose_their_shadow_under_a_reused_plan(tmp_p
                 made.__getitem__,
                 lambda rank: PlacementFileSystemWriter(path),  # noqa: B023
             )
-        told = PlacementFileSystemReader(path).read_metadata().planner_data["dcp_placements"]
-        names = {fqn for fqns in told["shadows"].values() for fqn in fqns}
+        message = PlacementFileSystemReader(path).read_metadata().planner_data["dcp_placements"]
+        names = {fqn for fqns in message["shadows"].values() for fqn in fqns}
         assert names == ({"w"} if step else {"w", "rng"})
 
 
@@ -401,12 +401,12 @@ def test_any_tensors_come_back_by_whichever_copy(
 ) -> None:
     path = tmp_path_factory.mktemp("any")
     world = World(grid[0] * grid[1])
-    told = {f"t{i}": arange(tuple(shape)).to(dtype) + i for i, shape in enumerate(shapes)}
+    expected = {f"t{i}": arange(tuple(shape)).to(dtype) + i for i, shape in enumerate(shapes)}
 
     def state(rank: int, fill: bool = True) -> dict[str, Any]:
         mesh = world.mesh(rank, replicate=grid[0], fsdp=grid[1])
         made = {}
-        for (fqn, whole), kind in zip(told.items(), kinds, strict=False):
+        for (fqn, whole), kind in zip(expected.items(), kinds, strict=False):
             cuts = {"whole": Replicate(), "rows": Shard(0), "columns": Shard(whole.dim() - 1)}
             tensor = whole.clone() if fill else torch.zeros_like(whole)
             made[fqn] = FakeDTensor.distribute(tensor, mesh, [Replicate(), cuts[kind]])
@@ -428,9 +428,9 @@ def test_any_tensors_come_back_by_whichever_copy(
             assert torch.equal(loaded[rank][fqn].to_local(), wanted.to_local())
     if budget == 1 << 20:
         assert max(reader.opens for reader in readers) <= 1
-    found = {fqn: torch.zeros_like(whole) for fqn, whole in told.items()}
+    found = {fqn: torch.zeros_like(whole) for fqn, whole in expected.items()}
     dcp.load(found, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
-    assert all(torch.equal(found[fqn], whole) for fqn, whole in told.items())
+    assert all(torch.equal(found[fqn], whole) for fqn, whole in expected.items())
     assert offline.verify(path, digests=True).sound
 
 
@@ -443,12 +443,12 @@ def test_packs_are_known_though_other_ranks_hold_the_same_keys_at_one_place(
 
     def state(rank: int, fill: bool = True) -> dict[str, Any]:
         mesh = world.mesh(rank, a=2, b=2, c=2)
-        told = whole if fill else torch.zeros_like(whole)
+        expected = whole if fill else torch.zeros_like(whole)
         made = {}
         for axis, name in enumerate("abc"):
             cuts: list[Any] = [Replicate()] * 3
             cuts[axis] = Shard(0)
-            made[f"m.{name}"] = FakeDTensor.distribute(told.clone(), mesh, cuts)
+            made[f"m.{name}"] = FakeDTensor.distribute(expected.clone(), mesh, cuts)
         return made
 
     world.save(

@@ -77,9 +77,9 @@ def test_ranks_that_hold_the_same_keys_send_the_same_table_and_a_few_bytes_more(
     keys = [f"layers.{i}.w" for i in range(300)]
     plans = offers(lambda rank: {key: hsdp(rank, whole) for key in keys})
     sent = [plan.planner_data for plan in plans]
-    assert len({told.tables for told in sent}) == 1
-    assert len({told.boxes for told in sent}) == 4
-    assert all(told.buckets == 0 and len(told.digests) == 300 * 8 for told in sent)
+    assert len({expected.tables for expected in sent}) == 1
+    assert len({expected.boxes for expected in sent}) == 4
+    assert all(expected.buckets == 0 and len(expected.digests) == 300 * 8 for expected in sent)
     assert max(len(pickle.dumps(plan)) for plan in plans) < 1024 + 300 * 8
 
 
@@ -123,12 +123,12 @@ def test_folded_digests_tell_one_key_that_differs(tmp_path: Path) -> None:
         drift = 1 if rank == 5 else 0
         return {f"w.{i}": hsdp(rank, arange(8, 3, start=drift if i == 2 else 0)) for i in range(90)}
 
-    told = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
-    assert "different contents on ranks 1, 5" in told
-    assert "w.2: different contents" in told
-    assert "w.3" not in told
-    assert "one or more of" not in told
-    assert "check(state_dict, rules) compares key by key" in told
+    message = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
+    assert "different contents on ranks 1, 5" in message
+    assert "w.2: different contents" in message
+    assert "w.3" not in message
+    assert "one or more of" not in message
+    assert "check(state_dict, rules) compares key by key" in message
     assert not list(tmp_path.glob("*.distcp"))
 
 
@@ -153,9 +153,9 @@ def test_folded_digests_tell_one_of_two_boxes_of_a_tensor(tmp_path: Path) -> Non
         )
         for rank in range(WORLD.size)
     ]
-    told = refusal(lambda: WORLD.save(tmp_path, state_dict, lambda rank: made[rank]))
-    assert told.count("w.3: different contents on ranks 1, 3, 5, 7") == 1
-    assert "w.0" not in told
+    message = refusal(lambda: WORLD.save(tmp_path, state_dict, lambda rank: made[rank]))
+    assert message.count("w.3: different contents on ranks 1, 3, 5, 7") == 1
+    assert "w.0" not in message
 
 
 @pytest.mark.usefixtures("few_digests")
@@ -193,9 +193,9 @@ def test_folded_digests_tell_the_objects_among_which_several_differ(tmp_path: Pa
 
     with pytest.warns(UserWarning, match="this object, or others, differ") as caught:
         WORLD.save(tmp_path, state_dict, planners())
-    told = str(caught[0].message)
-    assert re.search(r"group\.3\b", told)
-    assert "one or more of 16 keys" in told
+    text = str(caught[0].message)
+    assert re.search(r"group\.3\b", text)
+    assert "one or more of 16 keys" in text
 
 
 def stepping(rank: int) -> dict[str, Any]:
@@ -223,8 +223,8 @@ def test_two_exchanged_replicas_differ_though_they_share_buckets(tmp_path: Path)
             values[1], values[257] = values[257], values[1]
         return {f"w.{i}": hsdp(rank, value) for i, value in enumerate(values)}
 
-    told = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
-    assert "one or more of 2 keys: w.1, w.257" in told
+    message = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
+    assert "one or more of 2 keys: w.1, w.257" in message
 
 
 @pytest.mark.usefixtures("few_digests")
@@ -239,11 +239,11 @@ def test_keys_without_a_number_are_compared_between_ranks_that_hold_other_keys(
         return layers | {"embed": arange(5, 3), "head": arange(5, 3, start=stage * drift)}
 
     WORLD.save(tmp_path / "equal", lambda rank: state_dict(rank, 0), planners())
-    told = refusal(
+    message = refusal(
         lambda: WORLD.save(tmp_path / "drift", lambda rank: state_dict(rank, 1), planners())
     )
-    assert "head: 2 different contents on 8 ranks" in told
-    assert "embed" not in told
+    assert "head: 2 different contents on 8 ranks" in message
+    assert "embed" not in message
 
 
 @pytest.mark.parametrize("drift", [0, 1])
@@ -289,13 +289,13 @@ def test_keys_that_some_ranks_have_beside_those_of_their_mesh_are_saved(tmp_path
     read = {"w": torch.zeros(8, 3), "late": torch.zeros(4, 3)}
     dcp.load(read, checkpoint_id=tmp_path / "whole", no_dist=True)
     assert torch.equal(read["late"], arange(4, 3))
-    told = refusal(
+    message = refusal(
         lambda: WORLD.save(
             tmp_path / "part", lambda rank: state_dict(rank, hsdp(3, arange(4, 3))), planners()
         )
     )
-    assert "late: nobody holds all of the (4, 3) tensor" in told
-    assert "the key is on rank 3 and not on ranks 0-2, 4-7" in told
+    assert "late: nobody holds all of the (4, 3) tensor" in message
+    assert "the key is on rank 3 and not on ranks 0-2, 4-7" in message
 
 
 def test_big_replicas_are_spread_by_bytes_and_small_ones_stay_together(tmp_path: Path) -> None:
@@ -372,11 +372,11 @@ class TestStages:
         assert "embed" not in made[0].report.partial_keys
 
     def test_a_key_of_two_tables_that_differs_is_refused(self, tmp_path: Path) -> None:
-        told = refusal(
+        message = refusal(
             lambda: WORLD.save(tmp_path, lambda rank: self.state_dict(rank, drift=1), planners())
         )
-        assert "embed: 2 different contents" in told
-        assert "differs along 'pp'" in told
+        assert "embed: 2 different contents" in message
+        assert "differs along 'pp'" in message
         assert not list(tmp_path.glob("*.distcp"))
 
     @staticmethod
@@ -408,13 +408,13 @@ class TestStages:
         self, tmp_path: Path, key: str, rank: int, large: bool
     ) -> None:
         with digest_budget(40 * 8) if large else nullcontext():
-            told = refusal(
+            message = refusal(
                 lambda: WORLD.save(
                     tmp_path, lambda at: self.deep(at, drift=(key, rank)), planners()
                 )
             )
-        assert f"{key}: 2 different contents on " in told
-        assert f"rank {rank}" in told
+        assert f"{key}: 2 different contents on " in message
+        assert f"rank {rank}" in message
         assert not list(tmp_path.glob("*.distcp"))
 
     @pytest.mark.usefixtures("few_digests")
@@ -427,11 +427,11 @@ class TestStages:
         def state_dict(rank: int) -> dict[str, Any]:
             return self.deep(rank, drift=(key, rank) if rank >= 4 else None)
 
-        told = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
-        assert f"{key}: 2 different contents on 4 ranks" in told
-        assert "ranks 0, 2" in told
-        assert "ranks 4, 6" in told
-        assert "model.layers" not in told
+        message = refusal(lambda: WORLD.save(tmp_path, state_dict, planners()))
+        assert f"{key}: 2 different contents on 4 ranks" in message
+        assert "ranks 0, 2" in message
+        assert "ranks 4, 6" in message
+        assert "model.layers" not in message
 
     @pytest.mark.usefixtures("few_digests")
     def test_m35_equal_tied_keys_of_a_large_world_do_not_warn(self, tmp_path: Path) -> None:
@@ -468,10 +468,10 @@ class TestStages:
             return made
 
         WORLD.save(tmp_path / "equal", state_dict, planners())
-        told = refusal(
+        message = refusal(
             lambda: WORLD.save(tmp_path / "other", lambda rank: state_dict(rank, 1), planners())
         )
-        assert "model.embed.weight: 2 different contents on 4 ranks" in told
+        assert "model.embed.weight: 2 different contents on 4 ranks" in message
 
 
 class TestRanksWithOtherKeysBeside:
@@ -492,16 +492,16 @@ class TestRanksWithOtherKeysBeside:
         make: Callable[[int], PlacementSavePlanner] = lambda rank: PlacementSavePlanner()  # noqa: E731
         with digest_budget(room * 8):
             for more in (0, 1, 5):
-                told = refusal(
+                message = refusal(
                     lambda more=more: self.WORLD.save(  # type: ignore[misc]
                         tmp_path / "other",
                         lambda rank: self.state_dict(rank, more=more, drift=100),
                         make,
                     )
                 )
-                assert "different contents on" in told
-                assert "shared.7.w" in told or "more" in told
-                assert "own" not in told.split("check(state_dict")[0]
+                assert "different contents on" in message
+                assert "shared.7.w" in message or "more" in message
+                assert "own" not in message.split("check(state_dict")[0]
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
                     self.WORLD.save(
@@ -546,5 +546,5 @@ class TestRanksWithOtherKeysBeside:
                 rules["m.other"] = CheckpointPlacement(mesh, {"ep": Replicate()})
             return PlacementSavePlanner(PlacementRules(rules))
 
-        told = refusal(lambda: self.WORLD.save(tmp_path, state_dict, planner))
-        assert "m.w: ranks 0, 3 hold the same part, [0:1, :]" in told
+        message = refusal(lambda: self.WORLD.save(tmp_path, state_dict, planner))
+        assert "m.w: ranks 0, 3 hold the same part, [0:1, :]" in message

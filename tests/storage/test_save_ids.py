@@ -42,7 +42,7 @@ def state(whole: torch.Tensor, world: World = WORLD) -> Callable[[int], dict[str
         return {
             "w": FakeDTensor.distribute(whole, mesh, [Shard(0)]),
             "bias": whole[0].clone(),
-            "told": [float(whole[0, 0])],
+            "note": [float(whole[0, 0])],
         }
 
     return of
@@ -110,7 +110,7 @@ def loaded(path: Path, world: World, reader: Any, **options: Any) -> str | None:
     for rank, found in enumerate(held):
         assert found["w"].to_local().equal(wanted(rank)["w"].to_local())
         assert found["bias"].equal(OLD[0])
-        assert found["told"] == [0.0]
+        assert found["note"] == [0.0]
     return None
 
 
@@ -122,15 +122,15 @@ def test_m45_a_save_that_was_cut_off_leaves_the_old_checkpoint_or_is_refused(
     tmp_path: Path, writer: str, reader: str, ranks: int, when: str
 ) -> None:
     cut_off(tmp_path, WRITERS[writer], when)
-    told = loaded(tmp_path, World(ranks), READERS[reader])
+    result = loaded(tmp_path, World(ranks), READERS[reader])
     if writer == "ours":
-        assert told is None
+        assert result is None
         return
-    assert told is not None
-    assert "__0_0.distcp: was written by save " in told
-    assert ", and .metadata is that of save " in told
-    assert "a later save into the same directory was cut off" in told
-    assert "way out:" in told
+    assert result is not None
+    assert "__0_0.distcp: was written by save " in result
+    assert ", and .metadata is that of save " in result
+    assert "a later save into the same directory was cut off" in result
+    assert "way out:" in result
 
 
 @pytest.mark.parametrize("ranks", [2, 1, 3])
@@ -141,8 +141,8 @@ def test_m51_a_mixture_is_refused_also_where_no_digest_can_speak(
     tmp_path: Path, writer: str, reader: str, ranks: int
 ) -> None:
     cut_off(tmp_path, WRITERS[writer], "planned", digests="full")
-    told = loaded(tmp_path, World(ranks), READERS[reader], verify="digests")
-    assert (told is None) == (writer == "ours")
+    result = loaded(tmp_path, World(ranks), READERS[reader], verify="digests")
+    assert (result is None) == (writer == "ours")
 
 
 @pytest.mark.parametrize("when", ["planned", "half"])
@@ -167,9 +167,9 @@ def test_stock_files_over_ours_are_told_by_what_they_lack(tmp_path: Path, reader
     older = (tmp_path / ".metadata").read_bytes()
     dcp.save({"w": torch.zeros(90, 90)}, storage_writer=dcp.FileSystemWriter(tmp_path))
     (tmp_path / ".metadata").write_bytes(older)
-    told = loaded(tmp_path, WORLD, READERS[reader])
-    assert told is not None
-    assert "__0_0.distcp: has no save id" in told
+    result = loaded(tmp_path, WORLD, READERS[reader])
+    assert result is not None
+    assert "__0_0.distcp: has no save id" in result
     assert not verify(tmp_path).sound
 
 
@@ -251,8 +251,8 @@ def test_a_rank_s_files_speak_for_each_other(
     assert loaded(tmp_path, World(1), READERS[reader]) is None
     with pytest.raises(CheckpointException):
         save(tmp_path, NEW, failing(WRITERS[writer], tmp_path, "planned", **options))
-    told = loaded(tmp_path, World(1), READERS[reader])
-    assert (told is None) == (writer == "ours")
+    result = loaded(tmp_path, World(1), READERS[reader])
+    assert (result is None) == (writer == "ours")
     assert verify(tmp_path).sound == (writer == "ours")
 
 
@@ -299,12 +299,12 @@ def test_a_missing_file_is_named(tmp_path: Path, reader: str) -> None:
     save(tmp_path, OLD, lambda rank: PlacementFileSystemWriter(tmp_path))
     (file,) = tmp_path.glob("__1_*.distcp")
     file.unlink()
-    told = loaded(tmp_path, WORLD, READERS[reader])
-    assert told is not None
-    assert file.name in told
+    result = loaded(tmp_path, WORLD, READERS[reader])
+    assert result is not None
+    assert file.name in result
     if reader == "ours":
-        assert f"{file.name}: the file is not there" in told
-        assert "has taken its place" in told
+        assert f"{file.name}: the file is not there" in result
+        assert "has taken its place" in result
 
 
 def test_a_rank_that_writes_nothing_makes_no_file(tmp_path: Path) -> None:
@@ -320,11 +320,11 @@ def test_a_rank_that_writes_nothing_makes_no_file(tmp_path: Path) -> None:
 def test_stock_readers_see_no_id(tmp_path: Path) -> None:
     save(tmp_path, OLD, lambda rank: dcp.FileSystemWriter(tmp_path))
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()
-    assert set(metadata.state_dict_metadata) == {"w", "bias", "told"}
-    found = {"w": torch.zeros(8, 6), "bias": torch.zeros(6), "told": None}
+    assert set(metadata.state_dict_metadata) == {"w", "bias", "note"}
+    found = {"w": torch.zeros(8, 6), "bias": torch.zeros(6), "note": None}
     dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
     assert found["w"].equal(OLD)
-    assert found["told"] == [0.0]
+    assert found["note"] == [0.0]
 
 
 @by_reader
@@ -332,7 +332,7 @@ def test_stock_readers_see_no_id(tmp_path: Path) -> None:
 def test_checkpoints_without_ids_are_quiet(tmp_path: Path, writer: str, reader: str) -> None:
     WORLD.save(
         tmp_path,
-        lambda rank: {"w": OLD, "bias": OLD[0], "told": [0.0]},
+        lambda rank: {"w": OLD, "bias": OLD[0], "note": [0.0]},
         lambda rank: dcp.DefaultSavePlanner(),
         lambda rank: WRITERS[writer](tmp_path),
     )
@@ -353,9 +353,9 @@ def test_ranks_own_metadata_merged_know_the_ids_of_all(tmp_path: Path, reader: s
     save(two, NEW, lambda rank: dcp.FileSystemWriter(two), use_collectives=False, step=1)
     (two / "__1_0.distcp").replace(one / "__1_0.distcp")
     assert not verify(one).sound
-    told = loaded(one, World(3), READERS[reader])
-    assert told is not None
-    assert "__1_0.distcp: was written by save" in told
+    result = loaded(one, World(3), READERS[reader])
+    assert result is not None
+    assert "__1_0.distcp: was written by save" in result
 
 
 def test_without_collectives_each_rank_removes_what_it_replaced(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small tensors whose writer told where elements begin: those bytes alone, and proved."""
+"""Small tensors whose writer recorded where elements begin: those bytes alone are read."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def test_into_other_dtypes_and_strides(tmp_path: Path) -> None:
 )
 def test_any_small_tensors_come_back(
     tmp_path_factory: pytest.TempPathFactory,
-    told: list[tuple[tuple[int, ...], torch.dtype, str]],
+    expected: list[tuple[tuple[int, ...], torch.dtype, str]],
 ) -> None:
     saved: dict[str, Any] = {}
-    for number, (shape, dtype, kind) in enumerate(told):
+    for number, (shape, dtype, kind) in enumerate(expected):
         tensor = (torch.randn(shape) * 100).to(dtype)
         if kind == "turned" and len(shape) == 2:
             tensor = (torch.randn(shape[::-1]) * 100).to(dtype).t()

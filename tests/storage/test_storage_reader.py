@@ -283,7 +283,7 @@ def test_extensions_are_undone(tmp_path: Path) -> None:
 def test_other_records_are_not_taken_for_plain_ones() -> None:
     """Whatever is not exactly a plain tensor goes through torch.load."""
     plain = torch.arange(12.0).reshape(3, 4)
-    odd: list[Any] = [
+    unusual: list[Any] = [
         plain.t(),
         plain[1:],
         torch.view_as_complex(torch.randn(4, 2)).conj(),
@@ -293,7 +293,7 @@ def test_other_records_are_not_taken_for_plain_ones() -> None:
         [plain, plain],
         "text",
     ]
-    for value in odd:
+    for value in unusual:
         buffer = io.BytesIO()
         torch.save(value, buffer)
         assert parse_record(buffer.getvalue(), buffer.tell()) is None
@@ -378,10 +378,10 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     saved = {"a": torch.randn(3), "b": torch.randn(500, 500), "c": torch.randn(500, 500)}
     dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
     os.truncate(tmp_path / "__0_0.distcp", 1_500_000)
-    told = failure(tmp_path, blank(saved))
-    assert "the checkpoint is damaged (1 fault)" in told
-    assert "\nc: __0_0.distcp ends before it: 1500000 bytes, 2004" in told
-    assert "load an older checkpoint" in told
+    message = failure(tmp_path, blank(saved))
+    assert "the checkpoint is damaged (1 fault)" in message
+    assert "\nc: __0_0.distcp ends before it: 1500000 bytes, 2004" in message
+    assert "load an older checkpoint" in message
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
@@ -390,17 +390,17 @@ def test_what_is_no_tensor_is_named(tmp_path: Path, size: int) -> None:
     dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
     with open(tmp_path / "__0_0.distcp", "r+b") as file:
         file.write(bytes(64))
-    told = failure(tmp_path, blank(saved))
-    assert "\na: what __0_0.distcp holds of it is no tensor" in told
-    assert "found:       ValueError: it is no zip file of torch.save\n" in told
+    message = failure(tmp_path, blank(saved))
+    assert "\na: what __0_0.distcp holds of it is no tensor" in message
+    assert "found:       ValueError: it is no zip file of torch.save\n" in message
 
 
 def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
     for name, shape in (("a", (500, 40)), ("b", (400, 50))):
         dcp.save({"w": torch.randn(shape)}, checkpoint_id=tmp_path / name)
     os.replace(tmp_path / "b/__0_0.distcp", tmp_path / "a/__0_0.distcp")
-    told = failure(tmp_path / "a", {"w": torch.zeros(500, 40)})
-    assert "w: __0_0.distcp holds a (400, 50) tensor" in told
+    message = failure(tmp_path / "a", {"w": torch.zeros(500, 40)})
+    assert "w: __0_0.distcp holds a (400, 50) tensor" in message
 
 
 def test_elements_beyond_the_end_of_a_record_are_not_read(tmp_path: Path) -> None:
@@ -446,8 +446,8 @@ def test_digests_are_compared_with_what_was_read(tmp_path: Path) -> None:
     at = data.index(saved["w"].numpy().tobytes())
     data[at + 5] ^= 1
     path.write_bytes(data)
-    told = failure(tmp_path, blank(saved), PlacementLoadPlanner(verify="digests"))
-    assert "it is not what was saved" in told
+    message = failure(tmp_path, blank(saved), PlacementLoadPlanner(verify="digests"))
+    assert "it is not what was saved" in message
 
 
 # Ranks that described their parts each for itself.
@@ -491,8 +491,8 @@ def test_a_rank_that_is_missing_leaves_a_hole_that_the_planner_names(tmp_path: P
     world = World(4)
     for rank in (0, 1, 3):
         save_alone(tmp_path, rank, sharded(world, rank, wholes(1, (10, 2)), 0))
-    told = failure(tmp_path, {"layers.0.weight": torch.zeros(10, 2)}, PlacementLoadPlanner())
-    assert "nobody stored [6:9, :] of (10, 2)" in told
+    message = failure(tmp_path, {"layers.0.weight": torch.zeros(10, 2)}, PlacementLoadPlanner())
+    assert "nobody stored [6:9, :] of (10, 2)" in message
 
 
 def test_ranks_of_two_saves_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -186,8 +186,8 @@ def test_items_are_spread_by_what_they_put_into_the_file() -> None:
     large = [item(f"l{n}", (100, 8), (100, 8)) for n in range(3)]
     objects = [WriteItem(MetadataIndex(f"o{n}"), WriteItemType.BYTE_IO) for n in range(3)]
     buckets = split_by_chunk(3, [*small_of_large, *large, *objects])
-    told = [sorted(one.index.fqn[0] for one in bucket) for bucket in buckets]
-    assert told == [["l", "o", "s", "s"]] * 3
+    expected = [sorted(one.index.fqn[0] for one in bucket) for bucket in buckets]
+    assert expected == [["l", "o", "s", "s"]] * 3
     assert split_by_chunk(1, large) == [large]
 
 
@@ -331,12 +331,12 @@ def test_metadata_is_at_most_half_as_large(tmp_path: Path) -> None:
 
 def test_our_reader_finds_in_metadata_what_torch_does(tmp_path: Path) -> None:
     stock, ours = save_both(tmp_path, 4, 7)
-    for name, told in (("ours", ours), ("stock", stock)):
+    for name, expected in (("ours", ours), ("stock", stock)):
         found = read_metadata(partial(open, tmp_path / name / ".metadata", "rb"))
-        assert found.state_dict_metadata == told.state_dict_metadata
-        assert found.planner_data == told.planner_data
-        assert dict(found.storage_data) == told.storage_data
-        assert len(found.storage_data) == len(told.storage_data)
+        assert found.state_dict_metadata == expected.state_dict_metadata
+        assert found.planner_data == expected.planner_data
+        assert dict(found.storage_data) == expected.storage_data
+        assert len(found.storage_data) == len(expected.storage_data)
 
 
 def test_what_a_save_returns_can_be_looked_at_like_torchs(tmp_path: Path) -> None:

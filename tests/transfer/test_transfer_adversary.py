@@ -1,4 +1,4 @@
-"""``transfer_plan`` under hostile input: balance, replicas, holes, repeats, sizes, odd worlds."""
+"""``transfer_plan`` under hostile input: balance, replicas, holes, repeats, sizes, unusual worlds."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def outcome(work: Callable[[], Any]) -> str | None:
     try:
         work()
     except CheckpointException as error:
-        return "\n".join(str(told[0]) for told in error.failures.values())
+        return "\n".join(str(expected[0]) for expected in error.failures.values())
     return None
 
 
@@ -217,11 +217,11 @@ def read_plainly(path: Path, truth: dict[str, torch.Tensor]) -> dict[str, torch.
 def test_rows_are_saved_or_refused_as_their_elements_say(scene: Scene, digests: str) -> None:
     with tempfile.TemporaryDirectory() as base:
         path = Path(base) / "saved"
-        told = outcome(lambda: scene.save(path, digests=digests))
+        message = outcome(lambda: scene.save(path, digests=digests))
         faulty = scene.faulty(digests)
-        assert (told is None) == (not faulty), told
-        if told is not None:
-            assert any(key in told for key in faulty)
+        assert (message is None) == (not faulty), message
+        if message is not None:
+            assert any(key in message for key in faulty)
             assert not path.exists() or not list(path.iterdir())
             return
         assert set(chunks_of(path)) == {"norm", *scene.contents()}
@@ -248,19 +248,19 @@ def test_rows_are_saved_whatever_is_folded(scene: Scene) -> None:
     """And replicas that differ are refused where the ranks hold the same keys alike."""
     with tempfile.TemporaryDirectory() as base, digest_budget(8):
         path = Path(base) / "saved"
-        told = outcome(lambda: scene.save(path))
+        message = outcome(lambda: scene.save(path))
         holes = scene.faulty("off")
         if holes:
-            assert told is not None
+            assert message is not None
             return
-        if told is None:
+        if message is None:
             for fqn, read in read_plainly(path, scene.truth_saved()).items():
                 for value, allowed in zip(read.flatten(), scene.contents()[fqn], strict=True):
                     assert float(value) in allowed
             alike = len(set(scene.maps)) == 1 and scene.lacking is None
             assert not (alike and scene.faulty("sampled"))
         else:
-            assert scene.faulty("sampled") or "are not compared" in told
+            assert scene.faulty("sampled") or "are not compared" in message
 
 
 def plans_of(scene: Scene, **options: Any) -> tuple[list[PlacementSavePlanner], list[Any]]:
@@ -321,11 +321,11 @@ def test_each_rank_finishes_with_what_the_coordinator_gave_it() -> None:
 
 
 def test_a_key_of_which_every_rank_names_no_row_is_refused(tmp_path: Path) -> None:
-    told = outcome(lambda: Scene(2, (((0,), (1,)), ((), ()))).save(tmp_path))
-    assert told is not None
-    assert "layers.1.w1.exp_avg: nobody holds all of the (2, 5) tensor" in told
-    assert "(2 faults)" in told
-    assert "layers.0.w1" not in told
+    message = outcome(lambda: Scene(2, (((0,), (1,)), ((), ()))).save(tmp_path))
+    assert message is not None
+    assert "layers.1.w1.exp_avg: nobody holds all of the (2, 5) tensor" in message
+    assert "(2 faults)" in message
+    assert "layers.0.w1" not in message
 
 
 def test_a_row_by_rows_on_one_rank_and_whole_on_another_is_refused(tmp_path: Path) -> None:
@@ -334,13 +334,13 @@ def test_a_row_by_rows_on_one_rank_and_whole_on_another_is_refused(tmp_path: Pat
     def rules(rank: int) -> PlacementRules:
         return scene.rules(0) if rank == 0 else PlacementRules({})
 
-    told = outcome(
+    message = outcome(
         lambda: scene.world.save(
             tmp_path, scene.state_dict, lambda rank: PlacementSavePlanner(rules(rank))
         )
     )
-    assert told is not None
-    assert "layers.0.w1.exp_avg: the ranks do not agree on the shape of the whole tensor" in told
+    assert message is not None
+    assert "layers.0.w1.exp_avg: the ranks do not agree on the shape of the whole tensor" in message
 
 
 def test_rows_of_an_axis_of_one_rank_may_be_named_where_a_dtensor_shards_it(
@@ -435,17 +435,17 @@ def repeated_planner(rank: int, of: str, **options: Any) -> PlacementSavePlanner
 def test_m38_a_row_that_one_rank_holds_twice_with_different_contents_is_refused(
     tmp_path: Path, of: str, digests: str, part: int
 ) -> None:
-    told = outcome(
+    message = outcome(
         lambda: World(2).save(
             tmp_path,
             lambda rank: repeated(rank, of=of, drift=0.5, part=part),
             lambda rank: repeated_planner(rank, of, digests=digests),
         )
     )
-    assert told is not None
+    assert message is not None
     key = "layers.0.w1" if of == "index" else "layers.0.experts.w1"
-    assert f"{key}: rank 0 holds [1:2, :] of (4, 5) 2 times, with different contents" in told
-    assert "way out:" in told
+    assert f"{key}: rank 0 holds [1:2, :] of (4, 5) 2 times, with different contents" in message
+    assert "way out:" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -538,8 +538,8 @@ def test_stacks_of_layers_with_maps_of_their_own(tmp_path: Path) -> None:
     )
     for rank, found in into.items():
         assert all(torch.equal(found[key], value) for key, value in held(rank).items())
-    told = outcome(lambda: world.save(tmp_path / "drift", lambda rank: held(rank, 0.5), planner))
-    assert told is not None
-    assert "layers.0.experts.w1" in told
-    assert "2 different contents on 2 ranks" in told
-    assert "layers.1.experts.w1" not in told  # nobody else has those rows
+    message = outcome(lambda: world.save(tmp_path / "drift", lambda rank: held(rank, 0.5), planner))
+    assert message is not None
+    assert "layers.0.experts.w1" in message
+    assert "2 different contents on 2 ranks" in message
+    assert "layers.1.experts.w1" not in message  # nobody else has those rows
