@@ -167,7 +167,7 @@ def test_the_same_axis_on_two_dims_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_picked_rows_over_an_axis_that_the_tensor_shards_are_refused(tmp_path: Path) -> None:
+def test_listed_rows_over_an_axis_that_the_tensor_shards_are_refused(tmp_path: Path) -> None:
     world = World(2)
 
     def state_dict(rank: int) -> dict[str, Any]:

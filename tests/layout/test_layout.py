@@ -151,7 +151,7 @@ def test_a_layout_is_whole_in_its_own_order_and_without_padding(
     assert layout.is_whole is whole
 
 
-def test_picked_rows_keep_their_order_and_stay_apart() -> None:
+def test_listed_rows_keep_their_order_and_stay_apart() -> None:
     """A row is one chunk wherever it is held, whatever lies beside it on that rank."""
     sharding = Sharding((6, 2), (2,), (Pick(0, (4, 1, 2)),))
     layout = sharding.at((0,))
@@ -165,12 +165,12 @@ def test_picked_rows_keep_their_order_and_stay_apart() -> None:
     assert Sharding((6,), (2,), (Cut(0, 0),)).is_uniform
 
 
-def test_picked_rows_are_cut_by_what_comes_after() -> None:
+def test_listed_rows_are_cut_by_what_comes_after() -> None:
     sharding = Sharding((6,), (3,), (Pick(0, (5, 0, 3)), Cut(0, 0)))
     assert [rows_at(sharding, (i,)) for i in range(3)] == [[5], [0], [3]]
 
 
-def test_picked_rows_stay_apart_where_parts_of_them_are_cut() -> None:
+def test_listed_rows_stay_apart_where_parts_of_them_are_cut() -> None:
     sharding = Sharding((6,), (1,), (Pick(0, (1, 2, 3, 4)), Cut(0, 0, parts=2)))
     assert sharding.at((0,)).intervals == (((1, 2), (2, 3), (3, 4), (4, 5)),)
 

@@ -151,7 +151,7 @@ def test_replicas_have_equal_layouts(case: Case, data: st.DataObject) -> None:
 
 @given(shapes(), st.data())
 @examples(60)
-def test_picked_rows_are_those_that_index_select_gives(
+def test_listed_rows_are_those_that_index_select_gives(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     """``IndexShard`` says something else on every rank; then the rank's own FSDP cuts those."""

@@ -1,4 +1,4 @@
-"""``transfer_plan`` under hostile input: balance, replicas, holes, repeats, sizes, unusual worlds."""
+"""``transfer_plan`` under hostile input: balance, replicas, holes, repeats, sizes, rare worlds."""
 
 from __future__ import annotations
 
