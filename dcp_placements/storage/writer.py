@@ -31,7 +31,6 @@ from dcp_placements._torch import (
     FileSystem,
     FileSystemWriter,
     Metadata,
-    MetadataIndex,
     SavePlan,
     SavePlanner,
     SerializationFormat,
@@ -42,10 +41,11 @@ from dcp_placements._torch import (
     WriteResult,
     cpu_tensors,
 )
+from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.building import build_index
 from dcp_placements.storage.index.entries import StoredEntries, entries_of
-from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.index.storage_table import StorageTable, paths_of
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.save_ids import is_data_file, named
 from dcp_placements.storage.metadata.table import RowsBuilder, join
@@ -116,6 +116,16 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         super()._use(path)
         # Torch would sync all file systems of the machine for a file that is on none.
         self.sync_files = self._syncs_local_files and not is_url(path)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse ranks' own metadata beside a ``.metadata``. Called on every rank."""
+        if not self.use_collectives and self.fs.exists(self._get_metadata_path(None)):
+            raise PlacementError(
+                f"{self.path}: has a .metadata, which readers take in place of the ranks' own that "
+                "use_collectives=False writes\n"
+                "    way out:     save into another directory, or remove .metadata"
+            )
+        return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
@@ -332,13 +342,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 @dataclass
 class _KeptPrefix(StoragePrefix):
     """The beginning of file names, from a coordinator that knows the rank's items by its plan."""
-
-
-def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:
-    """Return the files that ``storage_data`` names."""
-    if isinstance(data, StorageTable):
-        return data.paths()
-    return {info.relative_path for info in data.values()}
 
 
 @contextmanager

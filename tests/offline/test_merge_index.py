@@ -103,6 +103,41 @@ def test_ranks_that_wrote_an_index_each_are_merged(tmp_path: Path) -> None:
     assert_torch_loads(tmp_path, saved)
 
 
+def save_alone(path: Path, value: float, *, use_collectives: bool) -> None:
+    """Save one tensor of one rank, by torch's planner."""
+    World(1).save(
+        path,
+        lambda rank: {"w": torch.full((4,), value)},
+        lambda rank: dcp.DefaultSavePlanner(),
+        lambda rank: PlacementFileSystemWriter(path),
+        use_collectives=use_collectives,
+    )
+
+
+def test_metadata_of_a_later_save_are_not_replaced_by_those_of_ranks(tmp_path: Path) -> None:
+    save_alone(tmp_path, 0.0, use_collectives=False)
+    merge_metadata(tmp_path)
+    merge_metadata(tmp_path)
+    save_alone(tmp_path, 1.0, use_collectives=True)
+    before = (tmp_path / ".metadata").read_bytes()
+    with pytest.raises(CannotLook, match="are of different saves"):
+        merge_metadata(tmp_path)
+    assert (tmp_path / ".metadata").read_bytes() == before
+    read = {"w": torch.full((4,), 7.0)}
+    dcp.load(read, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(), no_dist=True)
+    assert read["w"].tolist() == [1.0] * 4
+
+
+def test_ranks_do_not_write_their_own_beside_metadata_that_readers_take_first(
+    tmp_path: Path,
+) -> None:
+    save_alone(tmp_path, 0.0, use_collectives=True)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointException, match="save into another directory, or remove"):
+        save_alone(tmp_path, 1.0, use_collectives=False)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 class _Killed(Body):
     """Ends the process when a part of the pickle is written."""
 

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 
 from dcp_placements._torch import Metadata
-from dcp_placements.errors import CannotLook
+from dcp_placements.errors import CannotLook, format_names
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.readers.dcp import (
     check_index,
@@ -20,7 +20,7 @@ from dcp_placements.offline.remote_output import output_at
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.entries import StoredEntries
-from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.index.storage_table import StorageTable, paths_of
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.pickles.stock_pickle import is_refusing
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
@@ -51,7 +51,8 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
 
     Raises:
         CannotLook: There is no rank's metadata (to rewrite: no ``.metadata``, or Megatron's), or it
-            cannot be read or is refused; or another process is writing ``.metadata``.
+            cannot be read or is refused; or there is a ``.metadata`` of another save; or another
+            process is writing ``.metadata``.
         PlacementError: Chunks overlap, or no rank stored some elements. Nothing is written then.
     """
     directory = Directory(path)
@@ -66,8 +67,30 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
                 "PlacementFileSystemWriter(stock_metadata=False)"
             )
         merged = merge_rank_metadata(parts, whole=True)
+        _check_same_save(directory, merged)
         _write(directory, merged)
     return merged
+
+
+def _check_same_save(directory: Directory, merged: Metadata) -> None:
+    """Refuse to replace the ``.metadata`` of another save."""
+    if ".metadata" not in directory.names():
+        return
+    try:
+        existing = read_pickle(directory, ".metadata").storage_data or {}
+    except (CannotLook, OSError):
+        return  # It is of no use to any reader.
+    files, rank_files = paths_of(existing), paths_of(merged.storage_data or {})
+    if files != rank_files:
+        raise CannotLook(
+            f"{directory.path}: .metadata and the ranks' metadata are of different saves\n"
+            f"    .metadata:   {format_names(sorted(files - rank_files))}\n"
+            f"    the ranks':  {format_names(sorted(rank_files - files))}\n"
+            "    likely:      a save with collectives and one without wrote into one directory; the "
+            "order is not recorded\n"
+            "    way out:     remove .metadata, or the __<rank>.metadata files, whichever are of the "
+            "save that you do not want"
+        )
 
 
 def _is_index_alone(directory: Directory) -> bool:

@@ -136,3 +136,10 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         path, transforms, start, length = self.index.row(key, places, at)
         steps = self.index.transforms[transforms]
         return StorageInfo(path, start, length, None if steps is None else list(steps))
+
+
+def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:
+    """Return the files that ``storage_data`` names."""
+    if isinstance(data, StorageTable):
+        return data.paths()
+    return {info.relative_path for info in data.values()}
