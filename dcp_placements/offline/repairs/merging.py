@@ -86,10 +86,10 @@ def _check_same_save(directory: Directory, merged: Metadata) -> None:
             f"{directory.path}: .metadata and the ranks' metadata are of different saves\n"
             f"    .metadata:   {format_names(sorted(files - rank_files))}\n"
             f"    the ranks':  {format_names(sorted(rank_files - files))}\n"
-            "    likely:      a save with collectives and one without wrote into one directory; the "
-            "order is not recorded\n"
-            "    way out:     remove .metadata, or the __<rank>.metadata files, whichever are of the "
-            "save that you do not want"
+            "    likely:      a save with collectives and one without wrote into one directory; "
+            "their order is not recorded\n"
+            "    way out:     remove .metadata, or the __<rank>.metadata files, whichever belong "
+            "to the save that you do not want"
         )
 
 
