@@ -99,6 +99,7 @@ __all__ = [
     "LoadItemType",
     "LoadPlan",
     "LoadPlanner",
+    "MemoryFormat",
     "Metadata",
     "MetadataIndex",
     "ReadItem",
@@ -163,6 +164,9 @@ METADATA_CLASSES: dict[tuple[str, str], type[Any]] = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
 }
 """The classes that a ``.metadata`` file names, by module and name."""
+
+MemoryFormat = _MEM_FORMAT_ENCODING
+"""The enumeration in ``TensorProperties`` of metadata."""
 
 METADATA_HELPERS: dict[tuple[str, str], Callable[..., Any]] = {
     (_METADATA, "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,

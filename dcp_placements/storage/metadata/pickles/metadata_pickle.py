@@ -74,7 +74,9 @@ class MetadataUnpickler(RestrictedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == PATHS_OF_3_13 and sys.version_info < (3, 13):
             self.newer.add("a path as Python 3.13 pickles it")
-        return _ADMITTED.get((module, name)) or super().find_class(module, name)
+        # Protocols before 3 name modules as Python 2 did.
+        admitted = _ADMITTED.get(("builtins" if module == "__builtin__" else module, name))
+        return admitted or super().find_class(module, name)
 
     def check_hashed(self, value: Any, depth: int = 0) -> None:
         if type(value) is not MetadataIndex:

@@ -24,6 +24,7 @@ import torch
 from dcp_placements._torch import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    MemoryFormat,
     Metadata,
     MetadataIndex,
     StorageInfo,
@@ -102,7 +103,12 @@ def portable_pickler(buffer: io.BytesIO) -> pickle.Pickler:
     # Protocol 3 has no frames, which would need the length of the records, and it numbers its
     # memo in order.
     pickler = pickle.Pickler(buffer, 3)
-    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _portable}
+    pickler.dispatch_table = {
+        **copyreg.dispatch_table,
+        TensorProperties: _portable,
+        # Python 3.11 before 3.11.4 would pickle a call of getattr.
+        MemoryFormat: lambda member: (MemoryFormat, (member.value,)),
+    }
     return pickler
 
 
