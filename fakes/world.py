@@ -87,16 +87,10 @@ class World:
             )
             return writers[rank].prepare_local_plan(planners[rank].create_local_plan())
 
-        def alone(rank: int) -> None:
-            plan = local_step(rank)
-            plans, metadata = planners[rank].create_global_plan([plan])
-            final = planners[rank].finish_plan(writers[rank].prepare_global_plan(plans)[0])
-            written = writers[rank].write_data(final, planners[rank])
-            written.wait()
-            writers[rank].finish(metadata, [written.value()])
-
         if not use_collectives:
-            self._on_all("write", alone)
+            self._on_all(
+                "write", lambda rank: _write_alone(planners[rank], writers[rank], local_step(rank))
+            )
             return planners
         plans = self._on_all("plan", local_step)
 
@@ -222,3 +216,12 @@ class World:
 def _sent(value: T) -> T:
     """Return what arrives when ``value`` is sent to another rank."""
     return pickle.loads(pickle.dumps(value))  # type: ignore[no-any-return]
+
+
+def _write_alone(planner: SavePlanner, writer: StorageWriter, plan: SavePlan) -> None:
+    """Plan for one rank by itself, and write."""
+    plans, metadata = planner.create_global_plan([plan])
+    final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    written = writer.write_data(final, planner)
+    written.wait()
+    writer.finish(metadata, [written.value()])

@@ -11,7 +11,7 @@ _HOMES = {
     "CannotLook": "dcp_placements.errors",
     "Checkpoint": "dcp_placements.offline.checkpoint",
     "check_picture_name": "dcp_placements.offline.views.picture",
-    "diagnose": "dcp_placements.offline.repairs.diagnosis",
+    "diagnose": "dcp_placements.offline.repairs.surviving_experts",
     "diff": "dcp_placements.offline.differences.difference",
     "draw": "dcp_placements.offline.views.drawing",
     "explain": "dcp_placements.offline.views.explanation",

@@ -51,13 +51,13 @@ from dcp_placements.storage.metadata.save_ids import is_data_file, named
 from dcp_placements.storage.metadata.table import RowsBuilder, join
 from dcp_placements.storage.metadata.write_results import WriteResults, written_by
 from dcp_placements.storage.protocols import NamesSave
+from dcp_placements.storage.record_writer import SMALL_NBYTES, batches, save_tensors
 from dcp_placements.storage.remote.filesystem import (
     RemoteFileSystem,
     UrlPath,
     is_url,
     local_or_url,
 )
-from dcp_placements.storage.tensor_stamp import SMALL_NBYTES, batches, save_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from dcp_placements import (
     Renumber,
 )
 from dcp_placements.offline import CannotLook, Checkpoint, diagnose, rescue, verify
-from dcp_placements.offline.repairs.diagnosis import OVERWRITTEN, UNCLEAR, WHOLE, Diagnosis
+from dcp_placements.offline.repairs.surviving_experts import OVERWRITTEN, UNCLEAR, WHOLE, Diagnosis
 from dcp_placements.testing import FakeMesh, World, cut, real_dtensor
 from tests.offline_scenes import Run, save_sharded
 from tests.torchrun import forked, tail

@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_placements.storage import tensor_stamp
+from dcp_placements.storage import record_writer
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.table import join, rows_of_entries
 from dcp_placements.storage.metadata.write_results import WriteResults
-from dcp_placements.storage.tensor_stamp import Stamp, batches, save_tensors
+from dcp_placements.storage.record_writer import Stamp, batches, save_tensors
 from dcp_placements.storage.writer import PlacementFileSystemWriter, split_by_chunk
 from dcp_placements.testing import World
 from tests.storage_scenes import (
@@ -98,7 +98,7 @@ def test_torch_save_runs_once_for_tensors_that_are_alike(
     calls = []
     real = torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (calls.append(args), real(*args)))
-    tensor_stamp._stamp_of.cache_clear()
+    record_writer._stamp_of.cache_clear()
     for _ in range(5):
         for dtype in DTYPES:
             save_tensors([torch.zeros(shape).to(dtype)], io.BytesIO())
@@ -165,8 +165,8 @@ def test_a_stamp_of_any_size_writes_what_torch_writes(shape: tuple[int, ...]) ->
 
 
 def test_an_unknown_torch_is_left_to_write_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_stamp, "_combine", lambda seed, value: seed + value)
-    monkeypatch.setattr(tensor_stamp, "_stamp_of", tensor_stamp._stamp_of.__wrapped__)
+    monkeypatch.setattr(record_writer, "_combine", lambda seed, value: seed + value)
+    monkeypatch.setattr(record_writer, "_stamp_of", record_writer._stamp_of.__wrapped__)
     for value in (1.0, 2.0, 3.0):
         ours, stock = io.BytesIO(), io.BytesIO()
         save_tensors([torch.full((5,), value)], ours)

@@ -19,8 +19,13 @@ from dcp_placements.cli.printing import (
 )
 from dcp_placements.errors import format_names, format_nbytes, format_ranks
 from dcp_placements.offline.as_json import to_json
-from dcp_placements.offline.repairs.diagnosis import OVERWRITTEN, UNCLEAR, Diagnosis, ExpertTensor
 from dcp_placements.offline.repairs.rescue import LIST, Rescue
+from dcp_placements.offline.repairs.surviving_experts import (
+    OVERWRITTEN,
+    UNCLEAR,
+    Diagnosis,
+    ExpertTensor,
+)
 
 
 def doctor_command(

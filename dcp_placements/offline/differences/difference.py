@@ -182,15 +182,13 @@ def diff(
             notes.append(
                 f"{len(objects)} objects not compared: safetensors files hold tensors only"
             )
-    differences: list[Difference] = []
     with ExitStack() as stack:
         readers = [stack.enter_context(BoxReader(checkpoint)) for checkpoint in (first, second)]
         comparison = _Comparison((first, second), readers, rtol, atol, memory, progress)
         comparison.total = sum(
             first.tensors[names[key]].nbytes for key in keys if names.get(key) in first.tensors
         )
-        for key in keys:
-            differences += comparison.differences(key, names.get(key, ""))
+        differences = [d for k in keys for d in comparison.differences(k, names.get(k, ""))]
     return Diff(
         first.path,
         second.path,

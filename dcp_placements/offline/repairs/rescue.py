@@ -34,7 +34,7 @@ from dcp_placements.offline.checkpoint import (
 )
 from dcp_placements.offline.experts import ExpertFamily, expert_families, expert_key
 from dcp_placements.offline.remote_output import AnyFolder, output_at
-from dcp_placements.offline.repairs.diagnosis import (
+from dcp_placements.offline.repairs.surviving_experts import (
     OVERWRITTEN,
     UNCLEAR,
     Diagnosis,

@@ -36,7 +36,7 @@ from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
 from dcp_placements.storage.metadata.record import Cuts, packed_record, record_of
 from dcp_placements.storage.metadata.save_ids import named
-from dcp_placements.storage.tensor_stamp import Stamp
+from dcp_placements.storage.record_writer import Stamp
 
 
 @dataclass(frozen=True, slots=True)
