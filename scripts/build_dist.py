@@ -86,7 +86,9 @@ def main() -> None:
             address(source, options.url.rstrip("/"))
         sdist = build("sdist", source, out)
         with tarfile.open(sdist) as archive:
-            archive.extractall(temporary, filter="data")
+            # Python before 3.11.4 has no filters.
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)
+            archive.extractall(temporary)
         wheel = build("wheel", Path(temporary) / sdist.name.removesuffix(".tar.gz"), out)
     print(sdist, wheel, sep="\n")
 

@@ -88,7 +88,9 @@ def load_torch_file(path: Path) -> Any:
         refused = [name for name in sorted(needed) if not _is_admitted(name)]
         if not refused:
             admitted: list[Any] = [argparse.Namespace]
-            admitted += [(_stand_in(name), name) for name in needed if name != _NAMESPACE]
+            admitted += [(_member, name) for name in needed if name in _GETATTR]
+            stand_ins = set(needed) - {_NAMESPACE, *_GETATTR}
+            admitted += [(_stand_in(name), name) for name in sorted(stand_ins)]
             with torch.serialization.safe_globals(admitted):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -107,12 +109,23 @@ def load_torch_file(path: Path) -> Any:
 
 
 _NAMESPACE = "argparse.Namespace"
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
 
 
 def _is_admitted(name: str) -> bool:
-    return name in (_NAMESPACE, *INERT_NAMES) or any(
+    return name in (_NAMESPACE, *_GETATTR, *INERT_NAMES) or any(
         name.startswith(f"{module}.") for module in INERT_MODULES
     )
+
+
+def _member(owner: Any, name: str) -> StandIn:
+    """Return the stand-in of a member of an enumeration.
+
+    Python 3.11 before 3.11.4 pickles it as a call of ``getattr``, which is not made here.
+    """
+    if not (isinstance(owner, type) and issubclass(owner, StandIn)):
+        raise pickle.UnpicklingError("an attribute of something else than an enumeration")
+    return owner(name)
 
 
 def _stand_in(name: str) -> type[StandIn]:
