@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("random worlds")
     group.addoption("--worlds", type=int, default=200, help="how many are tried (200)")
     group.addoption("--world-seed", type=int, default=0, help="the first one (0)")
+    parser.addoption("--benches", action="store_true", help="not plan and io alone")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,6 +39,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In a parallel run, begin with the files that start processes: they take longest."""
+    if not config.getoption("--benches"):
+        left_out = [item for item in items if item.get_closest_marker("bench")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):
         starting = {item.path for item in items if item.get_closest_marker("dist")}
         items.sort(key=lambda item: item.path not in starting)

@@ -57,6 +57,7 @@ def test_bench_plan_plans_the_same_boxes_as_stock_and_reports_both_costs(tmp_pat
     assert set(report["exponents"]["w4"]) == {"ours", "stock"}
 
 
+@pytest.mark.bench
 def test_bench_digests_reports_the_share_of_each_kind(tmp_path: Path) -> None:
     printed, report = bench("digests", tmp_path)
     assert "sampled" in printed
@@ -92,6 +93,7 @@ def test_bench_io_reports_both_sides_and_the_raw_cost(tmp_path: Path) -> None:
         assert entry["sides"]["raw"]["save_bytes"] >= entry["nbytes"] / 2
 
 
+@pytest.mark.bench
 def test_bench_export_compares_with_plain_copies(tmp_path: Path) -> None:
     printed, report = bench("export", tmp_path)
     assert "of a copy" in printed
@@ -103,6 +105,7 @@ def test_bench_export_compares_with_plain_copies(tmp_path: Path) -> None:
     assert written[2] > 1.9 * written[1] > written[0]
 
 
+@pytest.mark.bench
 def test_bench_safetensors_compares_with_the_library(tmp_path: Path) -> None:
     printed, report = bench("safetensors", tmp_path)
     assert "ours/library" in printed
@@ -113,6 +116,7 @@ def test_bench_safetensors_compares_with_the_library(tmp_path: Path) -> None:
         assert case["ours"]["peak_bytes"] < 100 << 20
 
 
+@pytest.mark.bench
 def test_bench_reshard_compares_with_cp(tmp_path: Path) -> None:
     printed, report = bench("reshard", tmp_path)
     assert "of cp" in printed
@@ -123,6 +127,7 @@ def test_bench_reshard_compares_with_cp(tmp_path: Path) -> None:
         assert world["seconds"] > 0
 
 
+@pytest.mark.bench
 def test_bench_commands_counts_what_each_prints(tmp_path: Path) -> None:
     printed, report = bench("commands", tmp_path)
     assert "CPU s" in printed
@@ -134,6 +139,7 @@ def test_bench_commands_counts_what_each_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.bench
 def test_bench_exchange_reads_unique_bytes_once(tmp_path: Path) -> None:
     printed, report = bench("exchange", tmp_path)
     assert "read/unique" in printed
@@ -151,6 +157,7 @@ def test_bench_exchange_reads_unique_bytes_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.bench
 def test_bench_load_counts_files_calls_and_bytes_of_both_sides(tmp_path: Path) -> None:
     printed, report = bench("load", tmp_path)
     assert "same topology" in printed
@@ -170,6 +177,7 @@ def test_bench_load_counts_files_calls_and_bytes_of_both_sides(tmp_path: Path) -
     assert report["cases"]["norms"]["ours"]["small_ratio"] <= 1.1
 
 
+@pytest.mark.bench
 def test_bench_restart_reports_saves_and_loads_of_all_sides(tmp_path: Path) -> None:
     printed, report = bench("restart", tmp_path)
     assert "Save" in printed
@@ -190,6 +198,7 @@ def test_bench_restart_reports_saves_and_loads_of_all_sides(tmp_path: Path) -> N
     assert entry["ours"]["metadata_bytes"] < entry["stock"]["metadata_bytes"]
 
 
+@pytest.mark.bench
 def test_bench_transfer_plans_both_cases(tmp_path: Path) -> None:
     printed, report = bench("transfer", tmp_path)
     assert "a rank's part" in printed
@@ -201,6 +210,7 @@ def test_bench_transfer_plans_both_cases(tmp_path: Path) -> None:
         assert case["nbytes"] > 0
 
 
+@pytest.mark.bench
 def test_bench_page_writes_what_a_bench_prints_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     mark = "<!-- bench digests -->\nold\n<!-- end of bench digests -->\n"
@@ -226,6 +236,7 @@ def test_the_page_has_marks_for_every_bench() -> None:
         assert f"<!-- end of bench {bench} -->" in text, bench
 
 
+@pytest.mark.bench
 def test_bench_latency_compares_loads_by_several_threads(tmp_path: Path) -> None:
     printed, report = bench("latency", tmp_path)
     assert "20 ms per request" in printed
