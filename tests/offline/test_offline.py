@@ -96,10 +96,10 @@ def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
 
 def test_ranks_of_an_older_save_are_noticed(tmp_path: Path) -> None:
     save_ranks(tmp_path, 4)
-    (tmp_path / ".metadata").write_bytes(b"old")
     world = World(2)
     for rank in range(2):
         save_alone(tmp_path, rank, sharded(world, rank, wholes(3, (9, 5)), 0))
+    (tmp_path / ".metadata").write_bytes(b"old")
     with pytest.raises(PlacementError, match=r"rank 2 .*overlaps|overlaps"):
         merge_metadata(tmp_path)
     assert (tmp_path / ".metadata").read_bytes() == b"old"
