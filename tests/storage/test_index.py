@@ -268,7 +268,7 @@ def test_a_pickle_that_is_not_the_one_of_its_index_is_refused(tmp_path: Path, wh
     evil = b"cos\ngetcwd\n0"
     at = {"head": MARKER_NBYTES + 2, "rows": end // 2, "end": end - 3 - len(evil)}[where]
     edit(tmp_path, at, evil)
-    with pytest.raises(CannotLook, match=r"refused, it asks for|is broken|not the one that its index"):
+    with pytest.raises(CannotLook, match=r"asks for|is broken|not the one that its index"):
         Checkpoint(tmp_path)
     # By the index alone nothing is executed.
     assert len(read(tmp_path).storage_data) == 19
