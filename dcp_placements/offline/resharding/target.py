@@ -18,7 +18,6 @@ import torch
 
 from dcp_placements._torch import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -33,6 +32,7 @@ from dcp_placements.offline.rehearsals.owners import OwnedTensors, Owners
 from dcp_placements.offline.rehearsals.rehearsed_record import declared_cuts
 from dcp_placements.offline.rehearsals.world_parts import WorldParts
 from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
 from dcp_placements.storage.metadata.record import Cuts, packed_record, record_of
 from dcp_placements.storage.metadata.save_ids import named
@@ -214,7 +214,7 @@ class Target:
     def metadata(self, save_id: bytes) -> Metadata:
         """Return the metadata of the new checkpoint, without places."""
         source = self._checkpoint.metadata
-        chunks: dict[OwnedTensors, list[ChunkStorageMetadata]] = {}
+        chunks: dict[OwnedTensors, Any] = {}
         stored: dict[str, Any] = {}
         for fqn, entry in source.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
@@ -222,10 +222,8 @@ class Target:
                 continue
             group = self._group_of[fqn]
             if group not in chunks:
-                chunks[group] = [
-                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                    for box in sorted(group.owners)
-                ]
+                boxes = sorted(group.owners)
+                chunks[group] = ChunkList([b.offsets for b in boxes], [b.sizes for b in boxes])
             stored[fqn] = TensorStorageMetadata(entry.properties, entry.size, chunks[group])
         paths = source.planner_data
         data: dict[Any, Any] = {fqn: (fqn,) for fqn in stored}
