@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import warnings
@@ -29,6 +30,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import CannotLook, Checkpoint, inspect
+from dcp_placements.storage.index import blocks
 from dcp_placements.storage.index.blocks import blocks_of
 from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
 from dcp_placements.storage.index.entries import StoredEntries
@@ -36,6 +38,7 @@ from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.pickles.stock_pickle import MARKER_NBYTES
 from dcp_placements.storage.metadata.table import rows_of_entries
 from dcp_placements.testing import World
+from tests.offline_scenes import Run
 from tests.storage_scenes import (
     assert_index_agrees,
     blank,
@@ -131,16 +134,7 @@ def test_without_stock_metadata_our_reader_loads_and_plain_dcp_is_refused(tmp_pa
     assert [i.length for i in lean.storage_data.values()] == [
         i.length for i in full.storage_data.values()
     ]
-    world = World(2)
-    loaded = world.load(
-        tmp_path / "lean",
-        lambda rank: sharded(world, rank, whole, 1, empty=True),
-        lambda rank: PlacementLoadPlanner(),
-        lambda rank: PlacementFileSystemReader(tmp_path / "lean"),
-    )
-    for rank, state in enumerate(loaded):
-        for key, value in sharded(world, rank, whole, 1).items():
-            assert same(state[key].to_local(), value.to_local())
+    assert_resharded_load(tmp_path / "lean", whole)
     with pytest.raises(CheckpointException, match="run `dcp-placements merge-metadata PATH`"):
         dcp.load({"lr": 0.0}, checkpoint_id=tmp_path / "lean", no_dist=True)
     assert "." not in SENTENCE
@@ -182,7 +176,7 @@ def test_of_a_damaged_index_the_pickle_serves_with_a_note(tmp_path: Path, part: 
         (tmp_path / ".metadata").write_bytes(data[: end + 5])
     else:
         edit(tmp_path, at, bytes([data[at] ^ 1]))
-    with pytest.warns(UserWarning, match=r"index of \.metadata .*is read in its place"):
+    with pytest.warns(UserWarning, match=r"metadata cannot be used: .*is read in its place"):
         metadata = read(tmp_path)
     assert (
         dict(metadata.storage_data) == dcp.FileSystemReader(tmp_path).read_metadata().storage_data
@@ -192,13 +186,103 @@ def test_of_a_damaged_index_the_pickle_serves_with_a_note(tmp_path: Path, part: 
     assert all(same(into[key], value) for key, value in whole.items())
 
 
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small indexes are written in small blocks, and read block by block, as large ones are."""
+    monkeypatch.setattr(blocks, "_BLOCK_NBYTES", 64)
+    monkeypatch.setattr(blocks, "_WHOLE_NBYTES", 0)
+    monkeypatch.setattr(blocks, "_TAIL_NBYTES", blocks._TRAILER.size)
+
+
+def block_starts(path: Path) -> list[int]:
+    with open(path / ".metadata", "rb") as stream:
+        index = blocks_of(partial(open, path / ".metadata", "rb"), stream)
+    assert index is not None
+    return list(index._starts)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_whichever_block_is_damaged_the_pickle_serves_with_one_note(tmp_path: Path) -> None:
+    """Most of them are read when a rank plans its load, or looks up what it planned."""
+    whole = save(tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    plain = pickle.loads(data)
+    starts = block_starts(tmp_path)
+    assert len(starts) > 8
+    read_late = set()
+    for number, start in enumerate(starts):
+        edit(tmp_path, 0, data)
+        edit(tmp_path, start + 3, bytes([data[start + 3] ^ 0x41]))
+        note = rf"index of \.metadata cannot be used: block {number} is not what was written"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            metadata = read(tmp_path, restricted=bool(number % 2))
+            if not caught:
+                read_late.add(number)
+            assert dict(metadata.storage_data) == plain.storage_data
+            assert dict(metadata.state_dict_metadata) == plain.state_dict_metadata
+            assert copy.deepcopy(metadata) == pickle.loads(pickle.dumps(metadata)) == metadata
+        assert [bool(re.search(note, str(one.message))) for one in caught] == [True]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert_resharded_load(tmp_path, whole)
+        assert {bool(re.search(note, str(one.message))) for one in caught} <= {True}
+        assert len(caught) <= 2
+    # All but the keys, and what is neither key nor row.
+    assert read_late == set(range(len(starts) - 2))
+
+
+def assert_resharded_load(path: Path, whole: dict[str, torch.Tensor]) -> None:
+    world = World(2)
+    loaded = world.load(
+        path,
+        lambda rank: sharded(world, rank, whole, 1, empty=True),
+        lambda rank: PlacementLoadPlanner(),
+        lambda rank: PlacementFileSystemReader(path),
+    )
+    for rank, state in enumerate(loaded):
+        for key, value in sharded(world, rank, whole, 1).items():
+            assert same(state[key].to_local(), value.to_local())
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("first", ["storage_data", "state_dict_metadata"])
+def test_damage_that_is_noticed_late_is_an_error_without_the_pickle(
+    tmp_path: Path, first: str
+) -> None:
+    save(tmp_path / "lean", stock_metadata=False)
+    path = tmp_path / "lean/.metadata"
+    for start in block_starts(tmp_path / "lean")[:-2]:
+        data = path.read_bytes()
+        edit(tmp_path / "lean", start, bytes([data[start] ^ 1]))
+    metadata = read(tmp_path / "lean")
+    with pytest.raises(PlacementError, match="stock_metadata=False"):
+        dict(getattr(metadata, first))
+    # The pickle of another save has the rows of other files.
+    save(tmp_path / "lean")
+    with pytest.raises(PlacementError, match="another save has replaced it"):
+        dict(getattr(metadata, first))
+
+
+def test_a_new_index_is_made_of_the_pickle(tmp_path: Path, run: Run) -> None:
+    save(tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    edit(tmp_path, len(data) - 90, bytes([data[-90] ^ 1]))
+    with pytest.warns(UserWarning, match="merge-metadata PATH --rewrite"):
+        read(tmp_path)
+    with pytest.warns(UserWarning, match="cannot be used"):
+        assert run("merge-metadata", tmp_path, "--rewrite").code == 0
+    assert_index_agrees(tmp_path)
+    assert pickle.loads((tmp_path / ".metadata").read_bytes()) == pickle.loads(data)
+
+
 def test_without_stock_metadata_a_damaged_index_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, stock_metadata=False)
     data = (tmp_path / ".metadata").read_bytes()
     edit(tmp_path, len(data) - 90, bytes([data[-90] ^ 1]))
     with pytest.raises(PlacementError, match="stock_metadata=False"):
         read(tmp_path)
-    with pytest.raises(CannotLook, match="is damaged"):
+    with pytest.raises(CannotLook, match="cannot be used: its directory"):
         Checkpoint(tmp_path)
 
 

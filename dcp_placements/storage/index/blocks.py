@@ -156,12 +156,7 @@ class Blocks:
     def _stored(self, number: int) -> bytes:
         stored = self._read(self._starts[number], self._lengths[number])
         if xxhash.xxh3_64_digest(stored) != self._checksums[8 * number : 8 * number + 8]:
-            raise IndexDamage(
-                f"block {number} of the index of .metadata is not what was written\n"
-                "    likely:      the file is damaged, or another save has replaced it meanwhile\n"
-                "    way out:     dcp-placements merge-metadata PATH --rewrite, which makes a new "
-                "index of the stock metadata"
-            )
+            raise IndexDamage(f"block {number} is not what was written")
         return stored
 
     def _read(self, start: int, nbytes: int) -> bytes:

@@ -6,7 +6,7 @@ once for each form that is looked up.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,15 +15,19 @@ import torch
 from dcp_placements._torch import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     TensorProperties,
     TensorStorageMetadata,
 )
 from dcp_placements.layout.alike import BySequence
-from dcp_placements.storage.index.columns import Ints
+from dcp_placements.storage.index.columns import IndexDamage, Ints
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.pickles.tensor_properties import portable_state
 
 OBJECT, OTHER = -1, -2
+
+Stock = Callable[[IndexDamage], Metadata]
+"""Reads the pickle before an index, once a part of the index turns out to be damaged."""
 
 
 class Form(NamedTuple):
@@ -91,14 +95,31 @@ class StoredEntries(Mapping[str, Any]):
     """``Metadata.state_dict_metadata`` of a checkpoint whose index is read in part.
 
     Its pickle is that of a dict of torch's objects.
+
+    Args:
+        entries: Of all keys; their lists of chunks may be read when they are used.
+        stock: Serves where one of these is damaged; None to raise.
     """
 
-    def __init__(self, entries: Entries) -> None:
+    def __init__(self, entries: Entries, stock: Stock | None = None) -> None:
+        self._stock = stock
+        self._take(entries)
+
+    def _take(self, entries: Entries) -> None:
         self.entries = entries
         self._numbers = {fqn: number for number, fqn in enumerate(entries.fqns)}
         self._made: dict[int, Any] = {}
 
     def __getitem__(self, fqn: str) -> Any:
+        try:
+            return self._entry(fqn)
+        except IndexDamage as damage:
+            if self._stock is None:
+                raise
+            self._take(entries_of(self._stock(damage).state_dict_metadata))
+            return self._entry(fqn)
+
+    def _entry(self, fqn: str) -> Any:
         form = int(self.entries.form_of[self._numbers[fqn]])
         made = self._made.get(form)
         if made is None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dcp_placements._torch import MetadataIndex, StorageInfo
 from dcp_placements.storage.index.building import build_index, by_file
+from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.coordinates import Numbering
-from dcp_placements.storage.index.entries import Entries
+from dcp_placements.storage.index.entries import Entries, Stock
 from dcp_placements.storage.index.row_index import Places, RowIndex
-from dcp_placements.storage.metadata.table import ROW, Offset, Rows, Starts
+from dcp_placements.storage.metadata.table import ROW, Offset, Rows, Starts, rows_of_entries
+
+T = TypeVar("T")
 
 
 class StorageTable(Mapping[MetadataIndex, StorageInfo]):
@@ -25,10 +29,12 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
     Args:
         held: Its rows, of which the later one counts where two are for the same chunk; or their
             index, which may be packed, as ``__reduce__`` has it, until it is used.
+        stock: Serves where a part of the index is damaged; None to raise.
     """
 
-    def __init__(self, held: Rows | RowIndex | bytes) -> None:
+    def __init__(self, held: Rows | RowIndex | bytes, stock: Stock | None = None) -> None:
         self._held = held
+        self._stock = stock
 
     @property
     def index(self) -> RowIndex:
@@ -54,6 +60,9 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
     @cached_property
     def rows(self) -> Rows:
         """All rows. A rank that loads does not need them."""
+        return self._or_stock(self._unfolded)
+
+    def _unfolded(self) -> Rows:
         if isinstance(self._held, Rows):
             return self._held
         index = self.index
@@ -83,10 +92,13 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
 
     def beginning(self, prefix: str) -> list[tuple[MetadataIndex, StorageInfo]]:
         """Return the items whose keys begin with ``prefix``, without a search of other rows."""
-        fqns = enumerate(self.index.fqns)
-        return list(self._items(key for key, fqn in fqns if fqn.startswith(prefix)))
+        fqns = [fqn for fqn in self.index.fqns if fqn.startswith(prefix)]
+        return [(index, self[index]) for fqn in fqns for index in self._indices(fqn)]
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
+        return self._or_stock(lambda: self._look_up(index))
+
+    def _look_up(self, index: MetadataIndex) -> StorageInfo:
         key = self.index.numbers.get(index.fqn)
         if key is not None:
             offset = index.offset
@@ -100,7 +112,8 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         return len(self.index)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        return (index for index, _, _, _ in self._all(range(len(self.index.fqns))))
+        for fqn in list(self.index.fqns):
+            yield from self._indices(fqn)
 
     def __repr__(self) -> str:
         return f"StorageTable({len(self)} entries)"
@@ -108,6 +121,9 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._held, bytes):
             return StorageTable, (self._held,)
+        return StorageTable, (self._or_stock(self._packed),)
+
+    def _packed(self) -> bytes:
         index = self.index
         held = replace(
             index,
@@ -117,20 +133,26 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
             _rows_of={},
             _by_writer={},
         )
-        return StorageTable, (zlib.compress(pickle.dumps(held, pickle.HIGHEST_PROTOCOL), 1),)
+        return zlib.compress(pickle.dumps(held, pickle.HIGHEST_PROTOCOL), 1)
 
-    def _items(self, keys: Iterable[int]) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
-        return ((index, self._info(key, places, at)) for index, key, places, at in self._all(keys))
+    def _or_stock(self, use: Callable[[], T]) -> T:
+        """Return the result of ``use``: by the index, or by the pickle's rows if it is damaged."""
+        try:
+            return use()
+        except IndexDamage as damage:
+            if self._stock is None:
+                raise
+            self._held = rows_of_entries((self._stock(damage).storage_data or {}).items())
+            return use()
 
-    def _all(self, keys: Iterable[int]) -> Iterator[tuple[MetadataIndex, int, Places, int]]:
-        for key in keys:
-            fqn = self.index.fqns[key]
-            for places in self.index.places_of(key):
-                if places.offsets is None:
-                    yield MetadataIndex(fqn), key, places, 0
-                    continue
-                for at, offset in enumerate(places.offsets.tolist()):
-                    yield MetadataIndex(fqn, offset), key, places, at
+    def _indices(self, fqn: str) -> list[MetadataIndex]:
+        def indices() -> list[MetadataIndex]:
+            key = self.index.numbers.get(fqn)
+            every = [] if key is None else self.index.places_of(key)
+            offsets = [[None] if o.offsets is None else o.offsets.tolist() for o in every]
+            return [MetadataIndex(fqn, offset) for offset in chain.from_iterable(offsets)]
+
+        return self._or_stock(indices)
 
     def _info(self, key: int, places: Places, at: int) -> StorageInfo:
         path, transforms, start, length = self.index.row(key, places, at)

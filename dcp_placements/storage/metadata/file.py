@@ -23,7 +23,7 @@ from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.blocks import Blocks, Opener, blocks_of
 from dcp_placements.storage.index.columns import IndexDamage
-from dcp_placements.storage.index.entries import StoredEntries, entries_of
+from dcp_placements.storage.index.entries import Stock, StoredEntries, entries_of
 from dcp_placements.storage.index.packing import MOST_NUMBERS, PackedIndex, packed_index
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.checks import check_metadata
@@ -89,7 +89,8 @@ def read_metadata(
 ) -> Metadata:
     """Return the metadata in a ``.metadata`` file, whoever wrote it, with whichever torch.
 
-    Of a file with an index the parts that are used are read, when they are used.
+    Of a file with an index the parts that are used are read, when they are used. Where one is
+    damaged, the pickle serves from then on, with a warning.
 
     Args:
         opener: Opens the file, for reading by position.
@@ -102,7 +103,7 @@ def read_metadata(
     Raises:
         RefusedGlobal: It is restricted and names something else.
         PlacementError: The index is that of another save; or it is damaged, and there is no stock
-            metadata.
+            metadata. The result raises it as well, if it finds the damage when a part is used.
         pickle.UnpicklingError: It is restricted, and broken.
     """
     with quiet_gc(), opener() as stream:
@@ -113,23 +114,85 @@ def read_metadata(
         load: Callable[[IO[bytes]], Any] = (
             partial(load_restricted, newer=newer) if restricted else _load
         )
-        damage = "is missing" if (digest := marked_digest(head)) is not None else ""
+        digest = marked_digest(head)
+        stock = _StockPickle(opener, load, digest, is_checked=restricted)
         try:
             blocks = blocks_of(opener, stream)
             if blocks is not None:
                 _check_same(blocks, digest)
                 packed = PackedIndex(blocks, MOST_NUMBERS if restricted else None)
-                indexed = _indexed(packed, load)
+                indexed = _indexed(packed, load, stock)
                 if whole:
                     blocks.check()
                     _check_pickle(opener, blocks, packed.head_nbytes, indexed)
                 return indexed
-        except IndexDamage as error:
-            damage = f"is damaged: {str(error).splitlines()[0]}"
-        if damage:
-            _refuse_or_warn(damage, head)
+        except IndexDamage as damage:
+            return stock(damage)
+        if digest is not None:
+            return stock(IndexDamage("it is missing"))
         stream.seek(0)
         metadata: Metadata = load(stream)
+        return metadata
+
+
+class _StockPickle:
+    """The pickle before an index, which serves where the index is damaged.
+
+    Args:
+        opener: Opens the file.
+        load: Loads the pickle.
+        digest: Of the index, which the pickle begins with; None where it does not.
+        is_checked: Whether the file may be anybody's.
+    """
+
+    def __init__(
+        self,
+        opener: Opener,
+        load: Callable[[IO[bytes]], Any],
+        digest: bytes | None,
+        *,
+        is_checked: bool,
+    ) -> None:
+        self._opener, self._load, self._digest = opener, load, digest
+        self._is_checked = is_checked
+        self._metadata: Metadata | None = None
+
+    def __call__(self, damage: IndexDamage) -> Metadata:
+        """Return its metadata, with a warning at the first call.
+
+        Args:
+            damage: What is wrong with the index.
+
+        Raises:
+            PlacementError: There is none, or it is another save's by now.
+        """
+        if self._metadata is not None:
+            return self._metadata
+        with quiet_gc(), self._opener() as stream:
+            head = stream.read(_HEAD_NBYTES)
+            if marked_digest(head) != self._digest:
+                raise PlacementError(
+                    ".metadata is not the file that was opened: another save has replaced it\n"
+                    "    way out:     load again"
+                )
+            if is_refusing(head):
+                raise PlacementError(
+                    f"the index of .metadata cannot be used: {damage}\n"
+                    "    why:         it was saved with stock_metadata=False, so nothing else says "
+                    "what is where\n"
+                    "    way out:     copy .metadata again, or load another checkpoint"
+                ) from damage
+            warnings.warn(
+                f"the index of .metadata cannot be used: {damage}; all of .metadata is read in "
+                "its place\n"
+                "    way out:     dcp-placements merge-metadata PATH --rewrite",
+                stacklevel=2,
+            )
+            stream.seek(0)
+            metadata: Metadata = self._load(stream)
+        if self._is_checked:
+            check_metadata(metadata)
+        self._metadata = metadata
         return metadata
 
 
@@ -157,30 +220,17 @@ def _check_pickle(opener: Opener, blocks: Blocks, head_nbytes: int, metadata: Me
     )
 
 
-def _indexed(packed: PackedIndex, load: Callable[[IO[bytes]], Any]) -> Metadata:
+def _indexed(packed: PackedIndex, load: Callable[[IO[bytes]], Any], stock: Stock) -> Metadata:
     value = load(io.BytesIO(packed.values))
     if type(value) is not tuple or len(value) != 3 or type(value[0]) is not Metadata:
         raise IndexDamage("its values are not those of metadata")
     metadata: Metadata
     metadata, properties, others = value
     entries = packed.entries(properties, others)
-    stored: Any = StoredEntries(entries)
+    stored: Any = StoredEntries(entries, stock)
     metadata.state_dict_metadata = stored
-    metadata.storage_data = StorageTable(packed.rows(entries))
+    metadata.storage_data = StorageTable(packed.rows(entries), stock)
     return metadata
-
-
-def _refuse_or_warn(damage: str, head: bytes) -> None:
-    if is_refusing(head):
-        raise PlacementError(
-            f"the index of .metadata {damage}\n"
-            "    why:         it was saved with stock_metadata=False, so nothing else says what is "
-            "where\n"
-            "    way out:     copy .metadata again, or load another checkpoint"
-        )
-    warnings.warn(
-        f"the index of .metadata {damage}; all of .metadata is read in its place", stacklevel=3
-    )
 
 
 def _load(file: IO[bytes]) -> Any:
