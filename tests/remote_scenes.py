@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import os
 import re
 import socket
@@ -20,6 +21,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 BUCKET = "checkpoints"
+
+# Public from torch 2.15 on, where the private module warns.
+_public = importlib.util.find_spec("torch.distributed.checkpoint.fsspec_filesystem")
+_fsspec = importlib.import_module(
+    f"torch.distributed.checkpoint.{'' if _public else '_'}fsspec_filesystem"
+)
+FsspecReader, FsspecWriter = _fsspec.FsspecReader, _fsspec.FsspecWriter
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import inspect
 import pickle
 import warnings
@@ -43,13 +42,7 @@ from dcp_placements import (
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX
 from dcp_placements.testing import FakeDTensor, World, real_dtensor
-
-# Public from torch 2.15 on, where the private module warns.
-_public = importlib.util.find_spec("torch.distributed.checkpoint.fsspec_filesystem")
-_fsspec = importlib.import_module(
-    f"torch.distributed.checkpoint.{'' if _public else '_'}fsspec_filesystem"
-)
-FsspecReader, FsspecWriter = _fsspec.FsspecReader, _fsspec.FsspecWriter
+from tests.remote_scenes import FsspecReader, FsspecWriter
 
 SavePlanners = [DefaultSavePlanner, PlacementSavePlanner]
 LoadPlanners = [DefaultLoadPlanner, PlacementLoadPlanner]

@@ -14,7 +14,6 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_placements import (
@@ -31,7 +30,7 @@ from dcp_placements.storage.remote.filesystem import (
     default_options,
 )
 from dcp_placements.storage.remote.requests import TRIES, RangeReader, request
-from tests.remote_scenes import Flaky, flaky, memory, names
+from tests.remote_scenes import Flaky, FsspecReader, flaky, memory, names
 from tests.storage_scenes import Flipped, all_kinds, blank, flipped_registry, load, same
 
 __all__ = ["flaky", "memory"]

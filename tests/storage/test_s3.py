@@ -16,7 +16,6 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
@@ -29,7 +28,7 @@ from dcp_placements.offline import Checkpoint, diff
 from dcp_placements.offline.directory import Directory
 from dcp_placements.testing import World, cut
 from tests.offline_scenes import Run, rules_by_ep, wholes
-from tests.remote_scenes import contents, names, s3, s3_server
+from tests.remote_scenes import FsspecReader, contents, names, s3, s3_server
 from tests.storage_scenes import load, same
 
 __all__ = ["s3", "s3_server"]
