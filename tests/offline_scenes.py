@@ -50,6 +50,8 @@ def save_sharded(
     add: float = 0.0,
     ep: int = 2,
     collectives: bool = True,
+    stock_metadata: bool = True,
+    shadows: Any = "off",
 ) -> dict[str, torch.Tensor]:
     """Save from ``ep`` x 2 ranks: experts over ep and then fsdp, dense weights over fsdp."""
     whole = {fqn: tensor + add for fqn, tensor in wholes().items()}
@@ -69,10 +71,12 @@ def save_sharded(
 
     def planner(rank: int) -> PlacementSavePlanner:
         mesh = world.mesh(rank, ep=ep, fsdp=2)
-        return PlacementSavePlanner(rules_by_ep(mesh), digests=digests, step=step)
+        return PlacementSavePlanner(rules_by_ep(mesh), digests=digests, step=step, shadows=shadows)
 
     def writer(rank: int) -> Any:
-        return (PlacementFileSystemWriter if lean else dcp.FileSystemWriter)(path)
+        if not lean:
+            return dcp.FileSystemWriter(path)
+        return PlacementFileSystemWriter(path, stock_metadata=stock_metadata)
 
     world.save(path, state_dict, planner, writer, use_collectives=collectives)
     return whole
