@@ -469,15 +469,18 @@ class StockPlans:
         if column not in self._paths:
             self._paths[column], self._lays[column] = self._keys(column)
         boxes: dict[Lay | None, tuple[tuple[int, ...], tuple[int, ...]]] = {None: ((), ())}
+        shards: dict[tuple[int, ...], torch.Tensor] = {}
         items = []
         for fqn, lay in zip(self._paths[column], self._lays[column], strict=True):
             if lay is not None and lay not in boxes:
                 boxes[lay] = lay.local(rank)
             sizes, offsets = boxes[lay]
             start = torch.Size(offsets)
+            if sizes not in shards:
+                shards[sizes] = torch.empty(sizes, dtype=DTYPE, device="meta")
             data = TensorWriteData(
                 ChunkStorageMetadata(offsets=start, sizes=torch.Size(sizes)),
-                TensorProperties(dtype=DTYPE),
+                TensorProperties.create_from_tensor(shards[sizes]),
                 torch.Size(() if lay is None else lay.shape),
             )
             kind = WriteItemType.TENSOR if lay is None else WriteItemType.SHARD
