@@ -72,6 +72,7 @@ def test_bench_digests_reports_the_share_of_each_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.bench
 def test_bench_io_reports_both_sides_and_the_raw_cost(tmp_path: Path) -> None:
     where = ("--directory", str(tmp_path))
     printed, report = bench("io", tmp_path, "--cases", "small", "reshard", *where)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import runpy
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.torchrun import forked
 
 EXAMPLES = Path(__file__).parent.parent / "scripts" / "examples"
 TORCHRUN = {"live_transfer.py": 4, "transformers_moe.py": 2}
@@ -47,15 +46,6 @@ def test_it_prints_what_it_says(name: str) -> None:
 def test_those_for_real_ranks_print_what_they_say(name: str, tmp_path: Path) -> None:
     if name == "transformers_moe.py" and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    root = EXAMPLES.parent.parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", str(TORCHRUN[name]), str(EXAMPLES / name)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = forked(EXAMPLES / name, ranks=TORCHRUN[name], cwd=tmp_path)
     # Judged by what is printed: gloo's threads sometimes abort a process that is done.
     assert done.stdout == PRINTED[name], done.stderr

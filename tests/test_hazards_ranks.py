@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.torchrun import forked, tail, torchrun
+from tests.torchrun import forked, tail
 
 pytestmark = pytest.mark.dist
 
@@ -24,7 +24,7 @@ RANKS = range(4)
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each rank saw, by scenario."""
     out = tmp_path_factory.mktemp("ranks")
-    done = torchrun(WORKER, out, ranks=len(RANKS))
+    done = forked(WORKER, out, ranks=len(RANKS))
     assert done.returncode == 0, tail(done)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in RANKS]
 

@@ -19,7 +19,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -48,6 +47,7 @@ from dcp_placements.bind.placing import place
 from dcp_placements.cli import main
 from dcp_placements.cli.app import app
 from dcp_placements.testing import cut
+from tests.torchrun import forked, torchrun
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -192,11 +192,8 @@ def test_every_block_is_of_a_kind_that_runs() -> None:
 def test_programs_run_on_two_ranks(block: Block, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(block.text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", str(program)]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
+    start = torchrun if block.page == README else forked
+    done = start(program, ranks=2, cwd=tmp_path)
     # Now and then a gloo thread of torch aborts a process that is about to exit, also after stock
     # saves and with the group destroyed; what the program did is then done.
     assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr

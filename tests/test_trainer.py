@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +13,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tests.torchrun import forked, torchrun
+
 README = Path(__file__).parent.parent / "README.md"
 (TRAINER,) = re.findall(r"```python trainer.py\n(.*?)```\n", README.read_text(), re.DOTALL)
 
 STEPS = 6
 
 
-def train(folder: Path, *, ranks: int, ep: int) -> list[str]:
+def train(folder: Path, *, ranks: int, ep: int, start: Any = forked) -> list[str]:
     """Run the trainer up to the last step, from what is in ``folder``; return its lines."""
     (folder / "trainer.py").write_text(TRAINER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "trainer.py", str(ep), str(STEPS)]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = start(folder / "trainer.py", str(ep), str(STEPS), ranks=ranks, cwd=folder)
     # Judged by what is printed and saved: gloo's threads sometimes abort a process that is done.
     assert f"step {STEPS}:" in done.stdout, done.stderr
     return done.stdout.splitlines()
@@ -56,7 +45,7 @@ def whole_tensors(path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    lines = train(folder, ranks=4, ep=2)
+    lines = train(folder, ranks=4, ep=2, start=torchrun)
     assert [line.split(":")[0] for line in lines] == [f"step {at + 1}" for at in range(STEPS)]
     return folder
 

@@ -15,26 +15,34 @@ _LEFT_OUT = ("PYTHONHASHSEED", "RANK", "WORLD_SIZE")
 
 
 def torchrun(
-    program: Path, *arguments: str | Path, ranks: int = 4
+    program: Path, *arguments: str | Path, ranks: int = 4, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Return what a program printed that torchrun started on some ranks, and its exit code."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return _run([*launcher, str(program), *map(str, arguments)])
+    return _run([*launcher, str(program), *map(str, arguments)], cwd)
 
 
 def forked(
-    program: Path, *arguments: str | Path, ranks: int = 4
+    program: Path,
+    *arguments: str | Path,
+    ranks: int = 4,
+    cwd: Path | None = None,
+    modules: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Return what ``torchrun`` does; the ranks share what they import, and their hash seed."""
-    return _run([str(_FORKED), str(ranks), str(program), *map(str, arguments)])
+    """Return what ``torchrun`` does; the ranks share what they import, and their hash seed.
+
+    ``modules``, joined by commas, are imported once beside those at the program's top.
+    """
+    return _run([str(_FORKED), str(ranks), modules, str(program), *map(str, arguments)], cwd)
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], cwd: Path | None) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if key not in _LEFT_OUT}
     path = [str(ROOT), str(ROOT / "tests"), *filter(None, [kept.get("PYTHONPATH")])]
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
     return subprocess.run(
         [sys.executable, *command],
+        cwd=cwd,
         env=kept,
         capture_output=True,
         text=True,

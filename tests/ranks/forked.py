@@ -1,19 +1,23 @@
 """Ranks that are forked from one process: torch is imported once, and not by every rank.
 
-    python tests/ranks/forked.py RANKS PROGRAM [argument ...]
+    python tests/ranks/forked.py RANKS MODULES PROGRAM [argument ...]
 
-Imports the program, forks the ranks, and calls its ``main()`` in each with the environment that
-torchrun sets. The exit code is 0 when every rank's is; the first other one ends the rest.
+Imports what the program imports at its top and the modules (joined by commas), forks the ranks, and
+runs the program in each with the environment that torchrun sets. The exit code is 0 when every
+rank's is; the first other one ends the rest.
 """
 
 from __future__ import annotations
 
+import ast
 import os
+import runpy
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -30,6 +34,8 @@ def fork(work: Callable[[], object], **environment: str) -> int:
         os.environ.update(environment)
         work()
         code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -38,11 +44,24 @@ def fork(work: Callable[[], object], **environment: str) -> int:
         os._exit(code)
 
 
+def imported(program: Path) -> list[str]:
+    """Return the modules that a program imports at its top."""
+    modules = []
+    for node in ast.parse(program.read_text()).body:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.append(node.module)
+    return modules
+
+
 def main() -> int:
     sys.argv.pop(0)
-    ranks, program = int(sys.argv.pop(0)), Path(sys.argv[0])
+    ranks, modules, program = int(sys.argv.pop(0)), sys.argv.pop(0), Path(sys.argv[0])
     sys.path[:0] = [str(program.parent), *map(str, Path(__file__).resolve().parents[1:3])]
-    work = import_module(program.stem).main
+    for module in [*imported(program), *filter(None, modules.split(","))]:
+        import_module(module)
+    work = partial(runpy.run_path, str(program), run_name="__main__")
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
