@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dcp_placements._torch import (
@@ -107,33 +108,31 @@ class StoredEntries(Mapping[str, Any]):
 
     def _take(self, entries: Entries) -> None:
         self.entries = entries
-        self._numbers = {fqn: number for number, fqn in enumerate(entries.fqns)}
+        form_of = np.asarray(entries.form_of, np.int64).tolist()
+        self._form_of: dict[str, int] = dict(zip(entries.fqns, form_of, strict=True))
         self._made: dict[int, Any] = {}
 
     def __getitem__(self, fqn: str) -> Any:
-        try:
-            return self._entry(fqn)
-        except IndexDamage as damage:
-            if self._stock is None:
-                raise
-            self._take(entries_of(self._stock(damage).state_dict_metadata))
-            return self._entry(fqn)
-
-    def _entry(self, fqn: str) -> Any:
-        form = int(self.entries.form_of[self._numbers[fqn]])
+        form = self._form_of[fqn]
         made = self._made.get(form)
         if made is None:
-            made = self._made[form] = self.entries.entry(self.entries.forms[form])
+            try:
+                made = self._made[form] = self.entries.entry(self.entries.forms[form])
+            except IndexDamage as damage:
+                if self._stock is None:
+                    raise
+                self._take(entries_of(self._stock(damage).state_dict_metadata))
+                return self[fqn]
         return made
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._numbers)
+        return iter(self._form_of)
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._form_of)
 
     def __contains__(self, fqn: object) -> bool:
-        return fqn in self._numbers
+        return fqn in self._form_of
 
     def __repr__(self) -> str:
         return f"StoredEntries({len(self)} keys)"

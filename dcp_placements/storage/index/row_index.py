@@ -32,6 +32,9 @@ Naming = tuple[tuple[str, str | None], ...]
 """For each file of a writer what stands in its name before and behind the writer's number; None
 where the name has no such number."""
 
+_Row = tuple[str, int, int, int]
+"""Name of the file, transforms, start and length."""
+
 _Rows = dict[tuple[int, int], tuple[int, int, int, int]]
 """By key and ordinal: number of the file, transforms, start and length."""
 
@@ -46,7 +49,6 @@ class Places:
         offsets: ``(chunks, ndim)``; None of an object.
         writers: By chunk, the number of its writer.
         ordinals: By chunk, the number of its row among those of the key in the writer's template.
-        sources: Writer and ordinal by position, of the chunks that were looked up.
         listed: The number of the list of chunks that has the same offsets in the same order; -1
             where none has.
     """
@@ -55,7 +57,6 @@ class Places:
     writers: Ints
     ordinals: Ints
     listed: int = -1
-    sources: dict[int, tuple[int, int]] = field(default_factory=dict)
     _order: Ints | None = None
     _at: dict[Offset, int] = field(default_factory=dict)
 
@@ -132,6 +133,22 @@ class Writers:
         return ends - counts[self.naming_of] if len(counts) else ends
 
 
+@dataclass(slots=True)
+class LookedUp:
+    """What was read of an index, in the form in which single rows are looked up.
+
+    Attributes:
+        places: By key.
+        rows: By template.
+        sources: By number of places and position in them: the files of the writer, the rows of
+            its template, and the ordinal.
+    """
+
+    places: dict[str, list[tuple[int, Places]]] = field(default_factory=dict)
+    rows: dict[int, _Rows] = field(default_factory=dict)
+    sources: dict[tuple[int, int], tuple[list[str], _Rows, int]] = field(default_factory=dict)
+
+
 @dataclass
 class RowIndex:
     """The rows of a checkpoint. What is read from a file is read when it is used.
@@ -146,6 +163,7 @@ class RowIndex:
         counts: By number, the chunks of the places.
         pairs: ``(2, pairs)``: number of a key and of places, by key.
         entries: Of the state dict whose lists of chunks the places refer to.
+        looked_up: A memo of the rest.
     """
 
     fqns: Sequence[str]
@@ -157,8 +175,7 @@ class RowIndex:
     counts: Ints
     pairs: Ints
     entries: Entries | None = None
-    _rows_of: dict[int, _Rows] = field(default_factory=dict)
-    _by_writer: dict[int, tuple[list[str], _Rows]] = field(default_factory=dict)
+    looked_up: LookedUp = field(default_factory=LookedUp)
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -173,35 +190,50 @@ class RowIndex:
     def __len__(self) -> int:
         return int(self.counts[self.pairs[1]].sum()) if len(self.counts) else 0
 
-    def places_of(self, key: int) -> list[Places]:
-        """Return the places of a key, by number."""
-        start, stop = self._bounds[key], self._bounds[key + 1]
-        return [self.places[number] for number in self.pairs[1, start:stop].tolist()]
-
-    def row(self, key: int, places: Places, at: int) -> tuple[str, int, int, int]:
-        """Return file, transforms, start and length of the chunk at a position."""
-        source = places.sources.get(at)
-        if source is None:
-            source = places.sources[at] = int(places.writers[at]), int(places.ordinals[at])
-        writer, ordinal = source
-        held = self._by_writer.get(writer)
+    def places_of(self, fqn: str) -> list[tuple[int, Places]]:
+        """Return number and places of the places of a key; none where there is no such key."""
+        held = self.looked_up.places.get(fqn)
         if held is None:
-            files = self.writers.files_of(writer)
-            held = self._by_writer[writer] = files, self._rows(int(self.writers.templates[writer]))
-        files, rows = held
-        row = rows.get((key, ordinal))
-        if row is None or row[0] >= len(files):
-            raise IndexDamage("a chunk is not among what its writer wrote")
-        file, transforms, start, length = row
-        return files[file], transforms, start, length
+            key = self.numbers.get(fqn)
+            bounds = (0, 0) if key is None else self._bounds[key : key + 2]
+            numbers = self.pairs[1, slice(*bounds)].tolist()
+            held = [(number, self.places[number]) for number in numbers]
+            self.looked_up.places[fqn] = held
+        return held
+
+    def row(self, fqn: str, offset: Offset, hint: int | None) -> _Row | None:
+        """Return the row of a chunk; None where there is none.
+
+        Args:
+            fqn: Of its key.
+            offset: Of the chunk; None of an object.
+            hint: Its likely position in the list of chunks.
+        """
+        for number, places in self.places_of(fqn):
+            at = places.find(offset, hint)
+            if at is None:
+                continue
+            source = self.looked_up.sources.get((number, at))
+            if source is None:
+                writer = int(places.writers[at])
+                rows = self._rows(int(self.writers.templates[writer]))
+                source = self.writers.files_of(writer), rows, int(places.ordinals[at])
+                self.looked_up.sources[number, at] = source
+            files, rows, ordinal = source
+            row = rows.get((self.numbers[fqn], ordinal))
+            if row is None or row[0] >= len(files):
+                raise IndexDamage("a chunk is not among what its writer wrote")
+            file, transforms, start, length = row
+            return files[file], transforms, start, length
+        return None
 
     def _rows(self, template: int) -> _Rows:
         """Return the rows of a template by key and ordinal."""
-        rows = self._rows_of.get(template)
+        rows = self.looked_up.rows.get(template)
         if rows is None:
             columns = [self.templates[template][name].tolist() for name in TEMPLATE.names or ()]
             keys = zip(*columns[:2], strict=True)
-            rows = self._rows_of[template] = dict(
+            rows = self.looked_up.rows[template] = dict(
                 zip(keys, zip(*columns[2:], strict=True), strict=True)
             )
         return rows

@@ -17,7 +17,7 @@ from dcp_placements.storage.index.building import build_index, by_file
 from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.coordinates import Numbering
 from dcp_placements.storage.index.entries import Entries, Stock
-from dcp_placements.storage.index.row_index import Places, RowIndex
+from dcp_placements.storage.index.row_index import LookedUp, RowIndex
 from dcp_placements.storage.metadata.table import ROW, Offset, Rows, Starts, rows_of_entries
 
 T = TypeVar("T")
@@ -96,17 +96,17 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         return [(index, self[index]) for fqn in fqns for index in self._indices(fqn)]
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
-        return self._or_stock(lambda: self._look_up(index))
-
-    def _look_up(self, index: MetadataIndex) -> StorageInfo:
-        key = self.index.numbers.get(index.fqn)
-        if key is not None:
-            offset = index.offset
-            for places in self.index.places_of(key):
-                at = places.find(offset, index.index)
-                if at is not None:
-                    return self._info(key, places, at)
-        raise KeyError(index)
+        held = self.index
+        try:
+            row = held.row(index.fqn, index.offset, index.index)
+        except IndexDamage as damage:
+            self._take_stock(damage)
+            return self[index]
+        if row is None:
+            raise KeyError(index)
+        path, transforms, start, length = row
+        steps = held.transforms[transforms]
+        return StorageInfo(path, start, length, None if steps is None else list(steps))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -130,8 +130,7 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
             templates=list(index.templates),
             places=list(index.places),
             entries=None,
-            _rows_of={},
-            _by_writer={},
+            looked_up=LookedUp(),
         )
         return zlib.compress(pickle.dumps(held, pickle.HIGHEST_PROTOCOL), 1)
 
@@ -140,24 +139,22 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         try:
             return use()
         except IndexDamage as damage:
-            if self._stock is None:
-                raise
-            self._held = rows_of_entries((self._stock(damage).storage_data or {}).items())
+            self._take_stock(damage)
             return use()
+
+    def _take_stock(self, damage: IndexDamage) -> None:
+        if self._stock is None:
+            raise damage
+        self._held = rows_of_entries((self._stock(damage).storage_data or {}).items())
+        self._stock = None
 
     def _indices(self, fqn: str) -> list[MetadataIndex]:
         def indices() -> list[MetadataIndex]:
-            key = self.index.numbers.get(fqn)
-            every = [] if key is None else self.index.places_of(key)
-            offsets = [[None] if o.offsets is None else o.offsets.tolist() for o in every]
+            listed = [places.offsets for _, places in self.index.places_of(fqn)]
+            offsets = [[None] if table is None else table.tolist() for table in listed]
             return [MetadataIndex(fqn, offset) for offset in chain.from_iterable(offsets)]
 
         return self._or_stock(indices)
-
-    def _info(self, key: int, places: Places, at: int) -> StorageInfo:
-        path, transforms, start, length = self.index.row(key, places, at)
-        steps = self.index.transforms[transforms]
-        return StorageInfo(path, start, length, None if steps is None else list(steps))
 
 
 def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:
