@@ -8,8 +8,8 @@ from math import prod
 from dcp_placements.errors import Fault, format_names, format_ranks
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, overlaps, uncovered
-from dcp_placements.names.optimizer_state import possible_parameters
-from dcp_placements.save.coordinator.claims import RANDOM, Claims, Plans, claims_of, plans_by_digest
+from dcp_placements.save.coordinator.advice import content_advice, hole_advice, renumber_of
+from dcp_placements.save.coordinator.claims import Claims, Plans, claims_of, plans_by_digest
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.contents import Suspects
 from dcp_placements.save.coordinator.pieces import Piece
@@ -88,7 +88,7 @@ class Faults:
         ]
         if len(groups) > 8:
             details.append(f"... {len(groups)} different contents in all")
-        details += self._content_advice(claims.fqn, piece.group, differs, agrees)
+        details += content_advice(claims.fqn, piece.group, differs, agrees)
         headline = f"{len(groups)} different contents on {count} ranks that claim to be replicas"
         return Fault(
             claims.fqn,
@@ -104,7 +104,7 @@ class Faults:
             f"different contents on {self._ranks(suspects.plans)}, which claim to be replicas",
             (
                 *_one_or_more(suspects.fqns),
-                "likely:      a rule with Shard on an axis is missing; or the replicas have "
+                f"likely:      {_lacking(suspects.fqns[0])} is missing; or the replicas have "
                 "drifted apart",
                 "way out:     dcp_placements.check(state_dict, rules) compares key by key",
                 'by rule:     on_conflict="warn" saves one of the copies anyway',
@@ -250,31 +250,12 @@ class Faults:
             text = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
             details.append(f"likely:      {factor} times too little is held{text}")
         listed = any(cut.kind == ROWS for group in claims.groups for cut in group.cuts)
-        details += self._hole_advice(claims.fqn, listed)
+        details += hole_advice(claims.fqn, listed)
         return Fault(
             claims.fqn,
             f"nobody holds all of the {whole.sizes} tensor",
             (*details, *self._rule_lines(claims)),
         )
-
-    def _hole_advice(self, fqn: str, listed: bool) -> list[str]:
-        if not listed:
-            return [
-                "way out:     save with all ranks that hold a part and with the key on each of "
-                "them; where the tensor is not sharded over that axis, drop the axis from its rule"
-            ]
-        if not possible_parameters(fqn):
-            return [
-                "way out:     no rank's IndexShard or rename= names these rows: every row must "
-                "be on one of them"
-            ]
-        return [
-            "likely:      these rows were never stepped, and have no optimizer state; none "
-            "is made up for them",
-            "way out:     a rename= that stacks the parameters and leaves their state a "
-            "tensor per row, as in lambda key: key if '.state.' in key else stack(key)",
-            "             or, if they have state: no rank's IndexShard or rename= names these rows",
-        ]
 
     def _neighbours(self, claims: Claims, hole: Box) -> str:
         grown = Box(tuple([o - 1 for o in hole.offsets]), tuple([n + 2 for n in hole.sizes]))
@@ -288,50 +269,6 @@ class Faults:
             f"{format_box(box, None)} of {self._ranks(plan for plan, _ in held)}"
             for box, held in touching[:2]
         )
-
-    def _content_advice(
-        self, fqn: str, group: Group, differs: Sequence[str], agrees: Sequence[str]
-    ) -> Iterable[str]:
-        """Yield where copies differ, the likely cause and the way out."""
-        if differs:
-            tail = f", agrees along {_quoted(agrees)}" if agrees else ""
-            yield f"the copies:  differs along {_quoted(differs)}{tail}"
-        renamed = any(part.isdigit() for part in fqn.split("."))
-        own_value = not group.shape or RANDOM.search(fqn)
-        if own_value:
-            yield "likely:      a number or random state of each rank's own, under one name"
-            yield "way out:     a name per rank (f'rng.{rank}'), or one value for all ranks"
-        elif differs and group.equal_along.issuperset(differs):
-            along = _quoted(differs)
-            yield (
-                f"likely:      replicas that have drifted apart, declared equal along {along}; or "
-                f"it is sharded over {along}: it needs a rule with Shard on that axis"
-            )
-        elif differs:
-            yield (
-                f"likely:      it is sharded over {_quoted(differs)}: it needs a rule with Shard "
-                "on that axis; if these are meant to be replicas, they have drifted apart"
-            )
-        else:
-            renamed = True
-            yield (
-                "likely:      different tensors under one name: it needs a rule that says how it "
-                "is sharded, or a name per rank; if these are meant to be replicas, they have "
-                "drifted apart"
-            )
-        if not own_value:
-            yield (
-                "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: "
-                "Shard(dim)})})"
-            )
-            if renamed:
-                yield (
-                    "             rename= where the name counts from 0 on every rank (experts, "
-                    "layers)"
-                )
-            if group.dtype is not None and not group.dtype.is_floating_point:
-                yield "             a name per rank (f'rng.{rank}') where each has its own state"
-        yield '             on_conflict="warn" saves one of the copies anyway'
 
     def _along(self, groups: dict[int, Plans]) -> tuple[list[str], list[str]]:
         """Return the axes that tell the contents apart, and those along which copies agree."""
@@ -388,11 +325,13 @@ class Faults:
         return [f"by rule:     {', '.join(rules)}"]
 
 
+def _lacking(fqn: str) -> str:
+    shard = "a rule with Shard on an axis"
+    renumber = renumber_of(fqn)
+    return shard if renumber is None else f"{renumber}, or {shard},"
+
+
 def _one_or_more(fqns: Sequence[str]) -> Iterable[str]:
     """Yield the keys among which some differ; nothing where there is no doubt which."""
     if len(fqns) > 1:
         yield f"it is one or more of {len(fqns)} keys: {format_names(fqns)}"
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)
