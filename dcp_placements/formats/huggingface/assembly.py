@@ -18,7 +18,8 @@ from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import intersection
-from dcp_placements.names.boxes import Target, renamed_boxes
+from dcp_placements.names.backwards import Original
+from dcp_placements.names.boxes import Target, renamed_boxes, whole_shape
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
 from dcp_placements.names.renamed_keys import format_axes
@@ -148,6 +149,55 @@ def assemble(
             without an answer (a ``LookupError`` or ``ValueError``, None, or "") is a fault.
     """
     return _Assembler(rename).assemble(tensors)
+
+
+def assemble_backwards(
+    tensors: Mapping[str, StoredTensor], originals: Mapping[str, Original]
+) -> tuple[list[AssembledTensor], list[Fault]]:
+    """Return the tensors of which a rename makes the stored ones, and the faults.
+
+    Args:
+        tensors: By the names that the rename gives.
+        originals: By the keys of the tensors to make, what the rename answers (``original_keys``).
+    """
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    faults: list[Fault] = []
+    assembled: list[AssembledTensor] = []
+    used: set[str] = set()
+    for key, answer in originals.items():
+        try:
+            shape = whole_shape(answer, shapes)
+            targets = renamed_boxes(answer, shape)
+        except RenameError as error:
+            faults.append(Fault(key, error.headline, error.details))
+            continue
+        used.update(target.fqn for target in targets)
+        sources = [tensors[target.fqn] for target in targets]
+        kinds = {(source.dtype, source.shape): source.fqn for source in reversed(sources)}
+        dtype = sources[0].dtype
+        if any(source.dtype != dtype for source in sources) or any(
+            shapes[target.fqn] != target.shape for target in targets
+        ):
+            details = [f"{name}: {kind}, {shape}" for (kind, shape), name in kinds.items()][-4:]
+            headline = "tensors of different dtypes or shapes cannot be joined"
+            faults.append(Fault(key, headline, tuple(reversed(details))))
+            continue
+        blocks = [
+            Block(box, source, at, _inverted(target.dims, len(shape)))
+            for target, source in zip(targets, sources, strict=True)
+            for box, at in target.boxes
+        ]
+        assembled.append(AssembledTensor(key, shape, dtype, tuple(blocks)))
+    for name in tensors if not faults else ():
+        if name not in used:
+            faults.append(Fault(name, "a row or a part before it is missing"))
+    return assembled, faults
+
+
+def _inverted(origins: tuple[int | None, ...], ndim: int) -> tuple[int | None, ...]:
+    """Return for each of ``ndim`` source dims the dim of the target that it becomes."""
+    of_source = {origin: dim for dim, origin in enumerate(origins) if origin is not None}
+    return tuple([of_source.get(dim) for dim in range(ndim)])
 
 
 Entry = tuple[str, StoredTensor, Renamed, Target]

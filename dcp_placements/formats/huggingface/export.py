@@ -162,6 +162,7 @@ def export_torch(
     tied: Mapping[str, str] | None = None,
     optimizer: bool = False,
     exclude: Sequence[str] = (),
+    progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Write a checkpoint's tensors as one ``torch.save`` file, a flat dict; all are in memory.
 
@@ -174,6 +175,7 @@ def export_torch(
         tied: Likewise, but the file has such a name, which shares the other's elements.
         optimizer: As in ``export_safetensors``.
         exclude: Likewise.
+        progress: Called as tensors are read.
 
     Raises:
         CannotLook: As ``export_safetensors``.
@@ -183,13 +185,19 @@ def export_torch(
         plan = _Plan(
             checkpoint, rename, dtype, prefix, optimizer, exclude, MEMORY_NBYTES, tied or {}
         )
+        total = sum(tensor.nbytes for tensor in plan.tensors)
+        state_dict = {}
         with BoxReader(plan.checkpoint) as reader:
-            state_dict = {t.fqn: t.read(reader, t.whole) for t in plan.tensors}
+            done = 0
+            for tensor in plan.tensors:
+                state_dict[tensor.fqn] = tensor.read(reader, tensor.whole)
+                done += tensor.nbytes
+                progress(done, total)
         for name, whose in plan.tied.items():
             state_dict[name] = state_dict[whose]
         with output.file() as stream:
             torch.save(state_dict, stream)
-    files = {os.path.basename(output.path): sum(tensor.nbytes for tensor in plan.tensors)}
+    files = {os.path.basename(output.path): total}
     return plan.exported(output.path, files)
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from dcp_placements.errors import PlacementError, format_names, format_nbytes, raise_faults
-from dcp_placements.formats.huggingface.assembly import AssembledTensor, Rename, assemble
+from dcp_placements.formats.huggingface.assembly import (
+    AssembledTensor,
+    Rename,
+    assemble,
+    assemble_backwards,
+)
 from dcp_placements.formats.huggingface.export import packed
 from dcp_placements.formats.huggingface.selection import select
+from dcp_placements.names.backwards import one_way_step, original_keys
 from dcp_placements.offline.box_reads import BoxReader, pieces
-from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
+from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredTensor
 from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
 from dcp_placements.offline.remote_output import output_at
 
@@ -30,14 +36,16 @@ class ImportedSafetensors:
         out: The checkpoint.
         keys: Of the checkpoint, in the order of the files' names.
         nbytes: Bytes written.
+        backwards: Whether the rename was that of an export, and was read backwards.
     """
 
-    JSON: ClassVar[str] = "source out keys=tensors nbytes"
+    JSON: ClassVar[str] = "source out keys=tensors nbytes backwards"
 
     source: str
     out: str
     keys: tuple[str, ...]
     nbytes: int
+    backwards: bool = False
 
     @property
     def tensors(self) -> int:
@@ -45,9 +53,12 @@ class ImportedSafetensors:
         return len(self.keys)
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"import of {self.tensors} tensors from {self.source}\n"
             f"    written:   {format_nbytes(self.nbytes)} to {self.out}"
+        )
+        return text + (
+            "\n    rename:    that of an export, read backwards" if self.backwards else ""
         )
 
 
@@ -61,14 +72,15 @@ def import_safetensors(
 ) -> ImportedSafetensors:
     """Write safetensors files as a DCP checkpoint; no model is needed, and no process group.
 
-    The tensors keep the files' names. A model in which they are stacked or fused loads the
-    checkpoint like the files, with ``rename=`` of its planner.
+    Without a rename the tensors keep the files' names. A model in which they are stacked or fused
+    loads such a checkpoint like the files, with ``rename=`` of its planner.
 
     Args:
         source: A directory or URL of ``*.safetensors``, with or without an index.
         out: The checkpoint's directory or URL, which must not exist.
-        rename: From the files' names to the checkpoint's: the opposite of that of
-            ``export_safetensors``, with whose maps the planner of a stacked module loads.
+        rename: From the files' names to the checkpoint's. A rename that cannot be applied to them
+            is taken for that of ``export_safetensors`` and read backwards: ``presets.hub.mixtral``
+            makes the stacked and fused tensors of the module.
         memory: Bytes that data may take.
         progress: Called with ``(done, total)`` bytes as files are written.
 
@@ -76,36 +88,56 @@ def import_safetensors(
         CannotLook: There are no safetensors files, or they cannot be read; ``out`` exists, or
             another process is writing it.
         PlacementError: The files are not whole; a name is missing or given twice; ``rename``
-            changes no name. All of it before anything is written.
+            changes no name in either direction. All of it before anything is written.
     """
     with output_at(out) as output:
         checkpoint = Checkpoint(source)
         if checkpoint.format != SAFETENSORS:
             raise PlacementError(f"{checkpoint.path}: this is a DCP checkpoint already")
         selection = select(checkpoint, prefix="", optimizer=True)
-        tensors, faults = assemble(selection.tensors, rename)
-        raise_faults("the files cannot be imported", faults)
-        names = [tensor.fqn for tensor in tensors]
-        if rename is not None and set(names) == set(selection.tensors):
-            raise PlacementError(_unchanged(names))
+        tensors, backwards = _renamed(rename, selection.tensors)
         with BoxReader(checkpoint) as reader:
             targets = {tensor.fqn: Target(tensor.shape, tensor.dtype) for tensor in tensors}
             # A piece takes more than its bytes: what is read, joined, and written.
             files = packed(_pieces(tensors, reader, max(memory // 4, 1 << 20)), FILE_NBYTES)
             write_chunks(output, targets, files, progress)
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        return ImportedSafetensors(checkpoint.path, str(output.path), tuple(targets), nbytes)
+        out = str(output.path)
+        return ImportedSafetensors(checkpoint.path, out, tuple(targets), nbytes, backwards)
 
 
-def _unchanged(names: list[str]) -> str:
-    return (
-        f"{format_names(names, 3)}: rename changes none of these names\n"
-        "    declared:    from the files' names to the checkpoint's\n"
-        "    likely:      a map of an export: those of presets.hub lead from a module's names to "
-        "the files'\n"
-        "    way out:     import without it, and give it to the planner that loads the "
-        "checkpoint: PlacementLoadPlanner(rules, rename=presets.hub.qwen3_moe)\n"
-        '                 Stack("mlp.experts.{}.w", 128) joins the files\' experts in the import'
+def _renamed(
+    rename: Rename | None, stored: Mapping[str, StoredTensor]
+) -> tuple[list[AssembledTensor], bool]:
+    """Return the tensors that a rename makes of the stored ones; whether it was read backwards.
+
+    Raises:
+        PlacementError: It makes none, in either direction.
+    """
+    tensors, faults = assemble(stored, rename)
+    if rename is None or (not faults and {tensor.fqn for tensor in tensors} != stored.keys()):
+        raise_faults("the files cannot be imported", faults)
+        return tensors, False
+    step = one_way_step(rename)
+    if step is None:
+        originals, unnamed = original_keys(rename, stored)
+        if not unnamed and originals.keys() != stored.keys():
+            tensors, faults = assemble_backwards(stored, originals)
+            raise_faults("the files are not those of an export by this rename", faults)
+            return tensors, True
+        faults = faults or unnamed
+    backwards = "" if step is not None else ", nor is this the rename of their export"
+    raise_faults(f"the files cannot be imported{backwards}", faults)
+    likely = "the rename of another model, or a prefix that the names lack"
+    if step is not None:
+        likely = f"the rename of an export. {step!r} cannot be applied backwards"
+    raise PlacementError(
+        f"{format_names(list(stored), 3)}: rename changes none of these names\n"
+        "    declared:    from the files' names to the checkpoint's; or that of an export\n"
+        f"    likely:      {likely}\n"
+        "    way out:     a rename of Unstack, Split and Replace that export takes, as presets.hub "
+        "has them; a function of the files' names; or no rename here, and this one for the planner "
+        "that loads the checkpoint"
     )
 
 
