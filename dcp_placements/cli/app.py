@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from dcp_placements.cli.printing import print_error, print_json_error, readers_may_stop
+from dcp_placements.cli.progress import progress
 from dcp_placements.errors import CannotLook, PlacementError, format_name
 
 PROGRAM = "dcp-placements"
@@ -178,10 +179,11 @@ for _name, _summary in COMMANDS.items():
 
 def _load_command(name: str) -> Any:
     """Return a command with its options."""
-    from dcp_placements.cli.arguments import STORAGE_OPTIONS
-    from dcp_placements.storage.remote.filesystem import default_options, is_url
+    with progress(f"{PROGRAM} {name}"):  # imports torch
+        from dcp_placements.cli.arguments import STORAGE_OPTIONS
+        from dcp_placements.storage.remote.filesystem import default_options, is_url
 
-    function = COMMANDS[name].load()
+        function = COMMANDS[name].load()
 
     @wraps(function)
     def command(storage_option: list[Any] | None = None, **kwargs: Any) -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from json import dumps
 from typing import Any
 
 from dcp_placements.errors import format_name, format_names, format_ranks
-
-DELAY_S = 1.0
-"""Shorter work has no progress bar."""
 
 
 def show(result: Any, print_result: Callable[[], None], *, json: bool, code: int = 0) -> int:
@@ -140,43 +136,3 @@ def counted(value: int, noun: str) -> str:
     ('1 chunk', '2,000 chunks')
     """
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
-
-
-@contextmanager
-def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function ``(done, total)``, in bytes, that draws a progress bar on stderr.
-
-    Nothing is drawn in the first second, and if stderr is no terminal.
-    """
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn()
-    bar = Progress(
-        *(TextColumn(label), *columns),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    task = bar.add_task(label)
-    started = time.monotonic()
-
-    def step(done: int, total: int) -> None:
-        if not bar.live.is_started and time.monotonic() - started > DELAY_S:
-            bar.start()
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield step
-    finally:
-        if bar.live.is_started:
-            bar.stop()

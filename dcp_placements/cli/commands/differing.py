@@ -9,7 +9,8 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import MEMORY, Fqn, Json, Memory, RenameFunction
-from dcp_placements.cli.printing import counted, print_lines, progress, show
+from dcp_placements.cli.printing import counted, print_lines, show
+from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_nbytes
 from dcp_placements.offline.differences.difference import Diff
 

@@ -12,11 +12,11 @@ from dcp_placements.cli.printing import (
     counted,
     print_lines,
     print_table,
-    progress,
     ranges,
     short,
     show,
 )
+from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_names, format_nbytes, format_ranks
 from dcp_placements.offline.as_json import to_json
 from dcp_placements.offline.repairs.rescue import LIST, Rescue
@@ -43,8 +43,9 @@ def doctor_command(
 
     The mesh is that of the run that saved, in rank order; one axis is ep.
     """
-    checkpoint = offline.Checkpoint(ckpt)
-    diagnosis = offline.diagnose(checkpoint, experts_per_layer=experts_per_layer, axes=mesh)
+    with progress("doctor"):
+        checkpoint = offline.Checkpoint(ckpt)
+        diagnosis = offline.diagnose(checkpoint, experts_per_layer=experts_per_layer, axes=mesh)
     document = to_json(diagnosis)
     rescued = None
     if rescue is not None:

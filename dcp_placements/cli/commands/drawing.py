@@ -9,6 +9,7 @@ import typer
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Json
 from dcp_placements.cli.printing import print_lines, show
+from dcp_placements.cli.progress import progress
 
 
 def draw_command(
@@ -23,6 +24,7 @@ def draw_command(
 ) -> int:
     """Draw a tensor's chunks by writer rank, or the bytes that each rank wrote."""
     offline.check_picture_name(output)
-    offline.save_figure(offline.draw(ckpt, fqn), output)
+    with progress("draw"):
+        offline.save_figure(offline.draw(ckpt, fqn), output)
     document = {"path": ckpt, "fqn": fqn, "written": str(output)}
     return show(document, lambda: print_lines(f"{output}: written"), json=json)

@@ -10,6 +10,7 @@ import typer
 from dcp_placements import offline
 from dcp_placements.cli.arguments import RULES, CheckpointPath, Fsdp, Json, Mesh
 from dcp_placements.cli.printing import counted, print_lines, print_table, show
+from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_nbytes
 from dcp_placements.layout.tiling import format_box
 from dcp_placements.offline.declared import resolve
@@ -31,7 +32,8 @@ def explain_command(
     if (rules is None) != (mesh is None):
         raise typer.BadParameter("--rules and --mesh go together")
     function = None if rules is None else resolve(rules)
-    explanation = offline.explain(ckpt, fqn, rules=function, axes=mesh, fsdp=fsdp, rank=rank)
+    with progress("explain"):
+        explanation = offline.explain(ckpt, fqn, rules=function, axes=mesh, fsdp=fsdp, rank=rank)
     return show(explanation, lambda: _print(explanation), json=json)
 
 

@@ -18,7 +18,8 @@ from dcp_placements.cli.arguments import (
     parse_nbytes,
     parse_pair,
 )
-from dcp_placements.cli.printing import print_text, progress, show
+from dcp_placements.cli.printing import print_text, show
+from dcp_placements.cli.progress import progress
 from dcp_placements.formats.huggingface.export import MEMORY_NBYTES, SHARD_NBYTES
 
 SHARD_SIZE = Size(SHARD_NBYTES)
@@ -66,10 +67,10 @@ def export_command(
         "optimizer": optimizer,
         "exclude": exclude or (),
     }
-    if to is Format.torch:
-        exported = offline.export_torch(checkpoint, out, **options)
-    else:
+    export = offline.export_torch
+    if to is Format.hf:
         options |= {"max_shard_size": max_shard_size, "memory": memory}
-        with progress("export") as step:
-            exported = offline.export_safetensors(checkpoint, out, progress=step, **options)
+        export = offline.export_safetensors
+    with progress("export") as step:
+        exported = export(checkpoint, out, progress=step, **options)
     return show(exported, lambda: print_text(str(exported)), json=json)

@@ -9,7 +9,8 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import Json, RenameFunction, parse_nbytes
-from dcp_placements.cli.printing import print_text, progress, show
+from dcp_placements.cli.printing import print_text, show
+from dcp_placements.cli.progress import progress
 
 
 class Source(StrEnum):

@@ -10,6 +10,7 @@ import typer
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Fqn, Json
 from dcp_placements.cli.printing import counted, print_lines, print_table, ranges, short, show
+from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_nbytes
 from dcp_placements.offline.experts import ExpertLayer
 from dcp_placements.offline.views.families import families, natural_key
@@ -33,7 +34,8 @@ def inspect_command(
     json: Json = False,
 ) -> int:
     """Sum up tensors, small objects with their values, and the record of the save."""
-    inspection = offline.inspect(ckpt, fqn=fqn, experts=experts)
+    with progress("inspect"):
+        inspection = offline.inspect(ckpt, fqn=fqn, experts=experts)
 
     def print_result() -> None:
         if inspection.experts is not None:

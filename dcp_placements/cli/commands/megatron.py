@@ -9,6 +9,7 @@ import typer
 from dcp_placements import offline
 from dcp_placements.cli.arguments import Json
 from dcp_placements.cli.printing import print_text, show
+from dcp_placements.cli.progress import progress
 
 Path = Annotated[str, typer.Argument(help="An iteration's directory, or the one of them all.")]
 
@@ -28,10 +29,12 @@ def megatron_command(
     json: Json = False,
 ) -> int:
     """Tell which ranks mp_rank_* files are of, and what is missing or does not fit."""
-    layout = offline.megatron_layout(
-        path,
-        expert_parallel_size=expert_parallel_size,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-    )
+    with progress("megatron", "files") as step:
+        layout = offline.megatron_layout(
+            path,
+            expert_parallel_size=expert_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            progress=step,
+        )
     return show(layout, lambda: print_text(str(layout)), json=json, code=0 if layout.fits else 1)

@@ -9,6 +9,7 @@ import typer
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Json
 from dcp_placements.cli.printing import counted, print_lines, show
+from dcp_placements.cli.progress import progress
 
 
 def merge_metadata_command(
@@ -20,7 +21,8 @@ def merge_metadata_command(
     json: Json = False,
 ) -> int:
     """Write .metadata for plain DCP, after a save without collectives or without stock metadata."""
-    metadata = offline.merge_metadata(ckpt, rewrite=rewrite)
+    with progress("merge-metadata"):
+        metadata = offline.merge_metadata(ckpt, rewrite=rewrite)
     keys, chunks = len(metadata.state_dict_metadata), len(metadata.storage_data)
     document = {"path": ckpt, "written": ".metadata", "keys": keys, "chunks": chunks}
     line = f"{ckpt}/.metadata: written, {counted(keys, 'key')} in {counted(chunks, 'record')}"

@@ -16,11 +16,11 @@ from dcp_placements.cli.printing import (
     print_lines,
     print_table,
     print_text,
-    progress,
     ranges,
     short,
     show,
 )
+from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_faults, format_nbytes
 from dcp_placements.offline import CannotLook
 from dcp_placements.offline.declared import MeshAxes, resolve
@@ -45,7 +45,10 @@ def rehearse_command(
 ) -> int:
     """Plan a load on every rank of a world that need not be there. No data is read."""
     keys = None if expect is None else _keys(expect)
-    rehearsal = offline.rehearse(ckpt, resolve(rules), mesh, fsdp=fsdp, expect=keys)
+    with progress("rehearse", "ranks") as step:
+        rehearsal = offline.rehearse(
+            ckpt, resolve(rules), mesh, fsdp=fsdp, expect=keys, progress=step
+        )
     code = 0 if rehearsal.loads else 1
     return show(rehearsal, lambda: _print(rehearsal), json=json, code=code)
 

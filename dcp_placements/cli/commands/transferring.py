@@ -19,6 +19,7 @@ from dcp_placements.cli.arguments import (
     TargetFsdp,
 )
 from dcp_placements.cli.printing import counted, print_lines, print_table, short, show
+from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_nbytes
 from dcp_placements.offline import Checkpoint, check_picture_name, save_figure
 from dcp_placements.offline.declared import MeshAxes, resolve
@@ -63,15 +64,17 @@ def transfer_command(
     near = hosts or None
     size = prod(mesh.values())
     ranks = range(size, size + prod(target_mesh.values())) if apart else None
-    wanted = None if target_tensors is None else Checkpoint(target_tensors).tensors
-    source = TransferWorld(mesh, resolve(rules), Checkpoint(ckpt).tensors, fsdp=fsdp, hosts=near)
-    target = TransferWorld(
-        target_mesh, resolve(target_rules), wanted, fsdp=target_fsdp, ranks=ranks, hosts=near
-    )
-    plan = transfer_plan(source, target, rename=rename)
-    found = summarize(plan)
-    if output is not None:
-        save_figure(transfer_figure(plan), output)
+    functions = resolve(rules), resolve(target_rules)
+    with progress("transfer"):
+        wanted = None if target_tensors is None else Checkpoint(target_tensors).tensors
+        source = TransferWorld(mesh, functions[0], Checkpoint(ckpt).tensors, fsdp=fsdp, hosts=near)
+        target = TransferWorld(
+            target_mesh, functions[1], wanted, fsdp=target_fsdp, ranks=ranks, hosts=near
+        )
+        plan = transfer_plan(source, target, rename=rename)
+        found = summarize(plan)
+        if output is not None:
+            save_figure(transfer_figure(plan), output)
     return show(found, lambda: _print(found), json=json)
 
 

@@ -9,7 +9,8 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import MEMORY, CheckpointPath, Json, Memory
-from dcp_placements.cli.printing import counted, print_lines, progress, short, show
+from dcp_placements.cli.printing import counted, print_lines, short, show
+from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_nbytes
 from dcp_placements.offline.checks.structure import CheckpointFault
 from dcp_placements.offline.checks.verification import Verification

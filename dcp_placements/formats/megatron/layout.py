@@ -14,7 +14,7 @@ EP-aware loader. ``1D`` and ``2D`` are without expert parallelism.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -115,6 +115,7 @@ def megatron_layout(
     expert_parallel_size: int | None = None,
     tensor_parallel_size: int | None = None,
     pipeline_parallel_size: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MegatronLayout:
     """Return the layout of a Megatron checkpoint directory, checked against the sizes of a run.
 
@@ -127,6 +128,7 @@ def megatron_layout(
         expert_parallel_size: Of the run that is to load it.
         tensor_parallel_size: Likewise.
         pipeline_parallel_size: Likewise.
+        progress: Called with the number of files read, and of all.
 
     Raises:
         CannotLook: There is no Megatron checkpoint, or a file needs more than tensors, plain values
@@ -145,7 +147,10 @@ def megatron_layout(
             f"    found:       {format_names(names, 6) or 'nothing'}\n"
             "    way out:     give a directory with mp_rank_* directories, or with .metadata"
         )
-    ranks = [scan_rank_file(folder, name, numbers) for name, numbers in fields.items()]
+    ranks = []
+    for name, numbers in fields.items():
+        ranks.append(scan_rank_file(folder, name, numbers))
+        progress(len(ranks), len(fields))
     return _legacy_layout(folder, ranks, given)
 
 

@@ -103,6 +103,7 @@ def rehearse(
     *,
     fsdp: Sequence[str] = (),
     expect: Iterable[str] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Rehearsal:
     """Plan a load on every rank of a world that need not exist.
 
@@ -117,6 +118,7 @@ def rehearse(
         fsdp: Axes over which FSDP cuts dim 0 of every tensor (of one dim or more), inside what
             the rules cut, as one flattened axis without the axes that a tensor's rule cuts over.
         expect: The keys that the model has; None for those of the checkpoint.
+        progress: Called with the number of ranks planned, and of all.
 
     Returns:
         The costs and the faults of all ranks.
@@ -125,7 +127,7 @@ def rehearse(
         CannotLook: There is no checkpoint, an axis in ``fsdp`` is unknown, or ``rules`` fails.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    return _Rehearser(checkpoint, rules, axes, fsdp, expect).rehearsal()
+    return _Rehearser(checkpoint, rules, axes, fsdp, expect).rehearsal(progress)
 
 
 class _Rehearser:
@@ -150,7 +152,7 @@ class _Rehearser:
         self._cut_parts: dict[Any, Part] = {}
         self._saved = SavedRows(checkpoint.metadata, prod(axes.values()))
 
-    def rehearsal(self) -> Rehearsal:
+    def rehearsal(self, progress: Callable[[int, int], None]) -> Rehearsal:
         """Plan the load of every rank."""
         world = self._world
         ranks = []
@@ -160,6 +162,7 @@ class _Rehearser:
             held.append(one.parts)
             for part in one.parts:
                 self._owners.add(one.rank, part)
+            progress(len(ranks), world.size)
         for at, parts in enumerate(held):
             owners = frozenset[int]().union(*map(self._owners.ranks, parts))
             # Objects are in the file of rank 0.
