@@ -7,12 +7,17 @@ carries all faults of one pass, sorted by FQN.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+import pickle
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 MAX_FAULTS = 40
 """Different faults that one message describes; of the rest it lists the FQNs."""
+
+MAX_SENT = 1000
+"""Faults that a rank sends to the coordinator."""
 
 MAX_NAMES = 20
 """Keys that a message lists for one fault."""
@@ -22,7 +27,8 @@ class PlacementError(ValueError):
     """The root of all errors of this package.
 
     ``dcp.save`` and ``dcp.load`` wrap it in torch's ``CheckpointException`` (a ``BaseException``);
-    it is then ``e.failures[rank][0]``.
+    it is then ``e.failures[rank][0]``. The faults of all ranks' plans are one error, that of the
+    coordinator.
     """
 
 
@@ -42,7 +48,9 @@ class Fault:
         headline: What is wrong, in one line, without the key.
         details: Causes and the way out, one per line. Faults with equal headlines and details
             become one entry of a message, with all their keys.
-        place: Facts about this key alone. An entry with several keys shows those of the first.
+        place: Facts about this key, on this rank, alone. An entry with several keys or ranks shows
+            those of the first.
+        ranks: The ranks that have it; empty where it is about no ranks or names them itself.
     """
 
     JSON: ClassVar[str] = "fqn headline details=facts"
@@ -51,37 +59,57 @@ class Fault:
     headline: str
     details: tuple[str, ...] = ()
     place: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     @property
     def facts(self) -> tuple[str, ...]:
         """All lines below the headline."""
-        return (*self.place, *self.details)
+        on = (f"on:          {format_ranks(self.ranks)}",) if self.ranks else ()
+        return (*on, *self.place, *self.details)
 
     def __str__(self) -> str:
-        return _format_fault([self.fqn], self)
+        return _format_entry([self])
 
 
-def format_faults(opening: str, faults: Iterable[Fault], noun: str = "fault") -> str:
-    """Return the text of one error for all ``faults``: an opening line, then each, by FQN."""
+def format_faults(
+    opening: str, faults: Iterable[Fault], noun: str = "fault", *, ranks: tuple[int, ...] = ()
+) -> str:
+    """Return the text of one error for all ``faults``: an opening line, then each, by FQN.
+
+    Args:
+        opening: The first line.
+        faults: What it describes.
+        noun: What the first line counts.
+        ranks: The ranks that the first line names: a fault on all of them does not repeat them.
+    """
     ordered = sorted(set(faults), key=lambda fault: (fault.fqn, fault.headline, fault.details))
     alike: dict[tuple[str, tuple[str, ...]], list[Fault]] = {}
     for fault in ordered:
         alike.setdefault((fault.headline, fault.details), []).append(fault)
     groups = list(alike.values())
-    lines = [f"{opening} ({len(ordered)} {noun}{'s' if len(ordered) != 1 else ''})"]
-    lines += [_format_fault([f.fqn for f in group], group[0]) for group in groups[:MAX_FAULTS]]
+    count = len({(fault.fqn, fault.headline, fault.details) for fault in ordered})
+    lines = [f"{opening} ({count} {noun}{'s' if count != 1 else ''})"]
+    lines += [_format_entry(group, ranks) for group in groups[:MAX_FAULTS]]
     rest = [fault.fqn for group in groups[MAX_FAULTS:] for fault in group]
     if rest:
         lines.append(f"... and {len(rest)} more, at: {format_names(list(dict.fromkeys(rest)))}")
     return "\n".join(lines)
 
 
-def _format_fault(fqns: Sequence[str], fault: Fault) -> str:
-    place = list(fault.place)
+def _format_entry(alike: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
+    """Return the entry of faults that differ in keys, places and ranks alone."""
+    first = alike[0]
+    fqns = list(dict.fromkeys([fault.fqn for fault in alike]))
+    place = list(first.place)
     if place and len(fqns) > 1:
         place[0] += f" (of {fqns[0]})"
+    on = []
+    sets = {fault.ranks for fault in alike}
+    if not sets <= {(), ranks}:
+        fewer = ", some of the keys on fewer" if len(sets) > 1 and len(fqns) > 1 else ""
+        on = [f"on:          {format_ranks(rank for one in sets for rank in one)}{fewer}"]
     # Any line may contain names of files or keys, so all of them are escaped.
-    headline, *details = map(format_name, [fault.headline, *place, *fault.details])
+    headline, *details = map(format_name, [first.headline, *on, *place, *first.details])
     return "\n    ".join([f"{format_names(fqns, MAX_NAMES)}: {headline}", *details])
 
 
@@ -90,6 +118,72 @@ def raise_faults(opening: str, faults: Iterable[Fault]) -> None:
     faults = list(faults)
     if faults:
         raise PlacementError(format_faults(opening, faults))
+
+
+class RankFaults(PlacementError):
+    """Why one rank cannot plan. Its planner sends the faults to the coordinator instead of a plan.
+
+    Args:
+        opening: The first line of the text.
+        faults: At least one.
+    """
+
+    def __init__(self, opening: str, faults: Sequence[Fault]) -> None:
+        super().__init__(format_faults(opening, faults))
+        self.faults = faults
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlacementError, (str(self),)
+
+    def packed(self) -> bytes:
+        """Return the faults as they travel: the first ``MAX_SENT``."""
+        return packed_faults(sorted(self.faults, key=lambda fault: fault.fqn)[:MAX_SENT])
+
+
+def packed_faults(faults: Sequence[Fault]) -> bytes:
+    """Return faults packed, as they travel; those of most keys have the same text."""
+    return zlib.compress(pickle.dumps(faults), 1) if faults else b""
+
+
+def unpacked_faults(packed: bytes) -> Sequence[Fault]:
+    """Return the faults that were packed."""
+    faults: Sequence[Fault] = pickle.loads(zlib.decompress(packed)) if packed else ()
+    return faults
+
+
+def raise_faults_of_ranks(refused: str, sent: Mapping[int, bytes]) -> None:
+    """Raise one ``PlacementError`` for the faults of all ranks; do nothing when there are none.
+
+    A fault that several ranks have is described once, with its ranks.
+
+    Args:
+        refused: The opening line after the ranks, such as ``"cannot be loaded"``.
+        sent: By rank, its faults packed.
+    """
+    by_content: dict[bytes, list[int]] = {}
+    for rank, packed in sorted(sent.items()):
+        if packed:
+            by_content.setdefault(packed, []).append(rank)
+    merged: dict[tuple[str, str, tuple[str, ...]], tuple[Fault, list[int]]] = {}
+    are_more = False
+    for packed, members in by_content.items():
+        of_rank = unpacked_faults(packed)
+        are_more |= len(of_rank) == MAX_SENT
+        for fault in of_rank:
+            key = fault.fqn, fault.headline, fault.details
+            merged.setdefault(key, (fault, []))[1].extend(members)
+    faults = []
+    for fault, ranks in merged.values():
+        place = fault.place
+        if place and len(ranks) > 1:
+            place = (f"{place[0]} on {format_ranks(ranks[:1])}", *place[1:])
+        faults.append(replace(fault, place=place, ranks=tuple(sorted(ranks))))
+    if faults:
+        refusing = tuple(sorted(rank for ranks in by_content.values() for rank in ranks))
+        opening = f"{format_ranks(refusing)} {refused}"
+        if are_more:
+            opening += f"; the first {MAX_SENT:,} faults of each rank"
+        raise PlacementError(format_faults(opening, faults, ranks=refusing))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -41,7 +41,7 @@ def boxes(rank: int, *, with_rule: bool) -> list[Box]:
     """Return where the rank's tensor lies in the checkpoint's, with or without a rule."""
     placement = CheckpointPlacement(WORLD.mesh(rank, fsdp=2, ep=2), {"ep": Shard(0)})
     rules = PlacementRules({FQN: placement}) if with_rule else None
-    placing = place({FQN: held(rank)}, rules, rank)
+    placing = place({FQN: held(rank)}, rules)
     assert not placing.faults
     return [chunk.box for chunk in placing.placed[FQN].chunks]
 

@@ -73,7 +73,7 @@ def test_m32_rules_that_make_a_placement_per_call_place_every_tensor(tmp_path: P
 def test_m32_equal_answers_put_tensors_in_one_group() -> None:
     """Thousands of tensors have a few bindings, whatever objects the rules answer with."""
     state = {f"w.{at}": torch.zeros(2, 2) for at in range(20)}
-    placed = place(state, made_anew(1), 1).placed
+    placed = place(state, made_anew(1)).placed
     assert len({placed[fqn].binding for fqn in state}) == 2
     assert placed["w.0"].binding is placed["w.18"].binding
     assert placed["w.1"].binding is placed["w.19"].binding

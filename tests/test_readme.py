@@ -229,7 +229,7 @@ def test_placements_keep_the_rows_of_the_table(row: list[str]) -> None:
         assert cut(whole, [placement], (2,), (position,)).tolist() == rows
         mesh = MeshCoordinate(("tp",), (2,), (position,))
         rules = PlacementRules({"w": CheckpointPlacement(mesh, [placement], global_shape=(10,))})
-        placing = place({"w": torch.empty(len(rows))}, rules, 0)
+        placing = place({"w": torch.empty(len(rows))}, rules)
         assert not placing.faults
         found = [
             whole[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]

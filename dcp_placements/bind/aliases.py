@@ -13,15 +13,12 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import ListedLayout
 
 
-def alias_faults(
-    state_dict: Mapping[str, Any], placed: Mapping[str, Placed], rank: int
-) -> list[Fault]:
+def alias_faults(state_dict: Mapping[str, Any], placed: Mapping[str, Placed]) -> list[Fault]:
     """Return a fault for each name of a view of a storage that has two different places.
 
     Args:
         state_dict: Flat, with the checkpoint's keys.
         placed: The places of its tensors; a tensor without one is whole.
-        rank: This process's rank, for messages.
     """
     if _all_differ(placed, state_dict):
         return []
@@ -57,8 +54,7 @@ def alias_faults(
         faults.append(
             Fault(
                 missed,
-                f"rank {rank} has it in one storage with {ruled}, but the two lie "
-                "differently in the checkpoint",
+                f"it is in one storage with {ruled}, but the two lie differently in the checkpoint",
                 (
                     f"{ruled}: {_place_text(placed.get(ruled))}",
                     f"{missed}: {_place_text(placed.get(missed))}",

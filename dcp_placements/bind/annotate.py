@@ -68,12 +68,11 @@ def annotate(
         )
     rules = PlacementRules(rules) if isinstance(rules, Mapping) else rules
     check_declaration(rules, rename)
-    rank = global_rank()
     flat, paths = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
-    placing = place(flat, rules, rank)
+    placing = place(flat, rules)
     faults = [*placing.faults, *counted_faults(flat, placing, rename), *_reshaped(flat)]
     faults += [*_stateful(state_dict), *_repeated(placing)]
-    raise_faults(f"rank {rank} cannot be annotated", faults)
+    raise_faults(f"rank {global_rank()} cannot be annotated", faults)
     annotated: dict[str, Any] = {}
     for key, value in flat.items():
         if key not in placing.absent:

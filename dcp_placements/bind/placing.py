@@ -35,7 +35,7 @@ from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, shards
 
 
-def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Placing:
+def place(state_dict: Mapping[str, Any], rules: Rules | None) -> Placing:
     """Bind every tensor of a flat state dict to its place in the checkpoint.
 
     The rules are never asked about 0-d tensors and non-tensors. Optimizer state with the layout of
@@ -44,20 +44,18 @@ def place(state_dict: Mapping[str, Any], rules: Rules | None, rank: int) -> Plac
     Args:
         state_dict: Flat, with the checkpoint's keys.
         rules: The user's; None leaves every tensor its own mesh and placements.
-        rank: This process's rank, for messages.
     """
-    placer = Placer(rules, rank, Placing())
+    placer = Placer(rules, Placing())
     for fqn, value in state_dict.items():
         placer.add(fqn, value)
     placer.let_states_follow(state_dict)
-    placer.placing.faults += alias_faults(state_dict, placer.placing.placed, rank)
+    placer.placing.faults += alias_faults(state_dict, placer.placing.placed)
     return placer.placing
 
 
 class Placer:
-    def __init__(self, rules: Rules | None, rank: int, placing: Placing) -> None:
+    def __init__(self, rules: Rules | None, placing: Placing) -> None:
         self.rules = rules
-        self.rank = rank
         self.placing = placing
         # Most tensors have the layout of another one: by all arguments of the binding.
         self._bound: dict[Any, Place | None] = {}
@@ -251,7 +249,7 @@ class Placer:
             self.placing.placed[fqn] = Placed(fqn, tensor, *place, rule, mesh)
 
     def _fault(self, error: BindError, fqn: str) -> None:
-        self.placing.faults.append(fault_of(error, fqn, self.rank, rule_name(self.rules, fqn)))
+        self.placing.faults.append(fault_of(error, fqn, rule_name(self.rules, fqn)))
 
 
 def counted_faults(

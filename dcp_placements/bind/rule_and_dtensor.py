@@ -27,12 +27,19 @@ from dcp_placements.rules.placement import (
 
 
 class BindError(Exception):
-    """Why a tensor and its rule do not fit together; becomes a ``Fault`` with the key."""
+    """Why a tensor and its rule do not fit together; becomes a ``Fault`` with the key.
 
-    def __init__(self, headline: str, *details: str) -> None:
+    Args:
+        headline: What does not fit.
+        details: Causes and the way out.
+        place: Facts about this rank alone.
+    """
+
+    def __init__(self, headline: str, *details: str, place: tuple[str, ...] = ()) -> None:
         super().__init__(headline)
         self.headline = headline
         self.details = details
+        self.place = place
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,24 +185,27 @@ def _layout(
     try:
         layout = sharding.at([axis.position for axis in axes])
     except LayoutError as error:
-        raise BindError(str(error), *_sources(own, placement, axes)) from None
+        text = str(error)
+        raise BindError(text, *_sources(own, placement), place=_coordinate(axes)) from None
     # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
     empty = not math.prod(layout.local_shape) and not math.prod(local_shape)
     if layout.local_shape != local_shape and not (empty and len(local_shape) == len(own.shape)):
         raise BindError(
             f"holds a {local_shape} tensor where {layout.local_shape} was declared",
-            *_sources(own, placement, axes),
+            *_sources(own, placement),
             f"that makes:  whole tensor {sharding.cut_shape}, cut by "
             + (_format_cuts(sharding, axes) or "nothing"),
             *_mismatch_advice(own, placement),
+            place=_coordinate(axes),
         )
     return layout
 
 
-def fault_of(error: BindError | RenameError, fqn: str, rank: int, rule: str | None) -> Fault:
+def fault_of(error: BindError | RenameError, fqn: str, rule: str | None) -> Fault:
     """Return the fault that ``error`` is at key ``fqn``."""
     details = error.details if rule is None else (*error.details, f"by rule:     {rule}")
-    return Fault(fqn, f"rank {rank} {error.headline}", details)
+    place = error.place if isinstance(error, BindError) else ()
+    return Fault(fqn, error.headline, details, place)
 
 
 def _rule_axes(placement: CheckpointPlacement | None, *, with_ranks: bool) -> tuple[Axis, ...]:
@@ -204,7 +214,7 @@ def _rule_axes(placement: CheckpointPlacement | None, *, with_ranks: bool) -> tu
     axes = mesh_axes(placement.mesh, with_ranks=with_ranks)
     if axes is None:
         raise BindError(
-            f"is not part of the rule's mesh {format_mesh(placement.mesh)}",
+            f"the rank is not part of the rule's mesh {format_mesh(placement.mesh)}",
             "way out:     a rule must name a mesh of the ranks that hold the tensor; on the other "
             "ranks give another rule, or None",
         )
@@ -274,8 +284,8 @@ def _check_axis(axis: Axis, own: Axis, *, is_cut: bool) -> None:
         )
     if is_cut and own.position != axis.position:
         raise BindError(
-            f"is at {own.position} of axis {_axis_name(axis)} in the tensor's own mesh, but at "
-            f"{axis.position} in the rule's",
+            f"the rank is at {own.position} of axis {_axis_name(axis)} in the tensor's own mesh, "
+            f"but at {axis.position} in the rule's",
             "likely:      two meshes of the same axis names that lay out the ranks differently",
             "way out:     in the rule the mesh that the tensor's was sliced from; or other "
             "names, where the two axes are not the same",
@@ -320,9 +330,7 @@ def _without(own_cuts: Sequence[Cut], replaced: set[int], axes: Sequence[Axis]) 
     return kept
 
 
-def _sources(
-    own: Own, placement: CheckpointPlacement | None, axes: Sequence[Axis]
-) -> tuple[str, ...]:
+def _sources(own: Own, placement: CheckpointPlacement | None) -> tuple[str, ...]:
     lines = []
     if placement is not None:
         shape = (
@@ -331,8 +339,11 @@ def _sources(
         padded = "" if placement.padded_shape is None else f", padded {placement.padded_shape}"
         lines.append(f"declared:    {placement.format()}{shape}{padded}")
     lines.append(f"the tensor:  {own.format()}")
-    lines.append(f"coordinate:  ({', '.join(f'{_axis_name(a)}={a.position}' for a in axes)})")
     return tuple(lines)
+
+
+def _coordinate(axes: Sequence[Axis]) -> tuple[str]:
+    return (f"coordinate:  ({', '.join(f'{_axis_name(a)}={a.position}' for a in axes)})",)
 
 
 def _format_cuts(sharding: Sharding, axes: Sequence[Axis]) -> str:

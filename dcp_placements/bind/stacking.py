@@ -34,7 +34,6 @@ def unfold(
     mappings: dict[str, Path],
     placing: Placing,
     rules: Rules | None,
-    rank: int,
     stored: Mapping[str, Any] | None = None,
 ) -> Unfolded:
     """Give every ``Stacked`` and ``Unstacked`` value its place, in ``placing``.
@@ -44,12 +43,11 @@ def unfold(
         mappings: The path of each key in the nested dict.
         placing: Of all other values; takes in places, faults and rules that matched.
         rules: The user's.
-        rank: This process's rank, for messages.
         stored: The checkpoint's metadata by key on a load; None on a save.
     """
     if not any(type(value) in (Stacked, Unstacked) for value in state_dict.values()):
         return Unfolded(state_dict, mappings)
-    unfolding = Unfolding(state_dict, mappings, placing, rules, rank, stored)
+    unfolding = Unfolding(state_dict, mappings, placing, rules, stored)
     stacks, rows = StackPlacer(unfolding), RowPlacer(unfolding)
     for fqn, value in state_dict.items():
         if type(value) is Stacked:
@@ -92,7 +90,7 @@ class StackPlacer:
     def __init__(self, unfolding: Unfolding) -> None:
         self.unfolding = unfolding
         self.placing = unfolding.placing
-        self.placer = Placer(unfolding.rules, unfolding.rank, unfolding.placing)
+        self.placer = Placer(unfolding.rules, unfolding.placing)
         self._alike: dict[Any, Place | None] = {}
         self._held: dict[str, _Held] = {}
         self._mesh_number = MeshNumbers()
@@ -115,7 +113,7 @@ class StackPlacer:
             self._add_tensors(fqn, _held_rows(rows))
         except (BindError, RenameError) as error:
             rule = rule_name(self.unfolding.rules, fqn)
-            self.placing.faults.append(fault_of(error, fqn, self.unfolding.rank, rule))
+            self.placing.faults.append(fault_of(error, fqn, rule))
 
     def _add_objects(self, fqn: str, stacked: Stacked, path: Path | None) -> None:
         first, *others = stacked.rows
@@ -123,8 +121,8 @@ class StackPlacer:
             if not self.unfolding.loading and not _equal(first.value, other.value):
                 self.unfolding.fault(
                     fqn,
-                    f"rank {self.unfolding.rank} cannot store one object for all rows: {first.key} "
-                    f"is {first.value!r}, and {other.key} is {other.value!r}",
+                    f"one object cannot be stored for all rows: {first.key} is {first.value!r}, "
+                    f"and {other.key} is {other.value!r}",
                     "way out:     make them equal, or leave these keys as they are in rename=",
                 )
                 break

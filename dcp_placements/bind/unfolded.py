@@ -41,7 +41,6 @@ class Unfolding:
         mappings: The path of each key in the nested dict.
         placing: Takes in places, faults and rules that matched.
         rules: The user's.
-        rank: This process's rank, for messages.
         stored: The checkpoint's metadata by key on a load; None on a save.
     """
 
@@ -51,14 +50,12 @@ class Unfolding:
         mappings: Mapping[str, Path],
         placing: Placing,
         rules: Rules | None,
-        rank: int,
         stored: Mapping[str, Any] | None,
     ) -> None:
         self.state_dict = state_dict
         self.mappings = mappings
         self.placing = placing
         self.rules = rules
-        self.rank = rank
         self.loading = stored is not None
         self.stored = stored or {}
         self.states = _optimizer_states(state_dict)

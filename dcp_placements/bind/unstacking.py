@@ -59,7 +59,7 @@ class RowPlacer:
                 if name in tensors:
                     fault(value.name.fqn, f"two tensors are called {name} by rename=")
                 tensors[name] = value.value
-        whole = place(tensors, self.unfolding.rules, self.unfolding.rank)
+        whole = place(tensors, self.unfolding.rules)
         placing.faults += whole.faults
         for rule, count in whole.matched.items():
             placing.matched[rule] = placing.matched.get(rule, 0) + count
@@ -129,8 +129,8 @@ class RowPlacer:
         if rows is None:
             unfolding.fault(
                 name.stacked,
-                f"rank {unfolding.rank} cannot tell its rows: it is a scalar or an object, and no "
-                "tensor of its parameter is unstacked with it",
+                "its rows cannot be determined: it is a scalar or an object, and no tensor of its "
+                "parameter is unstacked with it",
                 "way out:     save it together with the parameter; or leave this key as it is in "
                 "rename=",
             )

@@ -54,11 +54,11 @@ def format_cast(stored: torch.dtype, needed: torch.dtype) -> str:
     return f"{stored} -> {needed}".replace("torch.", "")
 
 
-def cast_fault(fqn: str, stored: torch.dtype, needed: torch.dtype, rank: int) -> Fault:
+def cast_fault(fqn: str, stored: torch.dtype, needed: torch.dtype) -> Fault:
     """Return the refusal of a cast."""
     is_wrong = cast_kind(stored, needed) == "wrong"
     effect = "changes what the numbers mean" if is_wrong else "loses precision"
-    way_out = f"give rank {rank} a {str(stored).removeprefix('torch.')} tensor"
+    way_out = f"load into a {str(stored).removeprefix('torch.')} tensor"
     return Fault(
         fqn,
         f"loading {format_cast(stored, needed)} {effect}",

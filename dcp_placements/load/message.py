@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.errors import Fault, format_ranks, unpacked_faults
 from dcp_placements.load.comparison.checks import Asked
 from dcp_placements.load.exchange.shares import Claims
 
@@ -24,6 +22,7 @@ class LoadMessage:
         asked: What it asks for of wholes that ranks divide.
         notes: Declarations that are probably wrong, packed.
         save: Which save wrote the checkpoint that this rank reads; empty where nothing tells.
+        faults: Why it cannot load, packed; it has no plan then.
     """
 
     rank: int
@@ -33,6 +32,7 @@ class LoadMessage:
     asked: Asked = field(default_factory=Asked)
     notes: bytes = b""
     save: str = ""
+    faults: bytes = b""
 
     def with_reader(self) -> LoadMessage:
         """Return it with its claims marked: the rank's reader calls the exchange."""
@@ -44,19 +44,15 @@ class LoadMessage:
     def is_empty(self) -> bool:
         """Whether the coordinator has no use for it."""
         asks = self.asked.numbers or self.asked.rows
-        return self.claims is None and not (self.patterns or asks or self.notes or self.save)
-
-
-def packed_notes(notes: Sequence[Fault]) -> bytes:
-    """Return notes packed; those of most keys have the same text."""
-    return zlib.compress(pickle.dumps(notes), 1) if notes else b""
+        others = self.patterns or self.notes or self.save or self.faults
+        return self.claims is None and not (asks or others)
 
 
 def all_notes(messages: Iterable[LoadMessage]) -> list[Fault]:
     """Return the notes of all ranks, each once."""
     notes: dict[Fault, None] = {}
     for packed in dict.fromkeys(message.notes for message in messages if message.notes):
-        notes.update(dict.fromkeys(pickle.loads(zlib.decompress(packed))))
+        notes.update(dict.fromkeys(unpacked_faults(packed)))
     return list(notes)
 
 

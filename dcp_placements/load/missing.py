@@ -31,7 +31,6 @@ class MissingKeys:
         absent: Keys of meshes that the rank is no part of.
         states: Which keys are optimizer state.
         policy: What is accepted.
-        rank: The global rank, for messages.
         kept: The keys that are accepted; their values stay as they are.
         stateless: By key that is optimizer state, the parameter, where the checkpoint has no state
             of that parameter at all.
@@ -44,7 +43,6 @@ class MissingKeys:
     absent: AbstractSet[str]
     states: OptimizerStates
     policy: Policy
-    rank: int
     kept: list[str] = field(default_factory=list)
     stateless: dict[str, str] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -83,8 +81,8 @@ class MissingKeys:
         if self.kept and not matched and not refused and not self.faults:
             self._fault(
                 "state dict",
-                f"none of the {len(self.state_dict)} keys of rank {self.rank} is in the "
-                "checkpoint: nothing would be loaded",
+                f"none of the {len(self.state_dict)} keys is in the checkpoint: nothing would be "
+                "loaded",
                 f"it asks for: {format_names(self.kept, 3)}",
                 f"there are:   {format_names(list(self.stored), 3)}",
                 "likely:      a prefix that one side has and the other has not",
@@ -118,8 +116,8 @@ class MissingKeys:
         self.notes.append(
             Fault(
                 "state dict",
-                f"rank {self.rank} asks for {len(tensors)} tensors of the model, and none of them "
-                "is in the checkpoint: they keep their values",
+                f"asks for {len(tensors)} tensors of the model, and none of them is in the "
+                "checkpoint: they keep their values",
                 (
                     f"it asks for: {format_names(tensors, 3)}",
                     f"there are:   {format_names(there, 3) or 'none of one dim or more'}",
@@ -151,7 +149,7 @@ class MissingKeys:
         if not self.stored:
             self._fault(
                 "checkpoint",
-                f"has no tensor and no object, but rank {self.rank} asks for "
+                "has no tensor and no object, but the state dict asks for "
                 f"{format_names(missing, 1)}",
                 "likely:      another path, or the storage reader of another format "
                 "(HuggingFaceStorageReader reads *.safetensors alone)",
@@ -186,8 +184,7 @@ class MissingKeys:
             )
         self._fault(
             fqn,
-            f"the checkpoint lacks this key, which rank {self.rank} has "
-            "(torch: Missing key in checkpoint)",
+            "the checkpoint lacks this key (torch: Missing key in checkpoint)",
             *details,
         )
 

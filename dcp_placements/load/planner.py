@@ -21,7 +21,7 @@ from dcp_placements._torch import (
     leaves,
     world_size,
 )
-from dcp_placements.errors import PlacementError, raise_faults
+from dcp_placements.errors import PlacementError, RankFaults, raise_faults
 from dcp_placements.load.casting import CASTS
 from dcp_placements.load.exchange.shares import Verdict, verdicts
 from dcp_placements.load.message import LoadMessage
@@ -145,31 +145,44 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         self._run = RankLoad()
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._run.restore(objects)
-        self._run.rename(self.rename)
+        try:
+            self._run.rename(self.rename)
+        except RankFaults as refusal:
+            self._run.refusal = refusal
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what this rank reads. Called on every rank.
+        """Return what this rank reads; an empty plan with the reasons if it cannot be loaded.
 
-        Raises:
-            PlacementError: What cannot be filled, or would be filled wrongly; all in one error.
+        Called on every rank. The coordinator raises one error for all ranks.
         """
         load, rank = self._run, global_rank()
-        policy = Policy(self.allow_partial_load, self.cast, self.optional, compiled(self.waive))
-        with quiet_gc():
-            if self.flatten_state_dict:
-                load.use_keys_of_torch_2_3(self.rename)
-            load.place(self.rules, self.rename, rank)
-            load.plan(
-                policy,
-                rules=self.rules,
-                rename=self.rename,
-                live=self.live,
-                verify=self.verify == "digests",
-                rank=rank,
-            )
-            load.report.waived = dict(self.waive)
-            message = load.message(self.rules, self.exchange, rank)
+        try:
+            if load.refusal is not None:
+                raise load.refusal
+            with quiet_gc():
+                message = self._planned(rank)
+        except RankFaults as refusal:
+            load.refusal = refusal
+            return LoadPlan([], planner_data=LoadMessage(rank, faults=refusal.packed()))
         return LoadPlan(load.items, planner_data=message)  # type: ignore[arg-type]
+
+    def _planned(self, rank: int) -> LoadMessage | None:
+        """Plan this rank's reads; return what is sent to the coordinator."""
+        load = self._run
+        policy = Policy(self.allow_partial_load, self.cast, self.optional, compiled(self.waive))
+        if self.flatten_state_dict:
+            load.use_keys_of_torch_2_3(self.rename)
+        load.place(self.rules, self.rename)
+        load.plan(
+            policy,
+            rules=self.rules,
+            rename=self.rename,
+            live=self.live,
+            verify=self.verify == "digests",
+            rank=rank,
+        )
+        load.report.waived = dict(self.waive)
+        return load.message(self.rules, self.exchange, rank)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans with the answer on what each rank exchanges.
@@ -177,8 +190,8 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         Called on the coordinator; on every rank that loads by itself.
 
         Raises:
-            PlacementError: Ranks that together ask for something else than was saved, which no
-                rank alone can see.
+            PlacementError: What cannot be filled, or would be filled wrongly, with the ranks; or
+                ranks that together ask for something else than was saved. All in one error.
         """
         plans = super().create_global_plan(global_plan)
         sent = [plan.planner_data for plan in plans]
@@ -197,6 +210,8 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Return what this rank reads, all ranks having agreed. Called on every rank."""
         load = self._run
+        if load.refusal is not None:  # and the coordinator's planner is another one
+            raise load.refusal
         load.take_verdict(new_plan.planner_data)
         try:
             plan = load.finished(new_plan)

@@ -27,7 +27,16 @@ from dcp_placements._torch import (
 from dcp_placements.bind.placed import Placing
 from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
-from dcp_placements.errors import Fault, PlacementError, format_faults, format_names, raise_faults
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    RankFaults,
+    format_faults,
+    format_names,
+    packed_faults,
+    raise_faults,
+    raise_faults_of_ranks,
+)
 from dcp_placements.lazy_items import LazyItems
 from dcp_placements.load.comparison.checks import LoadChecks, asked_faults, check_load
 from dcp_placements.load.exchange.exchange import Exchange
@@ -37,7 +46,6 @@ from dcp_placements.load.message import (
     LoadMessage,
     all_notes,
     mixed_checkpoints,
-    packed_notes,
     unmatched_patterns,
 )
 from dcp_placements.load.policy import Policy
@@ -62,6 +70,7 @@ class RankLoad:
         mappings: Where each key stands in the nested dict.
         metadata: The checkpoint's.
         local_keys: The rank's own keys.
+        refusal: Why the rank cannot load; the coordinator raises it for all ranks.
         placing: The tensors' places.
         copies: Further places of an object that several local keys have as one.
         shared: By key, the name of the scalar or object that stands for several keys.
@@ -80,6 +89,7 @@ class RankLoad:
     mappings: dict[str, Path] = field(default_factory=dict)
     metadata: Metadata = field(default_factory=lambda: Metadata({}))
     local_keys: set[str] = field(default_factory=set)
+    refusal: RankFaults | None = None
     placing: Placing = field(default_factory=Placing)
     copies: dict[str, list[Path]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
@@ -103,7 +113,11 @@ class RankLoad:
                 self.state_dict[key] = value
 
     def rename(self, rename: Rename | None) -> None:
-        """Replace this rank's keys by the checkpoint's."""
+        """Replace this rank's keys by the checkpoint's.
+
+        Raises:
+            RankFaults: Keys that cannot be renamed.
+        """
         self.local_keys = set(self.state_dict)
         self.state_dict, self.mappings = rename_keys(self.state_dict, self.mappings, rename)
 
@@ -118,14 +132,12 @@ class RankLoad:
         if unasked & (set(flat) - self.local_keys):
             self.state_dict, self.mappings = rename_keys(flat, mappings, rename)
 
-    def place(self, rules: Rules | None, rename: Rename | None, rank: int) -> None:
+    def place(self, rules: Rules | None, rename: Rename | None) -> None:
         """Work out the places of the tensors."""
-        self.placing = place(self.state_dict, rules, rank)
+        self.placing = place(self.state_dict, rules)
         if rename is not None:
             stored_keys = self.metadata.state_dict_metadata
-            unfolded = unfold(
-                self.state_dict, self.mappings, self.placing, rules, rank, stored_keys
-            )
+            unfolded = unfold(self.state_dict, self.mappings, self.placing, rules, stored_keys)
             self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
             self.copies, self.shared = unfolded.copies, unfolded.shared
 
@@ -150,25 +162,26 @@ class RankLoad:
             rank: The global rank, for messages.
 
         Raises:
-            PlacementError: What cannot be filled, or would be filled wrongly; all in one error.
+            RankFaults: What cannot be filled, or would be filled wrongly; all in one error.
         """
         state_dict, placing, metadata = self.state_dict, self.placing, self.metadata
-        request = Request(state_dict, placing, metadata, policy, rank, self.local_keys)
+        request = Request(state_dict, placing, metadata, policy, self.local_keys)
         self.items = request.items()
         self.report = report = request.report
         self.collapsed, self.stateless = request.collapsed, request.stateless
-        faults = [*self._shared_faults(rank), *placing.faults, *request.faults]
+        faults = [*self._shared_faults(), *placing.faults, *request.faults]
         if verify:
             self.verification = Verification(metadata, rank, report)
             faults += self.verification.faults()
-        checks = check_load(state_dict, placing, metadata, rename=rename, policy=policy, rank=rank)
+        checks = check_load(state_dict, placing, metadata, rename=rename, policy=policy)
         self.checks = checks
         report.compared = checks.compared
         faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
         faults += counted_faults(state_dict, placing, rename)
         if live is not None:
             faults += live_faults(state_dict, placing, live, report, self.mappings)
-        raise_faults(f"rank {rank} cannot be loaded from this checkpoint", faults)
+        if faults:
+            raise RankFaults(f"rank {rank} {REFUSED}", faults)
         self.warn(request.notes)
         # The coordinator warns of these, once for all ranks.
         report.warnings += tuple(map(str, checks.notes))
@@ -197,7 +210,7 @@ class RankLoad:
             matched=tuple(self.placing.matched),
             patterns=expected_patterns(rules),
             asked=self.checks.asked,
-            notes=packed_notes(self.checks.notes),
+            notes=packed_faults(self.checks.notes),
             save=saved_by(self.metadata) if world_size() > 1 else "",
         )
         return None if message.is_empty else message
@@ -210,8 +223,10 @@ class RankLoad:
             complete: Whether all ranks take part in this plan.
 
         Raises:
-            PlacementError: Ranks that together ask for something else than was saved.
+            PlacementError: What single ranks refuse; or ranks that together ask for something else
+                than was saved.
         """
+        raise_faults_of_ranks(REFUSED, {message.rank: message.faults for message in messages})
         notes = all_notes(messages)
         if notes:
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
@@ -346,7 +361,7 @@ class RankLoad:
         )
         raise PlacementError(format_faults("rows cannot be loaded as one", [fault]))
 
-    def _shared_faults(self, rank: int) -> list[Fault]:
+    def _shared_faults(self) -> list[Fault]:
         """Return the scalars that stand for rows of which the checkpoint has only some."""
         lacking: dict[str, list[str]] = {}
         for fqn in self.stateless:
@@ -357,8 +372,7 @@ class RankLoad:
             Fault(
                 name,
                 f"the checkpoint has optimizer state of {rows[name] - len(keys)} rows, and none "
-                f"of {len(keys)}, but rank {rank} has one {name.rpartition('.')[2]} for all of "
-                "them",
+                f"of {len(keys)}, but here one {name.rpartition('.')[2]} stands for all of them",
                 (
                     f"missing:     {format_names(keys, 4)}",
                     "likely:      these rows were never stepped",
@@ -368,6 +382,9 @@ class RankLoad:
             for name, keys in lacking.items()
             if len(keys) < rows[name]
         ]
+
+
+REFUSED = "cannot be loaded from this checkpoint"
 
 
 def _without_exchange(verdict: Verdict) -> Fault:

@@ -61,7 +61,6 @@ class Request:
         placing: Its tensors' places.
         metadata: The checkpoint's.
         policy: What is accepted.
-        rank: This process's rank, for messages.
         names: This rank's own keys, where they are renamed.
 
     Attributes:
@@ -79,14 +78,12 @@ class Request:
         placing: Placing,
         metadata: Metadata,
         policy: Policy,
-        rank: int,
         names: Iterable[str] = (),
     ) -> None:
         self.state_dict = state_dict
         self.stored = metadata.state_dict_metadata
         self.placing = placing
         self.policy = policy
-        self.rank = rank
         self.report = LoadReport()
         self.stateless: list[str] = []
         self.collapsed: dict[str, torch.Size] = {}
@@ -139,7 +136,6 @@ class Request:
             self.placing.absent,
             self._states,
             self.policy,
-            self.rank,
         )
         keys.settle(missing, matched=matched, refused=bool(self.faults))
         self.faults += keys.faults
@@ -176,7 +172,7 @@ class Request:
             shape = placed.global_shape if placed is not None else tuple(value.size())
             self._fault(
                 fqn,
-                f"the checkpoint holds an object, but rank {self.rank} a tensor"
+                "the checkpoint holds an object, but the state dict a tensor"
                 + (f" of shape {shape}" if shape else ", a scalar"),
                 "reason:      nothing would be read into the tensor; the object would take its "
                 "place in the state dict",
@@ -189,7 +185,7 @@ class Request:
             if not is_dtensor_like(value):  # its fault is there already
                 self._fault(
                     fqn,
-                    f"the checkpoint holds a {tuple(stored.size)} tensor, but rank {self.rank} a "
+                    f"the checkpoint holds a {tuple(stored.size)} tensor, but the state dict a "
                     f"{type(value).__name__}",
                     "way out:     put a tensor of that shape into the state dict",
                 )
@@ -206,7 +202,7 @@ class Request:
             placed, shape = None, tuple(stored.size)
         if tuple(stored.size) != shape:
             rule = None if placed is None else placed.rule
-            needs = f"rank {self.rank} needs {shape}"
+            needs = f"{shape} is needed"
             headline, details = shape_mismatch(tuple(stored.size), shape, needs, rule)
             self._fault(fqn, headline, *details)
             return None
@@ -229,7 +225,7 @@ class Request:
             self._refuse_holes(fqn, shape, holes, len(stored.chunks))
         kind = cast_kind(stored_dtype, dtype)
         if kind == "wrong" or (kind == "narrowing" and self.policy.cast == "error"):
-            self.faults.append(cast_fault(fqn, stored_dtype, dtype, self.rank))
+            self.faults.append(cast_fault(fqn, stored_dtype, dtype))
         return _Filling(
             reads,
             sum(box.numel for box in destinations) * dtype.itemsize,
@@ -254,7 +250,7 @@ class Request:
         more = f" and {len(holes) - 4} more" if len(holes) > 4 else ""
         self._fault(
             fqn,
-            f"nobody stored {text}{more} of {shape}, which rank {self.rank} needs",
+            f"nobody stored {text}{more} of {shape}, which is needed",
             "likely:      the checkpoint was saved by some of the ranks only, or without "
             "collectives, so that each rank's metadata describes its own part alone",
             f"way out:     load a complete checkpoint; this one holds {chunks} chunks of the key",

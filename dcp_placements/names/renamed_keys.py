@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dcp_placements.errors import Fault, raise_faults
+from dcp_placements.errors import Fault, RankFaults
 from dcp_placements.names.rename_results import Parts, Rename, RenameError, Row, Rows
 
 Path = tuple[str | int, ...]
@@ -66,7 +66,7 @@ def rename_keys(
         rename: Maps this rank's key to the checkpoint's; None changes nothing.
 
     Raises:
-        PlacementError: Two keys of this rank become one, or ``rename`` has no name for one.
+        RankFaults: Two keys of this rank become one, or ``rename`` has no name for one.
     """
     if rename is None:
         return state_dict, mappings
@@ -101,7 +101,8 @@ def rename_keys(
             renamed[name] = Unstacked(new, value, path) if isinstance(new, Rows | Parts) else value
         if name is not None and path is not None:
             paths.setdefault(name, path)
-    raise_faults("keys could not be renamed", faults)
+    if faults:
+        raise RankFaults("keys could not be renamed", faults)
     return renamed, paths
 
 

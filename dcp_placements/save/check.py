@@ -10,7 +10,6 @@ from dcp_placements._torch import (
     CheckpointException,
     SavePlan,
     agreed,
-    global_rank,
     state_dicts_of_statefuls,
 )
 from dcp_placements.errors import PlacementError
@@ -75,16 +74,7 @@ def check(
 
 
 def _one_error(failed: CheckpointException) -> Exception:
-    """Return the refusal of this rank, or of the first that refused; other errors as they are."""
+    """Return the coordinator's refusal, or the error of the first rank that failed."""
     errors = [failed.failures[rank][0] for rank in sorted(failed.failures)]
-    own = failed.failures.get(global_rank())
-    refusals = [error for error in errors if isinstance(error, PlacementError)]
-    if not refusals:
-        error = errors[0]
-        return error if isinstance(error, Exception) else RuntimeError(str(failed))
-    if len(refusals) == 1:
-        return refusals[0]
-    mine = own[0] if own is not None and isinstance(own[0], PlacementError) else refusals[0]
-    more = len(refusals) - 1
-    others = "1 more rank refuses" if more == 1 else f"{more} more ranks refuse"
-    return PlacementError(f"{mine}\n... and {others}")
+    error = next((one for one in errors if isinstance(one, PlacementError)), errors[0])
+    return error if isinstance(error, Exception) else RuntimeError(str(failed))

@@ -50,6 +50,7 @@ class LocalPlan:
         stored_digests: 16 bytes per key and box as files will hold them, group after group; only
             with ``"full"``.
         statement: A packed ``Statement``.
+        faults: Why the rank cannot save, packed; it has nothing else then.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class LocalPlan:
     buckets: int = 0
     stored_digests: bytes = b""
     statement: bytes = b""
+    faults: bytes = b""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The names of the fields do not travel.

@@ -23,7 +23,7 @@ from dcp_placements._torch import (
     global_rank,
     world_size,
 )
-from dcp_placements.errors import PlacementError, raise_faults
+from dcp_placements.errors import PlacementError, RankFaults, raise_faults, raise_faults_of_ranks
 from dcp_placements.lazy_items import LazyItems, OutlinedItems
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.quiet_gc import quiet_gc
@@ -53,8 +53,8 @@ from dcp_placements.save.items import (
     assigned_items,
     writer_faults,
 )
-from dcp_placements.save.local_plan import foreign_plans, sent_holding
-from dcp_placements.save.rank_save import RankSave
+from dcp_placements.save.local_plan import LocalPlan, foreign_plans, sent_holding
+from dcp_placements.save.rank_save import REFUSED, RankSave
 from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
@@ -172,32 +172,41 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         target = None if storage_meta is None else storage_meta.checkpoint_id
         self._run.target = 0 if target is None else zlib.crc32(str(target).encode())
-        self._run.rename(self.rename)
+        try:
+            self._run.rename(self.rename)
+        except RankFaults as refusal:
+            self._run.refusal = refusal
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
 
         The items of the plan are there for whoever looks; sent to the coordinator the plan is its
-        key tables and boxes.
-
-        Raises:
-            PlacementError: Tensors and rules that do not fit, all of them in one error.
+        key tables and boxes. If tensors and rules do not fit, it is the reasons alone, and the
+        coordinator raises one error for all ranks.
         """
         rank, save = global_rank(), self._run
-        with quiet_gc():
-            save.place(self.rules, self.rename, rank, flat=self.flatten_state_dict)
-            local_plan = save.local_plan(
-                rank=rank,
-                world=world_size(),
-                rules=self.rules,
-                rename=self.rename,
-                waived=self.waive,
-                digests=self.digests,
-                strict=self.on_conflict == "error",
-                exact=self._exact,
-                lookup=self.lookup_object,
-                step=self.step,
-            )
+        try:
+            if save.refusal is not None:
+                raise save.refusal
+            with quiet_gc():
+                save.place(self.rules, self.rename, rank, flat=self.flatten_state_dict)
+                local_plan = save.local_plan(
+                    rank=rank,
+                    world=world_size(),
+                    rules=self.rules,
+                    rename=self.rename,
+                    waived=self.waive,
+                    digests=self.digests,
+                    strict=self.on_conflict == "error",
+                    exact=self._exact,
+                    lookup=self.lookup_object,
+                    step=self.step,
+                )
+        except RankFaults as refusal:
+            save.refusal = refusal
+            local_plan = LocalPlan(rank, (), b"", faults=refusal.packed())
+            save.plan = SavePlan([], planner_data=local_plan)
+            return save.plan
         items = LazyItems(partial(all_items, save.holding))
         save.plan = SavePlan(items, planner_data=local_plan)  # type: ignore[arg-type]
         return save.plan
@@ -206,14 +215,17 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         """Return the plans with each element once, and the metadata. Called on the coordinator.
 
         Raises:
-            PlacementError: Ranks that contradict each other, elements that nobody holds, replicas
-                that differ; all of them in one error.
+            PlacementError: Tensors and rules that do not fit, with the ranks; or ranks that
+                contradict each other, elements that nobody holds, replicas that differ. All in
+                one error.
         """
         save = self._run
         with quiet_gc():
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.
             alone = len(all_plans) == 1 and world_size() > 1
             raise_faults("the ranks do not save together", foreign_plans(all_plans))
+            sent = {plan.planner_data.rank: plan.planner_data.faults for plan in all_plans}
+            raise_faults_of_ranks(REFUSED, sent)
             coordinator = Coordinator(
                 [plan.planner_data for plan in all_plans], world=world_size(), complete=not alone
             )
@@ -256,6 +268,8 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         Raises:
             PlacementError: A storage writer whose files cannot hold the plan.
         """
+        if self._run.refusal is not None:  # and the coordinator's planner is another one
+            raise self._run.refusal
         assignment = new_plan.planner_data
         if isinstance(assignment, Assignment):
             raise_faults("the storage writer cannot hold this", writer_faults(new_plan, assignment))

@@ -13,7 +13,7 @@ from dcp_placements._torch import Metadata, MetadataIndex, SavePlan, WriteItem, 
 from dcp_placements.bind.placed import Placing
 from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
-from dcp_placements.errors import PlacementError, raise_faults
+from dcp_placements.errors import PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.rename_record import Step, renames_in_force
 from dcp_placements.names.rename_results import Rename
@@ -36,6 +36,8 @@ from dcp_placements.storage.metadata.shadow_records import OBJECTS_NBYTES, packe
 
 Lookup = Callable[[MetadataIndex], Any]
 
+REFUSED = "cannot be placed in the checkpoint"
+
 
 @dataclass
 class RankSave:
@@ -55,6 +57,7 @@ class RankSave:
         renames: What the checkpoint is to keep of the rename.
         is_planned: Whether the local plan has been made.
         target: A checksum of the name of the directory that it writes into; 0 for no name.
+        refusal: Why the rank cannot save; the coordinator raises it for all ranks.
     """
 
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -70,10 +73,15 @@ class RankSave:
     renames: tuple[Step, ...] = ()
     is_planned: bool = False
     target: int = 0
+    refusal: RankFaults | None = None
     _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
 
     def rename(self, rename: Rename | None) -> None:
-        """Take the checkpoint's keys for this rank's."""
+        """Take the checkpoint's keys for this rank's.
+
+        Raises:
+            RankFaults: Keys that cannot be renamed.
+        """
         local = self.state_dict
         self.state_dict, self.mappings = rename_keys(local, self.mappings, rename)
         self.renames = renames_in_force(rename, local, self.state_dict)
@@ -88,15 +96,16 @@ class RankSave:
             flat: Whether the state dict was flattened, so that ``mappings`` holds paths.
 
         Raises:
-            PlacementError: Tensors and rules that do not fit, all of them in one error.
+            RankFaults: Tensors and rules that do not fit, all of them in one error.
         """
-        self.placing = place(self.state_dict, rules, rank)
+        self.placing = place(self.state_dict, rules)
         if rename is not None:
-            unfolded = unfold(self.state_dict, self.mappings, self.placing, rules, rank)
+            unfolded = unfold(self.state_dict, self.mappings, self.placing, rules)
             self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
         faults = self.placing.faults
         faults += counted_faults(self.state_dict, self.placing, rename)
-        raise_faults(f"rank {rank} cannot be placed in the checkpoint", faults)
+        if faults:
+            raise RankFaults(f"rank {rank} {REFUSED}", faults)
         paths = self.mappings if flat else None
         if flat and rename is not None:
             paths = {key: checkpoint_path(key, path) for key, path in self.mappings.items()}
@@ -120,11 +129,11 @@ class RankSave:
         """Return what is sent to the coordinator.
 
         Raises:
-            PlacementError: With ``strict``, copies on this rank alone that differ.
+            RankFaults: With ``strict``, copies on this rank alone that differ.
         """
-        repeats = repeat_faults(self.placing.placed.values(), rank=rank, digests=digests)
-        if strict:
-            raise_faults(f"rank {rank} holds copies that differ", repeats)
+        repeats = repeat_faults(self.placing.placed.values(), digests=digests)
+        if strict and repeats:
+            raise RankFaults(f"rank {rank} {REFUSED}", repeats)
         statement, coordinate = statement_of(
             self.state_dict,
             self.placing,

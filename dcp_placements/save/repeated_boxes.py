@@ -15,12 +15,11 @@ from dcp_placements.layout.tiling import format_box
 from dcp_placements.storage.hashing import full_digest, sampled_digests
 
 
-def repeat_faults(placed: Iterable[Placed], *, rank: int, digests: str) -> list[Fault]:
+def repeat_faults(placed: Iterable[Placed], *, digests: str) -> list[Fault]:
     """Return the boxes that this rank holds several times, with different contents.
 
     Args:
         placed: This rank's tensors.
-        rank: This rank.
         digests: ``"sampled"``, ``"full"`` or ``"off"``.
     """
     if digests == "off":
@@ -37,7 +36,7 @@ def repeat_faults(placed: Iterable[Placed], *, rank: int, digests: str) -> list[
     for tensor, copies in repeats:
         contents = {digest for _, digest in zip(copies, computed, strict=False)} - {None}
         if len(contents) > 1:
-            faults.append(_fault(tensor, copies, rank))
+            faults.append(_fault(tensor, copies))
     return faults
 
 
@@ -51,12 +50,12 @@ def _repeated(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     return [copies for copies in by_box.values() if len(copies) > 1]
 
 
-def _fault(placed: Placed, copies: list[Chunk], rank: int) -> Fault:
+def _fault(placed: Placed, copies: list[Chunk]) -> Fault:
     shape = placed.global_shape
     return Fault(
         placed.fqn,
-        f"rank {rank} holds {format_box(copies[0].box, shape)} of {shape} {len(copies)} times, "
-        "with different contents",
+        f"{len(copies)} copies of {format_box(copies[0].box, shape)} of {shape} on one rank have "
+        "different contents",
         (
             "likely:      copies of one expert on this rank that have drifted apart; or a number "
             "that IndexShard or rename= names once too often",

@@ -46,8 +46,8 @@ def ask(
     padded = CheckpointPlacement(
         World(4).mesh(RANK, ep=4), {"ep": Shard(0)}, global_shape=(5, 6), padded_shape=SHAPE
     )
-    placing = place(state_dict, PlacementRules({"cut": placement, "padded": padded}), RANK)
-    request = Request(state_dict, placing, Metadata(stored), Policy(partial=True, cast=cast), RANK)
+    placing = place(state_dict, PlacementRules({"cut": placement, "padded": padded}))
+    request = Request(state_dict, placing, Metadata(stored), Policy(partial=True, cast=cast))
     items = request.items().all
     return items, [*placing.faults, *request.faults], request.report
 
@@ -153,11 +153,10 @@ def test_a_rank_of_16384_makes_objects_of_the_chunks_that_it_reads(
         placing = place(
             {fqn: torch.zeros(rows, 6) for fqn in fqns},
             PlacementRules({"cut": CheckpointPlacement(mesh, {"fsdp": Shard(0)})}),
-            RANK,
         )
         state_dict = {fqn: placed.tensor for fqn, placed in placing.placed.items()}
         stored = Metadata(dict.fromkeys(fqns, entry))
-        request = Request(state_dict, placing, stored, Policy(partial=False, cast="warn"), RANK)
+        request = Request(state_dict, placing, stored, Policy(partial=False, cast="warn"))
         items = request.items().all
         assert request.faults == []
         assert [item.storage_index.index for item in items] == [

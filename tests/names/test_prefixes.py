@@ -73,7 +73,7 @@ def test_a_source_without_any_key_is_told_of_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as refused:
         dcp.load(weights("a", "b"), storage_reader=reader, planner=PlacementLoadPlanner())
     text = str(refused.value.failures[0][0])
-    assert "has no tensor and no object, but rank 0 asks for a and 1 more" in text
+    assert "has no tensor and no object, but the state dict asks for a and 1 more" in text
     assert "(1 fault)" in text
 
 

@@ -372,7 +372,7 @@ def test_a_load_tells_all_keys_that_have_no_number(tmp_path: Path) -> None:
         )
     error = refused.value.failures[0][0]
     assert isinstance(error, PlacementError)
-    assert "keys could not be renamed (12 faults)" in str(error)
+    assert "rank 0 cannot be loaded from this checkpoint (12 faults)" in str(error)
     assert "model.layers.1.mlp.experts.3.w1.weight" in str(error)
     assert "local number 2 of experts.{} is none of the 2 of this rank" in str(error)
     assert "0-1 -> 1-2 (of 4)" in str(error)

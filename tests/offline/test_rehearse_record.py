@@ -79,7 +79,7 @@ def test_another_cut_than_the_save_had_is_refused_as_by_a_load(
         (fault,) = found.faults
         text = str(fault)
         for part in (
-            f"{KEY}: a rank loads it cut by 'tp' in another way than it was saved",
+            f"{KEY}: this load cuts it by 'tp' in another way than the save did",
             "on:          ranks 0-1",
             "saved:       FusedShard(0, 2) over 'tp' of size 2",
             "this load:   Shard(0) over 'tp' of size 2",

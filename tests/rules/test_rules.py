@@ -178,7 +178,7 @@ def test_scalars_and_objects_are_never_asked_about() -> None:
         "betas": (0.9, 0.999),
         "nothing": None,
     }
-    placing = place(state_dict, rules, rank=0)
+    placing = place(state_dict, rules)
     assert asked == [("w", (4, 3)), ("empty", (0, 3))]
     assert not placing.placed
     assert not placing.faults
@@ -189,14 +189,14 @@ def test_any_callable_of_that_signature_does() -> None:
         return ROWS if fqn.endswith("w1") and tensor.dim() == 2 else None
 
     state_dict = {"w1": torch.zeros(4, 3), "b.w1": torch.zeros(4), "w2": torch.zeros(4, 3)}
-    placing = place(state_dict, rules, rank=0)
+    placing = place(state_dict, rules)
     assert list(placing.placed) == ["w1"]
     assert placing.placed["w1"].global_shape == (8, 3)
     assert sum(placing.matched.values()) == 1
 
 
 def test_a_pattern_that_says_none_has_spoken() -> None:
-    placing = place({"w": torch.zeros(4)}, PlacementRules({"w": None, "v": None}), rank=0)
+    placing = place({"w": torch.zeros(4)}, PlacementRules({"w": None, "v": None}))
     assert placing.matched == {"'w'": 1}
     assert not placing.placed
 

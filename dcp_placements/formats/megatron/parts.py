@@ -156,7 +156,7 @@ class _Part:
                 f"found:       a tensor of {tuple(tensor.shape)} in {self.name}",
             )
             return
-        placing = place({fqn: tensor}, self.rules, 0)
+        placing = place({fqn: tensor}, self.rules)
         if placing.faults:
             plan.faults += placing.faults
             return

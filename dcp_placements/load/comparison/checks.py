@@ -68,7 +68,6 @@ def check_load(
     *,
     rename: Rename | None,
     policy: Policy,
-    rank: int,
 ) -> LoadChecks:
     """Compare the load of one rank with the save.
 
@@ -78,17 +77,16 @@ def check_load(
         metadata: The checkpoint's.
         rename: The user's renaming.
         policy: What is accepted.
-        rank: This process's rank, for messages.
     """
     checks = LoadChecks(record_of(metadata))
     findings = lint(placing.placed.values(), renamed=rename is not None)
     checks.notes = [note for note in findings if not policy.waives(note.fqn)]
     if checks.record is not None:
-        _compare_cuts(checks, checks.record, placing, metadata, policy, rank)
+        _compare_cuts(checks, checks.record, placing, metadata, policy)
     rows = b""
     if world_size() > 1:
         rows = packed_rows(placing, state_dict, tensor_keys(metadata), policy.excuses)
-    compare_renames(checks, state_dict, metadata, rename, policy, f"rank {rank}", rows=rows)
+    compare_renames(checks, state_dict, metadata, rename, policy, rows=rows)
     return checks
 
 
@@ -98,7 +96,6 @@ def _compare_cuts(
     placing: Placing,
     metadata: Metadata,
     policy: Policy,
-    rank: int,
 ) -> None:
     """Add a fault for each key that axes shard in another way than the save had it."""
     by_binding: dict[tuple[int, Binding], tuple[Difference, ...]] = {}
@@ -121,7 +118,7 @@ def _compare_cuts(
         if found and policy.waives(fqn):
             waived += 1
         else:
-            checks.faults += [one.fault(fqn, placed.rule, f"rank {rank}") for one in found]
+            checks.faults += [one.fault(fqn, placed.rule) for one in found]
     checks.compared = "declared as saved"
     if compared:
         count = compared - waived
@@ -136,7 +133,6 @@ def compare_renames(
     metadata: Metadata,
     rename: Rename | None,
     policy: Policy,
-    rank_name: str,
     *,
     rows: bytes = b"",
 ) -> None:
@@ -148,7 +144,6 @@ def compare_renames(
         metadata: The checkpoint's.
         rename: The rank's renaming.
         policy: What is accepted.
-        rank_name: What messages call the rank.
         rows: The rows that it lists, packed.
     """
     renames = tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
@@ -165,7 +160,7 @@ def compare_renames(
     packed = packed_numbers({name: numbers[name] for name in numbers if name not in excused})
     checks.asked = Asked(packed, rows, renames)
     totals = {numbered.pattern: numbered.total for numbered in numbering(rename)}
-    for fault in total_faults(totals, record, fqns, rank_name):
+    for fault in total_faults(totals, record, fqns):
         finder = number_finder(fault.fqn)
         named = (fqn for fqn in fqns if finder.search(f".{fqn}"))
         if not policy.waives(fault.fqn) and not any(map(policy.excuses, named)):

@@ -30,18 +30,17 @@ class Difference:
     loaded: str
     way_out: str
 
-    def fault(self, fqn: str, rule: str | None, rank_name: str) -> Fault:
+    def fault(self, fqn: str, rule: str | None) -> Fault:
         """Return the fault of a key.
 
         Args:
             fqn: The key.
             rule: The name of the rule that applies; None where none does.
-            rank_name: What messages call the rank.
         """
         axes = " and ".join(map(repr, self.axes))
         return Fault(
             fqn,
-            f"{rank_name} loads it cut by {axes} in another way than it was saved",
+            f"this load cuts it by {axes} in another way than the save did",
             (
                 f"saved:       {self.saved}",
                 f"this load:   {self.loaded}",

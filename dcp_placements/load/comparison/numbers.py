@@ -157,7 +157,6 @@ def total_faults(
     totals: Mapping[str, int | None],
     record: SaveRecord,
     fqns: Iterable[str],
-    rank_name: str,
 ) -> list[Fault]:
     """Return the renames of a load that declare another total than the save's did.
 
@@ -165,7 +164,6 @@ def total_faults(
         totals: What this load's rename declares, by pattern.
         record: The checkpoint's.
         fqns: The checkpoint's keys that this rank asks for.
-        rank_name: What messages call this rank.
     """
     saved = {step.pattern: step for step in record.renames if step.kind == "Renumber"}
     differing = {
@@ -188,8 +186,7 @@ def total_faults(
     return [
         Fault(
             pattern,
-            f"{rank_name} loads it with total={totals[pattern]}, but it was saved as one of "
-            f"{step.total}",
+            f"this load has total={totals[pattern]} of it, but it was saved as one of {step.total}",
             (
                 f"saved with:  rename={step}",
                 f"this load:   rename=Renumber({pattern!r}, total={totals[pattern]})",

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from dcp_placements._torch import Metadata, MetadataIndex, ReadItem, group_device
+from dcp_placements._torch import Metadata, MetadataIndex, ReadItem, global_rank, group_device
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.load.exchange.broadcast import Buffers, Line, Sender
@@ -127,9 +127,7 @@ class Exchange:
         except Exception as cause:
             raise self._broken(cause, error) from cause
         if failures:
-            raise PlacementError(
-                format_faults("nothing can be exchanged, since not all ranks could read", failures)
-            ) from error
+            raise PlacementError(self._refusal(failures)) from error
         try:
             with torch.no_grad():
                 for replicas, parts in self._granted:
@@ -157,13 +155,22 @@ class Exchange:
         dist.all_gather_object(texts, text, group=self._group)
         return [
             Fault(
-                f"rank {rank}",
-                f"could not read its share: {lines[0] if lines else 'no reason given'}",
+                "this load",
+                f"could not read: {lines[0] if lines else 'no reason given'}",
                 tuple([line.strip() for line in lines[1:]]),
+                ranks=(rank,),
             )
             for rank, lines in zip(self._world.ranks, texts, strict=True)
             if lines is not None
         ]
+
+    def _refusal(self, failures: Sequence[Fault]) -> str:
+        """Return the text of the error; that of the first rank has the reasons of all."""
+        opening = "nothing can be exchanged, since not all ranks could read"
+        first = self._world.ranks[0]
+        if global_rank() == first:
+            return format_faults(opening, failures)
+        return f"{opening}: rank {first} has the reasons"
 
     def _broken(self, cause: Exception, error: BaseException | None) -> ExchangeBroken:
         details = [f"torch says:  {(str(cause).splitlines() or [''])[0]}"]

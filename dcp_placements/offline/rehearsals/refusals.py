@@ -10,7 +10,7 @@ from dcp_placements._torch import Metadata
 from dcp_placements.bind.lint import lint
 from dcp_placements.bind.placed import Placed
 from dcp_placements.bind.rule_and_dtensor import BindError, Own, bind
-from dcp_placements.errors import Fault, format_names, format_ranks
+from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.sharding import Layout, Sharding
 from dcp_placements.layout.tiling import format_box
 from dcp_placements.load.request import shape_mismatch
@@ -70,7 +70,7 @@ class Refusals:
     def faults(self) -> tuple[Fault, ...]:
         """Return all faults, sorted by key, those that all ranks show together included."""
         faults = [
-            replace(fault, details=(f"on:          {format_ranks(ranks)}", *fault.details))
+            replace(fault, ranks=tuple(ranks))
             for fault, ranks in sorted(self._ranks.items(), key=lambda item: astuple(item[0]))
         ]
         faults += self._record.asking_faults()

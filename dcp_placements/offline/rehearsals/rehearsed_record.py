@@ -69,7 +69,7 @@ class RehearsedRecord:
             if group := self._record.group_of.get(fqn, 0):
                 groups.setdefault(group, []).append(fqn)
         return [
-            difference.fault(fqn, rule, _ANY)
+            difference.fault(fqn, rule)
             for group, members in groups.items()
             for difference in differences(self._record.groups[group], loaded, sharding.global_shape)
             for fqn in members
@@ -93,7 +93,7 @@ class RehearsedRecord:
             checks = self._checks[key] = LoadChecks(self._record)
             keys = list(fqns)
             policy = Policy(waived=compiled(waive))
-            compare_renames(checks, keys, self._metadata, rename, policy, _ANY)
+            compare_renames(checks, keys, self._metadata, rename, policy)
         self._asked[rank] = checks.asked
         return checks.faults
 
@@ -153,6 +153,3 @@ def declared_cuts(
     # Several axes flattened into one have no name that a save could have recorded.
     names.append(own[0] if len(own) == 1 else None)
     return cuts_of(sharding, names)
-
-
-_ANY = "a rank"
