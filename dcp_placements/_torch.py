@@ -83,8 +83,6 @@ __all__ = [
     "CURRENT_DCP_VERSION",
     "DEFAULT_SUFFIX",
     "LOAD",
-    "METADATA_CLASSES",
-    "METADATA_HELPERS",
     "SAVE",
     "BytesStorageMetadata",
     "CheckpointException",
@@ -134,6 +132,7 @@ __all__ = [
     "group_device",
     "has_hooks",
     "is_dtensor_like",
+    "layout_named",
     "leaves",
     "local_tensor",
     "logged_where_torch_drops_it",
@@ -147,33 +146,11 @@ __all__ = [
 T = TypeVar("T")
 R = TypeVar("R")
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_OLDER = "torch.distributed._shard.sharded_tensor.metadata"
-
-METADATA_CLASSES: dict[tuple[str, str], type[Any]] = {
-    **{
-        (_METADATA, kind.__name__): kind
-        for kind in (
-            *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
-            *(TensorProperties, TensorStorageMetadata),
-        )
-    },
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
-    (_OLDER, "TensorProperties"): TensorProperties,
-    # Megatron-Core adds a field.
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
-}
-"""The classes that a ``.metadata`` file names, by module and name."""
-
 MemoryFormat = _MEM_FORMAT_ENCODING
 """The enumeration in ``TensorProperties`` of metadata."""
 
-METADATA_HELPERS: dict[tuple[str, str], Callable[..., Any]] = {
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
-    (_OLDER, "MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
-    ("torch.serialization", "_get_layout"): _get_layout,
-}
-"""The functions that a ``.metadata`` file calls, by module and name; all are look-ups."""
+layout_named: Callable[[str], torch.layout] = _get_layout
+"""Returns the layout of a name such as ``torch.strided``."""
 
 
 @dataclass(frozen=True, slots=True)

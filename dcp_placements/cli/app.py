@@ -181,7 +181,7 @@ def _load_command(name: str) -> Any:
     """Return a command with its options."""
     with progress(f"{PROGRAM} {name}"):  # imports torch
         from dcp_placements.cli.arguments import STORAGE_OPTIONS
-        from dcp_placements.storage.remote.filesystem import default_options, is_url
+        from dcp_placements.storage.remote.urls import default_options, is_url
 
         function = COMMANDS[name].load()
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from dcp_placements.errors import PlacementError, format_nbytes
 from dcp_placements.offline.declared import MeshAxes, Rename, parse_mesh, resolve
+
+if TYPE_CHECKING:
+    import torch
 
 CheckpointPath = Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint's directory.")]
 Fqn = Annotated[
@@ -51,6 +53,8 @@ MEMORY = Size(2 << 30)
 
 def parse_dtype(text: Any) -> torch.dtype:
     """Return the dtype of this name in torch."""
+    import torch
+
     dtype = text if isinstance(text, torch.dtype) else getattr(torch, text, None)
     if not isinstance(dtype, torch.dtype):
         raise typer.BadParameter(f"{text!r} is no dtype: write for instance bfloat16")

@@ -94,7 +94,7 @@ class Verification:
         Raises:
             PlacementError: Bytes that are not those that were saved.
         """
-        digest = stored_digest(self._provenance, item.storage_index)
+        digest = stored_digest(self._provenance, item.storage_index.fqn, item.storage_index.offset)
         if digest is None:
             self._report.unverified += 1
             return
@@ -118,7 +118,7 @@ class Verification:
             dtype != entry.properties.dtype or item.lengths != entry.chunks[index.index or 0].sizes
         ):
             return None
-        return stored_digest(self._provenance, index)
+        return stored_digest(self._provenance, index.fqn, index.offset)
 
     def _damaged(self, index: MetadataIndex, what: str) -> PlacementError:
         files = self._metadata.storage_data

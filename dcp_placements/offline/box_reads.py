@@ -56,7 +56,7 @@ class _RawReader(ChunkReader):
         index = record.item.storage_index
         tensor = self._tensors[index.fqn]
         box = next(box for box in tensor.boxes if box.offsets == index.offset)
-        return TensorRecord(tensor.dtype, box.sizes, 0)
+        return TensorRecord(tensor.stored_dtype, box.sizes, 0)
 
 
 def _no_transform(item: ReadItem, descriptors: Sequence[str], stream: Any) -> Any:
@@ -164,7 +164,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 raise _unread(tensor.fqn, chunk.file, "it ends too early")
             record = _record(tensor.fqn, chunk, shared, box)
             head = self._reader.tensor_record(record, FilePart(file, chunk.start, chunk.nbytes))
-            if head is None or (head.dtype, head.shape) != (tensor.dtype, held.sizes):
+            if head is None or (head.dtype, head.shape) != (tensor.stored_dtype, held.sizes):
                 return None
             skipped = _position(_minus(shared, held), held.sizes) * itemsize
             start = _position(_minus(shared, box), box.sizes) * itemsize

@@ -7,35 +7,37 @@ other modules of this folder see one kind of checkpoint.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from dcp_placements._torch import BytesStorageMetadata, ChunkStorageMetadata, Metadata
-from dcp_placements.layout.alike import BySequence
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.readers.dcp import (
     TORCH_DIST,
     is_torch_dist,
-    read_pickle,
+    read_dcp,
     read_rank_parts,
-    rows_of_metadata,
+    rows_of,
 )
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.metadata.chunk_list import ChunkList
+from dcp_placements.storage.metadata.description import Description
+from dcp_placements.storage.metadata.properties import Dtype
 from dcp_placements.storage.metadata.provenance import stored
-from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
-from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, id_records, writer_of
+from dcp_placements.storage.metadata.record import SaveRecord, record_of
+from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, id_records_of, writer_of
 from dcp_placements.storage.metadata.shadow_records import shadowed
 from dcp_placements.storage.metadata.table import Array, Rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcp_placements._torch import Metadata
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
@@ -73,22 +75,32 @@ class StoredTensor:
     Attributes:
         fqn: Its key.
         shape: Of the whole tensor.
-        dtype: Of the stored elements.
+        stored_dtype: Of the stored elements.
         boxes: Of its chunks, in the metadata's order; one object for tensors with equal boxes.
         cut: A number for ``boxes``: equal for tensors of this checkpoint with equal boxes.
     """
 
     fqn: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    stored_dtype: Dtype
     boxes: tuple[Box, ...]
     cut: int
     _places: _Places
 
+    def named(self, fqn: str) -> StoredTensor:
+        """Return a tensor that differs in its key alone."""
+        shared = self.shape, self.stored_dtype, self.boxes, self.cut, self._places
+        return StoredTensor(fqn, *shared)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Torch's dtype of the stored elements."""
+        return self.stored_dtype.torch
+
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor's elements."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.stored_dtype.itemsize
 
     @property
     def whole(self) -> Box:
@@ -103,7 +115,7 @@ class StoredTensor:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that wrote any of it, sorted, by the files' names."""
-        return _ranks_of(self.files)
+        return ranks_of(self.files)
 
     @property
     def chunks(self) -> tuple[StoredChunk, ...]:
@@ -155,7 +167,7 @@ class Checkpoint:
     Attributes:
         directory: Its files.
         format: ``"dcp"``, ``"torch_dist"`` or ``"safetensors"``.
-        metadata: Its own description, in DCP's terms.
+        description: What its metadata say, in DCP's terms.
         tensors: By key, in the checkpoint's order.
         objects: By key.
         shadows: Copies of some of them (``shadows=``), by pack; a pack of objects has no tensor.
@@ -174,27 +186,30 @@ class Checkpoint:
         with quiet_gc():
             self.absent: dict[str, str] = {}
             self.newer: set[str] = set()
-            self.format, self.metadata = self._read()
-            self._rows = rows_of_metadata(self.directory.path, self.metadata)
+            self.format, self.description = self._read()
+            entries = self.description.entries
+            self._rows = rows_of(self.directory.path, self.description)
             self._places = _Places(self._rows)
             self._cuts: dict[tuple[Box, ...], int] = {}
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredObject] = {}
-            # Tensors that are cut alike share their chunks: their boxes are created once.
-            cuts: BySequence[tuple[tuple[Box, ...], int]] = BySequence(_ends)
-            for fqn, entry in self.metadata.state_dict_metadata.items():
-                if isinstance(entry, BytesStorageMetadata):
+            boxes = [chunks.boxes() for chunks in entries.lists]
+            made: list[StoredTensor | None] = []
+            for form in entries.forms:
+                if form.properties < 0:
+                    made.append(None)
+                    continue
+                held, shape = boxes[form.chunks], entries.shapes[form.shape]
+                dtype = entries.properties[form.properties].dtype
+                made.append(StoredTensor("", shape, dtype, held, self._cut(held), self._places))
+            for fqn, number in zip(entries.fqns, entries.form_of, strict=True):
+                tensor = made[number]
+                if tensor is None:
                     place = self._places.by_offset(fqn).get(None)
                     self.objects[fqn] = StoredObject(fqn, *(place or (None,))[:3])
-                    continue
-                cut = cuts.get(entry.chunks)
-                if cut is None:
-                    boxes = ChunkList.of(entry.chunks, len(entry.size)).boxes()
-                    cut = cuts.put(entry.chunks, (boxes, self._cut(boxes)))
-                self.tensors[fqn] = StoredTensor(
-                    fqn, tuple(entry.size), entry.properties.dtype, *cut, self._places
-                )
-        self.provenance: Mapping[str, Any] | None = stored(self.metadata)
+                else:
+                    self.tensors[fqn] = tensor.named(fqn)
+        self.provenance: Mapping[str, Any] | None = stored(self.description)
         self.shadows = {
             key: self._pack(key, tuple(fqns)) for key, fqns in shadowed(self.provenance).items()
         }
@@ -203,6 +218,18 @@ class Checkpoint:
     def path(self) -> str:
         """Its directory or URL."""
         return self.directory.path
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """Its metadata as torch's objects."""
+        from dcp_placements.storage.metadata.file import torch_metadata
+
+        return torch_metadata(self.description)
+
+    @cached_property
+    def record(self) -> SaveRecord | None:
+        """How it was saved; None where that is not recorded."""
+        return record_of(self.provenance, self.description.entries.fqns)
 
     @cached_property
     def files(self) -> dict[str, int | None]:
@@ -221,7 +248,7 @@ class Checkpoint:
     @cached_property
     def id_records(self) -> dict[str, IdRecord]:
         """The record with a file's save id, by file, for files without an id in their name."""
-        return id_records(StorageTable(self._rows))
+        return id_records_of(self._rows)
 
     def read_object(self, stored: StoredObject) -> bytes:
         """Return the record of an object.
@@ -254,18 +281,18 @@ class Checkpoint:
             unclaimed += [(fqn, at, place[0]) for at, place in places if at not in claimed]
         return unclaimed
 
-    def _read(self) -> tuple[str, Metadata]:
-        """Return the format and the metadata."""
+    def _read(self) -> tuple[str, Description]:
+        """Return the format and what the metadata say."""
         directory = self.directory
         names = directory.names()
         if ".metadata" in names:
             kind = TORCH_DIST if is_torch_dist(directory) else DCP
-            return kind, read_pickle(directory, ".metadata", self.newer)
+            return kind, read_dcp(directory, ".metadata", self.newer)
         if parts := read_rank_parts(directory, self.newer):
-            return DCP, merge_rank_metadata(parts)
+            return DCP, _merged(parts)
         if files := [name for name in names if name.endswith(".safetensors")]:
-            metadata, self.absent = read_safetensors_metadata(directory, files)
-            return SAFETENSORS, metadata
+            description, self.absent = read_safetensors_metadata(directory, files)
+            return SAFETENSORS, description
         raise no_checkpoint(directory)
 
     def _cut(self, boxes: tuple[Box, ...]) -> int:
@@ -284,8 +311,18 @@ class Checkpoint:
             if offset is not None and offset[1:] in sizes
         )
         shape = (len(fqns), *canonical.shape)
-        tensor = StoredTensor(key, shape, canonical.dtype, boxes, self._cut(boxes), self._places)
+        tensor = StoredTensor(
+            key, shape, canonical.stored_dtype, boxes, self._cut(boxes), self._places
+        )
         return StoredPack(fqns, tensor, tensor.chunks)
+
+
+def _merged(parts: Sequence[tuple[int, Description]]) -> Description:
+    """Return what the metadata of several ranks say together."""
+    from dcp_placements.storage.metadata.file import description_of, torch_metadata
+    from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
+
+    return description_of(merge_rank_metadata([(r, torch_metadata(part)) for r, part in parts]))
 
 
 _Place = tuple[str, int, int, tuple[str, ...]]
@@ -302,6 +339,7 @@ class _Places:
         starts = np.searchsorted(ordered["fqn"], np.arange(len(rows.fqns) + 1))
         self._starts: list[int] = starts.tolist()
         self._sorted: list[tuple[int, ...]] = ordered.tolist()
+        self._paths: list[int] = ordered["path"].tolist()
         self._names: dict[frozenset[int], tuple[str, ...]] = {}
 
     def _of(self, fqn: str) -> list[tuple[int, ...]]:
@@ -311,7 +349,8 @@ class _Places:
         return self._sorted[self._starts[number] : self._starts[number + 1]]
 
     def files(self, fqn: str) -> tuple[str, ...]:
-        numbers = frozenset([path for _, _, path, *_ in self._of(fqn)])
+        number = self._numbers.get(fqn, -1)
+        numbers = frozenset(self._paths[self._starts[number] : self._starts[number + 1]])
         names = self._names.get(numbers)
         if names is None:
             names = tuple(sorted([self._rows.paths[number] for number in numbers]))
@@ -333,9 +372,6 @@ class _Places:
 
 
 @lru_cache(maxsize=1 << 10)
-def _ranks_of(files: tuple[str, ...]) -> tuple[int, ...]:
+def ranks_of(files: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the ranks that wrote files, sorted, by the files' names."""
     return tuple(sorted({rank for file in files if (rank := writer_of(file)) is not None}))
-
-
-def _ends(chunk: ChunkStorageMetadata) -> Hashable:
-    return tuple(chunk.offsets), tuple(chunk.sizes)

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any
 
 from dcp_placements.errors import CannotLook, PlacementError, format_names
-from dcp_placements.placements import Placements
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules, Rules, compile_pattern
 
@@ -60,6 +59,8 @@ def rules_at(
     Raises:
         CannotLook: The function fails, or returns something else.
     """
+    from dcp_placements.placements import Placements  # imports torch
+
     mesh = mesh_at(axes, rank)
     name = getattr(function, "__qualname__", function)
     try:

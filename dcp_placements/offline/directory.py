@@ -6,11 +6,17 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from dcp_placements.errors import CannotLook, format_names
 from dcp_placements.storage.file_reads import open_inside, why_barred
-from dcp_placements.storage.remote.filesystem import RemoteFileSystem, is_url, local_or_url
+from dcp_placements.storage.remote.urls import is_url, local_or_url
+
+if TYPE_CHECKING:
+    from dcp_placements.storage.remote.filesystem import RemoteFileSystem
+
+MARKER = ".unfinished-"
+"""How the names of markers of unfinished outputs begin; the number of the attempt follows."""
 
 
 class Directory:
@@ -30,6 +36,8 @@ class Directory:
         self._root = self.path.rstrip("/") or "/"
         self._sizes: dict[str, int | None] = {}
         if is_url(self.path):
+            from dcp_placements.storage.remote.filesystem import RemoteFileSystem
+
             self._remote = RemoteFileSystem()
             self._root = self._remote.init_path(self.path)
             kind = self._remote.kind(self._root)

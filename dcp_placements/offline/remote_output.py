@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from typing import IO
 
 from dcp_placements.offline.atomic_output import Folder, Output, is_there
+from dcp_placements.offline.directory import MARKER
 from dcp_placements.offline.holder import Holder, busy
-from dcp_placements.storage.remote.filesystem import RemoteFileSystem, is_url, local_or_url
+from dcp_placements.storage.remote.filesystem import RemoteFileSystem
+from dcp_placements.storage.remote.urls import is_url, local_or_url
 
 logger = logging.getLogger(__name__)
-
-MARKER = ".unfinished-"
-"""How the names of markers begin; the number of the attempt follows."""
 
 _COMPLETING = (".metadata", "model.safetensors.index.json")
 

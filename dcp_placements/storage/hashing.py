@@ -12,20 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-
-_ZLIB = "isal.isal_zlib" if find_spec("isal") else "zlib"
-
-crc32: Callable[..., int] = import_module(_ZLIB).crc32
-"""The checksum of zip files. That of isal is zlib's in a quarter of the time."""
 
 SAMPLE_BLOCKS = 16
 SAMPLE_BLOCK_NBYTES = 256

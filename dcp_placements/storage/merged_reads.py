@@ -14,6 +14,7 @@ import torch
 from dcp_placements._torch import LoadPlanner, TensorStorageMetadata
 from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
+from dcp_placements.storage.metadata.properties import dtype_of
 from dcp_placements.storage.metadata.table import Starts
 from dcp_placements.storage.record_contents import (
     DAMAGED,
@@ -181,20 +182,20 @@ class ChunkReader:
         if tuple(item.lengths) != sizes:
             return None
         start = self._starts.get((str(dtype), sizes, record.info.length))
-        return None if start is None else TensorRecord(dtype, sizes, start)
+        return None if start is None else TensorRecord(dtype_of(dtype), sizes, start)
 
     def _read_exactly(
         self, file: CountedFile, path: str, record: Record, tensor: TensorRecord
     ) -> bool:
         """Read the elements and the checksum after them; False where they do not agree."""
         target = self._delivery.target(record.item, tensor.shape, path)
-        memory = memory_of(target) if target.dtype == tensor.dtype else None
+        memory = memory_of(target) if target.dtype == tensor.dtype.torch else None
         data = self._delivery.buffer(tensor.nbytes) if memory is None else memory
         file.read_both(data, self._check, record.info.offset + tensor.start)
         if not is_check(self._check, data):
             return False
         if memory is None:
-            target.copy_(torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape))
+            target.copy_(torch.frombuffer(data, dtype=tensor.dtype.torch).reshape(tensor.shape))
         self._planner.commit_tensor(record.item, target)
         return True
 

@@ -37,7 +37,6 @@ from dcp_placements.report import Traffic
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.merged_reads import ChunkReader
-from dcp_placements.storage.metadata.checks import check_metadata
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata, rank_files
 from dcp_placements.storage.metadata.save_ids import (
@@ -54,9 +53,8 @@ from dcp_placements.storage.remote.filesystem import (
     URL_THREADS,
     RemoteFileSystem,
     UrlPath,
-    is_url,
-    local_or_url,
 )
+from dcp_placements.storage.remote.urls import is_url, local_or_url
 from dcp_placements.storage.shadow_reads import Copies
 from dcp_placements.storage.tensor_record import stored_zip
 
@@ -259,15 +257,14 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         Raises:
             PlacementError: They differ.
         """
-        info = record.info
-        part = FilePart(file, info.offset, record.nbytes)
-        if info.transform_descriptors:
+        part = FilePart(file, record.start, record.nbytes)
+        if record.transforms:
             item = record.read_item()
             stream: Any = part.stream()
-            stream = self.transforms.transform_load_stream(item, info.transform_descriptors, stream)
+            stream = self.transforms.transform_load_stream(item, record.transforms, stream)
             data = bytes(stream.read(-1))
         else:
-            held = bytearray(max(min(record.nbytes, file.size - info.offset), 0))
+            held = bytearray(max(min(record.nbytes, file.size - record.start), 0))
             part.read_into(memoryview(held), 0)
             data = bytes(held)
         raise_faults(MIXED, filter(None, [record.fault(data)]))
@@ -286,10 +283,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
     def _read_metadata(self, path: Any) -> Metadata:
         is_remote = isinstance(self.fs, RemoteFileSystem)
         opener = self.fs.opener(path) if is_remote else partial(self._open_metadata, path)
-        metadata = read_metadata(opener, restricted=self.restricted)
-        if self.restricted:
-            check_metadata(metadata)
-        return metadata
+        return read_metadata(opener, restricted=self.restricted)
 
     def _identified(self, metadata: Metadata) -> Metadata:
         if getattr(metadata, "storage_meta", None) is None:

@@ -134,7 +134,7 @@ class Delivery:
         """
         elements = np.ascontiguousarray(rows[:, tensor.start : tensor.start + tensor.nbytes])
         items, sources, targets = [], [], []
-        values = torch.from_numpy(elements).view(-1).view(tensor.dtype)
+        values = torch.from_numpy(elements).view(-1).view(tensor.dtype.torch)
         for at, source in enumerate(values.view(-1, *tensor.shape).unbind()):
             item, packed = records[at].reads[0]
             if (
@@ -228,7 +228,7 @@ class Delivery:
     ) -> None:
         """Read a slice of a plain record into ``target``."""
         itemsize = tensor.dtype.itemsize
-        memory = memory_of(target) if target.dtype == tensor.dtype else None
+        memory = memory_of(target) if target.dtype == tensor.dtype.torch else None
         if memory is not None and lengths == tensor.shape:
             part.read_into(memory, tensor.start)
             return
@@ -245,7 +245,7 @@ class Delivery:
             near = 0 < plan.distance <= NEAR_NBYTES
             part.read_each(buffer, plan.nbytes, plan.positions(tensor.start), near=near)
             if not direct:
-                elements = torch.frombuffer(buffer, dtype=tensor.dtype)
+                elements = torch.frombuffer(buffer, dtype=tensor.dtype.torch)
                 place = zip(at, offsets, sizes, strict=True)
                 block = target[tuple(slice(a - o, a - o + n) for a, o, n in place)]
                 block.copy_(elements.as_strided(sizes, plan.strides))

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from enum import EnumType
 from typing import Any, ClassVar
 
-import torch
-
 from dcp_placements.errors import format_name
+from dcp_placements.storage.metadata.properties import DTYPES, Dtype
 
 MAX_NAME_CHARS = 200
 _SPARE = 1 << 16
@@ -86,7 +85,7 @@ class RestrictedUnpickler:
     """The kind of file, for messages."""
 
     hashed: ClassVar[frozenset[type[Any]]] = frozenset(
-        {str, bytes, bool, float, type(None), frozenset, torch.Size, torch.dtype}
+        {str, bytes, bool, float, type(None), frozenset, Dtype}
     )
     """Types of keys, besides integers and tuples, whose hash is kept or short to compute."""
 
@@ -103,7 +102,7 @@ class RestrictedUnpickler:
     def find_class(self, module: str, name: str) -> Any:
         """Return a stand-in or a value for a name; None refuses it."""
         if module == "torch":
-            return _DTYPES.get(name)
+            return DTYPES.get(name)
         return _ORDERED_DICT if (module, name) == ("collections", "OrderedDict") else None
 
     def persistent_load(self, pid: Any) -> Any:
@@ -135,51 +134,49 @@ class RestrictedUnpickler:
     def _run(self) -> Any:
         data, memo, table = self._data, self.memo, _TABLE
         at, stack = self.at, self.stack
-        # One chunk of DCP's metadata is eighty opcodes. The most frequent, three quarters of
+        # One chunk of DCP's metadata is a hundred opcodes. The most frequent, three quarters of
         # them, are handled in place: a call for each would take four times as long.
         while True:
             opcode = data[at]
             at += 1
             if opcode == _MEMOIZE:
                 memo[len(memo)] = stack[-1]
-            elif opcode == _LONG_BINGET:
-                stack.append(memo[_U4(data, at)[0]])
-                at += 4
             elif opcode == _BINGET:
                 stack.append(memo[data[at]])
                 at += 1
+            elif opcode == _LONG_BINGET:
+                stack.append(memo[_U4(data, at)[0]])
+                at += 4
             elif opcode == _BININT1:
                 stack.append(data[at])
                 at += 1
-            elif opcode == _BININT2:
-                stack.append(data[at] | data[at + 1] << 8)
-                at += 2
-            elif opcode == _BININT:
-                stack.append(_I4(data, at)[0])
-                at += 4
-            elif opcode == _SHORT_BINUNICODE:
-                start = at + 1
-                at = start + data[at]
-                stack.append(str(data[start:at], "utf-8", "surrogatepass"))
-            elif opcode == _EMPTY_DICT:
-                stack.append({})
-            elif opcode == _EMPTY_TUPLE:
-                stack.append(())
-            elif opcode == _TUPLE1:
-                stack[-1] = (stack[-1],)
-            elif opcode == _TUPLE2:
-                value = stack.pop()
-                stack[-1] = (stack[-1], value)
-            elif opcode == _STOP:
-                return stack.pop()
-            else:
-                handler = table.get(opcode)
-                if handler is None:
-                    name = bytes([opcode])
-                    raise refusal(f"it has an opcode {name!r}, which {self.subject} does not use")
+            elif handler := table.get(opcode):
                 self.at = at
                 handler(self)
                 at, stack = self.at, self.stack
+            elif opcode == _LONG_BINPUT:
+                memo[_U4(data, at)[0]] = stack[-1]
+                at += 4
+            elif opcode == _TUPLE1:
+                stack[-1] = (stack[-1],)
+            elif opcode == _EMPTY_DICT:
+                stack.append({})
+            elif opcode == _TUPLE2:
+                value = stack.pop()
+                stack[-1] = (stack[-1], value)
+            elif opcode in _CONSTANTS:
+                stack.append(_CONSTANTS[opcode])
+            elif opcode in _TEXTS:
+                start = at + _TEXTS[opcode]
+                at = start + int.from_bytes(data[at:start], "little")
+                if at > len(data):
+                    raise refusal("it is cut off")
+                stack.append(str(data[start:at], "utf-8", "surrogatepass"))
+            elif opcode == _STOP:
+                return stack.pop()
+            else:
+                name = bytes([opcode])
+                raise refusal(f"it has an opcode {name!r}, which {self.subject} does not use")
 
     def spend(self, count: int) -> None:
         """Count elements that are copied; a file can ask for the same ones again and again."""
@@ -199,10 +196,6 @@ class RestrictedUnpickler:
     def number(self, nbytes: int) -> int:
         """Return the next bytes as a number."""
         return int.from_bytes(self.take(nbytes), "little")
-
-    def text(self, nbytes: int) -> str:
-        """Return the next bytes as text."""
-        return self.take(nbytes).decode("utf-8", "surrogatepass")
 
     def line(self) -> str:
         """Return the next line."""
@@ -249,15 +242,20 @@ class RestrictedUnpickler:
 
     def set_items(self, pairs: list[Any]) -> None:
         """Put keys and values into the dict on top."""
-        held = self.stack[-1]
+        held, keys = self.stack[-1], pairs[::2]
         if type(held) not in (dict, OrderedDict) or len(pairs) % 2:
             raise TypeError
-        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            held[key if type(key) is str else self.key(key)] = value
+        if set(map(type, keys)) != {str}:
+            keys = [key if type(key) is str else self.key(key) for key in keys]
+        held.update(zip(keys, pairs[1::2], strict=True))
 
     def key(self, value: Any) -> Any:
         """Return a value that is to be hashed, if its look-up takes bounded time."""
         self.check_hashed(value)
+        return self.compared(value)
+
+    def compared(self, value: Any) -> Any:
+        """Return a value to be hashed; refuse very many values of one hash."""
         if self._by_hash.setdefault(hash(value), value) != value:
             self._collisions += 1
             if self._collisions > _COLLISIONS:
@@ -327,9 +325,6 @@ def _ordered(unpickler: RestrictedUnpickler, args: tuple[Any, ...]) -> Any:
 
 
 _ORDERED_DICT = StandIn("OrderedDict", _ordered)
-_DTYPES = {
-    name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)
-}
 
 
 def _proto(unpickler: RestrictedUnpickler) -> None:
@@ -337,19 +332,20 @@ def _proto(unpickler: RestrictedUnpickler) -> None:
         raise refusal("it is of an unknown protocol")
 
 
-def _long_binput(unpickler: RestrictedUnpickler) -> None:
-    # Metadata of torch have seven of these for each chunk.
-    at = unpickler.at
-    unpickler.memo[_U4(unpickler._data, at)[0]] = unpickler.stack[-1]
-    unpickler.at = at + 4
-
-
 _STOP, _MEMOIZE, _EMPTY_DICT = pickle.STOP[0], pickle.MEMOIZE[0], pickle.EMPTY_DICT[0]
 _BINGET, _LONG_BINGET = pickle.BINGET[0], pickle.LONG_BINGET[0]
-_BININT, _BININT1, _BININT2 = pickle.BININT[0], pickle.BININT1[0], pickle.BININT2[0]
-_EMPTY_TUPLE, _TUPLE1, _TUPLE2 = pickle.EMPTY_TUPLE[0], pickle.TUPLE1[0], pickle.TUPLE2[0]
-_SHORT_BINUNICODE = pickle.SHORT_BINUNICODE[0]
-_U4, _I4 = struct.Struct("<I").unpack_from, struct.Struct("<i").unpack_from
+_LONG_BINPUT, _BININT1 = pickle.LONG_BINPUT[0], pickle.BININT1[0]
+_TUPLE1, _TUPLE2 = pickle.TUPLE1[0], pickle.TUPLE2[0]
+_CONSTANTS: dict[int, Any] = {
+    pickle.NONE[0]: None,
+    pickle.NEWTRUE[0]: True,
+    pickle.NEWFALSE[0]: False,
+    pickle.EMPTY_TUPLE[0]: (),
+}
+_TEXTS = {pickle.SHORT_BINUNICODE[0]: 1, pickle.BINUNICODE[0]: 4, pickle.BINUNICODE8[0]: 8}
+"""The bytes of the length of a text, by opcode."""
+
+_U4 = struct.Struct("<I").unpack_from
 
 # The opcodes that ``_run`` does not handle in place.
 _HANDLERS: dict[bytes, Callable[[RestrictedUnpickler], object]] = {
@@ -359,15 +355,11 @@ _HANDLERS: dict[bytes, Callable[[RestrictedUnpickler], object]] = {
     pickle.POP: RestrictedUnpickler.pop,
     pickle.POP_MARK: RestrictedUnpickler.marked,
     pickle.BINPUT: lambda u: u.memo.__setitem__(u.number(1), u.stack[-1]),
-    pickle.LONG_BINPUT: _long_binput,
     # Plain values.
-    pickle.NONE: lambda u: u.push(None),
-    pickle.NEWTRUE: lambda u: u.push(True),
-    pickle.NEWFALSE: lambda u: u.push(False),
+    pickle.BININT2: lambda u: u.push(u.number(2)),
+    pickle.BININT: lambda u: u.push(int.from_bytes(u.take(4), "little", signed=True)),
     pickle.LONG1: lambda u: u.push(int.from_bytes(u.take(u.number(1)), "little", signed=True)),
     pickle.BINFLOAT: lambda u: u.push(struct.unpack(">d", u.take(8))[0]),
-    pickle.BINUNICODE: lambda u: u.push(u.text(u.number(4))),
-    pickle.BINUNICODE8: lambda u: u.push(u.text(u.number(8))),
     pickle.SHORT_BINBYTES: lambda u: u.push(u.take(u.number(1))),
     pickle.BINBYTES: lambda u: u.push(u.take(u.number(4))),
     pickle.BINBYTES8: lambda u: u.push(u.take(u.number(8))),

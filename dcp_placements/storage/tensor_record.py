@@ -19,14 +19,22 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from math import prod
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dcp_placements.layout.byte_ranges import c_strides
-from dcp_placements.storage.hashing import crc32
+from dcp_placements.storage.metadata.properties import DTYPES, Dtype
 from dcp_placements.storage.restricted_pickle import RestrictedUnpickler, StandIn, refusal
+
+if TYPE_CHECKING:
+    import torch
+
+_ZLIB = "isal.isal_zlib" if find_spec("isal") else "zlib"
+
+crc32: Callable[..., int] = import_module(_ZLIB).crc32
+"""The checksum of zip files. That of isal is zlib's in a quarter of the time."""
 
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
@@ -63,7 +71,7 @@ class TensorRecord:
         start: Where they begin, in bytes from the record's first.
     """
 
-    dtype: torch.dtype
+    dtype: Dtype
     shape: tuple[int, ...]
     start: int
 
@@ -226,6 +234,8 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
         ValueError: It is not one tensor in stored entries, or not of the stream's size.
         Exception: Whatever else a broken record makes ``torch.load`` raise.
     """
+    import torch
+
     nbytes = int(stream.seek(0, io.SEEK_END))
     file = stored_zip(stream)
     if file is None:
@@ -317,7 +327,7 @@ class _Storage(NamedTuple):
 class _PlainTensor:
     """A tensor in C order, from the beginning of its storage."""
 
-    dtype: torch.dtype
+    dtype: Dtype
     key: str
     shape: tuple[int, ...]
 
@@ -361,8 +371,8 @@ def _rebuild(unpickler: RestrictedUnpickler, args: tuple[Any, ...]) -> object:
     storage, offset, shape, strides, _, hooks, *more = args
     if not all(type(size) is int and size >= 0 for size in shape):
         raise refusal("it has a shape that is no tuple of sizes")
-    dtype = _DTYPES.get(storage.kind)
-    if storage.kind == _UNTYPED and more and isinstance(more[0], torch.dtype):
+    dtype = _STORAGES.get(storage.kind)
+    if storage.kind == _UNTYPED and more and isinstance(more[0], Dtype):
         dtype = more.pop(0)
     plain_strides = zip(shape, strides, c_strides(shape), strict=True)
     if dtype is None or hooks or more or offset != 0:
@@ -375,23 +385,17 @@ def _rebuild(unpickler: RestrictedUnpickler, args: tuple[Any, ...]) -> object:
 _REBUILDS = {name: StandIn(name, _rebuild) for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3")}
 _REBUILD_OTHER = StandIn("a tensor", lambda unpickler, args: _OTHER_TENSOR)
 
-# By name, because these classes warn that they are deprecated when asked for their dtype.
-_DTYPES = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
+_STORAGES = {
+    f"{name}Storage": DTYPES[dtype]
+    for name, dtype in (
+        *(("BFloat16", "bfloat16"), ("Half", "float16"), ("Float", "float32")),
+        *(("Double", "float64"), ("ComplexFloat", "complex64"), ("ComplexDouble", "complex128")),
+        *(("Bool", "bool"), ("Byte", "uint8"), ("Char", "int8"), ("Short", "int16")),
+        *(("Int", "int32"), ("Long", "int64")),
+    )
 }
 _UNTYPED = "UntypedStorage"
 _ITEMSIZES = {
-    **{name: dtype.itemsize for name, dtype in _DTYPES.items()},
+    **{name: dtype.itemsize for name, dtype in _STORAGES.items()},
     **{_UNTYPED: 1, "QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4},
 }

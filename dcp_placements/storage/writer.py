@@ -44,9 +44,10 @@ from dcp_placements._torch import (
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.building import build_index
-from dcp_placements.storage.index.entries import StoredEntries, entries_of
 from dcp_placements.storage.index.storage_table import StorageTable, paths_of
-from dcp_placements.storage.metadata.file import read_metadata, write_metadata
+from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
+from dcp_placements.storage.metadata.description import read_description
+from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.save_ids import is_data_file, named
 from dcp_placements.storage.metadata.table import RowsBuilder, join
 from dcp_placements.storage.metadata.write_results import WriteResults, written_by
@@ -55,9 +56,8 @@ from dcp_placements.storage.record_writer import SMALL_NBYTES, batches, save_ten
 from dcp_placements.storage.remote.filesystem import (
     RemoteFileSystem,
     UrlPath,
-    is_url,
-    local_or_url,
 )
+from dcp_placements.storage.remote.urls import is_url, local_or_url
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     def _older_files(self) -> set[str]:
         """Return the data files that the existing metadata name; none if they are unreadable.
 
-        They are read with ``restricted=True``. Whatever they name, only names of data files in this
+        Nothing in them is executed. Whatever they name, only names of data files in this
         directory are returned.
         """
         path = self._get_metadata_path(None if self.use_collectives else self.rank)
@@ -224,11 +224,11 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 if isinstance(self.fs, RemoteFileSystem)
                 else partial(self.fs.create_stream, path, "rb")
             )
-            names = paths_of(read_metadata(opener, restricted=True).storage_data)
+            names = read_description(opener).files()
         except Exception as error:
             logger.warning("%s cannot be read, so the files that it names stay: %s", path, error)
             return set()
-        return {name for name in names if isinstance(name, str) and is_data_file(name)}
+        return set(filter(is_data_file, names))
 
     def _remove(self, names: Iterable[str]) -> None:
         """Remove data files of this directory; never through a link. Failures are logged."""

@@ -25,12 +25,12 @@ from dcp_placements import (
 from dcp_placements._torch import Metadata, TensorProperties, TensorStorageMetadata
 from dcp_placements.offline import CannotLook, diff, merge_metadata, verify
 from dcp_placements.storage.index.building import Written, build_index
-from dcp_placements.storage.index.entries import StoredEntries, entries_of
 from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
 from dcp_placements.storage.metadata import file as metadata_file
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.pickles.stock_pickle import Body
+from dcp_placements.storage.metadata.pickles.stock_body import Body
 from dcp_placements.storage.metadata.table import ROW, Rows
 from dcp_placements.testing import World
 from tests.offline_scenes import Run

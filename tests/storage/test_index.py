@@ -33,10 +33,10 @@ from dcp_placements.offline import CannotLook, Checkpoint, inspect
 from dcp_placements.storage.index import blocks
 from dcp_placements.storage.index.blocks import blocks_of
 from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
-from dcp_placements.storage.index.entries import StoredEntries
 from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.metadata.pickles.stock_pickle import MARKER_NBYTES
-from dcp_placements.storage.metadata.table import rows_of_entries
+from dcp_placements.storage.index.stored_entries import StoredEntries
+from dcp_placements.storage.metadata.pickles.stock_body import MARKER_NBYTES
+from dcp_placements.storage.metadata.table import place_of, rows_of_places
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
 from tests.storage_scenes import (
@@ -89,7 +89,7 @@ def test_any_rows_are_those_of_the_pickle(tmp_path: Path, seed: int) -> None:
         steps = draw.choice([None, None, [], ["zstd"], ["a", "b"]])
         info = _StorageInfo(file, number, draw.randrange(1 << 34), steps)
         rows.append((MetadataIndex(key, offset), info))
-    table = StorageTable(rows_of_entries(rows))
+    table = StorageTable(rows_of_places(place_of(i.fqn, i.offset, info) for i, info in rows))
     expected = dict(rows)
     for held in (table, pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
         assert dict(held) == expected
@@ -97,8 +97,7 @@ def test_any_rows_are_those_of_the_pickle(tmp_path: Path, seed: int) -> None:
         assert held.paths() >= {info.relative_path for info in expected.values()}
     indexed = StorageTable(table.index)
     assert dict(indexed) == expected
-    unfolded = indexed.rows
-    assert {unfolded.index(row): unfolded.info(row) for row in unfolded.rows} == expected
+    assert dict(StorageTable(indexed.rows)) == expected
 
 
 def test_a_save_of_several_ranks_is_read_by_parts(tmp_path: Path) -> None:

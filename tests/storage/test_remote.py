@@ -27,9 +27,9 @@ from dcp_placements.offline import Checkpoint, export_torch
 from dcp_placements.storage.remote.filesystem import (
     BUFFER_NBYTES,
     RemoteFileSystem,
-    default_options,
 )
 from dcp_placements.storage.remote.requests import TRIES, RangeReader, request
+from dcp_placements.storage.remote.urls import default_options
 from tests.remote_scenes import Flaky, FsspecReader, flaky, memory, names
 from tests.storage_scenes import Flipped, all_kinds, blank, flipped_registry, load, same
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
 from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.metadata.table import join, rows_of_entries
+from dcp_placements.storage.metadata.table import join, place_of, rows_of_places
 from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World, real_dtensor
@@ -113,7 +113,15 @@ def test_results_of_other_writers_make_all_unknown(tmp_path: Path) -> None:
     assert isinstance(table, StorageTable)
     assert join([table.rows]).starts == table.starts
     assert table.starts
-    assert join([table.rows, rows_of_entries(table.items())]).starts is None
+    assert (
+        join(
+            [
+                table.rows,
+                rows_of_places(place_of(i.fqn, i.offset, info) for i, info in table.items()),
+            ]
+        ).starts
+        is None
+    )
 
 
 def test_a_file_that_is_not_the_one_is_read_as_ever(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_placements.storage import record_writer
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
-from dcp_placements.storage.metadata.table import join, rows_of_entries
+from dcp_placements.storage.metadata.table import StoredPlace, join, place_of, rows_of_places
 from dcp_placements.storage.metadata.write_results import WriteResults
 from dcp_placements.storage.record_writer import Stamp, batches, save_tensors
 from dcp_placements.storage.writer import PlacementFileSystemWriter, split_by_chunk
@@ -368,7 +368,9 @@ def test_every_kind_of_record_comes_back(start: int, transforms: list[str] | Non
             entries[index] = info
     wanted = Metadata(stored, {"a": ("a",)}, entries, None, "1.0.0")
     written = io.BytesIO()
-    table = StorageTable(rows_of_entries(entries.items()))
+    table = StorageTable(
+        rows_of_places(place_of(i.fqn, i.offset, info) for i, info in entries.items())
+    )
     write_metadata(dataclasses.replace(wanted, storage_data=table), written)
     assert pickle.loads(written.getvalue()) == wanted
     ours = read_metadata(lambda: io.BytesIO(written.getvalue()))
@@ -386,7 +388,7 @@ def test_an_empty_checkpoint_has_metadata(tmp_path: Path) -> None:
 
 def test_of_two_results_for_one_chunk_the_later_holds() -> None:
     index = MetadataIndex("w", (0,))
-    parts = [rows_of_entries([(index, _StorageInfo(f"f{n}", n, 5))]) for n in range(3)]
+    parts = [rows_of_places([StoredPlace("w", (0,), f"f{n}", n, 5)]) for n in range(3)]
     table = StorageTable(join(parts))
     assert dict(table) == {index: _StorageInfo("f2", 2, 5)}
     assert len(table) == 1

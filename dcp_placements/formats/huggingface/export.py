@@ -24,6 +24,7 @@ from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.offline.remote_output import AnyFolder, AnyOutput, output_at
 from dcp_placements.storage.file_reads import write_all
+from dcp_placements.storage.metadata.properties import dtype_of
 from dcp_placements.storage.safetensors_files import DTYPES, write_header
 
 SHARD_NBYTES = 5 << 30
@@ -129,7 +130,7 @@ def _export_safetensors(
     faults = [
         Fault(tensor.fqn, f"safetensors files have no dtype {tensor.dtype}")
         for tensor in plan.tensors
-        if tensor.dtype not in DTYPES.values()
+        if dtype_of(tensor.dtype) not in DTYPES.values()
     ]
     raise_faults("the checkpoint cannot be exported", faults)
     shards = _shards(plan.tensors, max_shard_size)
@@ -297,7 +298,7 @@ class _Writer:
 
     def write_file(self, folder: AnyFolder, name: str, tensors: Sequence[AssembledTensor]) -> None:
         """Write one safetensors file."""
-        entries = [(tensor.fqn, tensor.dtype, tensor.shape) for tensor in tensors]
+        entries = [(tensor.fqn, dtype_of(tensor.dtype), tensor.shape) for tensor in tensors]
         with folder.file(name, buffering=0) as stream:
             write_all(stream, memoryview(write_header(entries, {"format": "pt"})))
             for tensor in tensors:

@@ -24,6 +24,7 @@ from dcp_placements.names.numbers import number_finder
 from dcp_placements.names.rename_record import renames_in_force
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import numbering
+from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import SavedRename, SaveRecord, cuts_of, record_of
 
 
@@ -78,7 +79,7 @@ def check_load(
         rename: The user's renaming.
         policy: What is accepted.
     """
-    checks = LoadChecks(record_of(metadata))
+    checks = LoadChecks(record_of(stored(metadata), metadata.state_dict_metadata))
     findings = lint(placing.placed.values(), renamed=rename is not None)
     checks.notes = [note for note in findings if not policy.waives(note.fqn)]
     if checks.record is not None:

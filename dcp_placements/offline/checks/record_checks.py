@@ -13,14 +13,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 
-import torch
 import xxhash
 
-from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.structure import CheckpointFault, Record, fqns_of
 from dcp_placements.storage.file_reads import CountedFile, FilePart
-from dcp_placements.storage.hashing import full_digest
+from dcp_placements.storage.metadata.properties import Dtype, dtype_of
 from dcp_placements.storage.metadata.provenance import stored_digest
 from dcp_placements.storage.metadata.shadow_records import packed_object
 from dcp_placements.storage.tensor_record import (
@@ -45,7 +43,6 @@ class RecordChecker:
 
     Args:
         checkpoint: The checkpoint.
-        reader: Reads chunks that went through transforms.
         contents: Whether to read everything and compare checksums.
         digests: Whether to compare stored digests as well.
         limit_nbytes: Records that cannot be checked in pieces are skipped above this size.
@@ -60,7 +57,6 @@ class RecordChecker:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        reader: BoxReader,
         *,
         contents: bool,
         digests: bool,
@@ -71,7 +67,6 @@ class RecordChecker:
         self.digests = 0
         self.skipped: list[str] = []
         self._checkpoint = checkpoint
-        self._reader = reader
         self._contents = contents or digests
         self._provenance = (checkpoint.provenance or {}) if digests else {}
         self._limit_nbytes = limit_nbytes
@@ -188,9 +183,14 @@ class RecordChecker:
         if record.chunk.nbytes > self._limit_nbytes:
             self.skipped.append(record.name)
             return
+        # A record of torch.load, or of an extension of torch: both need torch.
+        from dcp_placements.offline.box_reads import BoxReader
+        from dcp_placements.storage.hashing import full_digest
+
         try:
             if record.chunk.transforms:
-                tensor = self._reader.read(record.tensor, record.chunk.box)
+                with BoxReader(self._checkpoint) as reader:
+                    tensor = reader.read(record.tensor, record.chunk.box)
             else:
                 # Not through the reader, which converts to the dtype of the metadata.
                 content = bytearray(record.chunk.nbytes)
@@ -200,7 +200,7 @@ class RecordChecker:
             # torch.load of a broken file can raise anything.
             yield "wrong_record", _reason(error)
             return
-        yield from _mismatch(record, tuple(tensor.shape), tensor.dtype)
+        yield from _mismatch(record, tuple(tensor.shape), dtype_of(tensor.dtype))
         if self._contents:
             self._advance(record.chunk.nbytes)
             stored = self._stored_digests(record)
@@ -215,7 +215,7 @@ class RecordChecker:
 
     def _stored_digests(self, record: Record) -> list[bytes | None]:
         """Return the stored digest of each tensor or object in a record; None for none."""
-        digests = [stored_digest(self._provenance, index) for index in record.indices]
+        digests = [stored_digest(self._provenance, *place) for place in record.places]
         self.digests += sum(digest is not None for digest in digests)
         return digests
 
@@ -259,13 +259,13 @@ class RecordChecker:
             yield "wrong_record", f"this is no whole file of torch.save: {e}"
 
 
-def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Finding]:
+def _mismatch(record: Record, shape: tuple[int, ...], dtype: Dtype) -> Iterator[Finding]:
     assert record.tensor is not None
     declared = record.chunk.box.sizes
-    if shape != declared or dtype != record.tensor.dtype:
+    if shape != declared or dtype != record.tensor.stored_dtype:
         message = (
             f"a {shape} {dtype} tensor is at byte {record.start}, where the metadata have "
-            f"{declared} {record.tensor.dtype}"
+            f"{declared} {record.tensor.stored_dtype}"
         )
         yield "wrong_record", message
 

@@ -6,9 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
-
-from dcp_placements._torch import MetadataIndex
 from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import contains, format_box, overlaps, tiles, uncovered
@@ -63,13 +60,12 @@ class Record:
         return self.chunk.start + self.chunk.nbytes
 
     @property
-    def indices(self) -> list[MetadataIndex]:
-        """Its chunk or object; of a shadow, the chunks or objects that it has copies of."""
+    def places(self) -> list[tuple[str, tuple[int, ...] | None]]:
+        """Key and offset of its chunk or object; of a shadow, of those that it has copies of."""
         offsets = None if self.tensor is None else self.chunk.box.offsets
         if self.copied and offsets is not None:
             offsets = offsets[1:]  # the first is the number of the shadow's writer
-        at = None if offsets is None else torch.Size(offsets)
-        return [MetadataIndex(fqn, at) for fqn in self.copied or (self.fqn,)]
+        return [(fqn, offsets) for fqn in self.copied or (self.fqn,)]
 
     @property
     def name(self) -> str:
@@ -170,11 +166,11 @@ def id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     for file, record in checkpoint.id_records.items():
         if checkpoint.directory.size(file) is None:
             continue
-        if record.info.transform_descriptors:
+        if record.transforms:
             continue  # transforms are undone by extensions, which are not at hand here
         try:
             with checkpoint.directory.open(file) as stream:
-                stream.seek(record.info.offset)
+                stream.seek(record.start)
                 fault = record.fault(stream.read(record.nbytes))
         except OSError:
             continue  # its other records cannot be read either, which is a fault of its own

@@ -6,12 +6,10 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, ClassVar
 
-import torch
-
 from dcp_placements.errors import format_names
-from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.record_checks import RecordChecker
 from dcp_placements.offline.checks.structure import (
@@ -108,17 +106,15 @@ def verify(
     if digests:
         faults += _digest_gaps(checkpoint.provenance or {}, records)
     total = sum(record.chunk.nbytes for in_file in records.values() for record in in_file)
-    with BoxReader(checkpoint) as reader:
-        checker = RecordChecker(
-            checkpoint,
-            reader,
-            contents=contents,
-            digests=digests,
-            limit_nbytes=memory // 3,
-            progress=lambda done: progress(min(done, total), total),
-        )
-        for file, in_file in records.items():
-            faults += checker.check_file(file, in_file)
+    checker = RecordChecker(
+        checkpoint,
+        contents=contents,
+        digests=digests,
+        limit_nbytes=memory // 3,
+        progress=lambda done: progress(min(done, total), total),
+    )
+    for file, in_file in records.items():
+        faults += checker.check_file(file, in_file)
     notes = _notes(checkpoint)
     if contents and checkpoint.format == SAFETENSORS:
         notes.append("safetensors files have no checksums: nothing proves their contents")
@@ -149,7 +145,7 @@ def _digest_gaps(
     without: dict[str, set[str]] = defaultdict(set)
     for file, in_file in records.items():
         for record in in_file:
-            if not record.copied and stored_digest(provenance, record.indices[0]) is None:
+            if not record.copied and stored_digest(provenance, *record.places[0]) is None:
                 without[record.fqn].add(file)
     return [
         CheckpointFault("no_digest", (fqn,), tuple(sorted(files)), "no digest of it is stored")
@@ -164,7 +160,7 @@ def _notes(checkpoint: Checkpoint) -> list[str]:
         merge = f"dcp-placements merge-metadata {checkpoint.path}"
         has_file = checkpoint.directory.size(".metadata") is not None
         notes.append(
-            f"plain torch {torch.__version__} cannot read .metadata here: it has "
+            f"plain torch {version('torch')} cannot read .metadata here: it has "
             f"{' and '.join(sorted(checkpoint.newer))}. PlacementFileSystemReader reads it; "
             f"{merge}{' --rewrite' if has_file else ''} writes it as every torch reads it"
         )

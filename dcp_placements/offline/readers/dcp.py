@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.offline.directory import Directory
-from dcp_placements.storage.metadata.checks import check_metadata, checked_rows
-from dcp_placements.storage.metadata.file import read_metadata
-from dcp_placements.storage.metadata.rank_files import rank_file_rank
+from dcp_placements.storage.metadata.description import Description, read_description
+from dcp_placements.storage.metadata.save_ids import rank_file_rank
 from dcp_placements.storage.metadata.table import Rows
 from dcp_placements.storage.restricted_pickle import RefusedGlobal
 
@@ -29,37 +26,34 @@ def is_torch_dist(directory: Directory) -> bool:
 
 def read_rank_parts(
     directory: Directory, newer: set[str] | None = None
-) -> list[tuple[int, Metadata]]:
-    """Return the metadata of every rank of a save without collectives, by rank.
+) -> list[tuple[int, Description]]:
+    """Return what the metadata of every rank of a save without collectives say, by rank.
 
     Args:
         directory: Of the checkpoint.
-        newer: As of ``read_metadata``.
+        newer: As of ``read_description``.
 
     Raises:
-        CannotLook: As ``read_pickle``.
+        CannotLook: As ``read_dcp``.
     """
     ranks = sorted((r, n) for n in directory.names() if (r := rank_file_rank(n)) is not None)
-    parts = [(rank, read_pickle(directory, name, newer)) for rank, name in ranks]
-    for (_, name), (_, part) in zip(ranks, parts, strict=True):
-        rows_of_metadata(f"{directory.path}/{name}", part)
-    return parts
+    return [(rank, read_dcp(directory, name, newer)) for rank, name in ranks]
 
 
-def read_pickle(directory: Directory, name: str, newer: set[str] | None = None) -> Metadata:
-    """Return the content of a metadata file; nothing that it names is executed.
+def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> Description:
+    """Return what a metadata file says; nothing that it names is executed.
 
     Args:
         directory: Of the checkpoint.
         name: Of the file.
-        newer: As of ``read_metadata``.
+        newer: As of ``read_description``.
 
     Raises:
         CannotLook: It is refused, or cannot be read.
     """
     where = f"{directory.path}/{name}"
     try:
-        return read_metadata(directory.opener(name), restricted=True, whole=True, newer=newer)
+        return read_description(directory.opener(name), whole=True, newer=newer)
     except RefusedGlobal as error:
         raise CannotLook(
             f"{where}: refused, {error}\n"
@@ -73,36 +67,20 @@ def read_pickle(directory: Directory, name: str, newer: set[str] | None = None) 
         raise unreadable(where, error) from error
 
 
-def rows_of_metadata(path: str, metadata: Any) -> Rows:
-    """Return the rows of ``storage_data``, after a check of the types and numbers of everything.
+def rows_of(path: str, description: Description) -> Rows:
+    """Return the places of all chunks.
 
     Args:
         path: Of the metadata, for messages.
-        metadata: What a pickle contained.
+        description: What they say.
 
     Raises:
         CannotLook: Something is not what DCP's own readers expect.
     """
     try:
-        return checked_rows(metadata)
+        return description.rows()
     except Exception as error:
-        # Objects in a pickle can have attributes of any type, or none.
-        raise unreadable(path, error) from error
-
-
-def check_index(path: str, metadata: Metadata) -> None:
-    """Check metadata with an index, without its rows.
-
-    Args:
-        path: Of the metadata, for messages.
-        metadata: What was read.
-
-    Raises:
-        CannotLook: Something is not what DCP's own readers expect.
-    """
-    try:
-        check_metadata(metadata)
-    except Exception as error:
+        # What an index refers to is read now, and may be of another file.
         raise unreadable(path, error) from error
 
 

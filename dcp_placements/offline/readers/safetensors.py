@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
-import torch
-
-from dcp_placements._torch import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from dcp_placements.errors import CannotLook, format_name, format_names
-from dcp_placements.offline.directory import Directory
-from dcp_placements.offline.remote_output import MARKER
-from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.metadata.table import RowsBuilder
+from dcp_placements.layout.sharding import Box
+from dcp_placements.offline.directory import MARKER, Directory
+from dcp_placements.storage.index.entries import build_entries
+from dcp_placements.storage.metadata.description import Description
+from dcp_placements.storage.metadata.properties import Properties
+from dcp_placements.storage.metadata.table import StoredPlace, rows_of_places
 from dcp_placements.storage.safetensors_files import Entry, read_header
+
+
+class _Tensor(NamedTuple):
+    """A tensor in the parts that files have of it."""
+
+    properties: Properties
+    size: tuple[int, ...]
+    chunks: list[Box]
 
 
 def read_safetensors_metadata(
     directory: Directory, files: Sequence[str]
-) -> tuple[Metadata, dict[str, str]]:
-    """Return the tensors of safetensors files as DCP metadata, and the keys that are not there.
+) -> tuple[Description, dict[str, str]]:
+    """Return the tensors of safetensors files in DCP's terms, and the keys that are not there.
 
     Args:
         directory: The files' directory.
@@ -34,7 +35,7 @@ def read_safetensors_metadata(
             it names count: others may be copies (consolidated and sharded) of the same tensors.
 
     Returns:
-        The metadata; and file by key, for keys that the index names and the file lacks.
+        The tensors; and file by key, for keys that the index names and the file lacks.
 
     Raises:
         CannotLook: The index or a header is broken, files disagree about a tensor, or the export to
@@ -54,8 +55,8 @@ def read_safetensors_metadata(
         with directory.open(file) as stream:
             for fqn, entry in read_header(stream, f"{directory.path}/{file}", size).items():
                 entries_of.setdefault(fqn, []).append((file, entry))
-    tensors: dict[str, Any] = {}
-    builder = RowsBuilder()
+    tensors: dict[str, _Tensor] = {}
+    places = []
     for fqn, entries in sorted(entries_of.items()):
         if len({(entry.dtype, len(entry.box.sizes)) for _, entry in entries}) > 1:
             raise CannotLook(
@@ -64,22 +65,17 @@ def read_safetensors_metadata(
             )
         boxes = [entry.box for _, entry in entries]
         ends = zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True)
-        tensors[fqn] = TensorStorageMetadata(
-            TensorProperties(entries[0][1].dtype),
-            torch.Size(map(max, ends)),
-            [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes],
-        )
+        tensors[fqn] = _Tensor(Properties(entries[0][1].dtype), tuple(map(max, ends)), boxes)
         for file, entry in entries:
-            offsets = torch.Size(entry.box.offsets)
-            builder.add(
-                MetadataIndex(fqn, offsets), path=file, start=entry.start, length=entry.nbytes
-            )
+            offsets = entry.box.offsets
+            places.append(StoredPlace(fqn, offsets, file, entry.start, entry.nbytes))
     absent = {
         fqn: file
         for fqn, file in (index or {}).items()
         if file not in [name for name, _ in entries_of.get(fqn, ())]
     }
-    return Metadata(tensors, storage_data=StorageTable(builder.rows())), absent
+    built = build_entries(tensors, lambda tensor: tensor.properties)
+    return Description(built, rows_of_places(places)), absent
 
 
 def _read_index(directory: Directory) -> dict[str, str] | None:

@@ -24,6 +24,7 @@ from dcp_placements.load.comparison.rows import ListedRows, pack, rows_of, witho
 from dcp_placements.load.policy import Policy, compiled
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import Cuts, cuts_of, record_of
 
 
@@ -36,7 +37,7 @@ class RehearsedRecord:
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
-        self._record = record_of(metadata)
+        self._record = record_of(stored(metadata), metadata.state_dict_metadata)
         self._checks: dict[Any, LoadChecks] = {}
         self._asked: dict[int, Asked] = {}
         self._lists: list[tuple[int, Sequence[str], ListedRows | None, Mapping[str, str]]] = []

@@ -26,11 +26,12 @@ from dcp_placements.layout.sharding import Box, Layout
 from dcp_placements.offline.rehearsals.costs import Part
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.building import Written, build_index
-from dcp_placements.storage.index.entries import StoredEntries, entries_of
 from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
-from dcp_placements.storage.metadata.pickles.stock_pickle import Body, pickled_head
+from dcp_placements.storage.metadata.pickles.stock_body import Body
+from dcp_placements.storage.metadata.pickles.stock_pickle import pickled_head
 from dcp_placements.storage.metadata.table import ROW, Array, Offset, Rows
 from dcp_placements.storage.metadata.write_results import Outline, WriteResults
 

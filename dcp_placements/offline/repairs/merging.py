@@ -9,20 +9,17 @@ from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook, format_names
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.readers.dcp import (
-    check_index,
     is_torch_dist,
-    read_pickle,
+    read_dcp,
     read_rank_parts,
-    rows_of_metadata,
     unreadable,
 )
 from dcp_placements.offline.remote_output import output_at
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.columns import IndexDamage
-from dcp_placements.storage.index.entries import StoredEntries
-from dcp_placements.storage.index.storage_table import StorageTable, paths_of
-from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.pickles.stock_pickle import is_refusing
+from dcp_placements.storage.index.storage_table import paths_of
+from dcp_placements.storage.metadata.file import torch_metadata, write_metadata
+from dcp_placements.storage.metadata.pickles.stock_body import is_refusing
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
 
 _HEAD_NBYTES = 1 << 10
@@ -66,7 +63,8 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
                 "    way out:     give the directory of a save with use_collectives=False, or with "
                 "PlacementFileSystemWriter(stock_metadata=False)"
             )
-        merged = merge_rank_metadata(parts, whole=True)
+        metadata = [(rank, torch_metadata(part)) for rank, part in parts]
+        merged = merge_rank_metadata(metadata, whole=True)
         _check_same_save(directory, merged)
         _write(directory, merged)
     return merged
@@ -77,10 +75,10 @@ def _check_same_save(directory: Directory, merged: Metadata) -> None:
     if ".metadata" not in directory.names():
         return
     try:
-        existing = read_pickle(directory, ".metadata").storage_data or {}
+        files = read_dcp(directory, ".metadata").files()
     except (CannotLook, OSError):
         return  # It is of no use to any reader.
-    files, rank_files = paths_of(existing), paths_of(merged.storage_data or {})
+    rank_files = paths_of(merged.storage_data or {})
     if files != rank_files:
         raise CannotLook(
             f"{directory.path}: .metadata and the ranks' metadata are of different saves\n"
@@ -109,11 +107,7 @@ def _rewritten(directory: Directory) -> Metadata:
         raise CannotLook(
             f"{directory.path}: .metadata is Megatron's, of a class of its own: not rewritten"
         )
-    metadata = read_pickle(directory, ".metadata")
-    if isinstance(metadata.state_dict_metadata, StoredEntries):
-        check_index(directory.path, metadata)
-    else:
-        metadata.storage_data = StorageTable(rows_of_metadata(directory.path, metadata))
+    metadata = torch_metadata(read_dcp(directory, ".metadata"))
     try:
         _write(directory, metadata)
     except IndexDamage as error:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dcp_placements.names.numbers import NUMBER, number_finder
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.experts import ExpertFamily
-from dcp_placements.storage.metadata.record import ROWS, record_of
+from dcp_placements.storage.metadata.record import ROWS
 
 _ANY_EXPERT = "123456789"
 
@@ -29,7 +29,7 @@ def recorded_experts(
     Returns:
         By key, as text; without the tensors of which nothing is recorded.
     """
-    record = record_of(checkpoint.metadata)
+    record = checkpoint.record
     if record is None:
         return {}
     rules = (checkpoint.provenance or {}).get("rules", {})

@@ -18,9 +18,9 @@ from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
 from dcp_placements.offline.resharding.target import Entry, Stamps, empty_record
 from dcp_placements.storage.file_reads import write_all
-from dcp_placements.storage.hashing import crc32
 from dcp_placements.storage.record_contents import memory_of
 from dcp_placements.storage.record_writer import BLOCK_NBYTES
+from dcp_placements.storage.tensor_record import crc32
 
 SMALL_NBYTES = 64 << 10
 """Elements up to this are written with the rest of their record, in one call."""

@@ -34,7 +34,7 @@ from dcp_placements.offline.rehearsals.world_parts import WorldParts
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
-from dcp_placements.storage.metadata.record import Cuts, packed_record, record_of
+from dcp_placements.storage.metadata.record import Cuts, packed_record
 from dcp_placements.storage.metadata.save_ids import named
 from dcp_placements.storage.record_writer import Stamp
 
@@ -239,7 +239,7 @@ class Target:
         numbers: dict[Cuts, int] = {(): 0}
         group_of = {fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in self._cuts.items()}
         # Those of the source still describe the keys.
-        record = record_of(self._checkpoint.metadata)
+        record = self._checkpoint.record
         renames: dict[Step, None] = {} if record is None else dict.fromkeys(record.renames)
         renames |= self._renames
         provenance |= packed_record(list(numbers), group_of, keys, renames)

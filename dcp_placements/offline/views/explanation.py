@@ -29,7 +29,6 @@ from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, format_placement
 from dcp_placements.storage.file_reads import CountedFile, FilePart
-from dcp_placements.storage.metadata.record import record_of
 from dcp_placements.storage.tensor_record import RecordHeads
 
 
@@ -154,7 +153,7 @@ def explain(
     if tensor is None:
         raise _no_tensor(checkpoint, fqn)
     provenance = checkpoint.provenance or {}
-    record = record_of(checkpoint.metadata)
+    record = checkpoint.record
     explanation = Explanation(
         fqn=fqn,
         shape=tensor.shape,

@@ -13,7 +13,7 @@ from dcp_placements.offline.experts import ExpertLayer, find_experts
 from dcp_placements.offline.views.families import Family, families
 from dcp_placements.offline.views.object_values import plain_values
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.metadata.record import Cuts, SaveRecord, record_of
+from dcp_placements.storage.metadata.record import Cuts, SaveRecord
 from dcp_placements.storage.metadata.save_ids import writer_of
 
 SHOWN_PROVENANCE = ("save_id", "step", "world_size", "axes", "versions", "options")
@@ -231,7 +231,7 @@ def inspect(
 
 
 def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspection:
-    record = record_of(checkpoint.metadata)
+    record = checkpoint.record
     provenance = checkpoint.provenance or {}
     rules: Mapping[str, str] = provenance.get("rules") or {}
     keys = matching_keys(fqn, [*checkpoint.tensors, *checkpoint.objects])
@@ -245,7 +245,7 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspec
         tensors={
             name: TensorInfo(
                 tensor.shape,
-                str(tensor.dtype).removeprefix("torch."),
+                tensor.stored_dtype.name,
                 len(tensor.boxes),
                 tensor.files,
                 tensor.ranks,

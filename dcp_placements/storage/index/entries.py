@@ -1,34 +1,20 @@
 """``Metadata.state_dict_metadata`` in columns: what each key is, and the chunks of tensors.
 
-Thousands of keys have a few forms: properties, shape and list of chunks. Torch's object is made
-once for each form that is looked up.
+Thousands of keys have a few forms: properties, shape and list of chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
-from dcp_placements._torch import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from dcp_placements.layout.alike import BySequence
-from dcp_placements.storage.index.columns import IndexDamage, Ints
+from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.metadata.pickles.tensor_properties import portable_state
+from dcp_placements.storage.metadata.properties import Properties
 
 OBJECT, OTHER = -1, -2
-
-Stock = Callable[[IndexDamage], Metadata]
-"""Reads the pickle before an index, once a part of the index turns out to be damaged."""
 
 
 class Form(NamedTuple):
@@ -64,7 +50,7 @@ class Entries:
     fqns: Sequence[str]
     form_of: Sequence[int] | Ints
     forms: Sequence[Form]
-    properties: Sequence[TensorProperties]
+    properties: Sequence[Properties]
     shapes: Sequence[tuple[int, ...]]
     lists: Sequence[ChunkList]
     others: Sequence[Any] = ()
@@ -79,102 +65,54 @@ class Entries:
             return None
         return form.chunks, self.lists[form.chunks].offsets
 
-    def entry(self, form: Form) -> Any:
-        """Return torch's object for a form."""
-        if form.properties == OBJECT:
-            return BytesStorageMetadata()
-        if form.properties == OTHER:
-            return self.others[form.shape]
-        return TensorStorageMetadata(
-            self.properties[form.properties],
-            torch.Size(self.shapes[form.shape]),
-            self.lists[form.chunks],  # type: ignore[arg-type]
-        )
 
-
-class StoredEntries(Mapping[str, Any]):
-    """``Metadata.state_dict_metadata`` of a checkpoint whose index is read in part.
-
-    Its pickle is that of a dict of torch's objects.
+def build_entries(
+    stored: Mapping[str, Any], properties_of: Callable[[Any], Properties | None]
+) -> Entries:
+    """Return entries in columns.
 
     Args:
-        entries: Of all keys; their lists of chunks may be read when they are used.
-        stock: Serves where one of these is damaged; None to raise.
+        stored: By key. What is a tensor has ``size`` and ``chunks``.
+        properties_of: Returns the properties of a tensor; None of an object. Of an entry of another
+            class it raises ``OtherEntry``.
     """
-
-    def __init__(self, entries: Entries, stock: Stock | None = None) -> None:
-        self._stock = stock
-        self._take(entries)
-
-    def _take(self, entries: Entries) -> None:
-        self.entries = entries
-        form_of = np.asarray(entries.form_of, np.int64).tolist()
-        self._form_of: dict[str, int] = dict(zip(entries.fqns, form_of, strict=True))
-        self._made: dict[int, Any] = {}
-
-    def __getitem__(self, fqn: str) -> Any:
-        form = self._form_of[fqn]
-        made = self._made.get(form)
-        if made is None:
-            try:
-                made = self._made[form] = self.entries.entry(self.entries.forms[form])
-            except IndexDamage as damage:
-                if self._stock is None:
-                    raise
-                self._take(entries_of(self._stock(damage).state_dict_metadata))
-                return self[fqn]
-        return made
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._form_of)
-
-    def __len__(self) -> int:
-        return len(self._form_of)
-
-    def __contains__(self, fqn: object) -> bool:
-        return fqn in self._form_of
-
-    def __repr__(self) -> str:
-        return f"StoredEntries({len(self)} keys)"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-def entries_of(stored: Mapping[str, Any]) -> Entries:
-    """Return entries in columns."""
-    if isinstance(stored, StoredEntries):
-        return stored.entries
     forms: dict[Form, int] = {}
-    properties: dict[Hashable, tuple[int, TensorProperties]] = {}
+    properties: dict[Properties, int] = {}
     shapes: dict[tuple[int, ...], int] = {}
     lists = _Lists()
     others: list[Any] = []
     form_of = []
     for entry in stored.values():
-        if type(entry) is TensorStorageMetadata:
-            state = portable_state(entry.properties)
-            form = Form(
-                properties.setdefault(state, (len(properties), entry.properties))[0],
-                shapes.setdefault(tuple(entry.size), len(shapes)),
-                lists.number(entry.chunks, len(entry.size)),
-            )
-        elif type(entry) is BytesStorageMetadata:
-            form = Form(OBJECT)
-        else:
+        try:
+            described = properties_of(entry)
+        except OtherEntry:
             form = Form(OTHER, len(others))
             others.append(entry)
+        else:
+            form = (
+                Form(OBJECT)
+                if described is None
+                else Form(
+                    properties.setdefault(described, len(properties)),
+                    shapes.setdefault(tuple(entry.size), len(shapes)),
+                    lists.number(entry.chunks, len(entry.size)),
+                )
+            )
         form_of.append(forms.setdefault(form, len(forms)))
     return Entries(
         tuple(stored),
         form_of,
         tuple(forms),
-        [first for _, first in properties.values()],
+        list(properties),
         tuple(shapes),
         lists.all,
         others,
         [len(chunks) for chunks in lists.all],
     )
+
+
+class OtherEntry(TypeError):
+    """An entry that is neither that of a tensor nor that of an object."""
 
 
 class _Lists:
@@ -185,7 +123,7 @@ class _Lists:
         self._arrays: dict[Hashable, list[tuple[ChunkList, int]]] = {}
         self._lists: BySequence[int] = BySequence(_place)
 
-    def number(self, chunks: Sequence[ChunkStorageMetadata], ndim: int) -> int:
+    def number(self, chunks: Sequence[Any], ndim: int) -> int:
         if isinstance(chunks, ChunkList):
             return self._number(chunks)
         number = self._lists.get(chunks, ndim)
@@ -205,5 +143,5 @@ class _Lists:
         return len(self.all) - 1
 
 
-def _place(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _place(chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)

@@ -19,8 +19,9 @@ from functools import cached_property
 import numpy as np
 
 from dcp_placements.storage.index.columns import IndexDamage, Ints
+from dcp_placements.storage.index.coordinates import Numbering
 from dcp_placements.storage.index.entries import Entries
-from dcp_placements.storage.metadata.table import Offset, Starts, Transforms
+from dcp_placements.storage.metadata.table import ROW, Offset, Rows, Starts, Transforms
 
 TEMPLATE = np.dtype(
     [(name, np.int64) for name in ("key", "ordinal", "file", "transforms", "start", "length")]
@@ -276,6 +277,28 @@ class RowIndex:
                 rows = by_kind[kind_of].swapaxes(0, 1)
                 rows[..., 0] += first_files
                 yield some, number, rows
+
+    def unfolded(self) -> Rows:
+        """Return all rows."""
+        chunks = [(at, one) for at, one in enumerate(self.places) if one.offsets is not None]
+        numbering = Numbering([one.offsets for _, one in chunks if one.offsets is not None])
+        numbers = dict(zip([at for at, _ in chunks], numbering.numbers, strict=True))
+        offsets: list[Offset] = [None]
+        for table in numbering.unique:
+            offsets += map(tuple, table.tolist())
+        rows = np.empty(len(self), ROW)
+        at = 0
+        for keys, number, places in self.pieces():
+            piece = rows[at : at + places.shape[0] * places.shape[1]].reshape(places.shape[:2])
+            piece["fqn"] = keys[:, None]
+            piece["offset"] = numbers[number] + 1 if number in numbers else 0
+            for column, name in enumerate(("path", "transforms", "start", "length")):
+                piece[name] = places[..., column]
+            at += piece.size
+        paths = tuple(self.writers.files())
+        return Rows(
+            tuple(self.fqns), tuple(offsets), paths, tuple(self.transforms), rows, self.starts
+        )
 
     def _template_rows(self, template: int, ordinal: int, keys: Ints) -> Ints:
         held = self.templates[template]

@@ -10,15 +10,13 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar
 
-import numpy as np
-
 from dcp_placements._torch import MetadataIndex, StorageInfo
 from dcp_placements.storage.index.building import build_index, by_file
 from dcp_placements.storage.index.columns import IndexDamage
-from dcp_placements.storage.index.coordinates import Numbering
-from dcp_placements.storage.index.entries import Entries, Stock
+from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import LookedUp, RowIndex
-from dcp_placements.storage.metadata.table import ROW, Offset, Rows, Starts, rows_of_entries
+from dcp_placements.storage.index.stored_entries import Stock
+from dcp_placements.storage.metadata.table import Rows, Starts, place_of, rows_of_places
 
 T = TypeVar("T")
 
@@ -63,28 +61,8 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         return self._or_stock(self._unfolded)
 
     def _unfolded(self) -> Rows:
-        if isinstance(self._held, Rows):
-            return self._held
-        index = self.index
-        chunks = [(at, one) for at, one in enumerate(index.places) if one.offsets is not None]
-        numbering = Numbering([one.offsets for _, one in chunks if one.offsets is not None])
-        numbers = dict(zip([at for at, _ in chunks], numbering.numbers, strict=True))
-        offsets: list[Offset] = [None]
-        for table in numbering.unique:
-            offsets += map(tuple, table.tolist())
-        rows = np.empty(len(self), ROW)
-        at = 0
-        for keys, number, places in index.pieces():
-            piece = rows[at : at + places.shape[0] * places.shape[1]].reshape(places.shape[:2])
-            piece["fqn"] = keys[:, None]
-            piece["offset"] = numbers[number] + 1 if number in numbers else 0
-            for column, name in enumerate(("path", "transforms", "start", "length")):
-                piece[name] = places[..., column]
-            at += piece.size
-        paths = tuple(index.writers.files())
-        return Rows(
-            tuple(index.fqns), tuple(offsets), paths, tuple(index.transforms), rows, index.starts
-        )
+        held = self._held
+        return held if isinstance(held, Rows) else self.index.unfolded()
 
     def paths(self) -> set[str]:
         """Return the names of all files."""
@@ -145,7 +123,10 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
     def _take_stock(self, damage: IndexDamage) -> None:
         if self._stock is None:
             raise damage
-        self._held = rows_of_entries((self._stock(damage).storage_data or {}).items())
+        self._held = rows_of_places(
+            place_of(at.fqn, at.offset, info)
+            for at, info in (self._stock(damage).storage_data or {}).items()
+        )
         self._stock = None
 
     def _indices(self, fqn: str) -> list[MetadataIndex]:

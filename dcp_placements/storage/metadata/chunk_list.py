@@ -6,21 +6,22 @@ tensors are cut, and a rank needs few of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from dcp_placements._torch import ChunkStorageMetadata, filled
 from dcp_placements.layout.sharding import Box
+
+if TYPE_CHECKING:
+    from dcp_placements._torch import ChunkStorageMetadata
 
 Ints = npt.NDArray[np.int64]
 
 
-class ChunkList(Sequence[ChunkStorageMetadata]):
+class ChunkList(Sequence["ChunkStorageMetadata"]):
     """What ``TensorStorageMetadata.chunks`` lists, in arrays that must not change.
 
     Torch's object is created for each element that is read. Equal to any sequence of equal chunks.
@@ -81,9 +82,9 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
     def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | ChunkList:
         if isinstance(index, slice):
             return ChunkList(self.offsets[index], self.sizes[index])
+        size, chunk = _makers()
         offsets, sizes = self.offsets[index].tolist(), self.sizes[index].tolist()
-        parts = {"offsets": torch.Size(offsets), "sizes": torch.Size(sizes)}
-        return filled(ChunkStorageMetadata, parts)
+        return chunk({"offsets": size(offsets), "sizes": size(sizes)})
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ChunkList):
@@ -103,7 +104,18 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Equal sizes are one object, which is pickled once.
-        size = cache(torch.Size)
+        make_size, chunk = _makers()
+        size = cache(make_size)
         rows = zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)
         parts = [{"offsets": size(tuple(o)), "sizes": size(tuple(s))} for o, s in rows]
-        return list, ([filled(ChunkStorageMetadata, part) for part in parts],)
+        return list, ([chunk(part) for part in parts],)
+
+
+@cache
+def _makers() -> tuple[Callable[[Any], Any], Callable[[dict[str, Any]], ChunkStorageMetadata]]:
+    """Return what makes torch's sizes, and its chunks of their fields."""
+    import torch
+
+    from dcp_placements._torch import ChunkStorageMetadata, filled
+
+    return torch.Size, partial(filled, ChunkStorageMetadata)

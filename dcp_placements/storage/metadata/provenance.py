@@ -10,10 +10,6 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
-
-from dcp_placements._torch import Metadata, MetadataIndex
-
 RESERVED_KEY = "dcp_placements"
 """The key in ``Metadata.planner_data``."""
 
@@ -26,6 +22,8 @@ def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, 
 
     Keys: ``save_id``, ``versions``, ``world_size``, and ``step`` where there is one.
     """
+    import torch
+
     provenance: dict[str, Any] = {
         "save_id": save_id.hex(),
         "versions": {"dcp_placements": own_version(), "torch": str(torch.__version__)},
@@ -36,8 +34,12 @@ def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, 
     return provenance
 
 
-def stored(metadata: Metadata) -> Mapping[str, Any] | None:
-    """Return the provenance of a checkpoint; None where it has none."""
+def stored(metadata: Any) -> Mapping[str, Any] | None:
+    """Return the provenance of a checkpoint; None where it has none.
+
+    Args:
+        metadata: Torch's ``Metadata``, or what has ``planner_data`` as that has.
+    """
     data = metadata.planner_data
     provenance = data.get(RESERVED_KEY) if isinstance(data, Mapping) else None
     if isinstance(provenance, Mapping) and "save_id" in provenance:
@@ -45,7 +47,7 @@ def stored(metadata: Metadata) -> Mapping[str, Any] | None:
     return None
 
 
-def saved_by(metadata: Metadata) -> str:
+def saved_by(metadata: Any) -> str:
     """Return a short text that names the save; empty where nothing tells, or each rank saved alone.
 
     The metadata that a rank wrote without collectives has an id of its own.
@@ -57,10 +59,12 @@ def saved_by(metadata: Metadata) -> str:
     return f"save {provenance['save_id'][:8]}{step}"
 
 
-def stored_digest(provenance: Mapping[str, Any], index: MetadataIndex) -> bytes | None:
-    """Return the digest of one stored chunk or object."""
-    offset = None if index.offset is None else tuple(index.offset)
-    digest = provenance.get("digests", {}).get(index.fqn, {}).get(offset)
+def stored_digest(
+    provenance: Mapping[str, Any], fqn: str, offset: Sequence[int] | None
+) -> bytes | None:
+    """Return the digest of one stored chunk, or of an object, which has no offset."""
+    at = None if offset is None else tuple(offset)
+    digest = provenance.get("digests", {}).get(fqn, {}).get(at)
     return digest if isinstance(digest, bytes) else None
 
 

@@ -7,7 +7,6 @@ rank, with that rank's chunks only. Merged, they are the metadata of the whole c
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,10 +30,8 @@ from dcp_placements.storage.metadata.provenance import (
     stored_digest,
 )
 from dcp_placements.storage.metadata.record import merged_record
-from dcp_placements.storage.metadata.save_ids import id_records
-from dcp_placements.storage.metadata.table import rows_of_entries
-
-_NAME = re.compile(r"__(\d+)\.metadata")
+from dcp_placements.storage.metadata.save_ids import id_records, rank_file_rank
+from dcp_placements.storage.metadata.table import place_of, rows_of_places
 
 
 def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
@@ -54,16 +51,6 @@ def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
     while fs.exists(file := fs.concat_path(path, f"__{len(probed)}.metadata")):
         probed.append((len(probed), file))
     return probed
-
-
-def rank_file_rank(name: str) -> int | None:
-    """Return the rank whose own metadata a file is, by its name; None for other files.
-
-    >>> rank_file_rank("__3.metadata"), rank_file_rank("__3_0.distcp")
-    (3, None)
-    """
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = False) -> Metadata:
@@ -88,7 +75,9 @@ def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = 
     return Metadata(
         merger.stored,
         planner_data=_merged_data([metadata for _, metadata in parts], merger.stored),
-        storage_data=StorageTable(rows_of_entries(merger.places.items())),
+        storage_data=StorageTable(
+            rows_of_places(place_of(at.fqn, at.offset, info) for at, info in merger.places.items())
+        ),
         storage_meta=first.storage_meta,
         version=first.version,
     )
@@ -109,7 +98,7 @@ class _Merger:
         data: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
         self._provenance[rank] = stored(metadata) or {}
         for record in id_records(data).values():
-            self.places[record.index] = record.info
+            self.places[record.index] = data[record.index]
         for fqn, entry in metadata.state_dict_metadata.items():
             if fqn not in self.stored:
                 self._first[fqn] = rank
@@ -152,7 +141,7 @@ class _Merger:
         provenance = [self._provenance[rank] for rank in (first, other)]
         if any(one.get("options", {}).get("on_conflict") == "warn" for one in provenance):
             return
-        one, two = (stored_digest(of_rank, index) for of_rank in provenance)
+        one, two = (stored_digest(of_rank, fqn, index.offset) for of_rank in provenance)
         if one is not None and two is not None and one != two:
             self._unlike.setdefault(fqn, []).append((box, first, other))
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from dcp_placements._torch import Metadata
 from dcp_placements.layout.sharding import Pick, Sharding
 from dcp_placements.storage.metadata.provenance import stored
 
@@ -162,12 +161,18 @@ def packed_record(
     }
 
 
-def merged_record(parts: Sequence[Metadata], keys: Collection[str]) -> dict[str, Any]:
-    """Return the record of a checkpoint whose ranks each wrote their own."""
+def merged_record(parts: Sequence[Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return the record of a checkpoint whose ranks each wrote their own.
+
+    Args:
+        parts: Torch's ``Metadata`` of each rank.
+        keys: Of the whole checkpoint.
+    """
     numbers: dict[Cuts, int] = {(): 0}
     group_of: dict[str, int] = {}
     renames: dict[SavedRename, None] = {}
-    records = [record for record in map(record_of, parts) if record is not None]
+    read = [record_of(stored(part), part.state_dict_metadata) for part in parts]
+    records = [record for record in read if record is not None]
     for record in records:
         renames.update(dict.fromkeys(record.renames))
         for fqn, group in record.group_of.items():
@@ -177,12 +182,16 @@ def merged_record(parts: Sequence[Metadata], keys: Collection[str]) -> dict[str,
     return packed_record(list(numbers), group_of, keys, renames) if records else {}
 
 
-def record_of(metadata: Metadata) -> SaveRecord | None:
-    """Return how a checkpoint was saved; None without a record of exactly its keys."""
-    provenance = stored(metadata)
+def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> SaveRecord | None:
+    """Return how a checkpoint was saved; None without a record of exactly its keys.
+
+    Args:
+        provenance: Of the checkpoint.
+        keys: All keys of the checkpoint.
+    """
     if provenance is None or not isinstance(provenance.get(CUTS_KEY), Mapping):
         return None
-    ordered = sorted(metadata.state_dict_metadata)
+    ordered = sorted(keys)
     try:
         groups, column = _unpacked_cuts(provenance[CUTS_KEY], ordered)
         renames = tuple([_rename_of(*step) for step in provenance[RENAMES_KEY]])

@@ -13,19 +13,15 @@ import io
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
-from dcp_placements._torch import (
-    LoadItemType,
-    MetadataIndex,
-    ReadItem,
-    StorageInfo,
-    WriteItem,
-    WriteItemType,
-)
 from dcp_placements.errors import Fault
+
+if TYPE_CHECKING:
+    from dcp_placements._torch import MetadataIndex, ReadItem, StorageInfo, WriteItem
+    from dcp_placements.storage.metadata.table import Rows
 
 ID_PREFIX = "dcp_placements.save."
 """The prefix of keys of id records in ``storage_data``; the id follows."""
@@ -37,6 +33,7 @@ other, so up to so many files of a rank have one."""
 _RECORD = re.compile(rb"dcp_placements save ([0-9a-f]{32})\n")
 _RECORD_NBYTES = 256
 _NAME = re.compile(r"__(\d+)(?:_([0-9a-f]{8}))?_\d+\.distcp\Z")
+_RANK_FILE = re.compile(r"__(\d+)\.metadata")
 _NAMED_PREFIX = re.compile(r"__\d+_([0-9a-f]{8})_")
 
 MIXED = "the checkpoint is a mixture of two saves"
@@ -66,6 +63,16 @@ def is_data_file(name: str) -> bool:
     return _NAME.match(name) is not None
 
 
+def rank_file_rank(name: str) -> int | None:
+    """Return the rank whose own metadata a file is, by its name; None for other files.
+
+    >>> rank_file_rank("__3.metadata"), rank_file_rank("__3_0.distcp")
+    (3, None)
+    """
+    match = _RANK_FILE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def id_in_name(file: str) -> str | None:
     """Return the beginning of a save's id, where a file's name carries it.
 
@@ -93,6 +100,10 @@ def is_named(storage_data: Any) -> bool:
 
 def id_items(save_id: bytes, rank: int) -> list[WriteItem]:
     """Return the write items of a rank's records, to stand before all others."""
+    import torch
+
+    from dcp_placements._torch import MetadataIndex, WriteItem, WriteItemType
+
     key = ID_PREFIX + save_id.hex()
     return [
         WriteItem(MetadataIndex(key, torch.Size((rank, number))), WriteItemType.BYTE_IO)
@@ -112,32 +123,46 @@ class IdRecord:
     """The record of a save id in a file.
 
     Attributes:
-        index: Of the record in ``storage_data``.
-        info: Where it is.
+        fqn: Its key in ``storage_data``.
+        offset: Under which it is there.
+        file: The file that it is in.
+        start: Where it begins in the file, in bytes.
+        length: Its bytes.
+        transforms: Names of the transforms that it went through.
     """
 
-    index: MetadataIndex
-    info: StorageInfo
+    fqn: str
+    offset: tuple[int, ...] | None
+    file: str
+    start: int
+    length: int
+    transforms: tuple[str, ...]
 
     @property
-    def file(self) -> str:
-        """The file that it is in."""
-        return str(self.info.relative_path)
+    def index(self) -> MetadataIndex:
+        """Its place in ``storage_data``."""
+        from dcp_placements._torch import MetadataIndex
+
+        return MetadataIndex(self.fqn, self.offset)
 
     @property
     def save_id(self) -> str:
         """The id that ``.metadata`` names."""
-        return self.index.fqn[len(ID_PREFIX) :]
+        return self.fqn[len(ID_PREFIX) :]
 
     @property
     def nbytes(self) -> int:
         """Bytes to read: its length, bounded in case the metadata are damaged."""
-        return min(int(self.info.length), _RECORD_NBYTES)
+        return min(self.length, _RECORD_NBYTES)
 
     def read_item(self) -> ReadItem:
         """Return what reads it."""
-        size = torch.Size((0,))
-        return ReadItem(LoadItemType.BYTE_IO, self.index, size, self.index, size, size)
+        import torch
+
+        from dcp_placements._torch import LoadItemType, ReadItem
+
+        index, size = self.index, torch.Size((0,))
+        return ReadItem(LoadItemType.BYTE_IO, index, size, index, size, size)
 
     def fault(self, data: bytes) -> Fault | None:
         """Return the fault that another save wrote the file; None where this one did.
@@ -170,7 +195,24 @@ def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, IdRecord]
     )
     records: dict[str, IdRecord] = {}
     for index, info in entries:
-        records.setdefault(info.relative_path, IdRecord(index, info))
+        offset = None if index.offset is None else tuple(index.offset)
+        steps = tuple(getattr(info, "transform_descriptors", None) or ())
+        file = str(info.relative_path)
+        record = IdRecord(index.fqn, offset, file, int(info.offset), int(info.length), steps)
+        records.setdefault(file, record)
+    return records
+
+
+def id_records_of(rows: Rows) -> dict[str, IdRecord]:
+    """Return the records of ids by file."""
+    keys = [key for key, fqn in enumerate(rows.fqns) if fqn.startswith(ID_PREFIX)]
+    records: dict[str, IdRecord] = {}
+    for key, offset, path, steps, start, length in rows.rows[
+        np.isin(rows.rows["fqn"], keys)
+    ].tolist():
+        file, transforms = rows.paths[path], rows.transforms[steps] or ()
+        place = file, start, length, transforms
+        records.setdefault(file, IdRecord(rows.fqns[key], rows.offsets[offset], *place))
     return records
 
 

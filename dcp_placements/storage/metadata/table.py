@@ -11,12 +11,14 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dcp_placements._torch import MetadataIndex, StorageInfo
 from dcp_placements.layout.alike import BySequence
+
+if TYPE_CHECKING:
+    from dcp_placements._torch import MetadataIndex
 
 Offset = tuple[int, ...] | None
 Transforms = tuple[str, ...] | None
@@ -56,20 +58,6 @@ class Rows:
     transforms: tuple[Transforms, ...]
     rows: Array
     starts: Starts | None = None
-
-    def index(self, row: Any) -> MetadataIndex:
-        """Return the index of a row's chunk or object."""
-        return MetadataIndex(self.fqns[row["fqn"]], self.offsets[row["offset"]])
-
-    def info(self, row: Any) -> StorageInfo:
-        """Return where a row's bytes are, in torch's form."""
-        transforms = self.transforms[row["transforms"]]
-        return StorageInfo(
-            self.paths[row["path"]],
-            int(row["start"]),
-            int(row["length"]),
-            None if transforms is None else list(transforms),
-        )
 
     def packed(self) -> tuple[bytes, bytes]:
         """Return the keys, which many ranks have in common, and the rest; compressed."""
@@ -192,19 +180,50 @@ def agreed_starts(starts: dict[Kind, int | None], more: Starts) -> dict[Kind, in
     return starts
 
 
-def rows_of_entries(entries: Iterable[tuple[MetadataIndex, StorageInfo]]) -> Rows:
-    """Return the rows of the items of a ``storage_data`` dict."""
-    builder = RowsBuilder()
-    for index, info in entries:
-        builder.add(
-            index,
-            path=info.relative_path,
-            start=info.offset,
-            length=info.length,
-            # Checkpoints of older torch versions have no such field.
-            transforms=getattr(info, "transform_descriptors", None),
+class StoredPlace(NamedTuple):
+    """Key and offset of a stored chunk, and where it is."""
+
+    fqn: str
+    offset: Offset
+    path: str
+    start: int
+    length: int
+    transforms: Transforms = None
+
+
+def place_of(fqn: str, offset: Sequence[int] | None, info: Any) -> StoredPlace:
+    """Return the place of a chunk by torch's ``_StorageInfo``."""
+    # Checkpoints of older torch versions have no such field.
+    steps = getattr(info, "transform_descriptors", None)
+    return StoredPlace(
+        fqn,
+        None if offset is None else tuple(offset),
+        info.relative_path,
+        info.offset,
+        info.length,
+        None if steps is None else tuple(steps),
+    )
+
+
+def rows_of_places(places: Iterable[StoredPlace]) -> Rows:
+    """Return the rows of stored chunks."""
+    fqns: dict[str, int] = {}
+    offsets: dict[Offset, int] = {}
+    paths: dict[str, int] = {}
+    every: dict[Transforms, int] = {}
+    table = [
+        (
+            fqns.setdefault(fqn, len(fqns)),
+            offsets.setdefault(offset, len(offsets)),
+            paths.setdefault(path, len(paths)),
+            every.setdefault(steps, len(every)),
+            start,
+            length,
         )
-    return builder.rows()
+        for fqn, offset, path, start, length, steps in places
+    ]
+    rows = np.array(table, ROW)
+    return Rows(tuple(fqns), tuple(offsets), tuple(paths), tuple(every), rows)
 
 
 def _compressed(value: Any) -> bytes:

@@ -17,14 +17,15 @@ from typing import Any, overload
 
 import numpy as np
 
-from dcp_placements._torch import WriteResult
+from dcp_placements._torch import MetadataIndex, StorageInfo, WriteResult
 from dcp_placements.storage.index.building import Written, written_rows
 from dcp_placements.storage.metadata.table import (
     ROW,
     Array,
     Offset,
     Rows,
-    rows_of_entries,
+    place_of,
+    rows_of_places,
 )
 
 
@@ -173,7 +174,12 @@ class WriteResults(Sequence[WriteResult]):
         return self._result(self.rows.rows[index])
 
     def _result(self, row: Any) -> WriteResult:
-        return WriteResult(self.rows.index(row), int(row["length"]), self.rows.info(row))
+        rows, start, length = self.rows, int(row["start"]), int(row["length"])
+        index = MetadataIndex(rows.fqns[row["fqn"]], rows.offsets[row["offset"]])
+        steps = rows.transforms[row["transforms"]]
+        transforms = None if steps is None else list(steps)
+        info = StorageInfo(rows.paths[row["path"]], start, length, transforms)
+        return WriteResult(index, length, info)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -191,7 +197,9 @@ def written_by(results: Sequence[WriteResult]) -> Written:
     """Return what a rank wrote by its results, whatever storage writer they are from."""
     if isinstance(results, WriteResults):
         return results.written
-    return written_rows(rows_of_entries((result.index, result.storage_data) for result in results))
+    return written_rows(
+        rows_of_places(place_of(r.index.fqn, r.index.offset, r.storage_data) for r in results)
+    )
 
 
 def _rows(places: bytes, fqns: tuple[str, ...], slots: bytes) -> Rows:

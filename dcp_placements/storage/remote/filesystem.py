@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,6 +17,7 @@ from typing import IO, Any
 from dcp_placements._torch import FileSystem, FileSystemBase
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.storage.remote.requests import RangeReader, Upload, download, request
+from dcp_placements.storage.remote.urls import is_url, local_or_url
 
 OBJECT_STORES = frozenset(
     ["abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "r2", "s3", "s3a", "tos"]
@@ -32,43 +32,6 @@ WHOLE_NBYTES = 16 << 20
 
 URL_THREADS = 8
 """Files that are read at once from a URL, where nobody says otherwise."""
-
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
-_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL that is read through fsspec.
-
-    >>> is_url("s3://bucket/checkpoint"), is_url("/tmp/a://b"), is_url("file:///tmp")
-    (True, False, False)
-    """
-    text = os.fspath(path)
-    return _URL.match(text) is not None and not text.startswith(_LOCAL)
-
-
-def local_or_url(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return a path as it is, and of a ``file://`` URL the local path.
-
-    Raises:
-        CannotLook: A relative path begins as a URL does, as ``pathlib.Path`` leaves one.
-    """
-    text = os.fspath(path)
-    if text.startswith(_LOCAL):
-        return text.partition("://")[2] or "/"
-    if is_url(path) or not _ONE_SLASH.match(text):
-        return path
-    scheme, _, rest = text.partition(":/")
-    raise CannotLook(
-        f"{format_name(text)}: this is neither a URL nor an absolute path\n"
-        "    likely:      pathlib.Path made it of a URL, of which it joins the slashes\n"
-        f"    way out:     give the URL as a str: {format_name(f'{scheme}://{rest}')}; for a "
-        "local directory an absolute path"
-    )
-
-
-_LOCAL = ("file://", "local://")
 
 
 class RemoteFileSystem(FileSystemBase):
@@ -289,31 +252,6 @@ class RemoteFileSystem(FileSystemBase):
 def file_system(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
     """Return the file system of a path: torch's own for local ones, fsspec's for URLs."""
     return RemoteFileSystem(options) if is_url(path) else FileSystem()
-
-
-@contextmanager
-def default_options(urls: list[str], options: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block, pass options to the file systems of these URLs.
-
-    Raises:
-        CannotLook: fsspec is not installed.
-    """
-    if not options:
-        yield
-        return
-    try:
-        from fsspec.config import conf
-    except ModuleNotFoundError as error:
-        raise CannotLook("--storage-option needs fsspec: pip install fsspec") from error
-    before = {protocol: conf.get(protocol) for protocol in {u.partition("://")[0] for u in urls}}
-    conf.update({protocol: {**(held or {}), **options} for protocol, held in before.items()})
-    try:
-        yield
-    finally:
-        for protocol, held in before.items():
-            del conf[protocol]
-            if held is not None:
-                conf[protocol] = held
 
 
 class UrlPath:

@@ -11,18 +11,21 @@ import pickle
 from typing import Any
 
 import numpy as np
-import torch
 
-from dcp_placements._torch import Metadata
 from dcp_placements.storage.index.blocks import Opener
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import RowIndex
-from dcp_placements.storage.metadata.pickles.metadata_pickle import MetadataUnpickler
-from dcp_placements.storage.metadata.pickles.stock_pickle import (
+from dcp_placements.storage.metadata.pickles.metadata_pickle import (
+    MetadataUnpickler,
+    PlainMetadata,
+)
+from dcp_placements.storage.metadata.pickles.stock_body import (
+    CLASSES,
     MARKER_NBYTES,
-    WORDS,
+    NAMES,
     Body,
     Memo,
+    is_texts,
     memo_key,
     refusing_pickle,
 )
@@ -67,18 +70,19 @@ def _memo(head: bytes, entries: Entries, index: RowIndex) -> Memo:
     """Return the numbers in the memo of the values that the rest of a pickle refers to."""
     unpickler = MetadataUnpickler(head + b".")
     value = unpickler.load()
-    if type(value) is not Metadata or unpickler.stack:
+    if type(value) is not PlainMetadata or unpickler.stack:
         raise _unlike()
+    classes: dict[str, int] = {}
     numbers: dict[Any, int] = {}
     for number, held in sorted(unpickler.memo.items(), reverse=True):
         if type(held) is StandIn:
-            numbers[torch.Size if held.new is None else held.new] = number
-        elif type(held) is str or (type(held) is list and all(type(v) is str for v in held)):
+            classes[held.name] = number
+        elif type(held) is str or is_texts(held):
             numbers[memo_key(held)] = number
     try:
         words = {
-            word: b"h" + bytes([numbers[word if isinstance(word, type) else memo_key(word)]])
-            for word in WORDS
+            **{name: b"h" + bytes([classes[name]]) for name in CLASSES},
+            **{name: b"h" + bytes([numbers[name]]) for name in NAMES},
         }
         fqns, paths, transforms = [
             np.array([0 if v is None else numbers[memo_key(v)] for v in values], np.int64)

@@ -1,9 +1,4 @@
-"""``.metadata`` as torch's own pickle, written from columns without making torch's objects.
-
-In this pickle the entries of two chunks differ only in a few numbers. What grows with chunks and
-ranks is therefore written as arrays of records of equal length, which refer to shared values in the
-pickle's memo. ``pickle.load`` makes torch's objects of it.
-"""
+"""``.metadata`` as torch's own pickle: its beginning, which torch's objects are pickled for."""
 
 from __future__ import annotations
 
@@ -11,10 +6,6 @@ import copy
 import copyreg
 import io
 import pickle
-import struct
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -32,60 +23,26 @@ from dcp_placements._torch import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from dcp_placements.storage.index.columns import Ints
-from dcp_placements.storage.index.coordinates import Numbering
-from dcp_placements.storage.index.entries import OBJECT, OTHER, Entries
+from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.metadata.pickles.metadata_pickle import PATHS_OF_3_13
-from dcp_placements.storage.metadata.pickles.tensor_properties import portable_state
-
-NO_STOCK_METADATA = (
-    "this checkpoint has no stock metadata: run `dcp-placements merge-metadata PATH`"
+from dcp_placements.storage.metadata.pickles.stock_body import (
+    CLASSES,
+    NAMES,
+    Memo,
+    is_texts,
+    memo_key,
+    put,
 )
-"""Plain DCP ends in "No module named ..." and this, so there is no dot in it."""
+from dcp_placements.storage.metadata.pickles.tensor_properties import (
+    portable_state,
+    torch_properties,
+)
 
-_MARKER_TEXT = b"dcp_placements index "
-MARKER_NBYTES = 2 + 5 + len(_MARKER_TEXT) + 32 + 1
-
-_I32 = 1 << 31
-_PIECE_ROWS = 1 << 16
-
-# Records refer to these by one byte; they are dumped first, so that their numbers are small.
-WORDS: tuple[Any, ...] = (
+_CLASSES = (
     *(MetadataIndex, StorageInfo, ChunkStorageMetadata, TensorStorageMetadata),
     *(BytesStorageMetadata, torch.Size),
-    *("fqn", "offset", "relative_path", "length", "transform_descriptors"),
-    *("offsets", "sizes", "properties", "size", "chunks", "state_dict_metadata", "storage_data"),
 )
-
-Part = bytes | tuple[str, str]
-"""Of a record: bytes that all have, or a name and a kind of integers."""
-
-
-def marker(digest: bytes) -> bytes:
-    """Return how a pickle begins whose index has this digest. It has no effect on its value."""
-    text = _MARKER_TEXT + digest.hex().encode()
-    return b"\x80\x03X" + struct.pack("<I", len(text)) + text + b"0"
-
-
-def marked_digest(head: bytes) -> bytes | None:
-    """Return the digest in the beginning of a pickle; None where there is none."""
-    text = head[7 + len(_MARKER_TEXT) : MARKER_NBYTES - 1]
-    try:
-        digest = bytes.fromhex(text.decode())
-    except ValueError:
-        return None
-    return digest if head[:MARKER_NBYTES] == marker(digest) else None
-
-
-def refusing_pickle(digest: bytes) -> bytes:
-    """Return a pickle that refuses to load, with a sentence that tells how to write another."""
-    return marker(digest) + f"c{NO_STOCK_METADATA}\nMetadata\n.".encode()
-
-
-def is_refusing(head: bytes) -> bool:
-    """Whether the beginning of a pickle is that of one that refuses to load."""
-    return head[MARKER_NBYTES:].startswith(f"c{NO_STOCK_METADATA}\n".encode())
 
 
 def plain_metadata(metadata: Metadata) -> Metadata:
@@ -112,29 +69,6 @@ def portable_pickler(buffer: io.BytesIO) -> pickle.Pickler:
     return pickler
 
 
-@dataclass(slots=True)
-class Memo:
-    """The numbers of values in the pickle's memo.
-
-    Attributes:
-        words: Of classes and attribute names, as the bytes that refer to them.
-        fqns: By key.
-        paths: By file, writer by writer.
-        transforms: By number; 0 for None.
-        properties: By number.
-        others: By number.
-        count: How many there are.
-    """
-
-    words: Mapping[Any, bytes]
-    fqns: Ints
-    paths: Ints
-    transforms: Ints
-    properties: Ints
-    others: Ints
-    count: int
-
-
 def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple[bytes, Memo]:
     """Return the pickle from the marker to the records, and the memo; the stack has the metadata.
 
@@ -147,22 +81,20 @@ def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple
     pickler = portable_pickler(buffer)
     transforms = [None if steps is None else list(steps) for steps in index.transforms]
     paths = list(index.writers.files())
-    pickler.dump((WORDS, tuple(index.fqns), paths, transforms))
-    # Of equal values the first one counts: that of a word, if it is one.
-    numbers = {
-        memo_key(value): number
-        for number, value in sorted(pickler.memo.copy().values(), key=itemgetter(0), reverse=True)
-        if isinstance(value, str | type) or _is_strings(value)
-    }
+    pickler.dump((_CLASSES, NAMES, tuple(index.fqns), paths, transforms))
+    # Of equal values the first one counts: that of a name, if it is one.
+    held = sorted(pickler.memo.copy().values(), key=itemgetter(0), reverse=True)
+    numbers = {memo_key(v): n for n, v in held if isinstance(v, str | type) or is_texts(v)}
     parts = [buffer.getvalue()[2:-1], b"0"]
     dumped = []
-    for value in (*entries.properties, *entries.others, plain_metadata(metadata)):
+    listed = map(torch_properties, entries.properties)
+    for value in (*listed, *entries.others, plain_metadata(metadata)):
         start = buffer.tell()
         pickler.dump(value)
         dumped.append(buffer.getvalue()[start:-1])
     first = len(pickler.memo.copy())
     for number, data in enumerate(dumped[:-1], first):
-        parts += [data, _put(number)]
+        parts += [data, put(number)]
     parts.append(dumped[-1])
     fqns, files, steps = [
         np.array([0 if v is None else numbers[memo_key(v)] for v in values], np.int64)
@@ -170,209 +102,12 @@ def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple
     ]
     properties = np.arange(first, first + len(entries.properties))
     others = np.arange(len(entries.others)) + first + len(properties)
-    words = {word: b"h" + bytes([numbers[memo_key(word)]]) for word in WORDS}
+    words = {
+        name: b"h" + bytes([numbers[value]])
+        for name, value in zip((*CLASSES, *NAMES), (*_CLASSES, *NAMES), strict=True)
+    }
     count = first + len(dumped) - 1
     return b"".join(parts), Memo(words, fqns, files, steps, properties, others, count)
-
-
-class Body:
-    """The rest of a pickle, by its head.
-
-    Args:
-        memo: The head's.
-        entries: Of all keys.
-        index: Of all rows.
-    """
-
-    def __init__(self, memo: Memo, entries: Entries, index: RowIndex) -> None:
-        self.memo, self.entries, self.index = memo, entries, index
-        own = [one.offsets for one in index.places if one.offsets is not None and one.listed < 0]
-        shapes = [np.array(shape, np.int64).reshape(1, -1) for shape in entries.shapes]
-        lists = list(entries.lists)
-        tables = [*[c.offsets for c in lists], *[c.sizes for c in lists], *own, *shapes]
-        self.sizes = Numbering(tables)
-        first = memo.count
-        numbers = [of_table + first for of_table in self.sizes.numbers]
-        self.offsets, self.extents = numbers[: len(lists)], numbers[len(lists) : 2 * len(lists)]
-        self.own = iter(numbers[2 * len(lists) : 2 * len(lists) + len(own)])
-        self.shapes = np.array([of[0] for of in numbers[len(numbers) - len(shapes) :]], np.int64)
-        self.chunks = Numbering(
-            [np.stack(pair, axis=1) for pair in zip(self.offsets, self.extents, strict=True)]
-        )
-        self.first_chunk = first + len(self.sizes)
-        self.first_list = self.first_chunk + len(self.chunks)
-
-    def pieces(self) -> Iterator[bytes]:
-        """Yield it in bounded pieces."""
-        words = self.memo.words
-        yield from self._size_records()
-        yield from self._chunk_records()
-        for number, chunks in enumerate(self.chunks.numbers, self.first_list):
-            column = chunks + self.first_chunk
-            yield b"](" + records([b"j", ("chunk", "<u4")], {"chunk": column}) + b"e"
-            yield _put(number)
-        yield b"}" + words["state_dict_metadata"] + b"}("
-        yield from self._entry_records()
-        yield b"us" + words["storage_data"] + b"}"
-        yield from self._row_records()
-        # Into the state of the metadata, and that into the metadata.
-        yield b"sb."
-
-    def _size_records(self) -> Iterator[bytes]:
-        first = self.memo.count
-        for sizes in self.sizes.unique:
-            count, ndim = sizes.shape
-            is_wide = bool(count and ndim and int(sizes.max()) >= _I32)
-            parts: list[Part] = [self.memo.words[torch.Size], b"("]
-            for dim in range(ndim):
-                parts += _number(f"size{dim}", is_wide=is_wide)
-            parts += [b"t\x85Rr", ("number", "<u4"), b"0"]
-            columns = {f"size{dim}": column for dim, column in enumerate(sizes.T)}
-            yield records(parts, columns | {"number": np.arange(first, first + count)})
-            first += count
-
-    def _chunk_records(self) -> Iterator[bytes]:
-        words = self.memo.words
-        parts: list[Part] = [
-            words[ChunkStorageMetadata] + b")\x81}(" + words["offsets"] + b"j",
-            ("offsets", "<u4"),
-            words["sizes"] + b"j",
-            ("sizes", "<u4"),
-            b"ubr",
-            ("number", "<u4"),
-            b"0",
-        ]
-        for pairs in self.chunks.unique:
-            numbers = np.arange(self.first_chunk, self.first_chunk + len(pairs))
-            columns = {"offsets": pairs[:, 0], "sizes": pairs[:, 1], "number": numbers}
-            yield records(parts, columns)
-
-    def _entry_records(self) -> Iterator[bytes]:
-        memo, words = self.memo, self.memo.words
-        forms = np.array(self.entries.forms, np.int64).reshape(-1, 3)
-        form_of = np.asarray(self.entries.form_of, np.int64)
-        key: list[Part] = [b"j", ("key", "<u4")]
-        tensor: list[Part] = [words[TensorStorageMetadata] + b")\x81}("]
-        for name in ("properties", "size", "chunks"):
-            tensor += [words[name] + b"j", (name, "<u4")]
-        kinds = np.minimum(forms[form_of, 0], 0).tolist()
-        start = 0
-        for kind, alike in groupby(kinds):
-            stop = start + len(list(alike))
-            properties, shapes, lists = forms[form_of[start:stop]].T
-            columns = {"key": memo.fqns[start:stop]}
-            if kind == OBJECT:
-                yield records([*key, words[BytesStorageMetadata] + b")\x81"], columns)
-            elif kind == OTHER:
-                other: list[Part] = [b"j", ("other", "<u4")]
-                yield records([*key, *other], columns | {"other": memo.others[shapes]})
-            else:
-                columns |= {
-                    "properties": memo.properties[properties],
-                    "size": self.shapes[shapes],
-                    "chunks": lists + self.first_list,
-                }
-                yield records([*key, *tensor, b"ub"], columns)
-            start = stop
-
-    def _row_records(self) -> Iterator[bytes]:
-        memo, index = self.memo, self.index
-        offsets = {
-            number: self.offsets[one.listed] if one.listed >= 0 else next(self.own)
-            for number, one in enumerate(index.places)
-            if one.offsets is not None
-        }
-        is_moved = np.array([steps is not None for steps in index.transforms], bool)
-        pool: dict[tuple[bool, bool], list[Ints]] = {}
-        pooled = 0
-        for keys, number, places in index.pieces():
-            rows = np.empty((6, *places.shape[:2]), np.int64)
-            rows[0] = memo.fqns[keys][:, None]
-            rows[1] = offsets.get(number, 0)
-            rows[2], rows[3] = memo.paths[places[..., 0]], places[..., 1]
-            rows[4], rows[5] = places[..., 2], places[..., 3]
-            rows = rows.reshape(6, -1)
-            moved = is_moved[rows[3]]
-            for transformed in (False, True):
-                chosen = moved == transformed
-                if chosen.any():
-                    kind = number in offsets, transformed
-                    pool.setdefault(kind, []).append(rows if chosen.all() else rows[:, chosen])
-            pooled += rows.shape[1]
-            if pooled >= _PIECE_ROWS:
-                yield from self._pooled(pool)
-                pooled = 0
-        yield from self._pooled(pool)
-
-    def _pooled(self, pool: dict[tuple[bool, bool], list[Ints]]) -> Iterator[bytes]:
-        for (is_chunk, transformed), parts in sorted(pool.items()):
-            rows = np.concatenate(parts, axis=1)
-            columns = dict(zip(_ROW_COLUMNS, rows, strict=True))
-            columns["transforms"] = self.memo.transforms[rows[3]]
-            is_wide = int(rows[4:].max()) >= _I32
-            yield records(
-                _row_parts(self.memo.words, is_chunk, transformed, is_wide=is_wide), columns
-            )
-        pool.clear()
-
-
-_ROW_COLUMNS = ("fqn", "offset", "path", "transforms", "start", "length")
-
-
-def _row_parts(
-    words: Mapping[Any, bytes], is_chunk: bool, transformed: bool, *, is_wide: bool
-) -> list[Part]:
-    """Return the parts of the record of a row: an index and a place, put into the dict."""
-    # NEWOBJ of the class, then BUILD with a dict of its attributes; "j" gets a shared name.
-    parts: list[Part] = [words[MetadataIndex] + b")\x81}(" + words["fqn"] + b"j", ("fqn", "<u4")]
-    if is_chunk:
-        parts += [words["offset"] + b"j", ("offset", "<u4")]
-    parts += [b"ub" + words[StorageInfo] + b")\x81}(" + words["relative_path"] + b"j"]
-    parts += [("path", "<u4"), words["offset"], *_number("start", is_wide=is_wide)]
-    parts += [words["length"], *_number("length", is_wide=is_wide)]
-    if transformed:
-        parts += [words["transform_descriptors"] + b"j", ("transforms", "<u4")]
-    return [*parts, b"ubs"]
-
-
-def _number(name: str, *, is_wide: bool) -> list[Part]:
-    return [b"\x8a\x08", (name, "<i8")] if is_wide else [b"J", (name, "<i4")]
-
-
-def records(parts: Sequence[Part], columns: Mapping[str, Ints]) -> bytes:
-    """Return records of equal length.
-
-    Args:
-        parts: Of each record.
-        columns: By name, the integers of all records.
-    """
-    row = b""
-    fields: dict[str, tuple[str, int]] = {}
-    for part in parts:
-        if isinstance(part, bytes):
-            row += part
-        else:
-            name, kind = part
-            fields[name] = kind, len(row)
-            row += bytes(int(kind[-1]))
-    dtype = np.dtype(
-        {
-            "names": list(fields),
-            "formats": [kind for kind, _ in fields.values()],
-            "offsets": [offset for _, offset in fields.values()],
-            "itemsize": len(row),
-        }
-    )
-    count = len(columns[next(iter(fields))]) if fields else 0
-    filled = np.repeat(np.frombuffer(row, f"V{len(row)}"), count).view(dtype)
-    for name in fields:
-        filled[name] = columns[name]
-    return filled.tobytes()
-
-
-def _put(number: int) -> bytes:
-    """Return what puts the top of the stack into the memo, and takes it off."""
-    return b"r" + struct.pack("<I", number) + b"0"
 
 
 def _portable(properties: TensorProperties) -> tuple[Any, ...]:
@@ -387,12 +122,3 @@ def _portable_meta(meta: StorageMeta) -> StorageMeta:
     meta = copy.copy(meta)
     meta.checkpoint_id = str(path)
     return meta
-
-
-def memo_key(value: Any) -> Hashable:
-    """Return a key for a value of the memo, a text or texts: its type and its content."""
-    return type(value), tuple(value) if type(value) is list else value
-
-
-def _is_strings(value: Any) -> bool:
-    return type(value) is list and all(type(entry) is str for entry in value)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from dcp_placements._torch import TensorProperties
+from dcp_placements._torch import MemoryFormat as TorchMemoryFormat
+from dcp_placements._torch import TensorProperties, layout_named
+from dcp_placements.storage.metadata.properties import MemoryFormat, Properties, dtype_of
 
-PORTABLE_PROPERTIES = 5
+PORTABLE_PROPERTIES = len(Properties._fields)
 """The fields of ``TensorProperties`` in a pickle that every torch reads."""
 
 _PROPERTIES = len(fields(TensorProperties))
@@ -19,27 +22,38 @@ _PROPERTIES = len(fields(TensorProperties))
 class _PickledProperties(TensorProperties):
     def __setstate__(self, state: Any) -> None:
         self.__class__ = TensorProperties  # type: ignore[assignment]
-        set_properties(self, state)
+        self.__setstate__(state[:_PROPERTIES])
 
 
 PICKLED_PROPERTIES = {(TensorProperties.__module__, "TensorProperties"): _PickledProperties}
 """By module and name: what ``pickle`` makes of ``TensorProperties`` of any torch."""
 
 
-def set_properties(instance: TensorProperties, state: tuple[Any, ...]) -> None:
-    """Fill ``instance`` from the pickled state of any torch, without fields unknown here."""
-    instance.__setstate__(state[:_PROPERTIES])
-
-
-def has_unknown_properties(state: tuple[Any, ...]) -> bool:
-    """Whether a pickled state of ``TensorProperties`` is one that this torch cannot read."""
-    return len(state) > _PROPERTIES
-
-
 def portable_state(instance: TensorProperties) -> tuple[Any, ...]:
     """Return the state of ``instance`` to pickle, in the form that every torch reads."""
     state: tuple[Any, ...] = instance.__getstate__()
     return state[:PORTABLE_PROPERTIES]
+
+
+def plain_properties(instance: TensorProperties) -> Properties:
+    """Return properties without torch's objects."""
+    return _plain(*portable_state(instance))
+
+
+@lru_cache(maxsize=1 << 10)
+def _plain(
+    dtype: torch.dtype, layout: torch.layout, grad: bool, form: TorchMemoryFormat, pinned: bool
+) -> Properties:
+    return Properties(dtype_of(dtype), str(layout), grad, MemoryFormat(form.value), pinned)
+
+
+def torch_properties(properties: Properties) -> TensorProperties:
+    """Return properties as torch's object."""
+    dtype, layout, grad, form, pinned = properties
+    state = dtype.torch, layout_named(layout), grad, TorchMemoryFormat(form.value), pinned
+    instance: TensorProperties = object.__new__(_PickledProperties)
+    instance.__setstate__(state)
+    return instance
 
 
 def properties_of(

@@ -1,0 +1,97 @@
+"""``Metadata.state_dict_metadata`` by columns: torch's objects are made for the keys looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from dcp_placements.storage.index.columns import IndexDamage
+from dcp_placements.storage.index.entries import OBJECT, OTHER, Entries, OtherEntry, build_entries
+from dcp_placements.storage.metadata.pickles.tensor_properties import (
+    plain_properties,
+    torch_properties,
+)
+from dcp_placements.storage.metadata.properties import Properties
+
+Stock = Callable[[IndexDamage], Metadata]
+"""Reads the pickle before an index, once a part of the index turns out to be damaged."""
+
+
+class StoredEntries(Mapping[str, Any]):
+    """``Metadata.state_dict_metadata`` of a checkpoint whose entries are in columns.
+
+    Torch's object is made once for each form that is looked up. Its pickle is that of a dict of
+    torch's objects.
+
+    Args:
+        entries: Of all keys; their lists of chunks may be read when they are used.
+        stock: Serves where one of these is damaged; None to raise.
+    """
+
+    def __init__(self, entries: Entries, stock: Stock | None = None) -> None:
+        self._stock = stock
+        self._take(entries)
+
+    def _take(self, entries: Entries) -> None:
+        self.entries = entries
+        self._numbers = {fqn: number for number, fqn in enumerate(entries.fqns)}
+        self._made: dict[int, Any] = {}
+
+    def __getitem__(self, fqn: str) -> Any:
+        try:
+            return self._entry(fqn)
+        except IndexDamage as damage:
+            if self._stock is None:
+                raise
+            self._take(entries_of(self._stock(damage).state_dict_metadata))
+            return self._entry(fqn)
+
+    def _entry(self, fqn: str) -> Any:
+        form = int(self.entries.form_of[self._numbers[fqn]])
+        made = self._made.get(form)
+        if made is None:
+            made = self._made[form] = self._make(form)
+        return made
+
+    def _make(self, number: int) -> Any:
+        entries, form = self.entries, self.entries.forms[number]
+        if form.properties == OBJECT:
+            return BytesStorageMetadata()
+        if form.properties == OTHER:
+            return entries.others[form.shape]
+        return TensorStorageMetadata(
+            torch_properties(entries.properties[form.properties]),
+            torch.Size(entries.shapes[form.shape]),
+            entries.lists[form.chunks],  # type: ignore[arg-type]
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._numbers
+
+    def __repr__(self) -> str:
+        return f"StoredEntries({len(self)} keys)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def entries_of(stored: Mapping[str, Any]) -> Entries:
+    """Return the entries of ``Metadata.state_dict_metadata`` in columns."""
+    return stored.entries if isinstance(stored, StoredEntries) else build_entries(stored, _describe)
+
+
+def _describe(entry: Any) -> Properties | None:
+    if type(entry) is TensorStorageMetadata:
+        return plain_properties(entry.properties)
+    if type(entry) is BytesStorageMetadata:
+        return None
+    raise OtherEntry
