@@ -136,9 +136,14 @@ def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
         yield "hole", f"no chunk holds {_format_boxes(holes, shape)} of {shape}"
 
 
-def place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
+def place_faults(
+    checkpoint: Checkpoint, records: dict[str, list[Record]]
+) -> Iterator[CheckpointFault]:
     """Yield chunks without a place, places without a chunk, and keys of an index without either."""
+    placed = Counter(r.fqn for in_file in records.values() for r in in_file if not r.copied)
     for fqn, tensor in checkpoint.tensors.items():
+        if placed[fqn] == len(tensor.boxes):
+            continue
         unplaced = [chunk.box for chunk in tensor.chunks if chunk.file is None]
         if unplaced:
             boxes = _format_boxes(unplaced, tensor.shape)

@@ -101,7 +101,11 @@ def verify(
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     with quiet_gc():
         records = records_by_file(checkpoint)
-        faults = [*tiling_faults(checkpoint), *place_faults(checkpoint), *id_faults(checkpoint)]
+        faults = [
+            *tiling_faults(checkpoint),
+            *place_faults(checkpoint, records),
+            *id_faults(checkpoint),
+        ]
         faults += file_faults(checkpoint, records)
     if digests:
         faults += _digest_gaps(checkpoint.provenance or {}, records)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.checkpoint import Checkpoint, ranks_of
 from dcp_placements.offline.declared import matching_keys
 from dcp_placements.offline.experts import ExpertLayer, find_experts
 from dcp_placements.offline.views.families import Family, families
@@ -247,8 +247,8 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspec
                 tensor.shape,
                 tensor.stored_dtype.name,
                 len(tensor.boxes),
-                tensor.files,
-                tensor.ranks,
+                files := tensor.files,
+                ranks_of(files),
                 tensor.nbytes,
                 rules.get(name),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from dcp_placements._torch import BytesStorageMetadata, Metadata, TensorStorageMetadata
@@ -37,23 +38,21 @@ class StoredEntries(Mapping[str, Any]):
 
     def _take(self, entries: Entries) -> None:
         self.entries = entries
-        self._numbers = {fqn: number for number, fqn in enumerate(entries.fqns)}
+        form_of = np.asarray(entries.form_of, np.int64).tolist()
+        self._form_of: dict[str, int] = dict(zip(entries.fqns, form_of, strict=True))
         self._made: dict[int, Any] = {}
 
     def __getitem__(self, fqn: str) -> Any:
-        try:
-            return self._entry(fqn)
-        except IndexDamage as damage:
-            if self._stock is None:
-                raise
-            self._take(entries_of(self._stock(damage).state_dict_metadata))
-            return self._entry(fqn)
-
-    def _entry(self, fqn: str) -> Any:
-        form = int(self.entries.form_of[self._numbers[fqn]])
+        form = self._form_of[fqn]
         made = self._made.get(form)
         if made is None:
-            made = self._made[form] = self._make(form)
+            try:
+                made = self._made[form] = self._make(form)
+            except IndexDamage as damage:
+                if self._stock is None:
+                    raise
+                self._take(entries_of(self._stock(damage).state_dict_metadata))
+                return self[fqn]
         return made
 
     def _make(self, number: int) -> Any:
@@ -69,13 +68,13 @@ class StoredEntries(Mapping[str, Any]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._numbers)
+        return iter(self._form_of)
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._form_of)
 
     def __contains__(self, fqn: object) -> bool:
-        return fqn in self._numbers
+        return fqn in self._form_of
 
     def __repr__(self) -> str:
         return f"StoredEntries({len(self)} keys)"
