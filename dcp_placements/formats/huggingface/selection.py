@@ -115,7 +115,7 @@ def _saved_prefix(checkpoint: Checkpoint, tensors: Sequence[StoredTensor]) -> st
 
 def _check_whole(checkpoint: Checkpoint, kept: set[str]) -> None:
     records = records_by_file(checkpoint)
-    faults: list[CheckpointFault] = [*tiling_faults(checkpoint), *place_faults(checkpoint)]
+    faults: list[CheckpointFault] = [*tiling_faults(checkpoint), *place_faults(checkpoint, records)]
     faults += file_faults(checkpoint, records)
     lines = []
     for fault in faults:
