@@ -25,7 +25,7 @@ from dcp_placements import (
 )
 from dcp_placements.names.rename_record import renames_in_force
 from dcp_placements.offline import inspect
-from dcp_placements.storage.metadata.provenance import RESERVED_KEY
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY, stored
 from dcp_placements.storage.metadata.record import SaveRecord, record_of
 from dcp_placements.testing import FakeDTensor, World
 
@@ -56,7 +56,8 @@ def state(rank: int) -> dict[str, Any]:
 
 
 def saved_record(path: Path) -> SaveRecord:
-    record = record_of(FileSystemReader(path).read_metadata())
+    metadata = FileSystemReader(path).read_metadata()
+    record = record_of(stored(metadata), metadata.state_dict_metadata)
     assert record is not None
     return record
 
@@ -78,7 +79,8 @@ def test_ranks_without_collectives_keep_it_together(tmp_path: Path) -> None:
     WORLD.save(
         tmp_path, state, lambda rank: PlacementSavePlanner(rules(rank)), use_collectives=False
     )
-    record = record_of(PlacementFileSystemReader(tmp_path).read_metadata())
+    metadata = PlacementFileSystemReader(tmp_path).read_metadata()
+    record = record_of(stored(metadata), metadata.state_dict_metadata)
     assert record is not None
     assert [cut.kind for cut in record.cuts("gate_up")] == ["plain", "fused", "plain"]
     assert len(inspect(tmp_path).cuts) == 2
@@ -111,7 +113,7 @@ def test_it_takes_a_hundredth_of_the_metadata(tmp_path: Path) -> None:
     save(WORLD, tmp_path, many, rules, digests="off")
     file = tmp_path / ".metadata"
     metadata = pickle.loads(file.read_bytes())
-    record = record_of(metadata)
+    record = record_of(stored(metadata), metadata.state_dict_metadata)
     assert record is not None
     assert {fqn for fqn in keys if record.cuts(fqn)} == {key for key in keys if "norm" not in key}
     before = file.stat().st_size

@@ -199,7 +199,10 @@ def test_a_save_over_an_older_checkpoint_leaves_none_of_its_files(
     assert found["w"].equal(NEW)
 
 
-def test_only_plain_files_of_checkpoints_in_this_directory_are_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leads_out", [False, True])
+def test_only_plain_files_of_checkpoints_in_this_directory_are_removed(
+    tmp_path: Path, leads_out: bool
+) -> None:
     inside, outside = tmp_path / "step", tmp_path / "__7_0.distcp"
     save(inside, OLD, lambda rank: dcp.FileSystemWriter(inside))
     outside.write_text("another's")
@@ -207,16 +210,16 @@ def test_only_plain_files_of_checkpoints_in_this_directory_are_removed(tmp_path:
     (inside / "__1_0.distcp").unlink()
     (inside / "__1_0.distcp").symlink_to(outside)
     metadata = pickle.loads((inside / ".metadata").read_bytes())
-    for index, name in zip(
-        metadata.storage_data, ["../__7_0.distcp", "train.py", str(outside)], strict=False
-    ):
+    names = ["train.py", "../__7_0.distcp", str(outside)] if leads_out else ["train.py"]
+    for index, name in zip(metadata.storage_data, names, strict=False):
         metadata.storage_data[index].relative_path = name
     (inside / ".metadata").write_bytes(pickle.dumps(metadata))
     save(inside, NEW, lambda rank: PlacementFileSystemWriter(inside))
     assert outside.read_text() == "another's"
     assert (inside / "train.py").read_text() == "mine"
     assert (inside / "__1_0.distcp").is_symlink()
-    assert not (inside / "__0_0.distcp").exists()
+    # Of metadata that name a file elsewhere nothing is believed.
+    assert (inside / "__0_0.distcp").exists() == leads_out
 
 
 def test_metadata_that_cannot_be_read_stops_no_save(tmp_path: Path) -> None:

@@ -147,8 +147,9 @@ def reshard(
 
 def _check_whole(checkpoint: Checkpoint) -> None:
     """Refuse a source whose metadata or sizes of files show that it is damaged."""
-    faults = [*tiling_faults(checkpoint), *place_faults(checkpoint), *id_faults(checkpoint)]
-    faults += file_faults(checkpoint, records_by_file(checkpoint))
+    records = records_by_file(checkpoint)
+    faults = [*tiling_faults(checkpoint), *place_faults(checkpoint, records)]
+    faults += [*id_faults(checkpoint), *file_faults(checkpoint, records)]
     if faults:
         lines = [
             f"{fault.kind}: {format_names(fault.tensors or fault.files, 4)}: {fault.message}"
