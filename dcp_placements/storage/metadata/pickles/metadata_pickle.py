@@ -206,14 +206,14 @@ class MetadataUnpickler(RestrictedUnpickler):
     def _properties(self, state: Any) -> Properties:
         """Return the properties of a tensor; most tensors have the same."""
         kinds = tuple(map(type, state))
-        if kinds not in self._forms or state[5:]:
-            properties = _checked_properties(state)
+        if kinds not in self._forms or state[len(Properties._fields) :]:
+            checked = _checked_properties(state)
             self._forms.add(kinds)
-            return properties
-        properties = self._made.get(state)
-        if properties is None:
-            properties = self._made[state] = _checked_properties(state)
-        return properties
+            return checked
+        # Values of the types that were checked: they have short hashes.
+        if state not in self._made:
+            self._made[state] = _checked_properties(state)
+        return self._made[state]
 
 
 def _check_fields(
