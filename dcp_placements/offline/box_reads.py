@@ -80,7 +80,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._last: tuple[StoredTensor, tuple[StoredChunk, ...]] | None = None
         self._finders: dict[int, StoredChunks] = {}  # by cut
         self._files: OrderedDict[str, tuple[Any, CountedFile]] = OrderedDict()
-        self._target = _Target(torch.empty(0))
+        self._target = _Target(torch.empty(0, device="cpu"))
         planner: Any = self._target
         stored = checkpoint.metadata.state_dict_metadata
         if checkpoint.format == SAFETENSORS:
@@ -114,7 +114,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             PlacementError: A file is missing, too short, or holds something else.
         """
         if into is None:
-            into = torch.zeros(box.sizes, dtype=tensor.dtype)
+            into = torch.zeros(box.sizes, dtype=tensor.dtype, device="cpu")
         self._target.tensor = into
         by_file: dict[str, list[Record]] = {}
         chunks = self._chunks(tensor)

@@ -362,5 +362,5 @@ def _kind_of(tensor: torch.Tensor) -> Kind | None:
 
 def _storage_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor's storage, no copy."""
-    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     return flat.numpy().data

@@ -98,10 +98,10 @@ class AssembledTensor:
             if shared == piece:
                 return elements.contiguous()
             if into is None:
-                into = torch.empty(piece.sizes, dtype=self.dtype)
+                into = torch.empty(piece.sizes, dtype=self.dtype, device="cpu")
             spans = zip(shared.offsets, piece.offsets, shared.sizes, strict=True)
             into[tuple(slice(a - b, a - b + n) for a, b, n in spans)] = elements
-        return torch.empty(piece.sizes, dtype=self.dtype) if into is None else into
+        return torch.empty(piece.sizes, dtype=self.dtype, device="cpu") if into is None else into
 
     def slabs(self, reader: BoxReader, limit_nbytes: int) -> Iterator[torch.Tensor]:
         """Yield its elements in C order, piece by piece; reading takes three times that memory."""

@@ -198,7 +198,11 @@ def _value_at(contents: Any, path: KeyPath) -> Any:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    return value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+    return (
+        value.detach()
+        if isinstance(value, torch.Tensor)
+        else torch.tensor(float(value), device="cpu")
+    )
 
 
 def _nbytes(value: Any) -> int:

@@ -78,7 +78,11 @@ class Tally:
             if len(gaps):
                 self.max_abs = max(float(gaps.max()), self.max_abs or 0.0)
             first = int(positions[0])
-            local = torch.unravel_index(torch.tensor(start + first), shape) if shape else ()
+            local = (
+                torch.unravel_index(torch.tensor(start + first, device="cpu"), shape)
+                if shape
+                else ()
+            )
             index = tuple(int(i) + o for i, o in zip(local, offsets, strict=True))
             if self.first is None or index < self.first[0]:
                 self.first = index, _value(a[first]), _value(b[first])

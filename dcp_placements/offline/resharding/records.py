@@ -54,7 +54,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
         self._advance = advance
         is_local = checkpoint.directory.local("") is not None
         self._slab_nbytes = SLAB_NBYTES if is_local else REMOTE_SLAB_NBYTES
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._pool = ThreadPoolExecutor(1)
 
     def __exit__(self, *exception: object) -> None:
@@ -125,7 +125,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
         nbytes = piece.numel * tensor.dtype.itemsize
         at = number % len(self._buffers)
         if self._buffers[at].numel() < nbytes:
-            self._buffers[at] = torch.empty(nbytes, dtype=torch.uint8)
+            self._buffers[at] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         into = self._buffers[at][:nbytes].view(tensor.dtype).view(piece.sizes)
         memory = memory_of(self._reader.read(tensor, piece, into=into))
         assert memory is not None

@@ -80,7 +80,7 @@ class Stamps:
 def empty_record(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     """Return the record of a chunk without elements."""
     buffer = io.BytesIO()
-    torch.save(torch.empty(tuple(shape), dtype=dtype), buffer)
+    torch.save(torch.empty(tuple(shape), dtype=dtype, device="cpu"), buffer)
     return buffer.getvalue()
 
 
