@@ -80,6 +80,7 @@ from torch.torch_version import TorchVersion
 
 __all__ = [
     "ASYNC_EXECUTORS",
+    "ASYNC_THREAD",
     "CURRENT_DCP_VERSION",
     "DEFAULT_SUFFIX",
     "LOAD",
@@ -180,6 +181,8 @@ ASYNC_EXECUTORS = (
     Seam(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),
 )
 """Behind ``async_save``: classes whose ``execute_save`` takes ``planner``."""
+ASYNC_THREAD = "AsyncCheckpointExecutor"
+"""How the names of the threads begin in which ``async_save`` calls ``save``."""
 
 
 def is_dtensor_like(value: Any) -> bool:

@@ -12,13 +12,13 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable
-from contextlib import ContextDecorator
 from dataclasses import dataclass
-from threading import RLock
+from threading import RLock, current_thread
 from typing import Any
 
 from dcp_placements._torch import (
     ASYNC_EXECUTORS,
+    ASYNC_THREAD,
     LOAD,
     SAVE,
     DefaultLoadPlanner,
@@ -42,8 +42,8 @@ class _Installation:
 
     def save_planner(self, planner: Any, target: str) -> Any:
         """Return the planner of a save that was called with ``planner``, which may be None."""
-        if any(planner is one for one in _async_planners):  # the thread of an async save
-            return planner
+        if current_thread().name.startswith(ASYNC_THREAD):
+            return planner  # chosen when async_save was called, perhaps outside of this context
         if planner is not None and type(planner) is not DefaultSavePlanner:
             return self._others("dcp.save", planner, PlacementSavePlanner, target)
         options = {} if planner is None else _options(planner, _SAVE_OPTIONS)
@@ -85,14 +85,12 @@ class _Installation:
 _SAVE_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank")
 _LOAD_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
 
-_async_planners: list[Any] = []
-"""Of the async saves that have not ended. Their threads call ``save`` with the same planner."""
 _lock = RLock()
 _installations: list[_Installation] = []
 """Those that are entered and not left, the innermost last; the same for all threads."""
 
 
-class installed(ContextDecorator):
+class installed:
     """Serve every save and load inside by the planners of ``placements``.
 
     ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` that are called without a planner, or with an
@@ -131,7 +129,9 @@ class installed(ContextDecorator):
 
     def __exit__(self, *_: object) -> None:
         with _lock:
-            _installations.remove(self._installation)
+            # The last one: the same instance may be entered again inside another.
+            own = [at for at, one in enumerate(_installations) if one is self._installation]
+            del _installations[own[-1]]
             if not _installations:
                 _restore_seams()
 
@@ -173,29 +173,9 @@ def _with_planner(
 
 def _executor(kind: type) -> type:
     """Return a class of executors whose saves have their planner when they are started."""
-    original = kind.execute_save  # type: ignore[attr-defined]
-
-    def start(executor: Any, *args: Any, planner: Any = None, **kwargs: Any) -> Any:
-        if planner is None:  # the context has been left
-            return original(executor, *args, **kwargs)
-        _async_planners.append(planner)
-        try:
-            future = original(executor, *args, planner=planner, **kwargs)
-        except BaseException:
-            _forget(planner)
-            raise
-        future.add_done_callback(lambda _: _forget(planner))
-        return future
-
-    start.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    start = kind.execute_save  # type: ignore[attr-defined]
     execute_save = _with_planner(start, _Installation.save_planner, "storage_writer")
     return type(kind.__name__, (kind,), {"execute_save": execute_save})
-
-
-def _forget(planner: Any) -> None:
-    with _lock:
-        at = next(at for at, one in enumerate(_async_planners) if one is planner)
-        del _async_planners[at]
 
 
 _replaced: list[tuple[Seam, Any, Any]] = []

@@ -198,6 +198,24 @@ def test_an_async_save_that_plans_after_the_context_is_ours(tmp_path: Path) -> N
     assert type(writer.planner) is PlacementSavePlanner
 
 
+def test_an_async_save_called_before_the_context_keeps_its_planner(tmp_path: Path) -> None:
+    entered = threading.Event()
+
+    class Late(Writer):
+        """Begins, as a busy thread may, when the context is entered."""
+
+        def reset(self, *args: Any, **kwargs: Any) -> None:
+            assert entered.wait(20)
+            super().reset(*args, **kwargs)
+
+    writer = Late(tmp_path)
+    future = async_save(STATE, storage_writer=writer)
+    with installed(PLACEMENTS):
+        entered.set()
+        future.result()
+    assert type(writer.planner) is DefaultSavePlanner
+
+
 def test_one_line_is_logged_for_each_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dcp_placements")
     with installed(PLACEMENTS):
@@ -224,10 +242,17 @@ def test_what_was_there_is_restored_nested_reentered_and_after_errors(tmp_path: 
             dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "inner")
         dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "outer")
     assert seams() == before
+    twice = installed(PLACEMENTS)
+    with twice, installed(inner):
+        with twice:
+            dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "again")
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "left")
+    assert seams() == before
     with pytest.raises(RuntimeError, match="its own"), installed(PLACEMENTS):
         raise RuntimeError("its own")
     assert seams() == before
-    for place, key in (("inner", "inner.w"), ("outer", "w")):
+    written = {"inner": "inner.w", "outer": "w", "again": "w", "left": "inner.w"}
+    for place, key in written.items():
         metadata = dcp.FileSystemReader(tmp_path / place).read_metadata()
         assert list(metadata.state_dict_metadata) == [key]
 
