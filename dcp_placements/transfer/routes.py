@@ -25,7 +25,7 @@ from dcp_placements.transfer.names import Named
 from dcp_placements.transfer.world import TransferWorld
 
 ROWS = 1 << 20
-"""Rows of messages that are computed at a time, where all of a route are: some 100 bytes each."""
+"""Messages that are computed at a time, where all of a route are: some 100 bytes each."""
 
 
 class Hosts:
@@ -241,8 +241,10 @@ class Route:
         return messages.kept(order)
 
     def everything(self) -> Iterator[Messages]:
-        """Yield all messages of the route, ``ROWS`` rows or a little more at a time."""
-        starts = np.searchsorted(self._first_row, np.arange(0, self._first_row[-1], ROWS))
+        """Yield all messages of the route, ``ROWS`` or a little more at a time."""
+        # A row becomes a message for each sender that takes a turn.
+        step = max(ROWS // min(int(self.source.counts.max()), len(self.members)), 1)
+        starts = np.searchsorted(self._first_row, np.arange(0, self._first_row[-1], step))
         for start, stop in itertools.pairwise([*np.unique(starts).tolist(), len(self.to)]):
             row, receiver = self._receivers(np.arange(start, stop))
             yield self._sent(row + start, receiver)
