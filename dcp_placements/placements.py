@@ -98,8 +98,8 @@ class Placements:
                     f"    way out:     give it to Placements(rules, rename=...); or "
                     f"{getattr(planner, '__name__', planner)} itself"
                 )
-        waive = {**self.waive, **(options.pop("waive", None) or {})}
-        return planner(self.rules, rename=self.rename, waive=waive, **options)
+        added = check_declaration(None, None, options.pop("waive", None))
+        return planner(self.rules, rename=self.rename, waive={**self.waive, **added}, **options)
 
     def set_up_planner(self, *args: Any, storage_meta: Any = None, **kwargs: Any) -> NoReturn:
         """Refuse to be a planner, which DCP calls this method of.

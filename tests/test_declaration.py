@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,25 @@ def test_arguments_that_contradict_each_other_are_refused_at_once(
 ) -> None:
     with pytest.raises(PlacementError, match=message):
         Placements(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("declare", "text"),
+    [
+        (lambda: Placements(None, rename=Renumber), "an instance, as rename=Renumber"),
+        (lambda: Placements(None, waive=["x"]), "must be {pattern: reason}, not list"),
+        (lambda: Placements(None).save_planner(waive=["x"]), "must be {pattern: reason}, not list"),
+        (lambda: Placements(None).save_planner(step="five"), "step='five': give a number"),
+        (lambda: Placements(None).load_planner(optional=5), "optional=5: give patterns"),
+        (lambda: Placements(None).load_planner(optional=[None]), "a pattern of keys is a str"),
+        (lambda: Placements(None).load_planner(exchange="yes"), "exchange='yes': give True"),
+        (lambda: CheckpointPlacement(MESH, Shard(0)), "to which axis of mesh"),
+        (lambda: CheckpointPlacement({"ep": 2}, {"ep": Shard(0)}), "dict is no mesh"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_where_it_is_given(declare: Any, text: str) -> None:
+    with pytest.raises(PlacementError, match=re.escape(text)):
+        declare()
 
 
 @pytest.mark.parametrize("planner", [PlacementSavePlanner, PlacementLoadPlanner])

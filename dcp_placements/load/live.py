@@ -13,7 +13,7 @@ import torch
 
 from dcp_placements._torch import DTensor, has_hooks, is_dtensor_like, local_tensor
 from dcp_placements.bind.placed import Placing
-from dcp_placements.errors import Fault
+from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.renamed_keys import Path
 from dcp_placements.report import LoadReport
@@ -44,6 +44,16 @@ def live_faults(
     tensors = (
         [*live.parameters(), *live.buffers()] if isinstance(live, torch.nn.Module) else list(live)
     )
+    others = {
+        type(tensor).__name__
+        for tensor in tensors
+        if not (isinstance(tensor, torch.Tensor) or is_dtensor_like(tensor))
+    }
+    if others:
+        raise PlacementError(
+            f"live= has values that are no tensors: {', '.join(sorted(others))}\n"
+            "    way out:     live=model, or its tensors: live=model.parameters()"
+        )
     named = {fqn for fqn in state_dict if names and _is_named(fqn, mappings.get(fqn), names)}
     kinds = {kind for tensor in tensors for kind in _kinds(tensor)}
     ranges = {_range(local_tensor(t) if is_dtensor_like(t) else t) for t in tensors}

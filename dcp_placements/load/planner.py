@@ -112,9 +112,11 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         self.waive = check_declaration(rules, rename, waive)
         check_choice("cast", cast, CASTS)
         check_choice("verify", verify, VERIFY)
+        if not isinstance(exchange, bool | dist.ProcessGroup):
+            raise PlacementError(f"exchange={exchange!r}: give True, False or a process group")
         self.rules = rules
         self.rename = rename
-        self.optional = compiled([optional] if isinstance(optional, str) else optional)
+        self.optional = compiled(optional)
         self.cast = cast
         self.verify = verify
         self.live = live

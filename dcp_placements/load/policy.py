@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dcp_placements.errors import PlacementError
 from dcp_placements.rules.patterns import compile_pattern
 
 
@@ -39,6 +40,13 @@ class Policy:
         return self.waives(fqn) or self.is_optional(fqn)
 
 
-def compiled(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
-    """Return patterns of keys as ``Policy`` has them."""
+def compiled(optional: str | Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    """Return patterns of keys as ``Policy`` has them.
+
+    Raises:
+        PlacementError: They are no patterns.
+    """
+    if not isinstance(optional, Iterable):
+        raise PlacementError(f"optional={optional!r}: give patterns of keys")
+    patterns = [optional] if isinstance(optional, str) else optional
     return tuple([compile_pattern(pattern) for pattern in patterns])

@@ -64,10 +64,20 @@ def check_declaration(
             "rules must be PlacementRules, a callable (fqn, tensor) -> CheckpointPlacement or "
             f"None, or None, not {type(rules).__name__}"
         )
+    if isinstance(rename, type):
+        raise PlacementError(
+            f"rename={rename.__name__} is a class\n"
+            f'    way out:     an instance, as rename=Renumber("experts.{{}}", ids, total=8)'
+        )
     if rename is not None and not callable(rename):
         raise PlacementError(
             "rename= must be Renumber, Replace, Renames or another callable key -> key, or None, "
             f"not {type(rename).__name__}"
+        )
+    if waive is not None and not isinstance(waive, Mapping):
+        raise PlacementError(
+            f"waive= must be {{pattern: reason}}, not {type(waive).__name__}: each waiver needs a "
+            "reason, which is kept"
         )
     waivers = dict(waive or {})
     for pattern, reason in waivers.items():

@@ -137,8 +137,10 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     True
 
     Raises:
-        PlacementError: An empty pattern or component.
+        PlacementError: An empty pattern or component, or no text.
     """
+    if not isinstance(pattern, str):
+        raise PlacementError(f"a pattern of keys is a str, not {pattern!r}")
     components = pattern.split(".")
     if not all(components):
         raise PlacementError(

@@ -7,7 +7,7 @@ not have are defined here. Torch's are recognised by their attributes (``is_repl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -258,8 +258,19 @@ def format_placements(placements: Sequence[Any]) -> str:
 
 
 def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> tuple[Any, ...]:
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise PlacementError(
+            f"{type(mesh).__name__} is no mesh\n"
+            "    way out:     a DeviceMesh, or MeshCoordinate(names, sizes, coordinate) without a "
+            "process group"
+        )
     ndim = len(tuple(mesh.shape))
     names = mesh.mesh_dim_names
+    if not isinstance(placements, Iterable):
+        raise PlacementError(
+            f"{placements!r} does not say to which axis of mesh {format_mesh(mesh)} it belongs\n"
+            '    way out:     {"axis": placement}, or a placement per axis in mesh order'
+        )
     if isinstance(placements, Mapping):
         if names is None:
             raise PlacementError(

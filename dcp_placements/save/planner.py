@@ -138,6 +138,8 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         self.rename = rename
         self.digests = digests
         self.on_conflict = on_conflict
+        if step is not None and not isinstance(step, int):
+            raise PlacementError(f"step={step!r}: give a number")
         self.step = step
         self.shadows = check_shadows(shadows)
         if self.shadows is not None and on_conflict == "warn":

@@ -44,6 +44,13 @@ def test_a_copy_of_a_parameter_is_refused(saved: Path) -> None:
     assert "way out:" in text
 
 
+def test_a_state_dict_is_no_model(saved: Path) -> None:
+    model = torch.nn.Linear(3, 5)
+    planner = PlacementLoadPlanner(live=model.state_dict())
+    with pytest.raises(CheckpointException, match="values that are no tensors: str"):
+        dcp.load({"model": model.state_dict()}, checkpoint_id=saved, planner=planner)
+
+
 def test_copies_of_optimizer_state_are_told_of_and_let_pass(saved: Path) -> None:
     model = torch.nn.Linear(3, 5)
     moments = {"state": {"weight": {"exp_avg": torch.zeros(5, 3)}}}
