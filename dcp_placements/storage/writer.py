@@ -46,7 +46,7 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.building import build_index
 from dcp_placements.storage.index.storage_table import StorageTable, paths_of
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
-from dcp_placements.storage.metadata.description import read_description
+from dcp_placements.storage.metadata.description import read_file_names
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.save_ids import is_data_file, named
 from dcp_placements.storage.metadata.table import RowsBuilder, join
@@ -224,7 +224,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 if isinstance(self.fs, RemoteFileSystem)
                 else partial(self.fs.create_stream, path, "rb")
             )
-            names = read_description(opener).files()
+            names = read_file_names(opener)
         except Exception as error:
             logger.warning("%s cannot be read, so the files that it names stay: %s", path, error)
             return set()

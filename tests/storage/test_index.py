@@ -35,6 +35,7 @@ from dcp_placements.storage.index.blocks import blocks_of
 from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries
+from dcp_placements.storage.metadata import description
 from dcp_placements.storage.metadata.pickles.stock_body import MARKER_NBYTES
 from dcp_placements.storage.metadata.table import place_of, rows_of_places
 from dcp_placements.testing import World
@@ -183,6 +184,23 @@ def test_of_a_damaged_index_the_pickle_serves_with_a_note(tmp_path: Path, part: 
     into = {key: torch.zeros_like(value) for key, value in whole.items()}
     load(tmp_path, into, PlacementFileSystemReader(tmp_path))
     assert all(same(into[key], value) for key, value in whole.items())
+
+
+@pytest.mark.parametrize("stock_metadata", [True, False])
+def test_a_save_over_an_older_one_reads_the_names_of_its_files_and_no_pickle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stock_metadata: bool
+) -> None:
+    save(tmp_path, ranks=4, stock_metadata=stock_metadata)
+    older = {path.name for path in tmp_path.glob("*.distcp")}
+    # Reading any pickle of metadata fails.
+    monkeypatch.setattr(description, "load_restricted", None)
+    save(tmp_path)
+    rows = pickle.loads((tmp_path / ".metadata").read_bytes()).storage_data
+    assert len(older) == 4
+    assert {path.name for path in tmp_path.glob("*.distcp")} - older == {
+        info.relative_path for info in rows.values()
+    }
+    assert not any((tmp_path / name).exists() for name in older)
 
 
 @pytest.fixture

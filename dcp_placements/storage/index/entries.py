@@ -81,8 +81,14 @@ def build_entries(
     shapes: dict[tuple[int, ...], int] = {}
     lists = _Lists()
     others: list[Any] = []
-    form_of = []
+    form_of: list[int] = []
+    last = None
     for entry in stored.values():
+        if entry is last:
+            # Of keys that are cut alike the planner lists one entry.
+            form_of.append(form_of[-1])
+            continue
+        last = entry
         try:
             described = properties_of(entry)
         except OtherEntry:

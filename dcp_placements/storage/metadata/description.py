@@ -130,6 +130,22 @@ def read_description(
     return read_parts(opener, indexed, lambda stream: _pickled(load(stream)))
 
 
+def read_file_names(opener: Opener) -> set[str]:
+    """Return the names of the data files of a checkpoint; of an index nothing else is read.
+
+    Args:
+        opener: Opens its ``.metadata``, for reading by position.
+
+    Raises:
+        Exception: As of ``read_description``.
+    """
+    return read_parts(
+        opener,
+        lambda blocks, stock: set(PackedIndex(blocks, MOST_NUMBERS).writers.files()),
+        lambda stream: _pickled(load_restricted(stream)).files(),
+    )
+
+
 class StockPickle(Generic[T]):
     """The pickle before an index, which serves where the index is damaged.
 
