@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import random
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import warnings
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -396,3 +399,14 @@ def test_much_stock_metadata_is_warned_of(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         save(tmp_path, stock_limit=19 * 52)
         save(tmp_path, stock_limit=0, stock_metadata=False)
+
+
+def test_an_index_of_more_blocks_than_bytes_is_refused_before_they_are_listed() -> None:
+    columns = ColumnWriter()
+    columns.ints(np.zeros(1 << 22, np.int64))  # packed as one run
+    packed = columns.packed() + bytes(1 << 20)
+    stored = zlib.compress(packed)
+    digest = xxhash.xxh3_128_digest(stored)
+    data = stored + blocks._TRAILER.pack(0, len(stored), len(packed), digest, blocks.MAGIC)
+    with pytest.raises(IndexDamage, match=r"4,194,304 numbers where"):
+        blocks_of(lambda: io.BytesIO(data), io.BytesIO(data))

@@ -113,7 +113,7 @@ class Blocks:
         if xxhash.xxh3_128_digest(stored) != self.digest:
             raise IndexDamage("its directory is not what was written")
         columns = ColumnReader(_inflated(stored, min(nbytes, _DIRECTORY_NBYTES)))
-        self._lengths = columns.ints(below=size).tolist()
+        self._lengths = columns.ints(most=size, below=size).tolist()
         self._sizes = columns.ints(len(self._lengths), below=1 << 40).tolist()
         self._checksums = columns.data()
         if len(self._checksums) != 8 * len(self._lengths):

@@ -81,18 +81,22 @@ class ColumnReader:
         self._packed = packed
         self._at = start
 
-    def ints(self, count: int | None = None, *, below: int | None = None) -> Ints:
+    def ints(
+        self, count: int | None = None, *, most: int | None = None, below: int | None = None
+    ) -> Ints:
         """Return the next column.
 
         Args:
-            count: How many integers it has; None for any number up to some millions.
+            count: How many integers it has; None for any number up to ``most``.
+            most: By default some millions more than there are bytes.
             below: Where given, all have to be less, and not negative.
 
         Raises:
             IndexDamage: It is no such column. Nothing larger is allocated then.
         """
         form, kind, length, stored = _HEAD.unpack(self._take(_HEAD.size))
-        limit = len(self._packed) + _SPARE if count is None else count
+        limit = len(self._packed) + _SPARE if most is None else most
+        limit = limit if count is None else count
         if length > limit or (count is not None and length != count) or stored > length:
             raise IndexDamage(f"a column of {length:,} numbers where {limit:,} were expected")
         values = self._array(kind, stored)
