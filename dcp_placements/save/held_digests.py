@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from dcp_placements.storage.hashing import (
     object_digest,
     sampled_digests,
 )
+from dcp_placements.storage.metadata.provenance import StoredDigests
 
 Objects = dict[str, io.BytesIO]
 """Objects as a file will hold them, by key."""
@@ -80,6 +81,37 @@ def add_digests(
     plan.digests = b"".join(vectors)
     plan.stored_digests = b"".join(stored)
     return objects
+
+
+def digests_by_chunk(
+    holding: Holding, keys: Collection[str], lookup: Callable[[MetadataIndex], Any]
+) -> StoredDigests:
+    """Return a sampled digest of each chunk and object, of those that can be read.
+
+    A rank that saves alone stores them, so that they are compared when its metadata are merged with
+    those of other ranks.
+
+    Args:
+        holding: What the rank holds.
+        keys: The keys that it writes.
+        lookup: As of ``add_digests``.
+    """
+    found: StoredDigests = {}
+    places: list[tuple[str, Box]] = []
+    tensors: list[torch.Tensor] = []
+    for held in holding.keys:
+        if held.fqn not in keys:
+            continue
+        if holding.tables[held.table].groups[held.group].kind == OBJECT:
+            if (digest := object_digest(held.value)) is not None:
+                found[held.fqn] = {None: digest}
+        elif boxes := holding.boxes[held.table][held.group]:
+            places += [(held.fqn, box) for box in boxes]
+            tensors += _data(held, boxes, lookup)
+    for (fqn, box), digest in zip(places, sampled_digests(tensors), strict=True):
+        if digest is not None:
+            found.setdefault(fqn, {})[box.offsets] = digest
+    return found
 
 
 def _data(

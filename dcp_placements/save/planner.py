@@ -46,6 +46,7 @@ from dcp_placements.save.coordinator.summary import (
     step_faults,
     summarise_rank,
 )
+from dcp_placements.save.held_digests import digests_by_chunk
 from dcp_placements.save.items import (
     Assignment,
     Outlines,
@@ -56,7 +57,7 @@ from dcp_placements.save.items import (
 from dcp_placements.save.local_plan import LocalPlan, foreign_plans, sent_holding
 from dcp_placements.save.rank_save import REFUSED, RankSave
 from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
-from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY, SAMPLED, identity
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
 from dcp_placements.storage.metadata.write_results import Outline
 
@@ -260,7 +261,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             # In the order of this rank's state dict, then what only other ranks hold.
             first = {key: described[key] for key in save.state_dict if key in described}
             self.metadata = Metadata(
-                first | described, planner_data=self._planner_data(coordinator, assignments)
+                first | described, planner_data=self._planner_data(coordinator, assignments, alone)
             )
         return self.global_plan, self.metadata
 
@@ -317,7 +318,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         return [dataclasses.replace(one, shadows=shadowing) for one in assignments]
 
     def _planner_data(
-        self, coordinator: Coordinator, assignments: Sequence[Assignment]
+        self, coordinator: Coordinator, assignments: Sequence[Assignment], alone: bool
     ) -> dict[str, Any]:
         cohorts = coordinator.cohorts
         data: dict[str, Any] = {}
@@ -328,14 +329,20 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         provenance |= cuts_and_renames(
             cohorts, coordinator.statements, coordinator.world_plan.metadata
         )
+        options = {
+            "digests": self.digests,
+            "on_conflict": self.on_conflict,
+            "waive": self.waive,
+            "flatten_state_dict": self.flatten_state_dict,
+            "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
+        }
+        if alone:
+            # Replicas are compared when the metadata of the ranks are merged.
+            provenance["options"] = options
+            if self.digests != "off":
+                keys = coordinator.world_plan.metadata
+                provenance[SAMPLED] = digests_by_chunk(self._run.holding, keys, self.lookup_object)
         if self.digests == "full" or self.shadows is not None:
-            options = {
-                "digests": self.digests,
-                "on_conflict": self.on_conflict,
-                "waive": self.waive,
-                "flatten_state_dict": self.flatten_state_dict,
-                "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
-            }
             provenance |= making(cohorts, coordinator.statements, options)
             if self.digests == "full":
                 provenance["digests"] = written_digests(cohorts, assignments)

@@ -33,7 +33,8 @@ def save_ranks(path: Path, size: int, ranks: Any = None, maker: Any = None) -> d
 @pytest.mark.parametrize("maker", [dcp.FileSystemWriter, None])
 def test_merged_metadata_is_read_by_torch_in_any_world(tmp_path: Path, maker: Any) -> None:
     saved = save_ranks(tmp_path, 4, maker=maker)
-    merged = merge_metadata(tmp_path)
+    with pytest.warns(UserWarning, match="lr, norm: stored by ranks 0-3 and not compared"):
+        merged = merge_metadata(tmp_path)
     loaded = load(tmp_path, blank(saved), dcp.FileSystemReader(tmp_path))
     assert all(same(saved[key], loaded[key]) for key in saved)
     with open(tmp_path / ".metadata", "rb") as file:
@@ -52,7 +53,8 @@ def test_merged_metadata_is_read_by_torch_in_any_world(tmp_path: Path, maker: An
 
 def test_of_replicas_the_lowest_ranks_is_kept(tmp_path: Path) -> None:
     save_ranks(tmp_path, 3)
-    merged = merge_metadata(tmp_path)
+    with pytest.warns(UserWarning, match="lr, norm: stored by ranks 0-2 and not compared"):
+        merged = merge_metadata(tmp_path)
     for index in (MetadataIndex("norm", (0,)), MetadataIndex("lr")):
         assert merged.storage_data[index].relative_path == data_file(tmp_path, 0).name
     assert len(merged.state_dict_metadata["norm"].chunks) == 1

@@ -402,7 +402,10 @@ def test_m39_a_rank_that_plans_alone_may_hold_no_row(
         lambda rank: PlacementSavePlanner(scene.rules(rank), digests=digests),
         use_collectives=False,
     )
-    merge_metadata(tmp_path)
+    with warnings.catch_warnings():
+        if digests == "off":
+            warnings.filterwarnings("ignore", "look at this checkpoint")
+        merge_metadata(tmp_path)
     read = read_plainly(tmp_path, scene.truth())
     assert all(torch.equal(read[fqn], whole) for fqn, whole in scene.truth().items())
 

@@ -17,10 +17,13 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_placements import (
     CheckpointPlacement,
     PlacementError,
+    PlacementFileSystemReader,
+    PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
 )
 from dcp_placements.offline import merge_metadata
+from dcp_placements.storage.metadata.provenance import RESERVED_KEY, SAMPLED
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX
 from dcp_placements.testing import FakeDTensor, World
 
@@ -174,15 +177,19 @@ def test_a_rank_whose_digests_are_folded_writes_by_itself(tmp_path: Path) -> Non
 
     with digest_budget(8):
         assert len(save(tmp_path, state_dict)) == 9 * 4 + 1
-    merge_metadata(tmp_path)
+    with pytest.warns(UserWarning, match="step: ranks 0-7 stored different contents; rank 0's"):
+        merge_metadata(tmp_path)
     assert_holds(tmp_path, {f"layers.{i}.w": WHOLE for i in range(9)})
 
 
-def test_copies_that_differ_are_told_when_ranks_metadata_are_merged(tmp_path: Path) -> None:
-    """Nobody compares them at the save; their full digests do afterwards."""
+@pytest.mark.parametrize("digests", ["sampled", "full"])
+def test_copies_that_differ_are_refused_when_ranks_metadata_are_merged(
+    tmp_path: Path, digests: str
+) -> None:
+    """Nobody compares them at the save; their digests do afterwards."""
 
     def planner(rank: int, on_conflict: str) -> PlacementSavePlanner:
-        return PlacementSavePlanner(digests="full", on_conflict=on_conflict)
+        return PlacementSavePlanner(digests=digests, on_conflict=on_conflict)
 
     def state_dict(rank: int) -> dict[str, Any]:
         return {"w": WHOLE + (rank == 5), "b": WHOLE, "step": rank}
@@ -197,8 +204,72 @@ def test_copies_that_differ_are_told_when_ranks_metadata_are_merged(tmp_path: Pa
     assert "w: ranks 0 and 5 stored different contents as [:, :] of (8, 6)" in str(refused.value)
     assert "\nb:" not in str(refused.value)
     assert not (tmp_path / "error" / ".metadata").exists()
-    merge_metadata(tmp_path / "warn")
+    with pytest.raises(dcp.api.CheckpointException, match="w: ranks 0 and 5 stored different"):
+        dcp.load(
+            {"w": torch.zeros(8, 6)},
+            storage_reader=PlacementFileSystemReader(tmp_path / "error"),
+            planner=PlacementLoadPlanner(),
+        )
+    with pytest.warns(UserWarning, match="w: ranks 0, 5 stored different contents; rank 0's"):
+        merged = merge_metadata(tmp_path / "warn")
+    # They were for the merge; of 8 bytes, they prove nothing about what is loaded.
+    assert SAMPLED not in merged.planner_data[RESERVED_KEY]
     assert torch.equal(read_whole(tmp_path / "warn")["w"], WHOLE)
+
+
+def test_copies_without_digests_are_named_when_ranks_metadata_are_merged(tmp_path: Path) -> None:
+    """One rank of digests="off" is enough; of one object and one tensor, in one warning."""
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        every = {"w": WHOLE + (rank == 1), "lr": 0.1, "b": WHOLE, f"own.{rank}": WHOLE}
+        return every if rank < 2 else {"b": every["b"]}
+
+    WORLD.save(
+        tmp_path,
+        state_dict,
+        lambda rank: PlacementSavePlanner(digests="off" if rank == 1 else "sampled"),
+        use_collectives=False,
+    )
+    with pytest.warns(UserWarning, match=r"look at this checkpoint \(3 notes\)\nb, lr, w: stored"):
+        merge_metadata(tmp_path)
+    assert torch.equal(read_whole(tmp_path)["w"], WHOLE)
+    (tmp_path / ".metadata").unlink()
+    with pytest.warns(
+        UserWarning, match="b, lr, w: stored by ranks 0-1 and not compared; rank 0's"
+    ):
+        PlacementFileSystemReader(tmp_path).read_metadata()
+
+
+def test_copies_of_tensors_of_every_kind_are_compared_when_merged(tmp_path: Path) -> None:
+    """Rows that are no view of all memory, a scalar, a DTensor beside its mesh; all of them agree.
+
+    Then one element of each differs, and each is named.
+    """
+
+    def state_dict(rank: int, drift: float) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)["fsdp"]
+        moved = WHOLE + drift * (rank == 6)
+        return {
+            "strided": moved.t(),
+            "scalar": moved[0, 0].clone(),
+            "dtensor": FakeDTensor.distribute(moved, mesh, [Shard(0)]),
+            "large": moved.repeat(40, 5),
+        }
+
+    for name, drift in (("alike", 0.0), ("drifted", 0.5)):
+        WORLD.save(
+            tmp_path / name,
+            lambda rank, drift=drift: state_dict(rank, drift),
+            lambda rank: PlacementSavePlanner(),
+            use_collectives=False,
+        )
+    merge_metadata(tmp_path / "alike")
+    merged = {"strided": WHOLE.t(), "scalar": WHOLE[0, 0], "dtensor": WHOLE}
+    assert_holds(tmp_path / "alike", {**merged, "large": WHOLE.repeat(40, 5)})
+    with pytest.raises(PlacementError, match="4 faults") as refused:
+        merge_metadata(tmp_path / "drifted")
+    for name in ("strided", "scalar", "dtensor", "large"):
+        assert f"\n{name}: ranks " in str(refused.value)
 
 
 def test_a_later_save_that_was_cut_off_is_told_by_its_step(tmp_path: Path) -> None:

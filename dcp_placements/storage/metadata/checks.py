@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dcp_placements.storage.index.entries import Entries
+from dcp_placements.storage.metadata.provenance import SAMPLED
 from dcp_placements.storage.metadata.table import Rows
 from dcp_placements.storage.safetensors_files import LARGEST, counts
 
@@ -77,11 +78,14 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
         value = provenance.get(name)
         if value is not None and not isinstance(value, held):
             raise TypeError(f"its provenance is broken: {name} is a {type(value).__name__}")
-    for name in ("rules", "digests", "shadows", "axes", "versions", "options", "row_maps"):
+    mappings = ("rules", "digests", SAMPLED, "shadows", "axes", "versions", "options", "row_maps")
+    for name in mappings:
         value = provenance.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"its provenance is broken: {name} are a {type(value).__name__}")
-    for name, kind in (("rules", str), ("digests", Mapping), ("shadows", (list, tuple))):
+    by_key: dict[str, Any] = {"rules": str, "digests": Mapping, SAMPLED: Mapping}
+    by_key["shadows"] = (list, tuple)
+    for name, kind in by_key.items():
         items = (provenance.get(name) or {}).items()
         if not all(type(key) is str and isinstance(value, kind) for key, value in items):
             raise TypeError(f"its provenance is broken: {name} are not by key")

@@ -13,6 +13,9 @@ from typing import Any
 RESERVED_KEY = "dcp_placements"
 """The key in ``Metadata.planner_data``."""
 
+SAMPLED = "sampled_digests"
+"""The key of the sampled digests in the provenance of a rank that saved alone."""
+
 StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
 """FQN to offset (None for an object) to digest."""
 
@@ -60,17 +63,28 @@ def saved_by(metadata: Any) -> str:
 
 
 def stored_digest(
-    provenance: Mapping[str, Any], fqn: str, offset: Sequence[int] | None
+    provenance: Mapping[str, Any],
+    fqn: str,
+    offset: Sequence[int] | None,
+    kind: str = "digests",
 ) -> bytes | None:
-    """Return the digest of one stored chunk, or of an object, which has no offset."""
+    """Return a digest of one stored chunk, or of an object, which has no offset.
+
+    Args:
+        provenance: The checkpoint's.
+        fqn: The key.
+        offset: Of the chunk.
+        kind: ``"digests"`` (of all bytes), or ``SAMPLED``.
+    """
     at = None if offset is None else tuple(offset)
-    digest = provenance.get("digests", {}).get(fqn, {}).get(at)
+    digest = provenance.get(kind, {}).get(fqn, {}).get(at)
     return digest if isinstance(digest, bytes) else None
 
 
 def merged_provenance(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the provenance of ranks that each wrote their own; the lowest rank's entries win."""
     merged = dict(parts[0])
+    merged.pop(SAMPLED, None)
     for name in ("rules", "row_maps", "digests"):
         joined: dict[str, Any] = {}
         for part in parts:

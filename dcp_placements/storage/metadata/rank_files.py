@@ -7,7 +7,8 @@ rank, with that rank's chunks only. Merged, they are the metadata of the whole c
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +20,13 @@ from dcp_placements._torch import (
     StorageInfo,
     TensorStorageMetadata,
 )
-from dcp_placements.errors import Fault, format_names, format_ranks, raise_faults
+from dcp_placements.errors import Fault, format_faults, format_names, format_ranks, raise_faults
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, overlaps, tiles, uncovered
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.provenance import (
     RESERVED_KEY,
+    SAMPLED,
     merged_provenance,
     stored,
     stored_digest,
@@ -56,7 +58,8 @@ def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
 def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = False) -> Metadata:
     """Return the metadata of the checkpoint whose ranks each wrote their own.
 
-    Of a chunk that several ranks wrote the lowest rank's is kept.
+    Of a chunk that several ranks wrote the lowest rank's is kept. Their digests are compared; where
+    there are none to compare, and where objects differ, there is one warning.
 
     Args:
         parts: ``(rank, metadata)``, by rank.
@@ -92,6 +95,9 @@ class _Merger:
         self._boxes: dict[str, dict[Box, int]] = {}
         self._provenance: dict[int, Mapping[str, Any]] = {}
         self._unlike: dict[str, list[tuple[Box, int, int]]] = {}
+        self._kept: dict[str, set[int]] = {}
+        self._uncompared: dict[str, set[int]] = {}
+        self._objects: dict[str, int] = {}
 
     def add(self, rank: int, metadata: Metadata) -> None:
         """Add the metadata of one rank."""
@@ -111,7 +117,11 @@ class _Merger:
             if isinstance(entry, TensorStorageMetadata):
                 self._add_chunks(fqn, rank, entry, data)
             elif (index := MetadataIndex(fqn)) in data:
-                self.places.setdefault(index, data[index])
+                if index in self.places:
+                    self._compare(index, None, self._objects[fqn], rank)
+                else:
+                    self._objects[fqn] = rank
+                    self.places[index] = data[index]
 
     def _add_chunks(
         self,
@@ -128,7 +138,7 @@ class _Merger:
             empty = not box.numel and (tensor.size.numel() or boxes)
             index = MetadataIndex(fqn, chunk.offsets)
             if box.numel and box in boxes and index in data:
-                self._compare(fqn, index, box, boxes[box], rank)
+                self._compare(index, box, boxes[box], rank)
             if empty or box in boxes or index not in data:
                 continue
             boxes[box] = rank
@@ -136,14 +146,26 @@ class _Merger:
                 self.places[index] = data[index]
                 self.stored[fqn].chunks.append(ChunkStorageMetadata(chunk.offsets, chunk.sizes))
 
-    def _compare(self, fqn: str, index: MetadataIndex, box: Box, first: int, other: int) -> None:
-        """Note two ranks that wrote one chunk with other contents, by their full digests."""
+    def _compare(self, index: MetadataIndex, box: Box | None, first: int, other: int) -> None:
+        """Compare the digests of what two ranks wrote of one chunk, or (no box) of one object."""
         provenance = [self._provenance[rank] for rank in (first, other)]
-        if any(one.get("options", {}).get("on_conflict") == "warn" for one in provenance):
+        # Equal objects can be pickled to different bytes, of which the full digests are.
+        kinds = [SAMPLED] if box is None else ["digests", SAMPLED]
+        digests = [
+            [stored_digest(one, index.fqn, index.offset, kind) for one in provenance]
+            for kind in kinds
+        ]
+        pairs = [(one, two) for one, two in digests if one is not None and two is not None]
+        if not pairs:
+            self._uncompared.setdefault(index.fqn, {first}).add(other)
+        elif all(one == two for one, two in pairs):
             return
-        one, two = (stored_digest(of_rank, fqn, index.offset) for of_rank in provenance)
-        if one is not None and two is not None and one != two:
-            self._unlike.setdefault(fqn, []).append((box, first, other))
+        elif box is None or any(
+            one.get("options", {}).get("on_conflict") == "warn" for one in provenance
+        ):
+            self._kept.setdefault(index.fqn, {first}).add(other)
+        else:
+            self._unlike.setdefault(index.fqn, []).append((box, first, other))
 
     def settle(self, ranks: Sequence[int], *, whole: bool) -> None:
         """Check that the parts make a checkpoint.
@@ -166,6 +188,29 @@ class _Merger:
             self._conflict(fqn, unlike)
         self._check_steps()
         raise_faults("the ranks' metadata do not make a checkpoint", self.faults)
+        notes = [*self._notes()]
+        if notes:
+            warnings.warn(format_faults("look at this checkpoint", notes, "note"), stacklevel=4)
+
+    def _notes(self) -> Iterator[Fault]:
+        """Yield of which keys the lowest rank's contents are kept without proof."""
+        for fqn, ranks in self._kept.items():
+            yield Fault(
+                fqn,
+                f"{format_ranks(ranks)} stored different contents; rank {min(ranks)}'s are kept",
+                ("way out:     give what each rank needs for itself a key of its own",),
+            )
+        for fqn, ranks in self._uncompared.items():
+            yield Fault(
+                fqn,
+                f"stored by {format_ranks(ranks)} and not compared; rank {min(ranks)}'s is kept",
+                (
+                    'because:     a rank stored no digest of it: digests="off", another planner, '
+                    "or contents that cannot be read",
+                    "way out:     save with PlacementSavePlanner(); where each rank has contents "
+                    "of its own, with rules, or a key for each",
+                ),
+            )
 
     def _conflict(self, fqn: str, unlike: Sequence[tuple[Box, int, int]]) -> None:
         box, first, other = unlike[0]
