@@ -57,8 +57,9 @@ stamp="$VIRTUAL_ENV/.dcp-placements-installed"
 if ! cat pyproject.toml scripts/constraints.txt | cmp -s - "$stamp"; then
     echo "setup: installing dcp-placements and its test tools into $VIRTUAL_ENV" >&2
     echo "$torch" >"$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
-    # Torch has a bound of its own for setuptools.
+    # Torch may have a bound of its own for setuptools; the wheel is built with this one.
     grep -vE '^(torch|setuptools)==' scripts/constraints.txt >"$VIRTUAL_ENV/constraints.txt"
-    python -m pip install -qq --no-compile -c "$VIRTUAL_ENV/constraints.txt" -e '.[test-core]'
+    python -m pip install -qq --no-compile -c "$VIRTUAL_ENV/constraints.txt" -e '.[test-core]' \
+        'setuptools>=77'
     cat pyproject.toml scripts/constraints.txt >"$stamp"
 fi
