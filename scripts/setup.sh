@@ -34,6 +34,6 @@ wanted="$({ pwd; cat pyproject.toml scripts/constraints.txt; } | python -c \
     'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
 if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]]; then
     echo "setup: installing dcp-placements and its test tools into $VIRTUAL_ENV" >&2
-    python -m pip install -qq -c scripts/constraints.txt -e '.[test,test-frameworks]'
+    python -m pip install -qq --no-compile -c scripts/constraints.txt -e '.[test,test-frameworks]'
     echo "$wanted" >"$stamp"
 fi

@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("random worlds")
     group.addoption("--worlds", type=int, default=200, help="how many are tried (200)")
     group.addoption("--world-seed", type=int, default=0, help="the first one (0)")
-    parser.addoption("--benches", action="store_true", help="not plan alone")
+    parser.addoption("--benches", action="store_true", help="try the benches, too")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -30,6 +30,7 @@ def bench(name: str, tmp_path: Path, *more: str) -> tuple[str, dict[str, Any]]:
     return done.stdout, json.loads(file.read_text())
 
 
+@pytest.mark.bench
 def test_bench_plan_plans_the_same_boxes_as_stock_and_reports_both_costs(tmp_path: Path) -> None:
     printed, report = bench("plan", tmp_path)
     assert "Coordinator" in printed
