@@ -10,9 +10,11 @@ and large ones pass through the processor's cache once, for the checksum and for
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -364,3 +366,23 @@ def _storage_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor's storage, no copy."""
     flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     return flat.numpy().data
+
+
+@contextmanager
+def errors_of(path: Any) -> Iterator[None]:
+    """Raise the system's error for a file that is being written, with the file's name.
+
+    ``torch.save`` closes its zip file when a write fails, which fails as well, over positions that
+    do not fit; the reason is what that error came after.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__cause__ or reason.__context__
+        if reason is None or reason.filename is not None or (reason is error and not error.errno):
+            raise
+        if reason.errno is None:
+            raise reason from error
+        raise OSError(reason.errno, os.strerror(reason.errno), os.fspath(path)) from error

@@ -15,8 +15,7 @@ import stat
 import threading
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heapreplace
@@ -48,11 +47,16 @@ from dcp_placements.storage.index.storage_table import StorageTable, paths_of
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
 from dcp_placements.storage.metadata.description import read_file_names
 from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.save_ids import is_data_file, named
+from dcp_placements.storage.metadata.save_ids import (
+    is_data_file,
+    named,
+    unfinished_files,
+    unfinished_name,
+)
 from dcp_placements.storage.metadata.table import RowsBuilder, join
 from dcp_placements.storage.metadata.write_results import WriteResults, written_by
 from dcp_placements.storage.protocols import NamesSave
-from dcp_placements.storage.record_writer import SMALL_NBYTES, batches, save_tensors
+from dcp_placements.storage.record_writer import SMALL_NBYTES, batches, errors_of, save_tensors
 from dcp_placements.storage.remote.filesystem import (
     RemoteFileSystem,
     UrlPath,
@@ -74,7 +78,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 
     The names of data files carry the id of the save, as in ``__3_5e0f1a2b_0.distcp``. A save over
     an older checkpoint leaves its files as they are, and removes them when its own ``.metadata``
-    is in place: until then the older checkpoint is whole, and the directory holds both.
+    is in place: until then the older checkpoint is whole, and the directory holds both. So does the
+    temporary name of ``.metadata``; what a killed save left under one is removed, too.
 
     A URL is written through fsspec. On an object store ``.metadata`` is uploaded last, in one
     request, under its own name.
@@ -89,6 +94,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     """
 
     _plans: Sequence[Any] = ()
+    _unfinished: Mapping[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan is no part of a writer that is sent to another process.
@@ -129,6 +135,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
+        self._unfinished = self._unfinished_files()
         # A planner of this package has an id, the same on all ranks.
         own = uuid.uuid4().bytes
         # A subclass may look at results before they are worked out.
@@ -208,6 +215,14 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         if older:
             assert metadata.storage_data is not None
             self._remove(older - paths_of(metadata.storage_data))
+        if self._unfinished:
+            # What has changed meanwhile is being written by another save.
+            now = self._unfinished_files()
+            self._remove(name for name, at in self._unfinished.items() if now.get(name) == at)
+
+    def _unfinished_files(self) -> Mapping[str, Any]:
+        path = self._get_metadata_path(None if self.use_collectives else self.rank)
+        return unfinished_files(path) if type(self.fs) is FileSystem else {}
 
     def _older_files(self) -> set[str]:
         """Return the data files that the existing metadata name; none if they are unreadable.
@@ -263,10 +278,16 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 write(upload)
                 self.fs.put(os.fspath(path), upload.getvalue())
                 return
-            new = self.fs.concat_path(self.path, f"{os.path.basename(path)}.tmp")
-            with _errors_of(new), self.fs.create_stream(new, "wb") as stream:
-                write(stream)
-                self._sync(stream)
+            # Another save into this directory has a name of its own.
+            name = unfinished_name(os.path.basename(path))
+            new = self.fs.concat_path(self.path, name)
+            try:
+                with errors_of(new), self.fs.create_stream(new, "wb") as stream:
+                    write(stream)
+                    self._sync(stream)
+            except BaseException:
+                self._remove([name])
+                raise
         if type(self.fs) is FileSystem:
             # Atomic: a job that is killed here leaves the older checkpoint or the new one.
             os.replace(new, path)
@@ -307,7 +328,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 ahead_nbytes=self.per_thread_copy_ahead,
             )
             path = self.fs.concat_path(self.path, name)
-            with _errors_of(path), self.fs.create_stream(path, "wb") as stream:
+            with errors_of(path), self.fs.create_stream(path, "wb") as stream:
                 start = stream.tell()
                 for item in items:
                     if item.type == WriteItemType.BYTE_IO:
@@ -342,26 +363,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 @dataclass
 class _KeptPrefix(StoragePrefix):
     """The beginning of file names, from a coordinator that knows the rank's items by its plan."""
-
-
-@contextmanager
-def _errors_of(path: Any) -> Iterator[None]:
-    """Raise the system's error for a file that is being written, with the file's name.
-
-    ``torch.save`` closes its zip file when a write fails, which fails as well, over positions that
-    do not fit; the reason is what that error came after.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason: BaseException | None = error
-        while reason is not None and not isinstance(reason, OSError):
-            reason = reason.__cause__ or reason.__context__
-        if reason is None or reason.filename is not None or (reason is error and not error.errno):
-            raise
-        if reason.errno is None:
-            raise reason from error
-        raise OSError(reason.errno, os.strerror(reason.errno), os.fspath(path)) from error
 
 
 def _is_known(results: Sequence[WriteResult]) -> bool:

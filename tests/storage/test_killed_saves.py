@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,9 @@ from dcp_placements import (
 from dcp_placements.storage import writer
 from dcp_placements.testing import World
 from tests.storage_scenes import assert_index_agrees, blank, load, same, sharded, wholes
+
+SECOND_HALF = 6
+"""A step at which a part of ``.metadata`` is written."""
 
 
 def save(path: Path, ranks: int, whole: dict[str, torch.Tensor], *, stock: bool) -> None:
@@ -119,6 +124,78 @@ def test_killed_at_any_step_the_checkpoint_is_the_old_or_the_new_one(
         ".metadata",
         *PlacementFileSystemReader(path).read_metadata().storage_data.paths(),
     }
-    # What a killed save left does not hinder the next one.
-    save(tmp_path / "killed-7", 3, new, stock=True)
-    assert_index_agrees(tmp_path / "killed-7")
+    # What a killed save left does not hinder the next one, which removes what is under a temporary
+    # name.
+    cut_off = tmp_path / "killed-7"
+    assert len(list(cut_off.glob(".metadata.*"))) == 1
+    (cut_off / ".metadata.tmp").write_bytes(b"of torch's writer")
+    (cut_off / ".metadata.old.tmp").write_bytes(b"of somebody else")
+    save(cut_off, 3, new, stock=True)
+    assert_index_agrees(cut_off)
+    assert [path.name for path in cut_off.glob(".metadata.*")] == [".metadata.old.tmp"]
+
+
+def test_of_two_saves_at_once_each_puts_its_own_metadata_in_place(tmp_path: Path) -> None:
+    """One is killed half through its ``.metadata``, when the other has written all of its own."""
+    path, others = tmp_path / "ckpt", {"other": torch.ones(4)}
+    whole = wholes(3, (13, 7))
+    save(path, 2, wholes(5, (13, 7)), stock=True)
+    replace, killed = os.replace, []
+
+    def replaced(*names: Any) -> None:
+        if not killed:
+            killed.append(True)
+            process = multiprocessing.get_context("fork").Process(
+                target=save_and_be_killed,
+                args=(SECOND_HALF, path, 2, others),
+                kwargs={"stock": True},
+            )
+            process.start()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+            assert len(list(path.glob(".metadata.*"))) == 2
+        replace(*names)
+
+    with mock.patch.object(os, "replace", replaced):
+        save(path, 2, whole, stock=True)
+    assert_index_agrees(path)
+    for reader in (PlacementFileSystemReader(path), dcp.FileSystemReader(path)):
+        into = load(path, blank(whole), reader)
+        assert all(same(into[key], value) for key, value in whole.items())
+    save(path, 2, whole, stock=True)
+    assert not list(path.glob(".metadata.*"))
+
+
+def test_what_another_save_is_writing_is_not_removed(tmp_path: Path) -> None:
+    """A save removes what has not changed since it began."""
+    path, whole = tmp_path / "ckpt", wholes(3, (13, 7))
+    save(path, 2, whole, stock=True)
+    dead, alive = path / ".metadata.00000000.tmp", path / ".metadata.11111111.tmp"
+    dead.write_bytes(b"x")
+    alive.write_bytes(b"x")
+    write = writer.write_metadata
+
+    def written(*given: Any, **named: Any) -> None:
+        alive.write_bytes(b"xy")
+        write(*given, **named)
+
+    with mock.patch.object(writer, "write_metadata", written):
+        save(path, 2, whole, stock=True)
+    assert list(path.glob(".metadata.*")) == [alive]
+
+
+def test_a_full_disk_leaves_no_unfinished_metadata(tmp_path: Path) -> None:
+    path, whole = tmp_path / "ckpt", wholes(3, (13, 7))
+    save(path, 2, whole, stock=True)
+
+    def full(metadata: Any, stream: Any, **named: Any) -> None:
+        stream.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with (
+        mock.patch.object(writer, "write_metadata", full),
+        pytest.raises(dcp.api.CheckpointException, match="No space left"),
+    ):
+        save(path, 2, {"other": torch.ones(4)}, stock=True)
+    assert not list(path.glob(".metadata.*"))
+    assert_index_agrees(path)

@@ -10,8 +10,11 @@ read the contents.
 from __future__ import annotations
 
 import io
+import os
 import re
+import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +37,7 @@ _RECORD = re.compile(rb"dcp_placements save ([0-9a-f]{32})\n")
 _RECORD_NBYTES = 256
 _NAME = re.compile(r"__(\d+)(?:_([0-9a-f]{8}))?_\d+\.distcp\Z")
 _RANK_FILE = re.compile(r"__(\d+)\.metadata")
+_UNFINISHED = re.compile(r"(?:\.[0-9a-f]{8})?\.tmp")
 _NAMED_PREFIX = re.compile(r"__\d+_([0-9a-f]{8})_")
 
 MIXED = "the checkpoint is a mixture of two saves"
@@ -71,6 +75,30 @@ def rank_file_rank(name: str) -> int | None:
     """
     match = _RANK_FILE.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def unfinished_name(name: str) -> str:
+    """Return a new name for a metadata file while it is written, which no other save has."""
+    return f"{name}.{uuid.uuid4().hex[:8]}.tmp"
+
+
+def unfinished_files(path: str | os.PathLike[str]) -> dict[str, tuple[int, int, int]]:
+    """Return the names under which a metadata file is, or was, being written.
+
+    Args:
+        path: Of the finished file.
+
+    Returns:
+        By name, what is different after another write: its inode, size and time.
+    """
+    folder, name = os.path.split(path)
+    found = {}
+    with suppress(FileNotFoundError), os.scandir(folder or ".") as entries:
+        for entry in entries:
+            if entry.name.startswith(name) and _UNFINISHED.fullmatch(entry.name[len(name) :]):
+                state = entry.stat(follow_symlinks=False)
+                found[entry.name] = (state.st_ino, state.st_size, state.st_mtime_ns)
+    return found
 
 
 def id_in_name(file: str) -> str | None:
