@@ -53,8 +53,9 @@ class ImportedSafetensors:
         return len(self.keys)
 
     def __str__(self) -> str:
+        plural = "" if self.tensors == 1 else "s"
         text = (
-            f"import of {self.tensors} tensors from {self.source}\n"
+            f"import of {self.tensors} tensor{plural} from {self.source}\n"
             f"    written:   {format_nbytes(self.nbytes)} to {self.out}"
         )
         return text + (
