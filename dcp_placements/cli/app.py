@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -80,7 +81,7 @@ COMMANDS = {
     "megatron": CommandSummary(
         "megatron:megatron_command",
         EXAMINE,
-        "Tell which ranks mp_rank_* files are of, and what is missing or does not fit.",
+        "Report which ranks wrote mp_rank_* files, and what is missing or does not fit.",
     ),
     "verify": CommandSummary(
         "verifying:verify_command",
@@ -95,12 +96,12 @@ COMMANDS = {
     "rehearse": CommandSummary(
         "rehearsing:rehearse_command",
         COMPARE,
-        "Plan a load on every rank of a world that need not be there. No data is read.",
+        "Plan a load on every rank of a mesh that need not exist. No data is read.",
     ),
     "doctor": CommandSummary(
         "doctoring:doctor_command",
         REPAIR,
-        "Tell which experts survived a save that took them for replicas, and from which rank.",
+        "Report which experts survived a save that took them for replicas, and who wrote them.",
     ),
     "merge-metadata": CommandSummary(
         "merging:merge_metadata_command",
@@ -122,7 +123,7 @@ COMMANDS = {
     "reshard": CommandSummary(
         "rehearsing:reshard_command",
         CONVERT,
-        "Rewrite a checkpoint for the world that is to load it: each rank's bytes in one file.",
+        "Rewrite a checkpoint for the mesh that will load it: each rank's bytes in one file.",
     ),
     "transfer": CommandSummary(
         "transferring:transfer_command",
@@ -144,7 +145,12 @@ class CommandGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command with its options, and the other arguments."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command if name is None else _load_command(name), rest
+        if name is not None:
+            # Most commands import torch. A shell that completes words must not be drawn over.
+            completing = ctx.resilient_parsing
+            with nullcontext() if completing else progress(f"{PROGRAM} {name}"):
+                command = _load_command(name)
+        return name, command, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the lists of commands and presets."""
@@ -160,8 +166,8 @@ class CommandGroup(TyperGroup):
 app = typer.Typer(
     name=PROGRAM,
     cls=CommandGroup,
-    help="Look into, check, compare, rehearse and repair a checkpoint. Exit code 0: sound or same; "
-    "1: faults or different; 2: could not look.",
+    help="Inspect, check, compare, convert and repair checkpoints. The exit code is 0 for sound or "
+    "equal, 1 for faults or differences, and 2 if a command could not read or write.",
     no_args_is_help=True,
     # Panels cut long names of options at 80 columns.
     rich_markup_mode=None,
@@ -179,11 +185,10 @@ for _name, _summary in COMMANDS.items():
 
 def _load_command(name: str) -> Any:
     """Return a command with its options."""
-    with progress(f"{PROGRAM} {name}"):  # imports torch
-        from dcp_placements.cli.arguments import STORAGE_OPTIONS
-        from dcp_placements.storage.remote.urls import default_options, is_url
+    from dcp_placements.cli.arguments import STORAGE_OPTIONS
+    from dcp_placements.storage.remote.urls import default_options, is_url
 
-        function = COMMANDS[name].load()
+    function = COMMANDS[name].load()
 
     @wraps(function)
     def command(storage_option: list[Any] | None = None, **kwargs: Any) -> None:

@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcp_placements.errors import PlacementError, format_nbytes
-from dcp_placements.offline.declared import MeshAxes, Rename, parse_mesh, resolve
+from dcp_placements.offline.declared import MeshAxes, parse_mesh, resolve
 
 if TYPE_CHECKING:
     import torch
 
-CheckpointPath = Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint's directory.")]
+CheckpointPath = Annotated[
+    str, typer.Argument(metavar="CKPT", help="The checkpoint's directory or URL.")
+]
 Fqn = Annotated[
     str | None,
-    typer.Option(metavar="PATTERN", help="Only keys that match: dotted names, * and ** as wild."),
+    typer.Option(
+        metavar="PATTERN",
+        help="Only keys that match: dotted names, * for one name, ** for any number of them.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -36,7 +41,7 @@ def parse_nbytes(text: str | int) -> int:
 Memory = Annotated[
     int,
     typer.Option(
-        parser=parse_nbytes, metavar="SIZE", help="How much memory data may take, such as 512MiB."
+        parser=parse_nbytes, metavar="SIZE", help="The most memory for data, such as 512MiB."
     ),
 ]
 
@@ -90,7 +95,7 @@ STORAGE_OPTIONS = Annotated[
         "--storage-option",
         parser=parse_storage_option,
         metavar="KEY=VALUE",
-        help="Of the file system of a URL, for fsspec; may be repeated.",
+        help="An option of the URL's file system, for fsspec. May be repeated.",
     ),
 ]
 
@@ -112,33 +117,33 @@ def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parsed
 
 
-RULES = typer.Option("--rules", metavar="MODULE:FUNC", help="A function: mesh -> Placements.")
+RULES = typer.Option("--rules", metavar="MODULE:FUNC", help="A function mesh -> Placements.")
 MESH = typer.Option(
-    "--mesh", metavar="AXIS=SIZE,...", parser=_parser(parse_mesh), help="Such as ep=8,edp=2."
+    "--mesh",
+    metavar="AXIS=SIZE,...",
+    parser=_parser(parse_mesh),
+    help="Outermost axis first: ep=8,edp=2.",
 )
 Mesh = Annotated[MeshAxes | None, MESH]
 
 
-def _fsdp(name: str) -> Any:
-    help_text = "Axes over which FSDP cuts dim 0."
+def _fsdp(name: str, help_text: str) -> Any:
     return typer.Option(name, metavar="AXIS,...", parser=parse_list, help=help_text)
 
 
-Fsdp = Annotated[Any, _fsdp("--fsdp")]
-TargetFsdp = Annotated[Any, _fsdp("--target-fsdp")]
-TARGET_RULES = typer.Option("--target-rules", metavar="MODULE:FUNC", help="The same of the target.")
+Fsdp = Annotated[Any, _fsdp("--fsdp", "The axes over which FSDP shards dim 0.")]
+TargetFsdp = Annotated[Any, _fsdp("--target-fsdp", "The same for the target.")]
+TARGET_RULES = typer.Option(
+    "--target-rules", metavar="MODULE:FUNC", help="The same for the target."
+)
 TARGET_MESH = typer.Option(
     "--target-mesh",
     metavar="AXIS=SIZE,...",
     parser=_parser(parse_mesh),
-    help="The mesh of the target.",
+    help="The same for the target.",
 )
-RenameFunction = Annotated[
-    Rename | None,
-    typer.Option(
-        "--rename",
-        metavar="MODULE:FUNC",
-        parser=_parser(resolve),
-        help="A function: key -> key.",
-    ),
-]
+
+
+def rename_option(help_text: str) -> Any:
+    """Return the option ``--rename``, a function of a key."""
+    return typer.Option("--rename", metavar="MODULE:FUNC", parser=_parser(resolve), help=help_text)

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import MEMORY, Fqn, Json, Memory, RenameFunction
+from dcp_placements.cli.arguments import MEMORY, Fqn, Json, Memory, rename_option
 from dcp_placements.cli.printing import counted, print_lines, show
 from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_nbytes
+from dcp_placements.offline.declared import Rename
 from dcp_placements.offline.differences.difference import Diff
 
 MAX_FAMILIES = 15
@@ -20,14 +21,12 @@ MAX_FAMILIES = 15
 
 def diff_command(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another, of any layout and format.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one, of any layout and format.")],
     fqn: Fqn = None,
     rtol: Annotated[float, typer.Option(min=0.0, help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0.0, help="Absolute tolerance.")] = 0.0,
-    rename: RenameFunction = None,
-    all_families: Annotated[
-        bool, typer.Option("--all", help="Print every difference, however many there are.")
-    ] = False,
+    rename: Annotated[Rename | None, rename_option("A function from A's keys to B's.")] = None,
+    all_families: Annotated[bool, typer.Option("--all", help="Print every difference.")] = False,
     memory: Memory = MEMORY,
     json: Json = False,
 ) -> int:

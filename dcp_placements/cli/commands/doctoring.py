@@ -31,17 +31,17 @@ from dcp_placements.offline.repairs.surviving_experts import (
 def doctor_command(
     ckpt: CheckpointPath,
     experts_per_layer: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many experts a layer has.")
+        int | None, typer.Option(metavar="N", min=1, help="The number of experts in a layer.")
     ] = None,
     mesh: Mesh = None,
     rescue: Annotated[
-        str | None, typer.Option(metavar="OUT", help="Write what is sound to a new checkpoint.")
+        str | None, typer.Option(metavar="OUT", help="Write the sound tensors to a new checkpoint.")
     ] = None,
     json: Json = False,
 ) -> int:
-    """Tell which experts survived a save that took them for replicas, and from which rank.
+    """Report which experts survived a save that took them for replicas, and who wrote them.
 
-    The mesh is that of the run that saved, in rank order; one axis is ep.
+    --mesh is the mesh of the run that saved, in rank order. One of its axes must be ep.
     """
     with progress("doctor"):
         checkpoint = offline.Checkpoint(ckpt)

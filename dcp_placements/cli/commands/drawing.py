@@ -15,10 +15,13 @@ from dcp_placements.cli.progress import progress
 def draw_command(
     ckpt: CheckpointPath,
     fqn: Annotated[
-        str | None, typer.Argument(metavar="[FQN]", help="A tensor; all of them without.")
+        str | None,
+        typer.Argument(
+            metavar="[FQN]", help="The tensor's key; without it, draw the bytes of each rank."
+        ),
     ] = None,
     output: Annotated[
-        str, typer.Option("-o", "--output", metavar="FILE", help="A .png or .svg file.")
+        str, typer.Option("-o", "--output", metavar="FILE", help="The .png or .svg file to write.")
     ] = "checkpoint.png",
     json: Json = False,
 ) -> int:

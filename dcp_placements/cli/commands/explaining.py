@@ -25,7 +25,7 @@ def explain_command(
     rules: Annotated[str | None, RULES] = None,
     mesh: Mesh = None,
     fsdp: Fsdp = "",
-    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
+    rank: Annotated[int | None, typer.Option(metavar="N", help="Only this rank.")] = None,
     json: Json = False,
 ) -> int:
     """Follow one tensor from its rule to axes, chunks, files and byte ranges."""

@@ -12,15 +12,16 @@ from dcp_placements.cli.arguments import (
     CheckpointPath,
     Json,
     Memory,
-    RenameFunction,
     Size,
     parse_dtype,
     parse_nbytes,
     parse_pair,
+    rename_option,
 )
 from dcp_placements.cli.printing import print_text, show
 from dcp_placements.cli.progress import progress
 from dcp_placements.formats.huggingface.export import MEMORY_NBYTES, SHARD_NBYTES
+from dcp_placements.offline.declared import Rename
 
 SHARD_SIZE = Size(SHARD_NBYTES)
 MEMORY = Size(MEMORY_NBYTES)
@@ -35,25 +36,38 @@ class Format(StrEnum):
 
 def export_command(
     checkpoint: CheckpointPath,
-    out: Annotated[str, typer.Argument(help="What to write; must not be there.")],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The directory or file to write; must not exist.")
+    ],
     to: Annotated[Format, typer.Option(help="A directory of safetensors, or one torch file.")],
     max_shard_size: Annotated[
-        int, typer.Option(parser=parse_nbytes, metavar="SIZE", help="Of one safetensors file.")
+        int, typer.Option(parser=parse_nbytes, metavar="SIZE", help="The most bytes in one file.")
     ] = SHARD_SIZE,
     dtype: Annotated[
-        Any, typer.Option(parser=parse_dtype, metavar="DTYPE", help="Such as bfloat16.")
+        Any, typer.Option(parser=parse_dtype, metavar="DTYPE", help="Cast to it, such as bfloat16.")
     ] = None,
-    rename: RenameFunction = None,
+    rename: Annotated[
+        Rename | None, rename_option("A function from the model's names to the files'.")
+    ] = None,
     prefix: Annotated[
-        str | None, typer.Option(help="Before the model's names; else what the checkpoint says.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The prefix of the model's keys, which is removed; by default that of the dict "
+            "that was saved.",
+        ),
     ] = None,
     tied: Annotated[
         list[Any] | None,
-        typer.Option(parser=parse_pair, metavar="NAME=NAME", help="Left out: equal to the second."),
+        typer.Option(
+            parser=parse_pair,
+            metavar="NAME=NAME",
+            help="Leave out the first; it equals the second.",
+        ),
     ] = None,
-    optimizer: Annotated[bool, typer.Option("--optimizer", help="Its state too.")] = False,
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="Also optimizer state.")] = False,
     exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Keys to leave out.")
+        list[str] | None, typer.Option(metavar="PATTERN", help="Leave out keys that match.")
     ] = None,
     memory: Memory = MEMORY,
     json: Json = False,

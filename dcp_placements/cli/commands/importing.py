@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import Json, RenameFunction, parse_nbytes
+from dcp_placements.cli.arguments import Json, parse_nbytes, rename_option
 from dcp_placements.cli.printing import print_text, show
 from dcp_placements.cli.progress import progress
+from dcp_placements.offline.declared import Rename
 
 
 class Source(StrEnum):
@@ -21,34 +22,56 @@ class Source(StrEnum):
 
 
 def import_command(
-    src: Annotated[str, typer.Argument(help="The directory to import.")],
-    out: Annotated[str, typer.Argument(help="The checkpoint to write; must not be there.")],
-    from_: Annotated[Source, typer.Option("--from", help="Whose files they are.")],
-    preset: Annotated[str, typer.Option(help="Whose names the weights have.")] = "megatron_core",
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The directory to import.")],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The checkpoint to write; must not exist.")
+    ],
+    from_: Annotated[
+        Source, typer.Option("--from", help="Megatron's files, or Hugging Face's safetensors.")
+    ],
+    preset: Annotated[
+        str, typer.Option(metavar="NAME", help="Megatron: the preset for the names of weights.")
+    ] = "megatron_core",
     vocab_size: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Words without padding; else what the files say."),
+        typer.Option(
+            metavar="N", min=1, help="Megatron: rows without padding, if the files lack the number."
+        ),
     ] = None,
     optimizer: Annotated[
         bool | None,
-        typer.Option(help="Insist on its state, or leave it out; else import it if possible."),
+        typer.Option(
+            help="Megatron: require optimizer state, or leave it out. By default it is imported "
+            "if possible."
+        ),
     ] = None,
     expert_parallel_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Where names and contents do not tell.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Megatron: if the files leave it open."),
     ] = None,
     expert_tensor_parallel_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Where the files hold no arguments.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Megatron: if the files hold no arguments."),
     ] = None,
-    rename: RenameFunction = None,
+    rename: Annotated[
+        Rename | None,
+        rename_option(
+            "Safetensors: a function from the files' names to the checkpoint's; or that of an "
+            "export, which is read backwards."
+        ),
+    ] = None,
     memory: Annotated[
-        int | None, typer.Option(parser=parse_nbytes, metavar="SIZE", help="For safetensors.")
+        int | None,
+        typer.Option(
+            parser=parse_nbytes, metavar="SIZE", help="Safetensors: the most memory for data."
+        ),
     ] = None,
     json: Json = False,
 ) -> int:
     """Turn Megatron's mp_rank_* files, or safetensors, into a DCP checkpoint that loads anywhere.
 
-    --rename and --memory are for safetensors, the other options for Megatron's files. --rename
-    leads from the files' names to the checkpoint's: the opposite of export.
+    Such as: dcp-placements import Mixtral-8x7B step-0 --from hf
+    --rename dcp_placements.presets.hub:mixtral
     """
     options: dict[Source, dict[str, Any]] = {
         Source.megatron: {

@@ -29,8 +29,10 @@ _T = TypeVar("_T")
 def inspect_command(
     ckpt: CheckpointPath,
     fqn: Fqn = None,
-    keys: Annotated[bool, typer.Option("--keys", help="Every key and every file.")] = False,
-    experts: Annotated[bool, typer.Option(help="The experts of each layer.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key and every file.")] = False,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="List the experts of each layer.")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Sum up tensors, small objects with their values, and the record of the save."""

@@ -11,24 +11,26 @@ from dcp_placements.cli.arguments import Json
 from dcp_placements.cli.printing import print_text, show
 from dcp_placements.cli.progress import progress
 
-Path = Annotated[str, typer.Argument(help="An iteration's directory, or the one of them all.")]
+Path = Annotated[
+    str, typer.Argument(metavar="PATH", help="The directory of an iteration, or of all of them.")
+]
 
 
 def megatron_command(
     path: Path,
     expert_parallel_size: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Of the run that is to load it. It decides."),
+        typer.Option(metavar="N", min=1, help="Of the run that will load the files. It decides."),
     ] = None,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Likewise.")
+        int | None, typer.Option(metavar="N", min=1, help="Of the same run.")
     ] = None,
     pipeline_parallel_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Likewise.")
+        int | None, typer.Option(metavar="N", min=1, help="Of the same run.")
     ] = None,
     json: Json = False,
 ) -> int:
-    """Tell which ranks mp_rank_* files are of, and what is missing or does not fit."""
+    """Report which ranks wrote mp_rank_* files, and what is missing or does not fit."""
     with progress("megatron", "files") as step:
         layout = offline.megatron_layout(
             path,

@@ -16,7 +16,7 @@ def merge_metadata_command(
     ckpt: CheckpointPath,
     rewrite: Annotated[
         bool,
-        typer.Option("--rewrite", help="Write the existing .metadata as every torch reads it."),
+        typer.Option("--rewrite", help="Write the existing .metadata anew, for every torch."),
     ] = False,
     json: Json = False,
 ) -> int:

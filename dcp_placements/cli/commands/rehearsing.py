@@ -43,7 +43,7 @@ def rehearse_command(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Plan a load on every rank of a world that need not be there. No data is read."""
+    """Plan a load on every rank of a mesh that need not exist. No data is read."""
     keys = None if expect is None else _keys(expect)
     with progress("rehearse", "ranks") as step:
         rehearsal = offline.rehearse(
@@ -54,16 +54,18 @@ def rehearse_command(
 
 
 def reshard_command(
-    src: Annotated[str, typer.Argument(help="The checkpoint to rewrite.")],
-    out: Annotated[str, typer.Argument(help="The checkpoint to write; must not be there.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to rewrite.")],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The checkpoint to write; must not exist.")
+    ],
     rules: Annotated[str, RULES],
     mesh: Annotated[MeshAxes, MESH],
     fsdp: Fsdp = "",
     json: Json = False,
 ) -> int:
-    """Rewrite a checkpoint for the world that is to load it: each rank's bytes in one file.
+    """Rewrite a checkpoint for the mesh that will load it: each rank's bytes in one file.
 
-    An interrupted run is continued by the same command. Other files in the checkpoint's directory
+    After an interruption the same command continues. Other files in the checkpoint's directory
     are not copied.
     """
     with progress("reshard") as step:

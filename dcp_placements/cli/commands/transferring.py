@@ -15,14 +15,14 @@ from dcp_placements.cli.arguments import (
     TARGET_RULES,
     Fsdp,
     Json,
-    RenameFunction,
     TargetFsdp,
+    rename_option,
 )
 from dcp_placements.cli.printing import counted, print_lines, print_table, short, show
 from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_nbytes
 from dcp_placements.offline import Checkpoint, check_picture_name, save_figure
-from dcp_placements.offline.declared import MeshAxes, resolve
+from dcp_placements.offline.declared import MeshAxes, Rename, resolve
 from dcp_placements.transfer.picture import transfer_figure
 from dcp_placements.transfer.plan import transfer_plan
 from dcp_placements.transfer.summary import TransferSummary, summarize
@@ -33,7 +33,7 @@ MAX_ROWS = 32
 
 def transfer_command(
     ckpt: Annotated[
-        str, typer.Argument(metavar="CKPT", help="A checkpoint with the source's tensors.")
+        str, typer.Argument(metavar="CKPT", help="A checkpoint that has the source's tensors.")
     ],
     mesh: Annotated[MeshAxes, MESH],
     rules: Annotated[str, RULES],
@@ -43,17 +43,22 @@ def transfer_command(
     target_fsdp: TargetFsdp = "",
     target_tensors: Annotated[
         str | None,
-        typer.Option(metavar="CKPT", help="A checkpoint with the target's tensors."),
+        typer.Option(metavar="CKPT", help="A checkpoint that has the target's tensors."),
     ] = None,
-    rename: RenameFunction = None,
-    hosts: Annotated[int, typer.Option(metavar="N", min=0, help="Ranks per host.")] = 0,
+    rename: Annotated[
+        Rename | None, rename_option("A function from the source's keys to the target's.")
+    ] = None,
+    hosts: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Ranks per host; prefers senders on the same host."),
+    ] = 0,
     apart: Annotated[
-        bool, typer.Option("--apart", help="The worlds share no process: target ranks count on.")
+        bool, typer.Option("--apart", help="The target's ranks follow the source's.")
     ] = False,
     output: Annotated[
         str | None,
         typer.Option(
-            "-o", "--output", metavar="FILE", help="Also draw a .png or .svg: bytes by pair."
+            "-o", "--output", metavar="FILE", help="Draw the bytes by pair, as .png or .svg."
         ),
     ] = None,
     json: Json = False,

@@ -23,14 +23,13 @@ MAX_GROUPS = 10
 def verify_command(
     ckpt: CheckpointPath,
     contents: Annotated[
-        bool, typer.Option("--contents", help="Read everything; compare torch.save's checksums.")
+        bool,
+        typer.Option("--contents", help="Read all contents; compare the checksums of torch.save."),
     ] = False,
     digests: Annotated[
-        bool, typer.Option("--digests", help="The same, and compare the stored digests.")
+        bool, typer.Option("--digests", help="Read all contents; compare the stored digests, too.")
     ] = False,
-    all_faults: Annotated[
-        bool, typer.Option("--all", help="Print every fault, however many screens they fill.")
-    ] = False,
+    all_faults: Annotated[bool, typer.Option("--all", help="Print every fault.")] = False,
     memory: Memory = MEMORY,
     json: Json = False,
 ) -> int:
