@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import tracemalloc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dcp_placements import (
 )
 from dcp_placements._torch import Metadata, TensorProperties, TensorStorageMetadata
 from dcp_placements.offline import CannotLook, diff, merge_metadata, verify
+from dcp_placements.offline.repairs import merging
 from dcp_placements.storage.index.building import Written, build_index
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
@@ -35,6 +37,7 @@ from dcp_placements.storage.metadata.table import ROW, Rows
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
 from tests.storage_scenes import blank, load, same, sharded, wholes
+from tests.storage_scenes import save_alone as save_rank_alone
 
 
 def save(path: Path, *, stock_metadata: bool = False, **options: Any) -> dict[str, Any]:
@@ -126,6 +129,64 @@ def test_metadata_of_a_later_save_are_not_replaced_by_those_of_ranks(tmp_path: P
     read = {"w": torch.full((4,), 7.0)}
     dcp.load(read, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(), no_dist=True)
     assert read["w"].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("planner", [PlacementSavePlanner, dcp.DefaultSavePlanner])
+def test_metadata_of_a_later_save_into_files_of_the_same_names_are_not_replaced(
+    tmp_path: Path, planner: Any
+) -> None:
+    """Torch's writer names the files of every save alike."""
+    world = World(2)
+
+    def state(rank: int, value: float) -> dict[str, Any]:
+        return {f"w{rank}": torch.full((3,), value + rank), "b": torch.full((2,), value)}
+
+    world.save(tmp_path, lambda rank: state(rank, 1), lambda rank: planner(), use_collectives=False)
+    world.save(tmp_path, lambda rank: state(rank, 10), lambda rank: planner())
+    before = (tmp_path / ".metadata").read_bytes()
+    with warnings.catch_warnings():
+        # Torch's planner stores no digests of b.
+        warnings.filterwarnings("ignore", "look at this checkpoint")
+        with pytest.raises(CannotLook, match="are of different saves"):
+            merge_metadata(tmp_path)
+    assert (tmp_path / ".metadata").read_bytes() == before
+    read = {"w0": torch.zeros(3), "w1": torch.zeros(3), "b": torch.zeros(2)}
+    dcp.load(read, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(), no_dist=True)
+    assert {key: value[0].item() for key, value in read.items()} == {"w0": 10, "w1": 11, "b": 10}
+
+
+@pytest.mark.parametrize("scene", ["rewritten", "merged", "merged again", "one more rank"])
+def test_metadata_that_a_save_wrote_meanwhile_are_not_replaced(
+    tmp_path: Path, scene: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save ends when ``.metadata`` is read, and the new one is being written."""
+    is_merged = scene != "rewritten"
+    save_alone(tmp_path, 0.0, use_collectives=not is_merged)
+
+    def finish(metadata: Any, stream: Any) -> None:
+        if scene == "one more rank":
+            save_rank_alone(tmp_path, 1, {"v": torch.ones(2)})
+        else:
+            save_alone(tmp_path, 1.0, use_collectives=scene != "merged again")
+        files.update({path.name: path.read_bytes() for path in tmp_path.glob("*metadata")})
+        write_metadata(metadata, stream)
+
+    files: dict[str, bytes] = {}
+    monkeypatch.setattr(merging, "write_metadata", finish)
+    with pytest.raises(CannotLook, match="a save has written it meanwhile") as refused:
+        merge_metadata(tmp_path, rewrite=not is_merged)
+    changed = {"merged again": "__0.metadata", "one more rank": "__1.metadata"}
+    assert f"changed:     {changed.get(scene, '.metadata')}\n" in str(refused.value)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*metadata")} == files
+    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.lock"))
+    monkeypatch.undo()
+    if scene != "merged":
+        merge_metadata(tmp_path, rewrite=not is_merged)
+    value = 0.0 if scene == "one more rank" else 1.0
+    read = {"w": torch.full((4,), 7.0)}
+    dcp.load(read, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(), no_dist=True)
+    assert read["w"].tolist() == [value] * 4
 
 
 def test_ranks_do_not_write_their_own_beside_metadata_that_readers_take_first(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
+
+import xxhash
 
 from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook, format_names
@@ -20,9 +23,12 @@ from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.storage_table import paths_of
 from dcp_placements.storage.metadata.file import torch_metadata, write_metadata
 from dcp_placements.storage.metadata.pickles.stock_body import is_refusing
+from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
+from dcp_placements.storage.metadata.save_ids import rank_file_rank
 
 _HEAD_NBYTES = 1 << 10
+_PIECE_NBYTES = 1 << 20
 
 
 def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Metadata:
@@ -48,14 +54,15 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
 
     Raises:
         CannotLook: There is no rank's metadata (to rewrite: no ``.metadata``, or Megatron's), or it
-            cannot be read or is refused; or there is a ``.metadata`` of another save; or another
-            process is writing ``.metadata``.
+            cannot be read or is refused; or there is a ``.metadata`` of another save, or a save
+            has written one meanwhile; or another process is writing ``.metadata``.
         PlacementError: Chunks overlap, or no rank stored some elements. Nothing is written then.
     """
     directory = Directory(path)
     with quiet_gc():
         if rewrite or _is_index_alone(directory):
             return _rewritten(directory)
+        contents = _contents(directory, ranks=True)
         parts = read_rank_parts(directory)
         if not parts:
             raise CannotLook(
@@ -66,8 +73,22 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
         metadata = [(rank, torch_metadata(part)) for rank, part in parts]
         merged = merge_rank_metadata(metadata, whole=True)
         _check_same_save(directory, merged)
-        _write(directory, merged)
+        _write(directory, merged, contents, ranks=True)
     return merged
+
+
+def _contents(directory: Directory, *, ranks: bool) -> dict[str, bytes]:
+    """Return digests of ``.metadata`` and, with ``ranks``, of those of ranks, as they are now."""
+    digests = {}
+    for name in directory.names():
+        if name == ".metadata" or (ranks and rank_file_rank(name) is not None):
+            hasher = xxhash.xxh3_128()
+            # One that may not be opened, such as a link that leads elsewhere, is replaced.
+            with suppress(OSError), directory.open(name) as stream:
+                while piece := stream.read(_PIECE_NBYTES):
+                    hasher.update(piece)
+            digests[name] = hasher.digest()
+    return digests
 
 
 def _check_same_save(directory: Directory, merged: Metadata) -> None:
@@ -75,15 +96,22 @@ def _check_same_save(directory: Directory, merged: Metadata) -> None:
     if ".metadata" not in directory.names():
         return
     try:
-        files = read_dcp(directory, ".metadata").files()
+        existing = torch_metadata(read_dcp(directory, ".metadata"))
     except (CannotLook, OSError):
         return  # It is of no use to any reader.
-    rank_files = paths_of(merged.storage_data or {})
-    if files != rank_files:
+    both = (existing, merged)
+    ids = [str((stored(metadata) or {}).get("save_id", "no save id")) for metadata in both]
+    files, rank_files = (paths_of(metadata.storage_data or {}) for metadata in both)
+    if (
+        ids[0] != ids[1]
+        or files != rank_files
+        # Two saves may have files of the same names, and none an id.
+        or dict(existing.storage_data or {}) != dict(merged.storage_data or {})
+    ):
         raise CannotLook(
             f"{directory.path}: .metadata and the ranks' metadata are of different saves\n"
-            f"    .metadata:   {format_names(sorted(files - rank_files))}\n"
-            f"    the ranks':  {format_names(sorted(rank_files - files))}\n"
+            f"    .metadata:   {ids[0]}; {format_names(sorted(files))}\n"
+            f"    the ranks':  {ids[1]}; {format_names(sorted(rank_files))}\n"
             "    likely:      a save with collectives and one without wrote into one directory; "
             "their order is not recorded\n"
             "    way out:     remove .metadata, or the __<rank>.metadata files, whichever belong "
@@ -107,15 +135,38 @@ def _rewritten(directory: Directory) -> Metadata:
         raise CannotLook(
             f"{directory.path}: .metadata is Megatron's, of a class of its own: not rewritten"
         )
+    contents = _contents(directory, ranks=False)
     metadata = torch_metadata(read_dcp(directory, ".metadata"))
     try:
-        _write(directory, metadata)
+        _write(directory, metadata, contents, ranks=False)
     except IndexDamage as error:
         raise unreadable(f"{directory.path}/.metadata", error) from error
     return metadata
 
 
-def _write(directory: Directory, metadata: Metadata) -> None:
+def _write(
+    directory: Directory, metadata: Metadata, read: Mapping[str, bytes], *, ranks: bool
+) -> None:
+    """Write ``.metadata``, if the files that were read are still the same.
+
+    Args:
+        directory: Of the checkpoint.
+        metadata: To be written.
+        read: What ``_contents`` returned before they were read.
+        ranks: Whether they were made of the ranks' own.
+    """
     target = os.path.join(directory.path, ".metadata")
     with output_at(target, replace=True) as output, output.file() as stream:
         write_metadata(metadata, stream)
+        stream.flush()
+        with suppress(OSError, AttributeError):  # no file of this machine
+            os.fsync(stream.fileno())
+        # The last step before the rename.
+        now = _contents(directory, ranks=ranks)
+        changed = sorted(name for name in {*read, *now} if read.get(name) != now.get(name))
+        if changed:
+            raise CannotLook(
+                f"{directory.path}: a save has written it meanwhile, so nothing was replaced\n"
+                f"    changed:     {format_names(changed)}\n"
+                "    way out:     run it again when no save writes into this directory"
+            )
