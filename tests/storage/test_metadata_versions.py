@@ -87,8 +87,10 @@ def test_our_reader_reads_a_later_torch_s(
     properties = found.state_dict_metadata["w"].properties
     assert type(properties) is TensorProperties
     assert properties.dtype == torch.float32
+    # Nothing here uses the strides; the restricted reader leaves them out.
+    kept = SIXTH and not restricted
     assert getattr(properties, "strides", None) == (
-        changes.get("strides", (3, 1)) if SIXTH else None
+        changes.get("strides", (3, 1)) if kept else None
     )
 
 
