@@ -18,7 +18,6 @@ from dcp_placements._torch import (
     MetadataIndex,
     ReadItem,
     TensorStorageMetadata,
-    filled,
 )
 from dcp_placements.layout.alike import BySequence
 from dcp_placements.layout.sharding import Box
@@ -107,6 +106,7 @@ class Reads:
     def __init__(self) -> None:
         self._stored: BySequence[StoredChunks] = BySequence(_ends)
         self._by_layout: dict[tuple[Hashable, torch.Size, int], tuple[Read, ...]] = {}
+        self._last_position = 0
 
     def of(
         self,
@@ -131,9 +131,10 @@ class Reads:
             return earlier, []
         reads: list[Read] = []
         holes: list[Box] = []
-        chunks = self._chunks(stored)
         for position, box in enumerate(destinations):
-            meeting = chunks.meeting(box)
+            # Often the chunk is stored as it is needed: no other is sorted then.
+            at = self._position(stored.chunks, box) if len(destinations) == 1 else None
+            meeting = [(at, box, box)] if at is not None else self._chunks(stored).meeting(box)
             reads += [_read(position, box, *piece) for piece in meeting]
             pieces = [piece for _, _, piece in meeting]
             if pieces != [box] and not tiles(box, pieces):
@@ -141,6 +142,20 @@ class Reads:
         if layout is not None and not holes:
             self._by_layout[key] = tuple(reads)
         return tuple(reads), holes
+
+    def _position(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> int | None:
+        """Return the position of the chunk that equals a box; None without one, or for arrays."""
+        if isinstance(chunks, ChunkList) or 0 in box.sizes:
+            return None
+        # Other tensors have their chunk at the same position if the topology is that of the save.
+        if _is_at(chunks, self._last_position, box):
+            return self._last_position
+        offsets, sizes = box
+        for at, chunk in enumerate(chunks):
+            if chunk.offsets == offsets and chunk.sizes == sizes:
+                self._last_position = at
+                return at
+        return None
 
     def _chunks(self, stored: TensorStorageMetadata) -> StoredChunks:
         """Return the chunks of a tensor; the same object for all tensors with equal chunks."""
@@ -179,13 +194,16 @@ def _relative(offsets: Sequence[int], origin: Sequence[int]) -> torch.Size:
 def read_items(reads: Iterable[tuple[str, Sequence[Read] | None]]) -> list[ReadItem]:
     """Return torch's read items of ``(key, reads)``; the reads of an object are None."""
     items: list[ReadItem] = []
+    # ``filled`` without its calls, of which there would be thousands.
+    new, fill = object.__new__, object.__setattr__
     for fqn, parts in reads:
         if parts is None:
             items.append(read_object(fqn))
             continue
         for position, dest, dest_offsets, at, stored, stored_offsets, lengths in parts:
-            into = filled(MetadataIndex, {"fqn": fqn, "offset": dest, "index": position})
-            of = filled(MetadataIndex, {"fqn": fqn, "offset": stored.offsets, "index": at})
+            into, of, item = new(MetadataIndex), new(MetadataIndex), new(ReadItem)
+            fill(into, "__dict__", {"fqn": fqn, "offset": dest, "index": position})
+            fill(of, "__dict__", {"fqn": fqn, "offset": stored.offsets, "index": at})
             attributes = {
                 "type": LoadItemType.TENSOR,
                 "dest_index": into,
@@ -194,7 +212,8 @@ def read_items(reads: Iterable[tuple[str, Sequence[Read] | None]]) -> list[ReadI
                 "storage_offsets": stored_offsets,
                 "lengths": lengths,
             }
-            items.append(filled(ReadItem, attributes))
+            fill(item, "__dict__", attributes)
+            items.append(item)
     return items
 
 

@@ -112,6 +112,11 @@ def test_empty_stored_chunks_are_not_read() -> None:
     assert [item.storage_index.index for item in items] == [1]
 
 
+def test_an_empty_destination_reads_nothing_though_its_box_is_stored() -> None:
+    boxes = [Box((0, 0), (4, 3)), Box((4, 0), (0, 3))]
+    assert found_items("w", stored((4, 3), boxes), [boxes[1]]) == ([], [])
+
+
 def test_two_destinations_are_told_apart_by_their_place_in_the_list() -> None:
     whole = [Box((0,), (6,))]
     items, _ = found_items("w", stored((6,), whole), [Box((4,), (2,)), Box((0,), (1,))])

@@ -97,7 +97,7 @@ def test_pickles_name_no_class_of_this_package() -> None:
     [
         (torchs([Box((0,), (4,))]), 2, "1 dims, of a tensor of 2"),
         (ChunkList(np.zeros((3, 2)), np.ones((3, 2))), 1, "2 dims, of a tensor of 1"),
-        (torchs([Box((0,), (4,)), Box((0, 0), (4, 1))]), 1, "inhomogeneous"),
+        (torchs([Box((0,), (4,)), Box((0, 0), (4, 1))]), 1, "1 and 2 dims, of a tensor of 1"),
     ],
 )
 def test_chunks_of_other_dims_are_refused(chunks: Any, ndim: int, found: str) -> None:

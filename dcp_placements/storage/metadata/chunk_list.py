@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -57,15 +58,20 @@ class ChunkList(Sequence["ChunkStorageMetadata"]):
         Raises:
             ValueError: Chunks of other dims.
         """
-        if not isinstance(chunks, ChunkList):
-            # Rows of unequal length raise a ValueError.
-            rows = np.array([(*c.offsets, *c.sizes) for c in chunks], np.int64)
-            table = rows.reshape(len(chunks), 2, -1 if len(chunks) * ndim else ndim)
-            chunks = ChunkList(table[:, 0], table[:, 1])
-        if chunks.offsets.shape[1] != ndim:
-            found = chunks.offsets.shape[1]
+        if isinstance(chunks, ChunkList):
+            dims = {chunks.offsets.shape[1]}
+        else:
+            rows = [row for chunk in chunks for row in (chunk.offsets, chunk.sizes)]
+            dims = set(map(len, rows))
+        if not dims <= {ndim}:
+            found = " and ".join(map(str, sorted(dims)))
             raise ValueError(f"chunks of {found} dims, of a tensor of {ndim} dims")
-        return chunks
+        if isinstance(chunks, ChunkList):
+            return chunks
+        # np.array takes several times as long for a list of tuples.
+        table = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * ndim)
+        table = table.reshape(len(chunks), 2, ndim)
+        return ChunkList(table[:, 0], table[:, 1])
 
     def boxes(self) -> tuple[Box, ...]:
         """Return all chunks as boxes."""
