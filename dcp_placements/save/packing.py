@@ -1,14 +1,14 @@
 """Keys and integers as they travel.
 
 The keys of a model repeat themselves from layer to layer but for a number. With the numbers taken
-out the same few pieces of text recur, and the numbers count up; both compress to little.
+out the same few names recur, and the numbers count up; both compress to little.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -53,29 +53,37 @@ def unpacked_ints(packed: bytes) -> Ints:
 def packed_keys(keys: Sequence[str]) -> Any:
     """Return keys as a value that pickles to bytes that compress well.
 
-    The value has the pieces of text between numbers, each once; the order of the pieces; and by how
-    much the number after each is larger than the last one after the same piece. Keys that do not
-    fit this form (a number with a leading zero, a line break, other scripts) come as a list.
+    The value has the names of the keys, with 0 for each number, each name once; the name of each
+    key; and by how much each number is larger than that at its place in the last key of that name.
+    Keys that do not fit this form (a number with a leading zero, a line break, other scripts) come
+    as a list.
     """
     joined = "\n".join(keys)
     if not joined.isascii() or joined.count("\n") != len(keys) - 1:
         return list(keys)
     # Several times faster than a regular expression.
-    is_digit = np.frombuffer(joined.encode(), np.uint8) - ord("0") < 10
-    edges = np.flatnonzero(np.diff(is_digit, prepend=False, append=False)).tolist()
-    parts = [joined[start:stop] for start, stop in pairwise([0, *edges, len(joined)])]
-    text, digits = parts[0::2], parts[1::2]
-    if any([len(d) > 1 and (d[0] == "0" or len(d) > _MAX_DIGITS) for d in digits]):
+    text = np.frombuffer(joined.encode(), np.uint8)
+    digits = text - ord("0")
+    is_digit = digits < 10
+    bounds = np.flatnonzero(np.diff(is_digit, prepend=False, append=False))
+    starts, stops = bounds[0::2], bounds[1::2]
+    lengths = stops - starts
+    if ((lengths > _MAX_DIGITS) | ((lengths > 1) & (digits[starts] == 0))).any():
         return list(keys)
-    pieces = {piece: number for number, piece in enumerate(dict.fromkeys(text))}
-    order = np.array([pieces[piece] for piece in text], np.int32)
-    numbers = np.array(digits, np.int32) if digits else np.zeros(0, np.int32)
-    by_piece = np.argsort(order[:-1], kind="stable")
-    first = np.diff(order[by_piece], prepend=-1) != 0
+    at = np.flatnonzero(is_digit)
+    values = digits[at] * 10 ** (np.repeat(stops, lengths) - 1 - at)
+    numbers = np.add.reduceat(values, np.cumsum(lengths) - lengths) if len(at) else values
+    is_digit[starts] = False
+    zeros = text.copy()
+    zeros[starts] = ord("0")
+    name_of = zeros[~is_digit].tobytes().decode().split("\n")
+    names = {name: number for number, name in enumerate(dict.fromkeys(name_of))}
+    order = np.fromiter(map(names.__getitem__, name_of), np.int64, len(keys))
+    by_place, is_first = _by_place(list(names), order)
     steps = np.empty_like(numbers)
-    steps[by_piece] = np.where(first, numbers[by_piece], np.diff(numbers[by_piece], prepend=0))
-    # No piece has a digit in it.
-    return "0".join(pieces), packed_ints(order, compress=False), packed_ints(steps, compress=False)
+    steps[by_place] = np.where(is_first, numbers[by_place], np.diff(numbers[by_place], prepend=0))
+    columns = [packed_ints(column, compress=False) for column in (order, steps)]
+    return "\n".join(names), *columns
 
 
 def unpacked_keys(packed: Any) -> list[str]:
@@ -86,12 +94,34 @@ def unpacked_keys(packed: Any) -> list[str]:
     """
     if isinstance(packed, list):
         return packed
-    pieces = packed[0].split("0")
-    order, steps = [unpacked_ints(column).tolist() for column in packed[1:]]
-    last = [0] * len(pieces)
-    parts = []
-    for piece, step in zip(order, steps, strict=False):
-        last[piece] += step
-        parts += [pieces[piece], str(last[piece])]
-    parts.append(pieces[order[-1]])
-    return "".join(parts).split("\n")
+    names = packed[0].split("\n")
+    order, steps = [unpacked_ints(column) for column in packed[1:]]
+    by_place, is_first = _by_place(names, order)
+    sums = np.cumsum(steps[by_place])
+    before = (sums - steps[by_place])[is_first]
+    numbers = np.empty_like(steps)
+    numbers[by_place] = sums - before[np.cumsum(is_first) - 1]
+    values = iter(numbers.tolist())
+    forms = [(name.replace("%", "%%").replace("0", "%d"), name.count("0")) for name in names]
+    return [
+        form % tuple(islice(values, count))
+        for form, count in map(forms.__getitem__, order.tolist())
+    ]
+
+
+def _by_place(
+    names: Sequence[str], order: Ints
+) -> tuple[Ints, np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Return the numbers of all keys sorted by their place in a name, and which are first there.
+
+    Args:
+        names: With 0 for each number.
+        order: The name of each key.
+    """
+    counts = np.array([name.count("0") for name in names])
+    of_key = counts[order]
+    # Places are numbered name after name.
+    shift = (np.cumsum(counts) - counts)[order] - (np.cumsum(of_key) - of_key)
+    places = np.arange(of_key.sum()) + np.repeat(shift, of_key)
+    by_place = np.argsort(places, kind="stable")
+    return by_place, np.diff(places[by_place], prepend=-1) != 0

@@ -41,6 +41,7 @@ KEYS = st.lists(WORDS, max_size=5).map(".".join)
 @example(["a\nb", "c"])
 @example(["12345678901234567890"])
 @example(["²", "٣"])
+@example(["50%d.7", "50%d.9", "%s.0", "w", "50%d.8"])
 @examples(200)
 def test_any_keys_come_back(keys: list[str]) -> None:
     assert unpacked_keys(pickle.loads(pickle.dumps(packed_keys(keys)))) == keys
