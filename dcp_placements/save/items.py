@@ -34,7 +34,7 @@ Run = tuple[int, int]
 """``start, stop``: the positions of those keys of a piece of which a rank writes one box."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Assignment:
     """What the coordinator sends to one rank: what it writes.
 
@@ -61,6 +61,10 @@ class Assignment:
     save_id: bytes = b""
     shadows: Any = None
     place: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The names of the fields do not travel.
+        return Assignment, tuple([getattr(self, name) for name in self.__slots__])
 
     def by_key(self, holding: Holding) -> Iterator[tuple[Held, Sequence[tuple[Box, bool]]]]:
         """Yield every key of the rank with its boxes, and whether it writes each of them."""

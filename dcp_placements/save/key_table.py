@@ -11,8 +11,9 @@ from __future__ import annotations
 import pickle
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from io import BytesIO
 from itertools import accumulate
 from math import prod
@@ -152,9 +153,8 @@ class KeyTable:
 
     def paths_of_keys(self) -> dict[str, Path]:
         """Return where each key stands in the nested state dict."""
-        return {
-            fqn: _path(fqn, self.paths[at]) for fqn, at in zip(self.fqns, self.path_of, strict=True)
-        }
+        split = [_splitter(counts) for counts in self.paths]
+        return {fqn: split[at](fqn) for fqn, at in zip(self.fqns, self.path_of, strict=True)}
 
     def packed(self) -> bytes:
         """Return the table as it travels; equal tables give equal bytes."""
@@ -196,13 +196,31 @@ def path_counts(path: Path) -> tuple[int, ...]:
     >>> path_counts(("optim", "layers.0.w", 3))
     (1, 3, -1)
     """
-    return tuple([-1 if isinstance(part, int) else part.count(".") + 1 for part in path])
+    return tuple(map(_components, path))
 
 
-def _path(fqn: str, counts: tuple[int, ...]) -> Path:
-    """Return the path whose parts have so many components of a key."""
-    if len(counts) == 1 and counts[0] > 0:
-        return (fqn,)
+@lru_cache(maxsize=1 << 16)
+def _components(part: str | int) -> int:
+    return -1 if isinstance(part, int) else part.count(".") + 1
+
+
+def _splitter(counts: tuple[int, ...]) -> Callable[[str], Path]:
+    """Return what splits a key into a path whose parts have so many components."""
+    long = [at for at, count in enumerate(counts) if count != 1]
+    if len(long) > 1 or -1 in counts:
+        return partial(_split_one_by_one, counts)
+    # One part with dots among others without, as torch's state dicts have them.
+    first = long[0] if long else 0
+    last = len(counts) - 1 - first
+
+    def around(fqn: str) -> Path:
+        *head, rest = fqn.split(".", first)
+        return (*head, *rest.rsplit(".", last))
+
+    return around
+
+
+def _split_one_by_one(counts: tuple[int, ...], fqn: str) -> Path:
     components = fqn.split(".")
     path: list[str | int] = []
     position = 0

@@ -202,7 +202,9 @@ class Coordinator:
 
     def _ranks_if_partial(self, tables: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the ranks that have any of some tables; None where all have."""
-        having = np.unique(np.concatenate([self.cohorts.members[table] for table in tables]))
+        # np.unique would import numpy.ma, which takes longer than all of this.
+        counts = np.bincount(np.concatenate([self.cohorts.members[table] for table in tables]))
+        having = np.flatnonzero(counts)
         if len(having) == len(self.plans):
             return None
         return tuple([self.plans[at].rank for at in having.tolist()])

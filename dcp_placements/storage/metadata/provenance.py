@@ -5,9 +5,10 @@ It is stored in ``Metadata.planner_data`` under one reserved key, which torch's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 RESERVED_KEY = "dcp_placements"
@@ -103,6 +104,9 @@ def merged_provenance(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def own_version() -> str:
     """Return the installed version of this package; ``"unknown"`` from a source tree."""
     try:
-        return version("dcp-placements")
+        installed = distribution("dcp-placements")
     except PackageNotFoundError:  # run from a source tree
         return "unknown"
+    # installed.version alone would parse the README, too, which takes ten milliseconds.
+    match = re.search("^Version: (.+)$", installed.read_text("METADATA") or "", re.MULTILINE)
+    return match[1] if match else installed.version
