@@ -93,10 +93,10 @@ def _all_differ(placed: Mapping[str, Placed], state_dict: Mapping[str, Any]) -> 
         if fqn not in placed and isinstance(value, torch.Tensor)
     ]
     try:
-        pointers = [pointer for tensor in tensors if (pointer := tensor.data_ptr())]
+        pointers = [tensor.data_ptr() for tensor in tensors]
     except RuntimeError:  # wrapper subclasses and fake tensors have no memory
         return False
-    return len(set(pointers)) == len(pointers)
+    return len({*pointers} - {0}) == len(pointers) - pointers.count(0)
 
 
 def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:

@@ -27,7 +27,8 @@ class Placed:
         fqn: The checkpoint's key.
         tensor: The local tensor itself, no copy.
         binding: Its place; shared by all tensors of the same layout.
-        chunks: The non-empty boxes, in C order of the local tensor; shared, too.
+        chunks: The non-empty boxes, in C order of the local tensor; shared, too. The binding and
+            their number determine the boxes: a rank may hold a row several times.
         rule: The name of its rule for messages; None if no rule matches.
         mesh: The mesh of its DTensor; None for a plain tensor.
     """

@@ -46,8 +46,7 @@ def place(state_dict: Mapping[str, Any], rules: Rules | None) -> Placing:
         rules: The user's; None leaves every tensor its own mesh and placements.
     """
     placer = Placer(rules, Placing())
-    for fqn, value in state_dict.items():
-        placer.add(fqn, value)
+    placer.add_all(state_dict)
     placer.let_states_follow(state_dict)
     placer.placing.faults += alias_faults(state_dict, placer.placing.placed)
     return placer.placing
@@ -65,18 +64,25 @@ class Placer:
         # By key, the placements that a callable returned.
         self._returned: dict[str, CheckpointPlacement] = {}
 
-    def add(self, fqn: str, value: Any) -> None:
-        """Bind one value, if it is a tensor that has a place."""
+    def add_all(self, state_dict: Mapping[str, Any]) -> None:
+        """Bind every value that is a tensor and has a place."""
+        recent, number = None, 0
+        for fqn, value in state_dict.items():
+            if self.rules is None and type(value) is DTensor:
+                # The common case, inline: more calls for each of thousands of tensors are slow.
+                local, mesh, placements, whole = dtensor_facts(value)
+                if mesh is not recent:
+                    recent, number = mesh, self._mesh_number(mesh)
+                place = self._bound.get((whole, local.shape, number, placements, None))
+                if place is not None and type(local) is torch.Tensor:
+                    binding, chunks = place
+                    self.placing.placed[fqn] = Placed(fqn, local, binding, chunks, None, mesh)
+                    continue
+            self._add(fqn, value)
+
+    def _add(self, fqn: str, value: Any) -> None:
         kind = type(value)
         dtensor = self._dtensor_kinds.get(kind)
-        if dtensor and self.rules is None and kind is DTensor:
-            # The common case, inline: one more call for each of thousands of tensors is slow.
-            local, mesh, placements, whole = dtensor_facts(value)
-            key = (whole, local.shape, self._mesh_number(mesh), placements, None)
-            place = self._bound.get(key)
-            if place is not None and type(local) is torch.Tensor:
-                self.placing.placed[fqn] = Placed(fqn, local, *place, None, mesh)
-                return
         if dtensor is None:
             dtensor = self._dtensor_kinds[kind] = is_dtensor_like(value)
         if not dtensor and not isinstance(value, torch.Tensor):
@@ -108,6 +114,8 @@ class Placer:
         if it has the shape, mesh and placements.
         """
         ruled = any(placed.rule is not None for placed in self.placing.placed.values())
+        if not ruled and all(map(self._dtensor_kinds.get, map(type, state_dict.values()))):
+            return
         states = OptimizerStates(state_dict)
         places: dict[str, Placed | None] = {}
         for fqn, value in state_dict.items():

@@ -292,7 +292,7 @@ def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
     Optimizers like Adam create the state of a parameter at its first step, so a parameter that
     never had a gradient has none.
     """
-    if not any("param_groups" in fqn for fqn in state_dict):
+    if "param_groups" not in "\n".join(state_dict):
         return []
     states = OptimizerStates(state_dict)
     with_state = {state.parameter for fqn in state_dict if (state := states.of(fqn)) is not None}
@@ -305,9 +305,10 @@ def counted_state(state_dict: Mapping[str, Any]) -> list[str]:
 
     ``state.0.exp_avg`` is one, unless the state dict has a parameter with the name ``0``.
     """
-    numbered = [fqn for fqn in state_dict if "state." in fqn and _COUNTED.search(fqn) is not None]
-    if not numbered:
+    # One search for all keys: most state dicts have no such key.
+    if not re.search(r"state\.\d", "\n".join(state_dict)):
         return []
+    numbered = [fqn for fqn in state_dict if _COUNTED.search(fqn) is not None]
     states = OptimizerStates(state_dict)
     return [fqn for fqn in numbered if states.is_counted(fqn)]
 

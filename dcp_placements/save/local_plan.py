@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ from dcp_placements.save.key_table import (
     path_counts,
 )
 from dcp_placements.save.packing import packed_ints, unpacked_ints
+
+T = TypeVar("T")
 
 OBJECT_BOX = Box((), ())
 """An object is held as one box without dims, as a scalar is."""
@@ -97,12 +99,37 @@ class Holding:
     Attributes:
         tables: Its key tables.
         boxes: Per table and group, the boxes that it holds.
+        members: Per table and group, the keys.
         keys: All keys, in state dict order.
     """
 
     tables: list[KeyTable] = field(default_factory=list)
     boxes: list[list[tuple[Box, ...]]] = field(default_factory=list)
+    members: list[list[list[Held]]] = field(default_factory=list)
     keys: list[Held] = field(default_factory=list)
+    _numbers: dict[Any, int] = field(default_factory=dict)
+
+    def place_of(self, group: Group, boxes: tuple[Box, ...], *, kind: Any) -> tuple[int, int]:
+        """Return table and number of a group; a new one is added.
+
+        Args:
+            group: What its keys have in common.
+            boxes: Those that the rank holds of each.
+            kind: Different for groups that must not be in one table.
+        """
+        kind = kind, group.kind, group.axis_names
+        table = self._numbers.setdefault(kind, len(self.tables))
+        if table == len(self.tables):
+            self.tables.append(KeyTable())
+            self.boxes.append([])
+            self.members.append([])
+        groups = self.tables[table].groups
+        number = self._numbers.setdefault((table, group, boxes), len(groups))
+        if number == len(groups):
+            groups.append(group)
+            self.boxes[table].append(boxes)
+            self.members[table].append([])
+        return table, number
 
     def packed_boxes(self) -> bytes:
         """Return ``LocalPlan.boxes``."""
@@ -116,10 +143,7 @@ class Holding:
 
     def by_group(self) -> Iterator[tuple[int, int, list[Held]]]:
         """Yield the keys of each table and group, in the order of the table."""
-        found: list[list[list[Held]]] = [[[] for _ in table.groups] for table in self.tables]
-        for held in self.keys:
-            found[held.table][held.group].append(held)
-        for table, groups in enumerate(found):
+        for table, groups in enumerate(self.members):
             for group, keys in enumerate(groups):
                 yield table, group, keys
 
@@ -138,55 +162,54 @@ def holding_of(
         paths: Where the keys stand in the nested dict; None where it was not flattened.
     """
     holding = Holding()
-    numbers: dict[Alike, int] = {}
-    # Most tensors lie like another one: by all that a group is worked out from, its number.
-    memo: dict[Any, int] = {}
-    places: dict[tuple[Any, int, bool], tuple[int, int]] = {}
-    tables: dict[Any, int] = {}
-    entries: list[list[list[Entry]]] = []
+    path_of = {} if paths is None else paths
+    # Table and number of each group, by all that determines it.
+    places: dict[Any, tuple[int, int]] = {}
     for fqn, value in state_dict.items():
         if fqn in placing.absent:
             continue
         placed = placing.placed.get(fqn)
-        source = _source_of_group(fqn, value, placed)
-        if source not in memo:
-            memo[source] = numbers.setdefault(_alike(fqn, value, placed), len(numbers))
-        path = (fqn,) if paths is None else paths.get(fqn, (fqn,))
+        path = path_of.get(fqn, (fqn,))
         head = path[0] if len(path) > 1 else fqn.partition(".")[0]
-        has_own_key = placed is not None and placed.has_own_key
-        key = head, memo[source], has_own_key
-        if key not in places:
-            group, boxes = list(numbers)[memo[source]]
-            table = tables.setdefault(
-                (head, group.kind, group.axis_names, has_own_key), len(holding.tables)
-            )
-            if table == len(holding.tables):
-                holding.tables.append(KeyTable())
-                holding.boxes.append([])
-                entries.append([])
-            places[key] = table, len(entries[table])
-            holding.tables[table].groups.append(group)
-            holding.boxes[table].append(boxes)
-            entries[table].append([])
-        table, number = places[key]
-        keys = entries[table][number]
-        holding.keys.append(Held(fqn, value, placed, table, number, len(keys)))
-        keys.append((fqn, None if placed is None else placed.rule, path_counts(path)))
-    for key_table, by_group in zip(holding.tables, entries, strict=True):
-        _add_keys(key_table, by_group)
+        source: tuple[Any, ...]
+        if placed is None:
+            source = head, _source_of_group(fqn, value)
+        else:
+            tensor, count = placed.tensor, len(placed.chunks)
+            look = tensor.dtype, tensor.layout, tensor.requires_grad
+            source = head, placed.binding, count, type(placed), look
+        place = places.get(source)
+        if place is None:
+            has_own_key = placed is not None and placed.has_own_key
+            alike = _alike(fqn, value, placed)
+            place = places[source] = holding.place_of(*alike, kind=(head, has_own_key))
+        table, number = place
+        members = holding.members[table][number]
+        held = Held(fqn, value, placed, table, number, len(members))
+        holding.keys.append(held)
+        members.append(held)
+    for key_table, by_group in zip(holding.tables, holding.members, strict=True):
+        _add_keys(key_table, by_group, path_of)
     return holding
 
 
-def _add_keys(table: KeyTable, by_group: Sequence[Sequence[Entry]]) -> None:
+def _add_keys(
+    table: KeyTable, by_group: Sequence[Sequence[Held]], paths: Mapping[str, Path]
+) -> None:
     """Add its keys to a table that has its groups."""
-    entries = [entry for group in by_group for entry in group]
-    rules = {rule: at for at, rule in enumerate(dict.fromkeys(rule for _, rule, _ in entries))}
-    paths = {path: at for at, path in enumerate(dict.fromkeys(path for _, _, path in entries))}
-    table.fqns = [fqn for fqn, _, _ in entries]
+    keys = [held for group in by_group for held in group]
+    table.fqns = [held.fqn for held in keys]
     table.sizes = [len(group) for group in by_group]
-    table.rules, table.paths = list(rules), list(paths)
-    table.rule_of = [rules[rule] for _, rule, _ in entries]
-    table.path_of = [paths[path] for _, _, path in entries]
+    rules = [None if held.placed is None else held.placed.rule for held in keys]
+    table.rules, table.rule_of = _numbered(rules)
+    forms = [path_counts(paths.get(fqn, (fqn,))) for fqn in table.fqns]
+    table.paths, table.path_of = _numbered(forms)
+
+
+def _numbered(values: Sequence[T]) -> tuple[list[T], list[int]]:
+    """Return the different values, and the number of each value among them."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return list(numbers), [numbers[value] for value in values]
 
 
 def foreign_plans(plans: Sequence[SavePlan]) -> list[Fault]:
@@ -212,13 +235,15 @@ def sent_holding(plan: LocalPlan, tables: Sequence[KeyTable]) -> Holding:
         plan: The plan.
         tables: Its tables, unpacked.
     """
-    keys = [
-        Held(fqn, None, None, table, group, position)
-        for table, key_table in enumerate(tables)
-        for group in range(len(key_table.groups))
-        for position, fqn in enumerate(key_table.keys(group))
-    ]
-    return Holding(list(tables), sent_boxes(plan, tables), keys)
+    holding = Holding(list(tables), sent_boxes(plan, tables))
+    for table, key_table in enumerate(tables):
+        holding.members.append([])
+        for group in range(len(key_table.groups)):
+            keys = enumerate(key_table.keys(group))
+            members = [Held(fqn, None, None, table, group, position) for position, fqn in keys]
+            holding.members[table].append(members)
+            holding.keys += members
+    return holding
 
 
 def sent_boxes(plan: LocalPlan, tables: Sequence[KeyTable]) -> list[list[tuple[Box, ...]]]:
@@ -260,16 +285,9 @@ def offset_slices(counts: Sequence[int], tables: Sequence[KeyTable]) -> list[sli
 Alike = tuple[Group, tuple[Box, ...]]
 """What makes a group on one rank: what its keys have in common, and the boxes held."""
 
-Entry = tuple[str, str | None, tuple[int, ...]]
-"""A key, the rule that matched it, and how its path makes it."""
 
-
-def _source_of_group(fqn: str, value: Any, placed: Placed | None) -> Any:
-    """Return a value that determines the group of a key on this rank."""
-    if placed is not None:
-        tensor = placed.tensor
-        look = tensor.dtype, tensor.layout, tensor.requires_grad
-        return placed.binding, len(placed.chunks), look
+def _source_of_group(fqn: str, value: Any) -> Any:
+    """Return a value that determines the group of a key without a place."""
     if has_hooks(value):
         return fqn
     if isinstance(value, torch.Tensor):

@@ -105,11 +105,8 @@ def _axes(placing: Placing, rules: Rules | None) -> dict[str, tuple[int, int]]:
     for mesh in rules.meshes if isinstance(rules, PlacementRules) else ():
         axes.update(named_axes(mesh))
     number_of = MeshNumbers()
-    meshes: dict[int, Any] = {}
-    for placed in placing.placed.values():
-        if placed.mesh is not None:
-            meshes.setdefault(number_of(placed.mesh), placed.mesh)
-    for mesh in meshes.values():
+    meshes = [placed.mesh for placed in placing.placed.values() if placed.mesh is not None]
+    for mesh in {number_of(mesh): mesh for mesh in meshes}.values():
         axes.update(named_axes(mesh))
     for binding in dict.fromkeys([placed.binding for placed in placing.placed.values()]):
         for axis in binding.axes:
