@@ -43,9 +43,10 @@ def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
     doubtful: dict[Binding, bool] = {}
     for tensor in placed:
         binding = tensor.binding
-        if binding not in doubtful:
-            doubtful[binding] = any(_findings(tensor, fused=True, expert=True))
-        if not doubtful[binding]:
+        is_doubtful = doubtful.get(binding)
+        if is_doubtful is None:
+            is_doubtful = doubtful[binding] = any(_findings(tensor, fused=True, expert=True))
+        if not is_doubtful:
             continue
         fused = FUSED_NAME.search(tensor.fqn) is not None
         expert = EXPERT_NAME.search(tensor.fqn) is not None

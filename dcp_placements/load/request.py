@@ -20,7 +20,6 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
-from dcp_placements.layout.alike import BySequence
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box
 from dcp_placements.lazy_items import LazyItems
@@ -93,41 +92,33 @@ class Request:
         self._reads = Reads()
         # Keyed by everything that a filling depends on; most tensors share it with another one.
         self._fillings: dict[Any, tuple[Sequence[ChunkStorageMetadata], _Filling]] = {}
-        self._layout_numbers: BySequence[int] = BySequence()
-        self._layouts = 0
 
     def items(self) -> LazyItems[ReadItem]:
         """Plan all reads, and return them."""
         report = self.report
-        reads: list[tuple[str, Sequence[Read] | None]] = []
-        missing, narrowed = [], []
-        casts: dict[str, str] = {}
-        padded: dict[str, int] = {}
+        fillings: dict[str, _Filling] = {}
+        missing = []
         for fqn, value in self.state_dict.items():
-            if fqn not in self.stored:
-                if fqn not in self.placing.absent:
-                    missing.append(fqn)
-                continue
-            filling = self._filling(fqn, value)
-            if filling is None:
-                continue
-            reads.append((fqn, filling.reads))
-            report.items += 1 if filling.reads is None else len(filling.reads)
-            report.wanted_nbytes += filling.needed_nbytes
-            report.read_nbytes += filling.read_nbytes
-            if filling.cast is not None:
-                casts[fqn] = filling.cast
-            if filling.narrows:
-                narrowed.append(fqn)
-            if filling.padded:
-                padded[fqn] = filling.padded
-        report.casts, report.padded = casts, padded
+            if fqn in self.stored:
+                filling = self._filling(fqn, value)
+                if filling is not None:
+                    fillings[fqn] = filling
+            elif fqn not in self.placing.absent:
+                missing.append(fqn)
+        report.items = sum(
+            [1 if one.reads is None else len(one.reads) for one in fillings.values()]
+        )
+        report.wanted_nbytes = sum([one.needed_nbytes for one in fillings.values()])
+        report.read_nbytes = sum([one.read_nbytes for one in fillings.values()])
+        report.casts = {fqn: one.cast for fqn, one in fillings.items() if one.cast is not None}
+        report.padded = {fqn: one.padded for fqn, one in fillings.items() if one.padded}
         if missing:
-            self._settle_missing(missing, matched=len(reads))
+            self._settle_missing(missing, matched=len(fillings))
+        narrowed = [fqn for fqn in report.casts if fillings[fqn].narrows]
         if narrowed and self.policy.cast == "warn":
-            self.notes.append(narrowing_note(narrowed, casts[narrowed[0]]))
+            self.notes.append(narrowing_note(narrowed, report.casts[narrowed[0]]))
         report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
-        return LazyItems(lambda: read_items(reads))
+        return LazyItems(lambda: read_items((fqn, one.reads) for fqn, one in fillings.items()))
 
     def _settle_missing(self, missing: list[str], *, matched: int) -> None:
         keys = MissingKeys(
@@ -151,8 +142,8 @@ class Request:
         if placed is None or type(stored) is not TensorStorageMetadata:
             return None if fqn in self.placing.absent else self._new_filling(fqn, value, stored)
         chunks = stored.chunks
-        layout = self._layout_number(placed)
-        key = (layout, stored.size, placed.tensor.dtype, stored.properties.dtype)
+        count, dtype = len(placed.chunks), placed.tensor.dtype
+        key = placed.binding, count, dtype, stored.size, stored.properties.dtype
         last = self._fillings.get(key)
         # An equal list that is another object is searched again.
         if last is not None and last[0] is chunks:
@@ -212,7 +203,7 @@ class Request:
         padded = 0
         if placed is not None:
             destinations = [chunk.box for chunk in placed.chunks]
-            layout = self._layout_number(placed)
+            layout = placed.binding, len(placed.chunks)
             if placed.binding.sharding.padded_shape is not None:
                 held = sum(tensor.numel() for tensor in placed.tensors)
                 padded = held - sum(box.numel for box in destinations)
@@ -234,14 +225,6 @@ class Request:
             kind == "narrowing",
             padded,
         )
-
-    def _layout_number(self, placed: Placed) -> int:
-        """Return a number that is the same for tensors of one layout, and for no others."""
-        number = self._layout_numbers.get(placed.chunks, placed.binding)
-        if number is None:
-            self._layouts += 1
-            number = self._layout_numbers.put(placed.chunks, self._layouts, placed.binding)
-        return number
 
     def _refuse_holes(
         self, fqn: str, shape: tuple[int, ...], holes: list[Box], chunks: int

@@ -106,19 +106,20 @@ def _compare_cuts(
         binding = placed.binding
         if not group or not binding.sharding.cuts:
             continue
-        stored = metadata.state_dict_metadata.get(fqn)
-        if not isinstance(stored, TensorStorageMetadata) or stored.size != binding.global_shape:
-            continue
-        compared += 1
-        key = (group, binding)
-        if key not in by_binding:
+        found = by_binding.get((group, binding))
+        if found is None:
             loaded = cuts_of(binding.sharding, [axis.name for axis in binding.axes])
             shape = binding.global_shape
-            by_binding[key] = tuple(differences(record.groups[group], loaded, shape))
-        found = by_binding[key]
+            found = by_binding[group, binding] = tuple(
+                differences(record.groups[group], loaded, shape)
+            )
+        stored = metadata.state_dict_metadata[fqn] if found else None
+        if found and getattr(stored, "size", None) != placed.global_shape:
+            continue  # the request refuses it for that
+        compared += 1
         if found and policy.waives(fqn):
             waived += 1
-        else:
+        elif found:
             checks.faults += [one.fault(fqn, placed.rule) for one in found]
     checks.compared = "declared as saved"
     if compared:

@@ -7,7 +7,6 @@ the wrong ones.
 from __future__ import annotations
 
 import pickle
-import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dcp_placements.bind.placed import Placing, StackedPlaced
-from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Chunk, Intervals, Layout, Pick, Sharding
 from dcp_placements.load.comparison.numbers import format_numbers
@@ -23,7 +21,6 @@ from dcp_placements.load.comparison.parts import Bits, Gap, Part, gap_of
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.storage.metadata.record import SaveRecord
 
-_DIGITS = re.compile(r"\d+")
 _MAX_ROWS = 6
 
 
@@ -79,41 +76,44 @@ def packed_rows(
         excused: Whether the rows of a key may be left out. Those of optimizer state always may:
             that of a parameter may be missing.
     """
-    states: OptimizerStates | None = None
-    by_binding: dict[Binding, ListedRows | None] = {}
+    by_binding = {placed.binding: placed for placed in placing.placed.values()}
+    listed = {
+        binding: rows
+        for binding, placed in by_binding.items()
+        if (rows := rows_of(binding.sharding, binding.layout, placed.chunks)) is not None
+    }
+    asked = [fqn for fqn in state_dict if fqn in keys and fqn not in placing.absent]
+    if not listed:
+        return pack({}, without_numbers(asked))
+    states = OptimizerStates(dict.fromkeys(keys, UNSEEN))
     groups: dict[ListedRows, list[str]] = {}
-    others: set[str] = set()
-    for fqn in state_dict:
-        if fqn not in keys or fqn in placing.absent:
-            continue
+    others = []
+    for fqn in asked:
         placed = placing.placed.get(fqn)
-        rows = None
-        if placed is not None:
-            binding = placed.binding
-            if binding not in by_binding:
-                by_binding[binding] = rows_of(binding.sharding, binding.layout, placed.chunks)
-            rows = by_binding[binding]
-        if placed is None or rows is None:
-            others.add(without_numbers(fqn))
-            continue
-        if states is None:
-            states = OptimizerStates(dict.fromkeys(keys, UNSEEN))
-        if states.of(fqn) is None and not excused(fqn):
+        if placed is None or placed.binding not in listed:
+            others.append(fqn)
+        elif states.of(fqn) is None and not excused(fqn):
+            rows = listed[placed.binding]
             if not isinstance(placed, StackedPlaced):
                 rows = replace(rows, rule=placed.rule)
             groups.setdefault(rows, []).append(fqn)
-    return pack(groups, others)
+    return pack(groups, without_numbers(others))
 
 
-def pack(groups: Mapping[ListedRows, Sequence[str]], others: Iterable[str]) -> bytes:
+def pack(groups: Mapping[ListedRows, Sequence[str]], others: Iterable[bytes]) -> bytes:
     """Return the keys by the rows that a rank lists, and the names of its other keys, packed."""
     names = sorted(others)
     return zlib.compress(pickle.dumps((groups, names)), 1) if groups or names else b""
 
 
-def without_numbers(fqn: str) -> str:
-    """Return a key's name as ``packed_rows`` sends it for keys whose rows are not listed."""
-    return _DIGITS.sub("{}", fqn)
+def without_numbers(fqns: Collection[str]) -> set[bytes]:
+    """Return the names of keys as ``packed_rows`` sends them for keys whose rows are not listed.
+
+    A key with a line break has a name per line.
+    """
+    # All at once: several times faster than a regular expression, key by key.
+    names = "\n".join(fqns).encode("utf-8", "surrogatepass")
+    return set(names.translate(None, b"0123456789").split(b"\n")) if fqns else set()
 
 
 def row_faults(
@@ -130,7 +130,7 @@ def row_faults(
     """
     # Most ranks list rows of the same keys: the work is per group of keys, not per key and rank.
     groups: dict[tuple[str, ...], list[tuple[ListedRows, Sequence[int]]]] = {}
-    others: set[str] = set()
+    others: set[bytes] = set()
     for packed, ranks in asked.items():
         listed, names = pickle.loads(zlib.decompress(packed))
         others.update(names)
@@ -142,7 +142,7 @@ def row_faults(
             numbers_of.setdefault(fqn, []).append(number)
     together: dict[tuple[int, ...], list[str]] = {}
     for fqn, numbers in numbers_of.items():
-        if without_numbers(fqn) not in others:
+        if not without_numbers([fqn]) <= others:
             together.setdefault(tuple(numbers), []).append(fqn)
     members = list(groups.values())
     faults = []

@@ -125,10 +125,10 @@ class RehearsedRecord:
             return {}
         states = OptimizerStates(dict.fromkeys(self._metadata.state_dict_metadata, UNSEEN))
         groups: dict[int, dict[ListedRows, list[str]]] = {}
-        others: dict[int, set[str]] = {}
+        others: dict[int, set[bytes]] = {}
         for rank, fqns, listed, waive in self._lists:
             if listed is None:
-                others.setdefault(rank, set()).update(map(without_numbers, fqns))
+                others.setdefault(rank, set()).update(without_numbers(fqns))
                 continue
             policy = Policy(waived=compiled(waive))
             groups.setdefault(rank, {}).setdefault(listed, []).extend(
