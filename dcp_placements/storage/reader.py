@@ -113,7 +113,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """Return the checkpoint's metadata. Called on every rank.
 
         Raises:
-            PlacementError: Ranks' own metadata that contradict each other.
+            PlacementError: Ranks' own metadata that contradict each other; with ``restricted``,
+                metadata that are refused, or are none.
         """
         rank = kwargs.get("rank")
         if rank is not None and self._unmerged is not None:
@@ -283,7 +284,19 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
     def _read_metadata(self, path: Any) -> Metadata:
         is_remote = isinstance(self.fs, RemoteFileSystem)
         opener = self.fs.opener(path) if is_remote else partial(self._open_metadata, path)
-        return read_metadata(opener, restricted=self.restricted)
+        try:
+            return read_metadata(opener, restricted=self.restricted)
+        except (PlacementError, OSError):
+            raise
+        except Exception as error:
+            # A broken or hostile pickle can raise anything.
+            if not self.restricted:
+                raise
+            raise PlacementError(
+                f"{path}: refused, this is no metadata of DCP's that can be read\n"
+                f"    found:       {format_name(error)}\n"
+                "    likely:      the file was damaged or cut short, or is not from where it seems"
+            ) from error
 
     def _identified(self, metadata: Metadata) -> Metadata:
         if getattr(metadata, "storage_meta", None) is None:

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements import (
+    PlacementError,
     PlacementFileSystemReader,
     PlacementFileSystemWriter,
     PlacementLoadPlanner,
@@ -159,6 +160,42 @@ def test_the_restricted_reader_runs_no_metadata(
     # Torch 2.10 drops the message, which is logged then.
     assert "posix.mkdir" in refusal(tmp_path / "ckpt", {"w": torch.zeros(3)}) + caplog.text
     assert not marker.exists()
+
+
+def outside_file(metadata: Any) -> None:
+    metadata.storage_data = {
+        index: type(info)("../x", info.offset, info.length)
+        for index, info in metadata.storage_data.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (outside_file, "a file outside of the checkpoint: '../x'"),
+        (lambda metadata: vars(metadata).update(storage_meta="x"), "a str in place of a Storage"),
+        (lambda metadata: vars(metadata).update(storage_data=None), "no places of chunks"),
+        (lambda metadata: (1, 2), "a tuple in place of a Metadata"),
+    ],
+)
+def test_the_restricted_reader_refuses_what_is_no_metadata_in_one_message(
+    tmp_path: Path, broken: Any, found: str, run: Run
+) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    with open(tmp_path / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(broken(metadata) or metadata))
+    before = (tmp_path / ".metadata").read_bytes()
+    reader = PlacementFileSystemReader(tmp_path, restricted=True)
+    with pytest.raises(PlacementError, match="no metadata of DCP's that can be read") as refused:
+        reader.read_metadata()
+    assert str(refused.value).startswith(f"{tmp_path}/.metadata: refused")
+    assert f"found:       {found}" in str(refused.value)
+    ran = run("merge-metadata", tmp_path, "--rewrite")
+    assert (ran.code, ran.out) == (2, "")
+    assert f"found:       {found}" in ran.err
+    assert "DCP_PLACEMENTS_DEBUG" not in ran.err
+    assert (tmp_path / ".metadata").read_bytes() == before
 
 
 @pytest.mark.parametrize("how", ["link", "path", "fifo"])

@@ -32,6 +32,7 @@ from dcp_placements.storage.metadata.pickles.metadata_pickle import (
     PlainInfo,
     PlainMetadata,
     PlainProperties,
+    PlainStorageMeta,
     PlainTensor,
     load_restricted,
 )
@@ -302,5 +303,8 @@ def _places(data: Mapping[Any, Any]) -> Iterator[StoredPlace]:
 
 def _description(metadata: PlainMetadata, entries: Entries, places: RowIndex | Rows) -> Description:
     check_provenance(stored(metadata) or {})
+    meta = metadata.storage_meta
+    if meta is not None and type(meta) is not PlainStorageMeta:
+        raise TypeError(f"a {type(meta).__name__} in place of a StorageMeta")
     rest = metadata.planner_data, metadata.storage_meta, metadata.version
     return Description(entries, places, *rest)
