@@ -292,9 +292,10 @@ class _Lock:
                     raise busy(self._target, self._path.name, holder)
                 if not self._is_ours(descriptor):
                     continue  # its holder removed it meanwhile: we locked an unlinked file
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, Holder.of_this_process().format(), 0)
+                # Before it is written, so that it is given back where the disk is full.
                 self._descriptor, descriptor = descriptor, -1
+                os.ftruncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, Holder.of_this_process().format(), 0)
                 return
             finally:
                 if descriptor >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -144,6 +145,21 @@ def test_a_lock_file_that_says_nothing_is_nobodys(tmp_path: Path, text: str) -> 
     with Output(tmp_path / "out"):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def full(*given: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"), Output(tmp_path / "a" / "out"):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    with Output(tmp_path / "a" / "out") as output, output.file() as stream:
+        stream.write(b"whole")
+    assert (tmp_path / "a" / "out").read_bytes() == b"whole"
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
