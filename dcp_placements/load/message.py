@@ -43,7 +43,7 @@ class LoadMessage:
     @property
     def is_empty(self) -> bool:
         """Whether the coordinator has no use for it."""
-        asks = self.asked.numbers or self.asked.rows
+        asks = self.asked.numbers or self.asked.rows or self.asked.boxes
         others = self.patterns or self.notes or self.save or self.faults
         return self.claims is None and not (asks or others)
 

@@ -173,7 +173,9 @@ class RankLoad:
         if verify:
             self.verification = Verification(metadata, rank, report)
             faults += self.verification.faults()
-        checks = check_load(state_dict, placing, metadata, rename=rename, policy=policy)
+        checks = check_load(
+            state_dict, placing, metadata, rules=rules, rename=rename, policy=policy
+        )
         self.checks = checks
         report.compared = checks.compared
         faults += [*checks.faults, *fleeting_faults(state_dict, placing)]

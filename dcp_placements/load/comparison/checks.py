@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcp_placements._torch import Metadata, TensorStorageMetadata, world_size
@@ -11,6 +11,7 @@ from dcp_placements.bind.lint import lint
 from dcp_placements.bind.placed import Placing
 from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.errors import Fault
+from dcp_placements.load.comparison.boxes import box_faults, packed_boxes
 from dcp_placements.load.comparison.cuts import Difference, differences
 from dcp_placements.load.comparison.numbers import (
     Families,
@@ -24,6 +25,7 @@ from dcp_placements.names.numbers import number_finder
 from dcp_placements.names.rename_record import renames_in_force
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import numbering
+from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import SavedRename, SaveRecord, cuts_of, record_of
 
@@ -35,11 +37,13 @@ class Asked:
     Attributes:
         numbers: The numbers of families that the save renamed, packed.
         rows: The rows that the rank lists itself, packed.
+        boxes: The boxes of sharded keys, packed.
         renames: The renames in force on the rank, as text.
     """
 
     numbers: bytes = b""
     rows: bytes = b""
+    boxes: bytes = b""
     renames: tuple[str, ...] = ()
 
 
@@ -67,6 +71,7 @@ def check_load(
     placing: Placing,
     metadata: Metadata,
     *,
+    rules: Rules | None,
     rename: Rename | None,
     policy: Policy,
 ) -> LoadChecks:
@@ -76,6 +81,7 @@ def check_load(
         state_dict: Flat, with the checkpoint's keys.
         placing: Its tensors' places.
         metadata: The checkpoint's.
+        rules: The user's rules.
         rename: The user's renaming.
         policy: What is accepted.
     """
@@ -84,10 +90,15 @@ def check_load(
     checks.notes = [note for note in findings if not policy.waives(note.fqn)]
     if checks.record is not None:
         _compare_cuts(checks, checks.record, placing, metadata, policy)
-    rows = b""
+    compare_renames(checks, state_dict, metadata, rename, policy)
     if world_size() > 1:
-        rows = packed_rows(placing, state_dict, tensor_keys(metadata), policy.excuses)
-    compare_renames(checks, state_dict, metadata, rename, policy, rows=rows)
+        keys = tensor_keys(metadata)
+        rows = packed_rows(placing, state_dict, keys, policy.excuses)
+        boxes = b""
+        # DTensors alone are complete over their meshes.
+        if rules is not None or rename is not None:
+            boxes = packed_boxes(placing, state_dict, list(keys), policy.excuses)
+        checks.asked = replace(checks.asked, rows=rows, boxes=boxes)
     return checks
 
 
@@ -135,8 +146,6 @@ def compare_renames(
     metadata: Metadata,
     rename: Rename | None,
     policy: Policy,
-    *,
-    rows: bytes = b"",
 ) -> None:
     """Add what a rank asks for, and the faults of totals that differ from the save's.
 
@@ -146,10 +155,9 @@ def compare_renames(
         metadata: The checkpoint's.
         rename: The rank's renaming.
         policy: What is accepted.
-        rows: The rows that it lists, packed.
     """
     renames = tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
-    checks.asked = Asked(b"", rows, renames)
+    checks.asked = Asked(renames=renames)
     record = checks.record
     if record is None:
         return
@@ -160,7 +168,7 @@ def compare_renames(
     excused = {family for fqn in fqns if policy.excuses(fqn) for family, *_ in families.of(fqn)}
     numbers = families.numbers(fqn for fqn in fqns if fqn in keys)
     packed = packed_numbers({name: numbers[name] for name in numbers if name not in excused})
-    checks.asked = Asked(packed, rows, renames)
+    checks.asked = Asked(packed, renames=renames)
     totals = {numbered.pattern: numbered.total for numbered in numbering(rename)}
     for fault in total_faults(totals, record, fqns):
         finder = number_finder(fault.fqn)
@@ -172,7 +180,7 @@ def compare_renames(
 def asked_faults(
     asked: Mapping[int, Asked], record: SaveRecord | None, metadata: Metadata
 ) -> list[Fault]:
-    """Return the numbers and rows that several ranks ask for while no rank asks for others.
+    """Return the parts of wholes that several ranks ask for while no rank asks for others.
 
     Args:
         asked: By rank.
@@ -188,6 +196,10 @@ def asked_faults(
         faults += number_faults(_ranks_of(numbers), families, tensor_keys(metadata), renames)
     if len(rows) > 1:
         faults += row_faults(_ranks_of(rows), record, renames)
+    boxes = {rank: one.boxes for rank, one in asked.items() if one.boxes}
+    # A rank that sent none may ask for what the others leave out.
+    if not faults and 1 < world_size() <= len(boxes):
+        faults = box_faults(_ranks_of(boxes), record, list(tensor_keys(metadata)), renames)
     return faults
 
 
@@ -198,7 +210,7 @@ def _ranks_of(packed: Mapping[int, bytes]) -> dict[bytes, list[int]]:
     return ranks
 
 
-def tensor_keys(metadata: Metadata) -> set[str]:
-    """Return the checkpoint's keys that are tensors."""
+def tensor_keys(metadata: Metadata) -> dict[str, None]:
+    """Return the checkpoint's keys that are tensors, in its order."""
     stored = metadata.state_dict_metadata.items()
-    return {fqn for fqn, value in stored if isinstance(value, TensorStorageMetadata)}
+    return {fqn: None for fqn, value in stored if isinstance(value, TensorStorageMetadata)}
