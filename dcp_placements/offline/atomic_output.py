@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -77,10 +77,11 @@ class Output:
                 parent.rmdir()  # still empty, as after an error
 
     @contextmanager
-    def directory(self, identity: str | None = None) -> Iterator[Folder]:
+    def directory(self, files: Sequence[str], identity: str | None = None) -> Iterator[Folder]:
         """Yield a directory to write into; it becomes the output when the block ends.
 
         Args:
+            files: As in ``RemoteOutput.directory``, whose files have no directory to themselves.
             identity: Different for different outputs. With it the directory outlasts a block that
                 raises, and the next block of the same identity gets it with its files.
         """
@@ -194,6 +195,9 @@ class Folder:
     def has(self, name: str) -> bool:
         """Whether an earlier attempt has finished a file."""
         return is_own_file(self.path / name)
+
+    def begin_last(self) -> None:
+        """Do nothing: no other process writes here."""
 
 
 def absent(path: str | os.PathLike[str]) -> Path:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from dcp_placements._torch import (
+    DEFAULT_SUFFIX,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -76,15 +77,20 @@ def write_chunks(
     """
     metadata, plans, pieces = _plans(targets, files)
     total = sum(prod(target.shape) * target.dtype.itemsize for target in targets.values())
-    with output.directory() as folder:
-        writer = PlacementFileSystemWriter(folder.path)
-        writer.set_up_storage_writer(True)
+    writer = PlacementFileSystemWriter(output.path)
+    writer.set_up_storage_writer(True)
+    plans = writer.prepare_global_plan(plans)
+    # One thread writes one file of each plan.
+    names = [f"{cast(Any, plan.storage_data).prefix}0{DEFAULT_SUFFIX}" for plan in plans]
+    with output.directory([*names, ".metadata"]) as folder:
+        writer.reset(folder.path)
         planner = cast(SavePlanner, _Reader(pieces, progress, total))
         results = []
-        for plan in writer.prepare_global_plan(plans):
+        for plan in plans:
             written = writer.write_data(plan, planner)
             written.wait()
             results.append(written.value())
+        folder.begin_last()
         writer.finish(metadata, results)
 
 

@@ -37,12 +37,15 @@ class Holder:
 
     @classmethod
     def parse(cls, data: bytes) -> Holder | None:
-        """Return the holder that a lock names; None where it names none."""
+        """Return the holder that a lock names; None where it is not as ``format`` writes it."""
         try:
             stored = json.loads(data)
-            return cls(int(stored["pid"]), *(str(stored[f.name]) for f in fields(cls)[1:]))
+            holder = cls(*(stored[field.name] for field in fields(cls)))
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
+        texts = holder.host, holder.since, holder.start
+        is_process = type(holder.pid) is int and holder.pid > 0
+        return holder if is_process and all(type(text) is str for text in texts) else None
 
     def format(self) -> bytes:
         """Return what ``parse`` reads."""

@@ -96,7 +96,7 @@ def test_of_two_at_once_one_succeeds_and_the_other_names_it(tmp_path: Path, comm
 HOLDER = """
 import sys, time
 from dcp_placements.offline.atomic_output import Output
-with Output(sys.argv[1]) as output, output.directory() as folder:
+with Output(sys.argv[1]) as output, output.directory([]) as folder:
     (folder.path / "half").write_text("half")
     print("holds", flush=True)
     time.sleep(600)
@@ -114,7 +114,7 @@ def test_a_holder_is_named_and_a_dead_one_gives_way(tmp_path: Path) -> None:
         worker.kill()
         worker.wait()
         assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", ".out.partial"]
-        with Output(out) as output, output.directory() as folder:
+        with Output(out) as output, output.directory([]) as folder:
             (folder.path / "whole").write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in out.iterdir()] == ["whole"]
@@ -139,7 +139,9 @@ def test_a_lock_of_another_host_stays_until_it_is_removed(tmp_path: Path) -> Non
         pass
 
 
-@pytest.mark.parametrize("text", ["", "no json", "[" * 4000, '{"pid": "x"}', "\ud800"])
+@pytest.mark.parametrize(
+    "text", ["", "no json", "[" * 4000, '{"pid": "x"}', "\ud800", '{"pid": Infinity}']
+)
 def test_a_lock_file_that_says_nothing_is_nobodys(tmp_path: Path, text: str) -> None:
     (tmp_path / ".out.lock").write_bytes(text.encode("utf-8", "surrogatepass"))
     with Output(tmp_path / "out"):
@@ -165,7 +167,7 @@ def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
 
     def directory() -> None:
-        with Output(tmp_path / "a" / "b" / "out") as output, output.directory() as folder:
+        with Output(tmp_path / "a" / "b" / "out") as output, output.directory([]) as folder:
             (folder.path / "half").write_text("half")
             raise RuntimeError
 
@@ -184,7 +186,7 @@ def test_what_came_to_be_there_meanwhile_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def directory() -> None:
-        with Output(out) as output, output.directory():
+        with Output(out) as output, output.directory([]):
             out.mkdir()
             (out / "precious").write_text("x")
 
@@ -255,7 +257,7 @@ def test_planted_parts_of_an_export_are_not_kept(tmp_path: Path, run: Run) -> No
 
 def test_what_a_stopped_attempt_left_is_kept_for_the_same_output_only(tmp_path: Path) -> None:
     def attempt(identity: str) -> Any:
-        with Output(tmp_path / "out") as output, output.directory(identity) as folder:
+        with Output(tmp_path / "out") as output, output.directory([], identity) as folder:
             seen = sorted(path.name for path in folder.path.iterdir())
             (folder.path / "part").write_text("part")
             raise RuntimeError(seen)
@@ -269,6 +271,6 @@ def test_what_a_stopped_attempt_left_is_kept_for_the_same_output_only(tmp_path: 
 def test_waiting_for_nobody_is_quick(tmp_path: Path) -> None:
     begun = time.monotonic()
     for number in range(20):
-        with Output(tmp_path / str(number)) as output, output.directory() as folder:
+        with Output(tmp_path / str(number)) as output, output.directory([]) as folder:
             (folder.path / "x").write_text("x")
     assert time.monotonic() - begun < 5

@@ -21,7 +21,7 @@ from dcp_placements.offline.remote_output import MARKER, RemoteOutput
 from dcp_placements.storage.remote.filesystem import RemoteFileSystem
 from tests.offline.test_doctor import save as save_unaware
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
-from tests.remote_scenes import memory, names
+from tests.remote_scenes import contents, memory, names
 from tests.storage_scenes import load, same
 
 __all__ = ["memory"]
@@ -98,8 +98,10 @@ def test_the_last_file_completes_an_output(
 
 
 def test_what_fails_leaves_nothing_at_a_url(memory: str) -> None:
+    files = ["one", "two", "three"]
+
     def directory() -> None:
-        with RemoteOutput(f"{memory}/out") as output, output.directory() as folder:
+        with RemoteOutput(f"{memory}/out") as output, output.directory(files) as folder:
             folder.write("one", b"x")
             with folder.file("two") as stream:
                 stream.write(b"x")
@@ -203,26 +205,43 @@ def test_a_process_of_another_host_may_be_writing(tmp_path: Path, memory: str) -
     assert len(held_at(out)) == 4
 
 
-@pytest.mark.parametrize("note", [b"", b"no json", b"[" * 4000, b'{"pid": "x"}', b"\xff"])
-def test_a_marker_that_names_nobody_is_nobodys(memory: str, note: bytes) -> None:
-    fsspec.filesystem("memory").pipe_file(f"{memory}/out/{MARKER}1", note)
-    fsspec.filesystem("memory").pipe_file(f"{memory}/out/part", b"x")
-    with RemoteOutput(f"{memory}/out") as output, output.directory() as folder:
-        folder.write("whole", b"x")
-    assert names(f"{memory}/out") == ["whole"]
+@pytest.mark.parametrize(
+    "note",
+    [
+        *[b"", b"no json", b"[" * 4000, b'{"pid": "x"}', b"\xff", b'{"pid": Infinity}'],
+        *[b'{"files": [], "identity": null}', b'{"files": [1], "identity": null}'],
+    ],
+)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_marker_that_nobody_wrote_is_named(memory: str, note: bytes, number: int) -> None:
+    fs, url = fsspec.filesystem("memory"), f"{memory}/out"
+    interrupted(url, ["part", "whole"], "part")
+    fs.pipe_file(f"{url}/{MARKER}{number}", note)
+    before = names(url)
+    with pytest.raises(CannotLook, match=f"{MARKER}{number}: this is no marker"):
+        RemoteOutput(url).directory(["whole"]).__enter__()
+    assert names(url) == before
+
+
+def interrupted(url: str, files: list[str], *written: str) -> None:
+    """Put at a URL what a process leaves that was killed while it wrote these files."""
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file(f"{url}/{MARKER}1", json.dumps({"files": files, "identity": None}).encode())
+    for name in written:
+        fs.pipe_file(f"{url}/{name}", b"x")
 
 
 def test_an_output_is_taken_once(memory: str) -> None:
     url = f"{memory}/out"
     waiting = RemoteOutput(url)
-    with RemoteOutput(url) as output, output.directory() as folder:
+    with RemoteOutput(url) as output, output.directory(["one"]) as folder:
         folder.write("one", b"x")
         with pytest.raises(CannotLook, match=f"process {os.getpid()} on "):
-            waiting.directory().__enter__()
+            waiting.directory(["one"]).__enter__()
         with pytest.raises(CannotLook, match="is being written by another process"):
             RemoteOutput(url)
     with pytest.raises(CannotLook, match="is there already"):
-        waiting.directory().__enter__()
+        waiting.directory(["one"]).__enter__()
     with pytest.raises(CannotLook, match="is there already"):
         RemoteOutput(f"{url}/one")
     assert names(url) == ["one"]
@@ -237,28 +256,95 @@ def test_an_output_that_was_finished_meanwhile_stays(
 
     def late(self: RemoteFileSystem, path: str, data: bytes) -> bool:
         monkeypatch.setattr(RemoteFileSystem, "create", real)
-        with RemoteOutput(url) as other, other.directory() as folder:
+        with RemoteOutput(url) as other, other.directory(["theirs"]) as folder:
             folder.write("theirs", b"x")
         return real(self, path, data)
 
-    for left in ((), (f"{MARKER}1",), (f"{MARKER}1", f"{MARKER}2", "half")):
-        for name in left:
-            fsspec.filesystem("memory").pipe_file(f"{url}/{name}", b"{}")
+    for left in (None, (), ("half",)):
+        if left is not None:
+            interrupted(url, ["half", "whole"], *left)
         waiting = RemoteOutput(url)
         monkeypatch.setattr(RemoteFileSystem, "create", late)
         with pytest.raises(CannotLook, match="is there already"):
-            waiting.directory("mine").__enter__()
+            waiting.directory(["mine"], "mine").__enter__()
         assert names(url) == ["theirs"]
         fsspec.filesystem("memory").rm(url, recursive=True)
 
 
 def test_a_finished_output_with_markers_left_over_stays(memory: str) -> None:
     url = f"{memory}/out"
-    for name in (".metadata", "__0_0.distcp", f"{MARKER}2"):
-        fsspec.filesystem("memory").pipe_file(f"{url}/{name}", b"{}")
+    files = ["__0_0.distcp", ".metadata"]
+    interrupted(url, files, *files)
     with pytest.raises(CannotLook, match="is there already"):
-        RemoteOutput(url).directory().__enter__()
+        RemoteOutput(url).directory(files).__enter__()
     assert names(url) == [".metadata", "__0_0.distcp"]
+
+
+OTHER_FILES = ("step-100/.metadata", ".metadata", "notes.txt", f"step/{MARKER}1", f"{MARKER}01")
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+@pytest.mark.parametrize("shard_size", [4000, 8000])
+def test_an_interrupted_export_removes_no_file_of_others(
+    tmp_path: Path, memory: str, name: str, shard_size: int
+) -> None:
+    four_files(tmp_path)
+    out = f"{memory}/out"
+    stopped_export(tmp_path, out)
+    fsspec.filesystem("memory").pipe_file(f"{out}/{name}", b"theirs")
+    before = contents(out)
+    with pytest.raises(CannotLook, match="other files are beside it") as caught:
+        export_safetensors(tmp_path, out, max_shard_size=shard_size)
+    assert f"found:       {name}\n" in str(caught.value)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("name", ["step-1/.metadata", "notes.txt", ".metadata"])
+def test_a_failed_import_removes_no_file_of_others(tmp_path: Path, memory: str, name: str) -> None:
+    from dcp_placements.offline import import_safetensors
+
+    four_files(tmp_path)
+    fs, out = fsspec.filesystem("memory"), f"{memory}/out"
+
+    def fails(done: int, total: int) -> None:
+        fs.pipe_file(f"{out}/{name}", b"theirs")
+        if done > total // 2:
+            raise OSError("no network")
+
+    with pytest.raises(OSError, match="no network"):
+        import_safetensors(tmp_path, out, memory=1, progress=fails)
+    assert contents(out) == {name: b"theirs"}
+
+
+def test_an_import_replaces_no_checkpoint_that_appeared_meanwhile(
+    tmp_path: Path, memory: str
+) -> None:
+    from dcp_placements.offline import import_safetensors
+
+    four_files(tmp_path / "hf")
+    save_sharded(tmp_path / "ckpt")
+    out = f"{memory}/out"
+    theirs = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
+    with pytest.raises(CannotLook, match="is there already"):
+        import_safetensors(
+            tmp_path / "hf", out, progress=lambda done, total: upload(tmp_path / "ckpt", out)
+        )
+    assert contents(out) == theirs
+
+
+def test_files_of_an_attempt_whose_marker_was_removed_are_not_kept(
+    tmp_path: Path, memory: str
+) -> None:
+    """Of three attempts the second has other contents; an operator removes its marker."""
+    fs, out = fsspec.filesystem("memory"), f"{memory}/out"
+    tensors = four_files(tmp_path)
+    stopped_export(tmp_path, out)
+    stopped_export(tmp_path, out, dtype=torch.bfloat16)
+    for name in names(out):
+        if name.startswith(MARKER) and name != f"{MARKER}1":
+            fs.rm_file(f"{out}/{name}")
+    assert export_safetensors(tmp_path, out, max_shard_size=4000).kept == ()
+    assert all(same(held_at(out)[key], value) for key, value in tensors.items())
 
 
 def test_a_stopped_import_leaves_no_checkpoint_at_a_url(tmp_path: Path, memory: str) -> None:

@@ -138,7 +138,8 @@ def _export_safetensors(
     total = sum(files.values())
     identity = plan.identity({"shards": {k: len(v) for k, v in shards.items()}})
     kept = []
-    with output.directory(identity) as folder, BoxReader(plan.checkpoint) as reader:
+    names = [*shards, INDEX] if len(shards) > 1 else list(shards)
+    with output.directory(names, identity) as folder, BoxReader(plan.checkpoint) as reader:
         writer = _Writer(reader, memory, progress, total)
         for name, tensors in shards.items():
             if folder.has(name):

@@ -107,14 +107,17 @@ def rescue(
     losses = diagnosis.layers.values()
     # Without a mesh no expert has a number in the model, so all are lost.
     all_lost = {tensor.layer: tuple(range(tensor.experts or 0)) for tensor in overwritten}
-    with output_at(out) as output, output.directory() as folder:
-        copied = [_copied_key(checkpoint, fqn) for fqn in diagnosis.sound]
-        experts = [
-            key
-            for tensor in overwritten
-            for key in _expert_keys(diagnosis, tensor, families[tensor.fqn])
-        ]
-        rows = _write_data(checkpoint, folder, [*copied, *experts], progress)
+    keys = [_copied_key(checkpoint, fqn) for fqn in diagnosis.sound]
+    experts = [
+        key
+        for tensor in overwritten
+        for key in _expert_keys(diagnosis, tensor, families[tensor.fqn])
+    ]
+    keys += experts
+    files = sorted({record.source.file or "" for key in keys for record in key.records})
+    names = [*files, LIST, ".metadata"]
+    with output_at(out) as output, output.directory(names) as folder:
+        rows = _write_data(checkpoint, folder, keys, progress)
         result = Rescue(
             str(output.path),
             diagnosis.sound,
@@ -126,7 +129,7 @@ def rescue(
         )
         document = {"rescued_from": checkpoint.path, **to_json(result)}
         folder.write(LIST, (json.dumps(document, indent=2) + "\n").encode())
-        _write_metadata(checkpoint, folder, [*copied, *experts], rows)
+        _write_metadata(checkpoint, folder, keys, rows)
     return result
 
 

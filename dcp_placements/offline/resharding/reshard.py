@@ -129,7 +129,7 @@ def reshard(
         names = {rank: target.file_name(rank, save_id) for rank in target.ranks}
         files = {names[rank]: target.nbytes(rank) for rank in target.ranks}
         _check_room(output, identity, sum(files.values()))
-        with output.directory(identity) as folder:
+        with output.directory([*files, ".metadata"], identity) as folder:
             kept = tuple(name for name in files if folder.has(name))
             copied = _write(checkpoint, target, folder, names, save_id, progress)
     return Resharded(

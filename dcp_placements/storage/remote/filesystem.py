@@ -159,7 +159,10 @@ class RemoteFileSystem(FileSystemBase):
             request(url, lambda: self.fs.pipe_file(url, data, mode="create"))
         except FileExistsError:
             # By another process; or by a request of this one whose answer was lost.
-            return self.read(url) == data
+            try:
+                return self.read(url) == data
+            except FileNotFoundError:
+                return False  # removed meanwhile
         return True
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
@@ -232,8 +235,12 @@ class RemoteFileSystem(FileSystemBase):
     def find(self, path: str | os.PathLike[str]) -> list[str]:
         """Return the URLs of all files below a directory."""
         root = str(self.fs._strip_protocol(os.fspath(path))).rstrip("/")
-        found = [str(name) for name in self._ask("find", path)]
-        return [self.concat_path(path, name.removeprefix(f"{root}/")) for name in found]
+        paths = [str(name) for name in self._ask("find", path)]
+        return [
+            self.concat_path(path, name.removeprefix(f"{root}/"))
+            for name in paths
+            if name.rstrip("/") != root  # the object that a console creates for a folder
+        ]
 
     def _abandon(self, stream: Any, url: str) -> None:
         """Give up a file that is being written."""
