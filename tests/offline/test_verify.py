@@ -214,6 +214,9 @@ def test_digests_fail_closed_where_there_are_none(tmp_path: Path, run: Run, kind
     ran = run("verify", tmp_path, "--digests", "--json")
     assert ran.code == 1
     assert [fault["kind"] for fault in ran.json["faults"]] == ["no_digest"]
+    text = run("verify", tmp_path, "--digests").out
+    assert "not proved: no fault, but digests are missing" in text
+    assert "not sound" not in text
 
 
 def test_a_single_digest_that_is_missing_is_named(copy: Path) -> None:

@@ -72,7 +72,9 @@ def _print(result: Verification, *, all_faults: bool, contents_read: bool) -> No
         checked += f", {format_nbytes(result.nbytes)} read"
     if result.digests:
         checked += f", {counted(result.digests, 'digest')} compared"
-    if not result.sound:
+    if not result.sound and all(fault.kind == "no_digest" for fault in result.faults):
+        verdict = "not proved: no fault, but digests are missing"
+    elif not result.sound:
         verdict = f"not sound, {counted(len(result.faults), 'fault')}"
     elif contents_read:
         verdict = "sound"
