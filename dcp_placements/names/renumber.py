@@ -121,11 +121,11 @@ class Renumber(ReadyRename):
             wanted = "needs ids by what {name} stands for" if selectors else "needs ids as a list"
             raise PlacementError(f"pattern {pattern!r} {wanted}, not {self.ids!r}")
         ids = self.ids if isinstance(self.ids, Mapping) else {"": self.ids}
+        ids = {key: each if isinstance(each, range) else tuple(each) for key, each in ids.items()}
         for number in [number for each in ids.values() for number in each]:
             if number < 0 or (total is not None and number >= total):
                 among = "0 and up" if total is None else f"0 .. {total - 1}"
                 raise PlacementError(f"number {number} of {pattern!r} is not among {among}")
-        ids = {key: each if isinstance(each, range) else tuple(each) for key, each in ids.items()}
         maps = {
             str(selector): {str(local): str(number) for local, number in enumerate(each)}
             for selector, each in ids.items()

@@ -484,3 +484,11 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.equal(found[key], value), key
         else:
             assert found[key] == value, key
+
+
+def test_ids_of_an_iterator_are_taken_once() -> None:
+    rename = Renumber("experts.{}", iter([3, 1]), total=4)  # type: ignore[arg-type]
+    assert rename == Renumber("experts.{}", (3, 1), total=4)
+    assert [rename(f"experts.{i}.w") for i in range(2)] == ["experts.3.w", "experts.1.w"]
+    with pytest.raises(PlacementError, match="number 4 of"):
+        Renumber("experts.{}", iter([4]), total=4)  # type: ignore[arg-type]
