@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
-from dcp_placements.errors import CannotLook, format_names
+from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.storage.file_reads import open_inside, why_barred
 from dcp_placements.storage.remote.urls import is_url, local_or_url
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 MARKER = ".unfinished-"
 """How the names of markers of unfinished outputs begin; the number of the attempt follows."""
+
+_DESCRIBING = (".metadata", ".index.json", "metadata.json")
+"""How the names of files end that tell where the tensors are."""
 
 
 class Directory:
@@ -104,6 +108,45 @@ class Directory:
             return self._remote.version(self._path(name))
         stat = os.stat(self._path(name))
         return f"{stat.st_size} {stat.st_mtime_ns}"
+
+    def versions(self, files: Iterable[str]) -> dict[str, str]:
+        """Return what is different after files were written again, by name.
+
+        Of metadata it is a digest of the bytes, and of other ``files`` what ``version`` returns.
+        """
+        described = [name for name in self.names() if name.endswith(_DESCRIBING)]
+        versions = {}
+        for name in {*files, *described}:
+            try:
+                if name not in described:
+                    versions[name] = self.version(name)
+                    continue
+                contents: Any = self.open(name)
+                with contents as stream:
+                    versions[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+            except FileNotFoundError:
+                versions[name] = ""  # as long as nobody reads it
+        return versions
+
+    def check_versions(self, versions: Mapping[str, str]) -> None:
+        """Refuse what was read, if a file was written again since.
+
+        Args:
+            versions: What ``versions`` returned before anything was read.
+
+        Raises:
+            CannotLook: A file was written again, or is not there any more.
+        """
+        now = self.versions(versions)
+        changed = sorted(n for n in {*now, *versions} if now.get(n) != versions.get(n))
+        if changed:
+            raise CannotLook(
+                f"{format_name(self.path)}: it was overwritten while it was read, so nothing of it "
+                "is kept\n"
+                f"    found:       {format_names(changed, 4)}: other contents than at the start\n"
+                "    likely:      a save into the same directory\n"
+                "    way out:     run it again when the save has ended"
+            )
 
     def local(self, name: str) -> Path | None:
         """Return where a file is on this machine's disk; None where it is elsewhere."""

@@ -463,3 +463,45 @@ def test_safetensors_are_rewritten_too(tmp_path: Path) -> None:
     reshard(tmp_path / "hf", tmp_path / "out", rules_by_ep, {"ep": 2})
     read = read_whole(tmp_path / "out")
     assert all(torch.equal(read[key], tensor) for key, tensor in small().items())
+
+
+def fixed_times(path: Path) -> None:
+    for file in path.iterdir():
+        os.utime(file, (1e9, 1e9))
+
+
+def test_a_source_that_is_overwritten_meanwhile_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    save_sharded(source, lean=False)
+    times: list[int] = []
+
+    def overwrite(done: int, total: int) -> None:
+        if not times and done > total // 4:
+            times.append(done)
+            save_sharded(source, lean=False, add=1000.0, step=2)
+
+    with pytest.raises(CannotLook, match="it was overwritten while it was read") as caught:
+        reshard(source, tmp_path / "out", rules_by_ep, {"ep": 4}, progress=overwrite)
+    assert ".metadata" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    assert reshard(source, tmp_path / "out", rules_by_ep, {"ep": 4}).kept == ()
+    read = read_whole(tmp_path / "out")
+    assert all(same_bits(read[key], value + 1000) for key, value in small().items())
+
+
+def test_a_source_of_equal_names_sizes_and_times_is_begun_anew(tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    save_sharded(source, lean=False)
+    fixed_times(source)
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reshard(source, tmp_path / "out", rules_by_ep, {"ep": 4}, progress=stop)
+    save_sharded(source, lean=False, add=1000.0)
+    fixed_times(source)
+    assert reshard(source, tmp_path / "out", rules_by_ep, {"ep": 4}).kept == ()
+    read = read_whole(tmp_path / "out")
+    assert all(same_bits(read[key], value + 1000) for key, value in small().items())

@@ -22,7 +22,7 @@ from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.differences.comparing import same_bits
-from dcp_placements.offline.remote_output import AnyFolder, AnyOutput, output_at
+from dcp_placements.offline.remote_output import AnyOutput, output_at
 from dcp_placements.storage.file_reads import write_all
 from dcp_placements.storage.metadata.properties import dtype_of
 from dcp_placements.storage.safetensors_files import DTYPES, write_header
@@ -146,8 +146,12 @@ def _export_safetensors(
                 kept.append(name)
                 writer.advance(files[name])
             else:
-                writer.write_file(folder, name, tensors)
+                with folder.file(name, buffering=0) as stream:
+                    writer.write_file(stream, tensors)
+                    if len(shards) == 1:  # nothing is written after it
+                        plan.check_unchanged()
         if len(shards) > 1:
+            plan.check_unchanged()
             weights = {t.fqn: name for name, tensors in shards.items() for t in tensors}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             folder.write(INDEX, (json.dumps(index, indent=2) + "\n").encode())
@@ -199,6 +203,7 @@ def export_torch(
             state_dict[name] = state_dict[whose]
         with output.file() as stream:
             torch.save(state_dict, stream)
+            plan.check_unchanged()
     files = {os.path.basename(output.path): total}
     return plan.exported(output.path, files)
 
@@ -225,6 +230,13 @@ class _Plan:
         raise_faults("the checkpoint cannot be exported", faults)
         tensors = {tensor.fqn: _cast(tensor, dtype) for tensor in assembled}
         self.tied = dict(tied)
+        files = {
+            file
+            for tensor in tensors.values()
+            for block in tensor.blocks
+            for file in block.source.files
+        }
+        self._versions = checkpoint.directory.versions(files)
         self._check_tied(tensors, memory)
         self.tensors = [tensor for fqn, tensor in tensors.items() if fqn not in self.tied]
 
@@ -246,14 +258,16 @@ class _Plan:
                     )
         raise_faults("tied tensors cannot be written once", faults)
 
+    def check_unchanged(self) -> None:
+        """Refuse what was read, if the checkpoint was overwritten since."""
+        self.checkpoint.directory.check_versions(self._versions)
+
     def identity(self, more: Mapping[str, Any]) -> str:
         """Return a digest of this export and its source files."""
         digest = hashlib.sha256(json.dumps(more, sort_keys=True).encode())
-        directory = self.checkpoint.directory
         sources = {b.source.fqn: b.source for tensor in self.tensors for b in tensor.blocks}
-        for name in sorted({file for source in sources.values() for file in source.files}):
-            digest.update(_bytes(f"{name} {directory.version(name)}\n"))
-        digest.update(_bytes(directory.path))
+        digest.update(_bytes(f"{sorted(self._versions.items())}\n"))
+        digest.update(_bytes(self.checkpoint.path))
         for tensor in self.tensors:
             blocks = [(b.box, b.source.fqn, b.at, b.dims) for b in tensor.blocks]
             digest.update(_bytes(f"{tensor.fqn} {tensor.shape} {tensor.dtype} {blocks}\n"))
@@ -297,13 +311,12 @@ class _Writer:
         self._done += nbytes
         self._progress(self._done, self._total)
 
-    def write_file(self, folder: AnyFolder, name: str, tensors: Sequence[AssembledTensor]) -> None:
+    def write_file(self, stream: IO[bytes], tensors: Sequence[AssembledTensor]) -> None:
         """Write one safetensors file."""
         entries = [(tensor.fqn, dtype_of(tensor.dtype), tensor.shape) for tensor in tensors]
-        with folder.file(name, buffering=0) as stream:
-            write_all(stream, memoryview(write_header(entries, {"format": "pt"})))
-            for tensor in tensors:
-                self._write(tensor, stream)
+        write_all(stream, memoryview(write_header(entries, {"format": "pt"})))
+        for tensor in tensors:
+            self._write(tensor, stream)
 
     def _write(self, tensor: AssembledTensor, stream: IO[bytes]) -> None:
         runs = tensor.runs(self._reader)

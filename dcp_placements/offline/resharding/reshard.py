@@ -111,6 +111,7 @@ def reshard(
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read; ``out`` exists, another process
             is writing it, or there is no room; an axis in ``fsdp`` is unknown, or ``rules`` fails.
+            The checkpoint was overwritten while it was read; nothing is written then.
         PlacementError: The checkpoint is not whole; a load in that world would be refused; its
             ranks do not hold all of a tensor. All of it before anything is written.
     """
@@ -123,15 +124,18 @@ def reshard(
                 "    way out:     dcp-placements import makes a DCP checkpoint of it"
             )
         _check_whole(checkpoint)
+        versions = checkpoint.directory.versions(checkpoint.files)
         target = Target(checkpoint, rules, axes, fsdp)
-        identity = target.identity()
+        identity = target.identity(versions)
         save_id = bytes.fromhex(identity)[:16]
         names = {rank: target.file_name(rank, save_id) for rank in target.ranks}
         files = {names[rank]: target.nbytes(rank) for rank in target.ranks}
         _check_room(output, identity, sum(files.values()))
         with output.directory([*files, ".metadata"], identity) as folder:
             kept = tuple(name for name in files if folder.has(name))
-            copied = _write(checkpoint, target, folder, names, save_id, progress)
+            copied, rows = _write_data(checkpoint, target, folder, names, progress)
+            checkpoint.directory.check_versions(versions)
+            _write_metadata(target, folder, rows, save_id)
     return Resharded(
         source=checkpoint.path,
         out=str(output.path),
@@ -171,15 +175,14 @@ def _check_room(output: AnyOutput, identity: str, needed: int) -> None:
         )
 
 
-def _write(
+def _write_data(
     checkpoint: Checkpoint,
     target: Target,
     folder: AnyFolder,
     names: Mapping[int, str],
-    save_id: bytes,
     progress: Progress,
-) -> int:
-    """Write all files, ``.metadata`` last; return the bytes of records copied as they were."""
+) -> tuple[int, list[Rows]]:
+    """Write the data files; return the bytes of records copied as they were, and the places."""
     total = sum(target.nbytes(rank) for rank in names)
     done = 0
 
@@ -198,13 +201,19 @@ def _write(
             with folder.file(name, buffering=0) as stream:
                 for entry in target.entries(rank):
                     writer.write(entry, stream)
+    return writer.copied_nbytes, rows
+
+
+def _write_metadata(
+    target: Target, folder: AnyFolder, rows: Sequence[Rows], save_id: bytes
+) -> None:
+    """Write ``.metadata``, which completes the checkpoint."""
     with quiet_gc():
         metadata = target.metadata(save_id)
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = StorageTable(join(rows))
         with folder.file(".metadata") as stream:
             write_metadata(metadata, stream)
-    return writer.copied_nbytes
 
 
 def _rows(target: Target, rank: int, name: str) -> Rows:

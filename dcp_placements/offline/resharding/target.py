@@ -197,13 +197,9 @@ class Target:
         """Return the name of a rank's file."""
         return f"{named(f'__{rank}_', save_id)}0.distcp"
 
-    def identity(self) -> str:
-        """Return a digest of the source's files and of what is written."""
-        directory = self._checkpoint.directory
-        names = {*self._checkpoint.files}
-        names.update(name for name in directory.names() if name.endswith((".metadata", ".json")))
-        files = [(name, directory.version(name)) for name in sorted(names)]
-        digest = hashlib.sha256(json.dumps([files, self._axes]).encode())
+    def identity(self, versions: Mapping[str, str]) -> str:
+        """Return a digest of the source's files, by their versions, and of what is written."""
+        digest = hashlib.sha256(json.dumps([sorted(versions.items()), self._axes]).encode())
         for group in dict.fromkeys(self._group_of.values()):
             text = f"{group.fqns} {sorted(group.owners.items())}\n"
             digest.update(text.encode("utf-8", "surrogatepass"))
