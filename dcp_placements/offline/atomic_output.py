@@ -41,20 +41,39 @@ class Output:
         path: Of the output.
         replace: Whether to replace an existing file. Otherwise the path must not exist, or be an
             empty directory.
+        source: The path that the output is written from, if there is one.
 
     Attributes:
         path: Of the output.
 
     Raises:
-        CannotLook: The path exists, or another process is writing it.
+        CannotLook: The path exists, is no name, or another process is writing it; or the source is
+            the output's own unfinished directory.
         OSError: Nothing can be written there.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, replace: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        replace: bool = False,
+        source: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if not Path(path).name or "\0" in os.fspath(path):
+            raise CannotLook(
+                f"{format_name(repr(os.fspath(path)))}: this names no output\n"
+                "    way out:     give the name of a file or directory that is to be created"
+            )
         self.path = absent(path) if not replace else Path(path)
         self._replace = replace
         hidden = f".{self.path.name.lstrip('.')}"
         self._partial = self.path.with_name(f"{hidden}.partial")
+        if source is not None and Path(source).resolve().is_relative_to(self._partial.resolve()):
+            raise CannotLook(
+                f"{format_name(source)}: this is what an interrupted attempt at "
+                f"{format_name(self.path)} left, and the next one removes it\n"
+                "    way out:     give the output another name, or rename the source"
+            )
         self._lock = _Lock(self.path, self.path.with_name(f"{hidden}.lock"))
 
     def __enter__(self) -> Output:

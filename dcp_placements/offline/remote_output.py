@@ -323,8 +323,21 @@ AnyOutput = Output | RemoteOutput
 AnyFolder = Folder | RemoteFolder
 
 
-def output_at(path: str | os.PathLike[str], *, replace: bool = False) -> AnyOutput:
-    """Return the output at a path of this machine, or at a URL."""
+def output_at(
+    path: str | os.PathLike[str],
+    *,
+    replace: bool = False,
+    source: str | os.PathLike[str] | None = None,
+) -> AnyOutput:
+    """Return the output at a path of this machine, or at a URL.
+
+    Args:
+        path: The path or URL.
+        replace: As of ``Output``.
+        source: The path or URL that the output is written from, if there is one.
+    """
     path = local_or_url(path)
-    kind = RemoteOutput if is_url(path) else Output
-    return kind(path, replace=replace)
+    if is_url(path):
+        return RemoteOutput(path, replace=replace)
+    local = None if source is None else local_or_url(source)
+    return Output(path, replace=replace, source=None if local is None or is_url(local) else local)

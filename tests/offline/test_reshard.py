@@ -505,3 +505,24 @@ def test_a_source_of_equal_names_sizes_and_times_is_begun_anew(tmp_path: Path) -
     assert reshard(source, tmp_path / "out", rules_by_ep, {"ep": 4}).kept == ()
     read = read_whole(tmp_path / "out")
     assert all(same_bits(read[key], value + 1000) for key, value in small().items())
+
+
+def test_the_partial_directory_of_the_output_is_no_source(tmp_path: Path) -> None:
+    partial = tmp_path / ".out.partial"
+    save_sharded(partial)
+    (tmp_path / "link").symlink_to(partial)
+    before = files_of(partial)
+    for source in (partial, tmp_path / "link", Checkpoint(partial)):
+        with pytest.raises(CannotLook, match=r"what an interrupted attempt at .* left"):
+            reshard(source, tmp_path / "out", rules_by_ep, {"ep": 4})
+    assert files_of(partial) == before
+
+
+@pytest.mark.parametrize("out", ["", ".", "a\0b"])
+def test_an_output_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    save_sharded(tmp_path / "src")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(CannotLook, match="this names no output"):
+        reshard(tmp_path / "src", out, rules_by_ep, {"ep": 4})
+    assert list((tmp_path / "empty").iterdir()) == []

@@ -119,7 +119,8 @@ def export_safetensors(
         PlacementError: The checkpoint is not whole; a name is missing or given twice; safetensors
             has no such dtype; tied tensors differ. All of it before anything is written.
     """
-    with output_at(out) as output:
+    source = checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
+    with output_at(out, source=source) as output:
         plan = _Plan(checkpoint, rename, dtype, prefix, optimizer, exclude, memory, tied or {})
         return _export_safetensors(output, plan, max_shard_size, memory, progress)
 
@@ -187,7 +188,8 @@ def export_torch(
         CannotLook: As ``export_safetensors``.
         PlacementError: Likewise, except that any dtype can be written.
     """
-    with output_at(out) as output:
+    source = checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
+    with output_at(out, source=source) as output:
         plan = _Plan(
             checkpoint, rename, dtype, prefix, optimizer, exclude, MEMORY_NBYTES, tied or {}
         )

@@ -91,7 +91,7 @@ def import_safetensors(
         PlacementError: The files are not whole; a name is missing or given twice; ``rename``
             changes no name in either direction. All of it before anything is written.
     """
-    with output_at(out) as output:
+    with output_at(out, source=source) as output:
         checkpoint = Checkpoint(source)
         if checkpoint.format != SAFETENSORS:
             raise PlacementError(f"{checkpoint.path}: this is a DCP checkpoint already")

@@ -78,7 +78,7 @@ def import_megatron(
     """
     if preset != "megatron_core":
         raise PlacementError(f"there is no preset {preset!r} for this: use 'megatron_core'")
-    with output_at(out) as output:
+    with output_at(out, source=source) as output:
         layout = megatron_layout(source, expert_parallel_size=expert_parallel_size)
         if layout.layout == "ambiguous":
             raise PlacementError(f"{layout.path}: {layout.reason}")

@@ -116,7 +116,10 @@ def rescue(
     keys += experts
     files = sorted({record.source.file or "" for key in keys for record in key.records})
     names = [*files, LIST, ".metadata"]
-    with output_at(out) as output, output.directory(names) as folder:
+    with (
+        output_at(out, source=checkpoint.path) as output,
+        output.directory(names) as folder,
+    ):
         rows = _write_data(checkpoint, folder, keys, progress)
         result = Rescue(
             str(output.path),

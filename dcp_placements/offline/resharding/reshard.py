@@ -115,7 +115,8 @@ def reshard(
         PlacementError: The checkpoint is not whole; a load in that world would be refused; its
             ranks do not hold all of a tensor. All of it before anything is written.
     """
-    with output_at(out) as output:
+    source = checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
+    with output_at(out, source=source) as output:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)
         if checkpoint.format == TORCH_DIST:
