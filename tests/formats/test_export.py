@@ -515,6 +515,28 @@ def test_the_command(tmp_path: Path, run: Run) -> None:
     assert ran.code == 2
 
 
+def test_a_map_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt")
+    for rename in (Replace("encoder", "net"), lambda name: name):
+        with pytest.raises(PlacementError, match="rename=: matches none of the") as refused:
+            export_safetensors(tmp_path / "ckpt", tmp_path / "out", rename=rename)
+        assert "likely:      the map of another model" in str(refused.value)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_map_that_exchanges_two_names_matches(tmp_path: Path) -> None:
+    dcp.save({"a": torch.zeros(2), "b": torch.ones(2)}, checkpoint_id=tmp_path / "ckpt")
+    export_safetensors(tmp_path / "ckpt", tmp_path / "out", rename={"a": "b", "b": "a"}.__getitem__)
+    assert_same(read(tmp_path / "out"), {"a": torch.ones(2), "b": torch.zeros(2)})
+
+
+def test_an_exclude_that_matches_nothing_is_warned_of(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt")
+    with pytest.warns(UserWarning, match="'nothing': exclude= matches none of the"):
+        export_safetensors(tmp_path / "ckpt", tmp_path / "out", exclude=["nothing", "norm.weight"])
+    assert not any("norm.weight" in name for name in read(tmp_path / "out"))
+
+
 def test_a_run_of_components_can_be_renamed_too(tmp_path: Path) -> None:
     save(tmp_path / "ckpt")
     export_safetensors(

@@ -20,7 +20,7 @@ from dcp_placements.errors import Fault, format_name, format_names, format_nbyte
 from dcp_placements.formats.huggingface.assembly import AssembledTensor, Rename, assemble
 from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.offline.box_reads import BoxReader, pieces
-from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.offline.remote_output import AnyOutput, output_at
 from dcp_placements.storage.file_reads import write_all
@@ -210,6 +210,27 @@ def export_torch(
     return plan.exported(output.path, files)
 
 
+def _unmatched_rename(
+    tensors: Mapping[str, StoredTensor], assembled: Sequence[AssembledTensor]
+) -> list[Fault]:
+    """Return that a rename gives every tensor the name that it has, if it does."""
+    for tensor in assembled:
+        same = tensors.get(tensor.fqn)
+        if same is None or any(block.source.fqn != same.fqn for block in tensor.blocks):
+            return []
+    return [
+        Fault(
+            "rename=",
+            f"matches none of the {len(tensors)} tensors",
+            (
+                f"names:       {format_names(list(tensors), 4)}",
+                "likely:      the map of another model, or names with another prefix",
+                "way out:     the map of this model; prefix=; or no rename=",
+            ),
+        )
+    ]
+
+
 class _Plan:
     """The tensors to write, checked before anything is written."""
 
@@ -229,6 +250,8 @@ class _Plan:
         self.checkpoint = checkpoint
         self.selection = select(checkpoint, prefix=prefix, optimizer=optimizer, exclude=exclude)
         assembled, faults = assemble(self.selection.tensors, rename)
+        if rename is not None and not faults:
+            faults = _unmatched_rename(self.selection.tensors, assembled)
         raise_faults("the checkpoint cannot be exported", faults)
         tensors = {tensor.fqn: _cast(tensor, dtype) for tensor in assembled}
         self.tied = dict(tied)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dcp_placements.errors import PlacementError, format_names
+from dcp_placements.errors import Fault, PlacementError, format_faults, format_names
 from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.checks.structure import (
@@ -54,6 +55,7 @@ def select(
         PlacementError: No tensor is left, or a selected tensor is not whole.
     """
     unwanted = [matcher(pattern) for pattern in exclude]
+    _warn_unmatched(checkpoint, exclude)
 
     def is_excluded(fqn: str) -> bool:
         return any(matches(fqn) for matches in unwanted)
@@ -83,6 +85,19 @@ def select(
     _check_whole(checkpoint, kept | lost)
     rest = sorted({*checkpoint.tensors, *checkpoint.objects} - kept)
     return Selection(selected, head, tuple(rest))
+
+
+def _warn_unmatched(checkpoint: Checkpoint, exclude: Sequence[str]) -> None:
+    """Warn of the patterns that exclude no key."""
+    keys = [*checkpoint.tensors, *checkpoint.objects, *checkpoint.absent]
+    unmatched = [pattern for pattern in exclude if not any(map(matcher(pattern), keys))]
+    if unmatched:
+        note = Fault(
+            ", ".join(map(repr, unmatched)),
+            f"exclude= matches none of the {len(keys)} keys",
+            ("way out:     correct the pattern, or drop it",),
+        )
+        warnings.warn(format_faults("look at this export", [note], "note"), stacklevel=4)
 
 
 def _is_state(fqn: str, states: OptimizerStates) -> bool:
