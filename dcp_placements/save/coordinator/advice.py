@@ -92,11 +92,11 @@ def hole_advice(fqn: str, listed: bool) -> list[str]:
     if not possible_parameters(fqn):
         return [
             "way out:     no rank's IndexShard or rename= names these rows: every row must "
-            "be on one of them"
+            "be on one of them; a Stack of local numbers needs a Renumber before it"
         ]
     return [
         "likely:      these rows were never stepped, and have no optimizer state; none "
-        "is made up for them",
+        "is made up for them; or a Stack has local numbers, without a Renumber before it",
         "way out:     a rename= that stacks the parameters and leaves their state a "
         "tensor per row, as in lambda key: key if '.state.' in key else stack(key)",
         "             or, if they have state: no rank's IndexShard or rename= names these rows",
