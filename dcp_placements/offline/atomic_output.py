@@ -21,6 +21,7 @@ from typing import IO
 
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.offline.holder import Holder, busy
+from dcp_placements.storage.record_writer import errors_of
 
 IDENTITY = "identity"
 """The file in an unfinished directory that identifies the output."""
@@ -245,10 +246,12 @@ def new_file(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
     """Yield a new file to write into; it is on disk when the block ends.
 
     Raises:
+        OSError: The file cannot be written; the error has its name.
         FileExistsError: Anything of that name is there, a link too.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o666), "wb", buffering=buffering) as stream:
+    descriptor = os.open(path, flags, 0o666)
+    with errors_of(path), open(descriptor, "wb", buffering=buffering) as stream:
         yield stream
         stream.flush()
         os.fsync(stream.fileno())

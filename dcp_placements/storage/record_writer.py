@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from dcp_placements.errors import PlacementError
 from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.storage.file_reads import SeekableRaw
 from dcp_placements.storage.tensor_record import DESCRIPTOR, crc32, entry_start, local_header
@@ -377,6 +378,8 @@ def errors_of(path: Any) -> Iterator[None]:
     """
     try:
         yield
+    except PlacementError:
+        raise  # of what is read
     except Exception as error:
         reason: BaseException | None = error
         while reason is not None and not isinstance(reason, OSError):

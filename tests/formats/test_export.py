@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -559,3 +560,19 @@ def test_a_source_that_is_overwritten_meanwhile_is_refused(tmp_path: Path, shard
     with pytest.raises(CannotLook, match="it was overwritten while it was read"):
         export_safetensors(source, out, max_shard_size=shard_size, progress=overwrite)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_a_full_disk_is_an_error_of_the_output(tmp_path: Path, run: Run, to: str) -> None:
+    save_hugging_face(tmp_path / "src", {"w": torch.arange(100_000.0)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        ran = run("export", tmp_path / "src", tmp_path / "out", "--to", to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "File too large" in ran.err
+    assert str(tmp_path / ".out.partial") in ran.err

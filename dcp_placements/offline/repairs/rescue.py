@@ -282,18 +282,25 @@ def _write_record(
         torch.save(reader.read(part.tensor, part.box).reshape(part.sizes), stream)
         return
     remaining = source.nbytes
-    name = source.file or ""
     try:
-        with checkpoint.directory.open(name) as file:
-            file.seek(source.start)
-            while remaining:
+        opened = checkpoint.directory.open(source.file or "")
+    except OSError as error:
+        raise _unread(record, str(error)) from error
+    with opened as file:
+        file.seek(source.start)
+        while remaining:
+            try:
                 data = file.read(min(remaining, COPY_NBYTES))
-                if not data:
-                    raise EOFError(f"it ends {remaining} bytes too early")
-                stream.write(data)
-                remaining -= len(data)
-    except (OSError, EOFError) as error:
-        raise PlacementError(f"{record.index.fqn}: {name} cannot be read: {error}") from error
+            except OSError as error:
+                raise _unread(record, str(error)) from error
+            if not data:
+                raise _unread(record, f"it ends {remaining} bytes too early")
+            stream.write(data)
+            remaining -= len(data)
+
+
+def _unread(record: _Record, reason: str) -> PlacementError:
+    return PlacementError(f"{record.index.fqn}: {record.source.file} cannot be read: {reason}")
 
 
 def _paths(checkpoint: Checkpoint, keys: Sequence[_Key]) -> dict[str, Any]:
