@@ -173,10 +173,10 @@ def test_metadata_that_a_save_wrote_meanwhile_are_not_replaced(
 
     files: dict[str, bytes] = {}
     monkeypatch.setattr(merging, "write_metadata", finish)
-    with pytest.raises(CannotLook, match="a save has written it meanwhile") as refused:
+    with pytest.raises(CannotLook, match="overwritten while it was read") as refused:
         merge_metadata(tmp_path, rewrite=not is_merged)
     changed = {"merged again": "__0.metadata", "one more rank": "__1.metadata"}
-    assert f"changed:     {changed.get(scene, '.metadata')}\n" in str(refused.value)
+    assert f"found:       {changed.get(scene, '.metadata')}: other contents" in str(refused.value)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*metadata")} == files
     assert not list(tmp_path.glob("*.partial"))
     assert not list(tmp_path.glob("*.lock"))

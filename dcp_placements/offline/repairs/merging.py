@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 
-import xxhash
-
 from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook, format_names
 from dcp_placements.offline.directory import Directory
@@ -25,10 +23,8 @@ from dcp_placements.storage.metadata.file import torch_metadata, write_metadata
 from dcp_placements.storage.metadata.pickles.stock_body import is_refusing
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
-from dcp_placements.storage.metadata.save_ids import rank_file_rank
 
 _HEAD_NBYTES = 1 << 10
-_PIECE_NBYTES = 1 << 20
 
 
 def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Metadata:
@@ -62,7 +58,7 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
     with quiet_gc():
         if rewrite or _is_index_alone(directory):
             return _rewritten(directory)
-        contents = _contents(directory, ranks=True)
+        versions = directory.versions(())
         parts = read_rank_parts(directory)
         if not parts:
             raise CannotLook(
@@ -73,22 +69,8 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
         metadata = [(rank, torch_metadata(part)) for rank, part in parts]
         merged = merge_rank_metadata(metadata, whole=True)
         _check_same_save(directory, merged)
-        _write(directory, merged, contents, ranks=True)
+        _write(directory, merged, versions)
     return merged
-
-
-def _contents(directory: Directory, *, ranks: bool) -> dict[str, bytes]:
-    """Return digests of ``.metadata`` and, with ``ranks``, of those of ranks, as they are now."""
-    digests = {}
-    for name in directory.names():
-        if name == ".metadata" or (ranks and rank_file_rank(name) is not None):
-            hasher = xxhash.xxh3_128()
-            # One that may not be opened, such as a link that leads elsewhere, is replaced.
-            with suppress(OSError), directory.open(name) as stream:
-                while piece := stream.read(_PIECE_NBYTES):
-                    hasher.update(piece)
-            digests[name] = hasher.digest()
-    return digests
 
 
 def _check_same_save(directory: Directory, merged: Metadata) -> None:
@@ -135,38 +117,25 @@ def _rewritten(directory: Directory) -> Metadata:
         raise CannotLook(
             f"{directory.path}: .metadata is Megatron's, of a class of its own: not rewritten"
         )
-    contents = _contents(directory, ranks=False)
+    versions = directory.versions(())
     metadata = torch_metadata(read_dcp(directory, ".metadata"))
     try:
-        _write(directory, metadata, contents, ranks=False)
+        _write(directory, metadata, versions)
     except IndexDamage as error:
         raise unreadable(f"{directory.path}/.metadata", error) from error
     return metadata
 
 
-def _write(
-    directory: Directory, metadata: Metadata, read: Mapping[str, bytes], *, ranks: bool
-) -> None:
-    """Write ``.metadata``, if the files that were read are still the same.
-
-    Args:
-        directory: Of the checkpoint.
-        metadata: To be written.
-        read: What ``_contents`` returned before they were read.
-        ranks: Whether they were made of the ranks' own.
-    """
+def _write(directory: Directory, metadata: Metadata, versions: Mapping[str, str]) -> None:
+    """Write ``.metadata``, if the metadata that were read, of ``versions``, are still the same."""
     target = os.path.join(directory.path, ".metadata")
-    with output_at(target, replace=True) as output, output.file() as stream:
-        write_metadata(metadata, stream)
-        stream.flush()
-        with suppress(OSError, AttributeError):  # no file of this machine
-            os.fsync(stream.fileno())
-        # The last step before the rename.
-        now = _contents(directory, ranks=ranks)
-        changed = sorted(name for name in {*read, *now} if read.get(name) != now.get(name))
-        if changed:
-            raise CannotLook(
-                f"{directory.path}: a save has written it meanwhile, so nothing was replaced\n"
-                f"    changed:     {format_names(changed)}\n"
-                "    way out:     run it again when no save writes into this directory"
-            )
+    with output_at(target, replace=True) as output:
+        if directory.local(".metadata") is None:
+            # At a URL the output may be there as soon as it is opened.
+            directory.check_versions(versions)
+        with output.file() as stream:
+            write_metadata(metadata, stream)
+            stream.flush()
+            if directory.local(".metadata") is not None:
+                os.fsync(stream.fileno())
+                directory.check_versions(versions)  # the last step before the rename
