@@ -243,7 +243,7 @@ class Route:
     def everything(self) -> Iterator[Messages]:
         """Yield all messages of the route, ``ROWS`` or a little more at a time."""
         # A row becomes a message for each sender that takes a turn.
-        step = max(ROWS // min(int(self.source.counts.max()), len(self.members)), 1)
+        step = max(ROWS // min(int(self.source.counts.max(initial=1)), len(self.members)), 1)
         starts = np.searchsorted(self._first_row, np.arange(0, self._first_row[-1], step))
         for start, stop in itertools.pairwise([*np.unique(starts).tolist(), len(self.to)]):
             row, receiver = self._receivers(np.arange(start, stop))

@@ -391,6 +391,7 @@ def test_a_real_save_of_four_ranks(tmp_path: Path) -> None:
         "    mesh = FakeMesh((2, 2), ('ep', 'edp'), rank=dist.get_rank())\n"
         "    dcp.save(state_dict(mesh, 3), checkpoint_id=sys.argv[1])\n"
         "    dist.destroy_process_group()\n"
+        "main()\n"
     )
     path = tmp_path / "unaware"
     done = forked(program, path)

@@ -100,8 +100,12 @@ def _positions(packed: bytes) -> list[int]:
 
 
 def _held(binding: Binding) -> HeldBoxes | None:
-    """Return the boxes of a layout; None where it is the whole tensor."""
-    if binding.layout.is_whole:
+    """Return the boxes of a layout; None where it is the whole tensor.
+
+    None also where rows of two dims are listed: of a stack of stacks the layout has all pairs of
+    them, of which the rank asks for some.
+    """
+    if binding.layout.is_whole or sum(isinstance(c, Pick) for c in binding.sharding.cuts) > 1:
         return None
     boxes = np.array(sorted({chunk.box for chunk in binding.layout.chunks()}), np.int64)
     cuts = cuts_of(binding.sharding, [axis.name for axis in binding.axes])
