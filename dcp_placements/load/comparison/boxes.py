@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.storage.metadata.record import SaveRecord, cuts_of
 
 
-@dataclass(frozen=True, slots=True)
-class HeldBoxes:
+class HeldBoxes(NamedTuple):
     """What a rank asks for of keys that are sharded alike.
 
     Attributes:
