@@ -15,8 +15,8 @@ import torch
 
 from dcp_placements._torch import has_hooks
 from dcp_placements.bind.rule_and_dtensor import BindError, Binding
-from dcp_placements.layout.sharding import Chunk, ListedLayout, Sharding
-from dcp_placements.layout.tiling import tiles
+from dcp_placements.layout.sharding import Box, Chunk, ListedLayout, Sharding
+from dcp_placements.layout.tiling import format_box, overlaps, tiles
 
 NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """The attributes; a tensor that has only some of them is a plain tensor, as torch takes it."""
@@ -78,8 +78,25 @@ def listed_binding(tensor: Any) -> Binding:
                 f"and one of {chunk.sizes}",
                 "way out:     list each element once, or equal chunks where copies are held",
             )
+    # One element cannot be loaded from two places: the last one read would win.
+    places: dict[Box, tuple[int, ...]] = {}
+    for chunk in chunks:
+        local = Box(chunk.local_offsets, chunk.sizes)
+        if places.setdefault(local, chunk.offsets) != chunk.offsets:
+            raise _held_twice(local, local)
+    for one, other in overlaps(places, 1):
+        raise _held_twice(one, other)
     layout = ListedLayout.of(global_shape, local_shape, tuple(chunks))
     return Binding(Sharding(global_shape), (), layout, is_exact=False)
+
+
+def _held_twice(one: Box, other: Box) -> BindError:
+    """Return the error for local boxes that share elements."""
+    return BindError(
+        f"lists elements of the local tensor for two places: {format_box(one)} and "
+        f"{format_box(other)}",
+        "way out:     local_offsets and local_sizes that name each element once",
+    )
 
 
 def check_equal(listed: Binding, ruled: Binding) -> None:

@@ -201,9 +201,10 @@ def test_a_rule_of_another_whole_shape_is_refused(tmp_path: Path) -> None:
 
 def test_lists_of_a_rule_that_repeat_or_overlap_are_refused(tmp_path: Path) -> None:
     top, middle = ((0, 0), (0, 0), (2, 6)), ((1, 0), (1, 0), (2, 6))
-    for places in ([top, top], [top, middle]):
+    refusals = {"not those of its rule": [top, top], "for two places": [top, middle]}
+    for text, places in refusals.items():
         tensor = listed(WHOLE[:4].clone(), *places)
-        with pytest.raises(dcp.CheckpointException, match="not those of its rule"):
+        with pytest.raises(dcp.CheckpointException, match=text):
             World(2).save(
                 tmp_path,
                 lambda rank, tensor=tensor: {"w": tensor if not rank else rows(4, 8)},
@@ -265,6 +266,14 @@ def test_optimizer_state_follows_and_may_say_its_own(tmp_path: Path) -> None:
         (
             [((0, 0), (0, 0), (4, 6)), ((0, 0), (2, 0), (2, 6))],
             "lists two chunks that overlap: at offsets (0, 0) one of sizes (4, 6) and one of",
+        ),
+        (
+            [((0, 0), (0, 0), (2, 6)), ((2, 0), (0, 0), (2, 6))],
+            "lists elements of the local tensor for two places: [0:2, 0:6] and [0:2, 0:6]",
+        ),
+        (
+            [((0, 0), (0, 0), (2, 6)), ((2, 0), (1, 0), (2, 6))],
+            "lists elements of the local tensor for two places: [0:2, 0:6] and [1:3, 0:6]",
         ),
     ],
 )
