@@ -124,7 +124,7 @@ class Directory:
                 contents: Any = self.open(name)
                 with contents as stream:
                     versions[name] = hashlib.file_digest(stream, "sha256").hexdigest()
-            except OSError:
+            except (FileNotFoundError, PermissionError):
                 versions[name] = ""  # missing, or barred, as long as nobody reads it
         return versions
 
