@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import gc
 import pickle
-import re
 import sys
 import tempfile
 import time
@@ -65,6 +64,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.metadata.save_ids import writer_of
 from dcp_placements.storage.metadata.table import RowsBuilder
 from dcp_placements.storage.metadata.write_results import Confirmation, WriteResults
 
@@ -332,16 +332,9 @@ def misplaced(path: Path, places: Mapping[Any, Place], *, by_torch: bool) -> int
         with open(path / "written", "rb") as file:
             written: Written = pickle.load(file)
         expected = {}
-        for rank in sorted({_writer(place[0]) for place in places.values()}):
+        for rank in {writer_of(place[0]) for place in places.values()}:
             expected.update(written.places(rank))
     return sum(expected.get(key) != place for key, place in places.items())
-
-
-def _writer(file: str) -> int:
-    number = re.match(r"__(?:[^_]*_)?(\d+)_", file)
-    if number is None:
-        raise SystemExit(f"bench: a file of no rank: {file}")
-    return int(number[1])
 
 
 def measure(args: argparse.Namespace, name: str, ranks: int) -> tuple[dict[str, Any], list[str]]:
