@@ -236,15 +236,24 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         # are compared.
         return torch.empty_like(tensor) if index.fqn in self._run.shared else tensor
 
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return where to read an item to. Called on every rank, also by several threads."""
+        memory = super().resolve_tensor(read_item)
+        return self._run.overlaps.target(read_item, memory)
+
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Compare what was read with its stored digest. Called on every rank.
 
         Raises:
             PlacementError: Bytes that are not those that were saved.
+                Different contents for keys that have one memory.
         """
         self._run.take_tensor(read_item.dest_index.fqn, tensor)
         if self._run.verification is not None:
             self._run.verification.check_tensor(read_item, tensor)
+        if read_item.dest_index.fqn in self._run.overlaps.groups:
+            memory = super().resolve_tensor(read_item)
+            self._run.overlaps.take(read_item, memory, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state dict. Called on every rank.

@@ -48,6 +48,7 @@ from dcp_placements.load.message import (
     mixed_checkpoints,
     unmatched_patterns,
 )
+from dcp_placements.load.overlaps import Overlaps, overlaps_of
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request
 from dcp_placements.load.verification import Verification
@@ -78,6 +79,7 @@ class RankLoad:
         stateless: Optimizer state keys of parameters of which the checkpoint has no state.
         items: What the rank reads.
         checks: How the load compares with the save.
+        overlaps: The keys that overlap in memory.
         ids: The records of save ids that are read.
         verification: Compares digests; None without ``verify="digests"``.
         exchange: None where nothing can be exchanged.
@@ -97,6 +99,7 @@ class RankLoad:
     stateless: Sequence[str] = ()
     items: LazyItems[ReadItem] = field(default_factory=LazyItems)
     checks: LoadChecks = field(default_factory=LoadChecks)
+    overlaps: Overlaps = field(default_factory=lambda: Overlaps({}))
     ids: Mapping[MetadataIndex, IdRecord] = field(default_factory=dict)
     verification: Verification | None = None
     exchange: Exchange | None = None
@@ -169,14 +172,15 @@ class RankLoad:
         self.items = request.items()
         self.report = report = request.report
         self.collapsed, self.stateless = request.collapsed, request.stateless
+        alone = {*self.shared, *self.collapsed}
+        self.overlaps = overlaps_of(state_dict, placing, metadata, alone)
         faults = [*self._shared_faults(), *placing.faults, *request.faults]
         if verify:
             self.verification = Verification(metadata, rank, report)
             faults += self.verification.faults()
-        checks = check_load(
+        self.checks = checks = check_load(
             state_dict, placing, metadata, rules=rules, rename=rename, policy=policy
         )
-        self.checks = checks
         report.compared = checks.compared
         faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
         faults += counted_faults(state_dict, placing, rename)
@@ -201,7 +205,7 @@ class RankLoad:
         claims = None
         if exchange is not False and world_size() > 1:
             self.exchange = Exchange(None if exchange is True else exchange)
-            own = {*self.shared, *self.shared.values(), *self.collapsed}
+            own = {*self.shared, *self.shared.values(), *self.collapsed, *self.overlaps.groups}
             with quiet_gc():
                 claims = self.exchange.claims(
                     self.state_dict, self.placing, self.metadata, own.__contains__
@@ -229,8 +233,7 @@ class RankLoad:
                 than was saved.
         """
         raise_faults_of_ranks(REFUSED, {message.rank: message.faults for message in messages})
-        notes = all_notes(messages)
-        if notes:
+        if notes := all_notes(messages):
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
         if not complete:
             return
@@ -275,8 +278,8 @@ class RankLoad:
         if self.exchange is not None and self.exchange.verdict.why:
             self.warn([_without_exchange(self.exchange.verdict)])
         if self.verification is not None:
-            note = self.verification.note(items, self.state_dict)
-            self.warn([] if note is None else [note])
+            self.warn(self.verification.notes(items, self.state_dict))
+        self.overlaps.expect(items)
         return replace(plan, items=[*self._id_reads(items), *items])
 
     def _id_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
@@ -309,8 +312,7 @@ class RankLoad:
         """Return the memory to read into at ``index``; None for tensors without a place."""
         if index.fqn in self.collapsed:
             return self._scalar(index.fqn).new_empty(self.collapsed[index.fqn])
-        placed = self.placing.placed.get(index.fqn)
-        if placed is None:
+        if (placed := self.placing.placed.get(index.fqn)) is None:
             return None
         assert index.index is not None
         return placed.view(placed.chunks[index.index])

@@ -52,16 +52,16 @@ class Verification:
             )
         ]
 
-    def note(self, items: Sequence[ReadItem], state_dict: Mapping[str, Any]) -> Fault | None:
-        """Return how many of the chunks cannot be compared; None where all can."""
+    def notes(self, items: Sequence[ReadItem], state_dict: Mapping[str, Any]) -> list[Fault]:
+        """Return how many of the chunks cannot be compared, if not all can."""
         without = sum(
             self._digest_of(item, getattr(state_dict.get(item.dest_index.fqn), "dtype", None))
             is None
             for item in items
         )
         if not without:
-            return None
-        return Fault(
+            return []
+        note = Fault(
             "verify='digests'",
             f"rank {self.rank} cannot compare {without} of the {len(items)} chunks that it reads",
             (
@@ -71,6 +71,7 @@ class Verification:
                 "way out:     dcp-placements verify --digests compares all of them",
             ),
         )
+        return [note]
 
     def check_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """Compare what an item read into a tensor.

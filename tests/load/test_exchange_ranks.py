@@ -59,7 +59,7 @@ def assert_right(ranks: Ranks) -> None:
         assert rank["counted"] == [rank["read"], rank["opens"]]
 
 
-@pytest.mark.parametrize("name", [*EVEN, "all_ranks_alike"])
+@pytest.mark.parametrize("name", [*EVEN, "all_ranks_alike", "tied"])
 def test_every_tensor_is_the_whole_cut_by_slicing(outcomes: Ranks, name: str) -> None:
     found = seen(outcomes, name)
     assert_right(found)
@@ -154,6 +154,7 @@ def test_a_planner_serves_again_and_can_be_pickled(outcomes: Ranks) -> None:
         ("missing_file", "this load: could not read: the checkpoint is not whole"),
         ("short_file", "__2_0.distcp ends before it"),
         ("flipped_byte", "and it is not what was saved"),
+        ("untied", ": this rank has one memory for them"),
     ],
 )
 def test_all_ranks_end_alike_where_one_cannot_read(outcomes: Ranks, name: str, cause: str) -> None:
@@ -161,6 +162,7 @@ def test_all_ranks_end_alike_where_one_cannot_read(outcomes: Ranks, name: str, c
     assert text.startswith("nothing can be exchanged, since not all ranks could read")
     assert cause.partition(": ")[2] in text
     assert "    on:          rank" in text
+    assert name != "untied" or text.count("this rank has one memory") == 1
 
 
 @pytest.mark.parametrize("how", ["killed while it sends", "stuck"])

@@ -306,6 +306,25 @@ def with_shadows(path: Path) -> Facts:
 
 
 @scenario
+def tied(path: Path) -> Facts:
+    """One memory under two keys, which each rank reads and compares, beside what is exchanged."""
+    wholes = {"embed": arange(700, 900), "head": arange(700, 900), "w": arange(900, 700)}
+    saved(wholes, path)
+    weight = torch.zeros(700, 900)
+    return load(path, {"embed": weight, "head": weight, "w": torch.zeros(900, 700)}, wholes)
+
+
+@scenario
+def untied(path: Path) -> Facts:
+    """As tied, but the checkpoint has different tensors under the two keys."""
+    saved({"embed": arange(700, 900), "head": -arange(700, 900), "w": arange(900, 700)}, path)
+    state = {**dict.fromkeys(("embed", "head"), torch.zeros(700, 900)), "w": torch.zeros(900, 700)}
+    planner, reader = PlacementLoadPlanner(exchange=True), PlacementFileSystemReader(path)
+    refused = refusal(lambda: dcp.load(state, storage_reader=reader, planner=planner))
+    return {"refused": refused, "late": False}
+
+
+@scenario
 def stock_reader(path: Path) -> Facts:
     """A reader that does not call the exchange: everything is read, with a warning."""
     wholes = {"w": arange(1024, 700)}

@@ -1,0 +1,177 @@
+"""Destinations that overlap in memory: what was read into each must be there when all are read.
+
+A model that ties its embedding and its head has one memory under two keys. If the checkpoint has
+different tensors under the two, the one that is read last would stay. So each part is digested when
+it was read, and again in memory when all parts were read: where the digests differ, the part was
+overwritten. This holds for equal views, for views that overlap in part, and for any stored chunks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container, Iterable, Mapping
+
+import numpy as np
+import torch
+
+from dcp_placements._torch import Metadata, ReadItem, has_hooks
+from dcp_placements.bind.placed import Placing
+from dcp_placements.errors import Fault, format_names, raise_faults
+from dcp_placements.storage.hashing import full_digest
+
+MAX_KEYS = 6
+"""Keys of one memory that a message lists."""
+
+
+class Overlaps:
+    """The keys of one load on one rank whose destinations overlap in memory.
+
+    Args:
+        groups: By key, all keys that overlap with it, directly or over others.
+    """
+
+    def __init__(self, groups: Mapping[str, tuple[str, ...]]) -> None:
+        self.groups = groups
+        self._unread = 0
+        # Readers may call from several threads.
+        self._lock = threading.Lock()
+        self._direct: ReadItem | None = None
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._digests: list[tuple[str, torch.Tensor, bytes | None]] = []
+
+    def expect(self, items: Iterable[ReadItem]) -> None:
+        """Take what will be read."""
+        if self.groups:
+            self._unread = sum(item.dest_index.fqn in self.groups for item in items)
+
+    def target(self, item: ReadItem, memory: torch.Tensor) -> torch.Tensor:
+        """Return where an item is read to: its memory, or a buffer while another one is read."""
+        if item.dest_index.fqn not in self.groups:
+            return memory
+        with self._lock:
+            if self._direct is None or self._direct is item:
+                self._direct = item
+                return memory
+        return torch.empty_like(memory)
+
+    def take(self, item: ReadItem, memory: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Take in that an item was read.
+
+        Args:
+            item: The item.
+            memory: Its destination.
+            tensor: What ``target`` returned for it.
+
+        Raises:
+            PlacementError: It was the last one, and some were overwritten with other contents.
+        """
+        memory = memory.detach()
+        digest = full_digest(tensor)
+        with self._lock:
+            if tensor.data_ptr() == memory.data_ptr():
+                self._direct = None
+            else:
+                self._waiting.append((memory, tensor.detach()))
+            self._digests.append((item.dest_index.fqn, memory, digest))
+            self._unread -= 1
+            if self._direct is None or not self._unread:
+                for target, buffer in self._waiting:
+                    target.copy_(buffer)
+                self._waiting.clear()
+            if not self._unread:
+                self._check()
+
+    def _check(self) -> None:
+        overwritten = {
+            fqn: None for fqn, memory, digest in self._digests if full_digest(memory) != digest
+        }
+        self._digests.clear()
+        lost: dict[tuple[str, ...], list[str]] = {}
+        for fqn in overwritten:
+            lost.setdefault(self.groups[fqn], []).append(fqn)
+        raise_faults(
+            "tensors of one memory cannot be loaded",
+            [self._fault(keys, fqns) for keys, fqns in lost.items()],
+        )
+
+    def _fault(self, keys: tuple[str, ...], lost: list[str]) -> Fault:
+        # Those that were overwritten first: a long list is cut.
+        ordered = [*lost, *(fqn for fqn in keys if fqn not in lost)]
+        return Fault(
+            format_names(ordered, MAX_KEYS),
+            "this rank has one memory for them, but the checkpoint has different contents",
+            (
+                f"overwritten: {format_names(lost, MAX_KEYS)}",
+                "likely:      this model ties them, and the model that was saved did not",
+                "way out:     load into a model that does not tie them; or leave all but one of "
+                "them out of the state dict: its contents are then those of all",
+            ),
+        )
+
+
+def overlaps_of(
+    state_dict: Mapping[str, object],
+    placing: Placing,
+    metadata: Metadata,
+    excluded: Container[str],
+) -> Overlaps:
+    """Return the keys whose tensors overlap in memory.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        placing: Its tensors' places.
+        metadata: The checkpoint's.
+        excluded: Keys that are not read into their own memory.
+    """
+    fqns: list[str] = []
+    spans: list[tuple[int, int]] = []
+    for fqn, value in state_dict.items():
+        if fqn not in metadata.state_dict_metadata or fqn in excluded:
+            continue
+        placed = placing.placed.get(fqn)
+        if placed is not None:
+            tensors = placed.tensors
+        elif isinstance(value, torch.Tensor) and fqn not in placing.absent:
+            tensors = [] if has_hooks(value) else [value]
+        else:
+            continue
+        for tensor in tensors:
+            fqns.append(fqn)
+            spans.append(_span(tensor))
+    runs = _runs(np.array(spans, np.int64).reshape(-1, 2))
+    groups: dict[str, tuple[str, ...]] = {}
+    for run in runs:
+        keys = tuple(dict.fromkeys([fqns[at] for at in run]))
+        groups.update(dict.fromkeys(keys, keys))
+    return Overlaps(groups)
+
+
+def _runs(spans: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> list[list[int]]:
+    """Return the positions of spans that overlap, directly or over others, in ascending order."""
+    held = np.flatnonzero(spans[:, 0] < spans[:, 1])
+    order = held[np.argsort(spans[held, 0], kind="stable")]
+    starts, stops = spans[order].T
+    begins = starts[1:] >= np.maximum.accumulate(stops)[:-1]
+    if begins.all():
+        return []
+    parts = np.split(order, np.flatnonzero(begins) + 1)
+    return [sorted(part.tolist()) for part in parts if len(part) > 1]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the elements of a tensor begin and end in memory; zeros where that is unknown.
+
+    The columns of a matrix lie within the span of others. They are then compared without need.
+    """
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
+        return 0, 0
+    if not start or not tensor.numel():
+        return 0, 0
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + (last + 1) * tensor.itemsize
