@@ -235,12 +235,13 @@ class RankLoad:
         raise_faults_of_ranks(REFUSED, {message.rank: message.faults for message in messages})
         if notes := all_notes(messages):
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
-        if not complete:
-            return
-        raise_faults("nothing can be loaded", mixed_checkpoints(messages))
+        if complete:
+            raise_faults("nothing can be loaded", mixed_checkpoints(messages))
+        elif self.checks.record is not None:
+            self.report.compared += ", but not with what other ranks ask for"
         asked = {message.rank: message.asked for message in messages}
-        faults = asked_faults(asked, self.checks.record, self.metadata)
-        self.report.unmatched = unmatched_patterns(messages)
+        faults = asked_faults(asked, self.checks.record, self.metadata, complete=complete)
+        self.report.unmatched = unmatched_patterns(messages) if complete else ()
         if self.report.unmatched:
             note = Fault(
                 ", ".join(map(repr, self.report.unmatched)),

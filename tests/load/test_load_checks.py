@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
+    LoadReport,
     MeshCoordinate,
     PlacementError,
     PlacementLoadPlanner,
@@ -715,3 +716,55 @@ def test_stacked_experts_that_load_one_by_one_are_quiet(tmp_path: Path) -> None:
         )
     for rank in range(2):
         assert_same(loaded[rank], local_experts(owned(rank)))
+
+
+def load_alone(path: Path, rank: int, state: dict[str, Any], **options: Any) -> LoadReport:
+    """Load as ``dcp.load(..., no_dist=True)`` does on a rank of the world; return its report."""
+    planner, reader = PlacementLoadPlanner(**options), dcp.FileSystemReader(path)
+    with WORLD._as(rank), without_warning():
+        metadata = reader.read_metadata()
+        planner.set_up_planner(state, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, True)
+        local_plan = reader.prepare_local_plan(planner.create_local_plan())
+        plans = reader.prepare_global_plan(planner.create_global_plan([local_plan]))
+        reader.read_data(planner.finish_plan(plans[0]), planner).wait()
+    return planner.report
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_m43_a_rank_that_loads_alone_by_local_numbers_is_refused(tmp_path: Path, rank: int) -> None:
+    save_experts(tmp_path)
+    with pytest.raises(PlacementError) as refusal:
+        load_alone(tmp_path, rank, blank(local_experts(owned(rank))))
+    for text in (
+        "layers.0.experts.{}, layers.1.experts.{}: asked for 0-1 of it, and not for 2-3",
+        f"on:          rank {rank}",
+        "saved with:  rename=Renumber('experts.{}', total=4)",
+        "rename= was forgotten",
+        "waive={pattern: reason}",
+    ):
+        assert text in str(refusal.value)
+    with pytest.raises(PlacementError, match="rename= was forgotten"):
+        # A rename that gives no numbers does not replace that of the save.
+        load_alone(
+            tmp_path, rank, blank(local_experts(owned(rank))), rename=Replace("module", "model")
+        )
+    state = blank(local_experts(owned(rank)))
+    report = load_alone(tmp_path, rank, state, waive={"experts": "two of the four"})
+    assert_same(state, local_experts([0, 1]))
+    assert report.compared == "declared as saved, but not with what other ranks ask for"
+
+
+def test_ranks_that_load_alone_with_their_numbers_or_all_are_quiet(tmp_path: Path) -> None:
+    save_experts(tmp_path)
+    for rank in range(2):
+        state = blank(local_experts(owned(rank)))
+        report = load_alone(tmp_path, rank, state, rename=renumbered(owned(rank)))
+        assert_same(state, local_experts(owned(rank)))
+        assert report.compared == "declared as saved, but not with what other ranks ask for"
+        whole = blank(EXPERTS)
+        load_alone(tmp_path, rank, whole)
+        assert_same(whole, EXPERTS)
+    second = {key: blank(whole) for key, whole in EXPERTS.items() if ".experts.3." in key}
+    load_alone(tmp_path, 1, second)
+    assert_same(second, {key: EXPERTS[key] for key in second})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,9 @@ from dcp_placements.errors import Fault
 from dcp_placements.load.comparison.boxes import box_faults, packed_boxes
 from dcp_placements.load.comparison.cuts import Difference, differences
 from dcp_placements.load.comparison.numbers import (
+    NUMBERING,
     Families,
+    local_number_faults,
     number_faults,
     packed_numbers,
     total_faults,
@@ -178,7 +180,7 @@ def compare_renames(
 
 
 def asked_faults(
-    asked: Mapping[int, Asked], record: SaveRecord | None, metadata: Metadata
+    asked: Mapping[int, Asked], record: SaveRecord | None, metadata: Metadata, *, complete: bool
 ) -> list[Fault]:
     """Return the parts of wholes that several ranks ask for while no rank asks for others.
 
@@ -186,14 +188,23 @@ def asked_faults(
         asked: By rank.
         record: The checkpoint's; None where it has none.
         metadata: The checkpoint's.
+        complete: Whether all ranks take part. Of some ranks only local numbers are refused.
     """
     renames = {rank: one.renames for rank, one in asked.items()}
     numbers = {rank: one.numbers for rank, one in asked.items() if one.numbers}
     rows = {rank: one.rows for rank, one in asked.items() if one.rows}
-    faults = []
-    if record is not None and len(numbers) > 1:
+    if not complete:
+        numbers = {rank: one for rank, one in numbers.items() if not _gives_numbers(renames[rank])}
+    faults: list[Fault] = []
+    if record is not None and len(numbers) > (1 if complete else 0):
         families = Families(record.renames, metadata.state_dict_metadata)
-        faults += number_faults(_ranks_of(numbers), families, tensor_keys(metadata), renames)
+        parts, keys = _ranks_of(numbers), tensor_keys(metadata)
+        if complete:
+            faults = number_faults(parts, families, keys, renames)
+        else:
+            faults = local_number_faults(parts, families, keys)
+    if not complete:
+        return faults
     if len(rows) > 1:
         faults += row_faults(_ranks_of(rows), record, renames)
     boxes = {rank: one.boxes for rank, one in asked.items() if one.boxes}
@@ -201,6 +212,10 @@ def asked_faults(
     if not faults and 1 < world_size() <= len(boxes):
         faults = box_faults(_ranks_of(boxes), record, list(tensor_keys(metadata)), renames)
     return faults
+
+
+def _gives_numbers(renames: Sequence[str]) -> bool:
+    return any(one.startswith(NUMBERING) for one in renames)
 
 
 def _ranks_of(packed: Mapping[int, bytes]) -> dict[bytes, list[int]]:

@@ -140,6 +140,51 @@ def number_faults(
     return faults
 
 
+def local_number_faults(
+    asked: Mapping[bytes, Sequence[int]], families: Families, keys: Iterable[str]
+) -> list[Fault]:
+    """Return the families of which ranks that load alone ask for the first numbers only.
+
+    Args:
+        asked: The ranks without a rename that gives numbers, by what they ask for, packed.
+        families: Those of the save.
+        keys: The checkpoint's keys that are tensors.
+    """
+    stored = families.numbers(keys) if asked else {}
+    faults = []
+    for packed, ranks in asked.items():
+        for numbers, names in pickle.loads(zlib.decompress(packed)).items():
+            if numbers != tuple(range(len(numbers))):
+                continue
+            for family in names:
+                if rest := stored.get(family, set()).difference(numbers):
+                    faults.append(_local_number_fault(family, numbers, rest, families, ranks))
+    return faults
+
+
+def _local_number_fault(
+    family: str,
+    numbers: Iterable[int],
+    rest: Iterable[int],
+    families: Families,
+    ranks: Sequence[int],
+) -> Fault:
+    return Fault(
+        family,
+        f"asked for {format_numbers(numbers)} of it, and not for {format_numbers(rest)}, by a load "
+        "without the other ranks",
+        (
+            f"saved with:  rename={families.step_of(family)}",
+            "this load:   no rename= that gives numbers",
+            "likely:      rename= was forgotten in this load, so that every rank asks by its local "
+            "numbers",
+            "way out:     the rename= of the save in PlacementLoadPlanner; waive={pattern: reason} "
+            "where these are the numbers of the checkpoint",
+        ),
+        ranks=tuple(ranks),
+    )
+
+
 def _format_members(whole: npt.NDArray[Any], bits: Bits) -> str:
     return format_numbers(whole[bits].tolist())
 

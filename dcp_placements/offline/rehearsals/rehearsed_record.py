@@ -102,7 +102,7 @@ class RehearsedRecord:
         """Return the faults that only the keys and rows of all ranks together show."""
         rows = self._packed_rows()
         asked = {rank: replace(one, rows=rows.get(rank, b"")) for rank, one in self._asked.items()}
-        return asked_faults(asked, self._record, self._metadata)
+        return asked_faults(asked, self._record, self._metadata, complete=True)
 
     def list_rows(
         self,
