@@ -65,7 +65,10 @@ def read_header(stream: IO[bytes], name: str, size: int) -> dict[str, Entry]:
             raise ValueError(f"a header of {length} bytes in a file of {size}")
         header = json.loads(stream.read(length))
         offsets = _saved_offsets(header.pop("__metadata__", None))
-        return {fqn: _entry(entry, offsets.get(fqn), 8 + length) for fqn, entry in header.items()}
+        base = 8 + length
+        entries = {fqn: _entry(entry, offsets.get(fqn), base) for fqn, entry in header.items()}
+        _check_ranges(entries, base, size)
+        return entries
     except (
         *(struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError),
     ) as error:
@@ -88,6 +91,20 @@ def _entry(entry: Any, offsets: Any, base: int) -> Entry:
     if any(offset + size >= LARGEST for offset, size in zip(at, shape, strict=True)):
         raise ValueError("a part of a tensor that is larger than any")
     return Entry(dtype, Box(at, shape), base + start, stop - start)
+
+
+def _check_ranges(entries: Mapping[str, Entry], base: int, size: int) -> None:
+    """Refuse tensors that share bytes, and bytes of no tensor, as the safetensors library does.
+
+    A file that ends too early is left to whoever reads its tensors.
+    """
+    end = base
+    for fqn, entry in sorted(entries.items(), key=lambda one: (one[1].start, one[1].nbytes)):
+        if entry.start != end:
+            raise ValueError(f"{fqn} begins at byte {entry.start}; those before it end at {end}")
+        end += entry.nbytes
+    if end < size:
+        raise ValueError(f"{size - end} bytes after the last tensor, which belong to none")
 
 
 def _saved_offsets(metadata: Any) -> dict[str, Any]:

@@ -8,12 +8,14 @@ import pickle
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements import (
@@ -350,6 +352,34 @@ def test_a_header_that_no_tensor_has_is_one_message(tmp_path: Path, run: Run, na
         ran = run(command, tmp_path / "hf")
         assert (ran.code, ran.out) == (2, "")
         assert len(ran.err) < 1000
+
+
+RANGES = {
+    "sound": b'{"w":{"dtype":"U8","shape":[60],"data_offsets":[4,64]},'
+    b'"v":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
+    b'"none":{"dtype":"U8","shape":[0],"data_offsets":[4,4]}}',
+    "overlap": b'{"w":{"dtype":"U8","shape":[64],"data_offsets":[0,64]},'
+    b'"v":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}',
+    "hole": b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
+    b'"v":{"dtype":"U8","shape":[4],"data_offsets":[60,64]}}',
+    "one name twice": b'{"w":{"dtype":"U8","shape":[32],"data_offsets":[0,32]},'
+    b'"w":{"dtype":"U8","shape":[32],"data_offsets":[32,64]}}',
+    "rest": b'{"w":{"dtype":"U8","shape":[63],"data_offsets":[0,63]}}',
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_tensors_that_share_bytes_or_leave_some_are_refused(
+    tmp_path: Path, run: Run, name: str
+) -> None:
+    safetensors_of(tmp_path / "hf", RANGES[name])
+    is_sound = name == "sound"
+    with nullcontext() if is_sound else pytest.raises(SafetensorError):
+        safe_open(tmp_path / "hf" / "model.safetensors", "pt")
+    assert run("verify", tmp_path / "hf").code == (0 if is_sound else 2)
+    ran = run("import", tmp_path / "hf", tmp_path / "out", "--from", "hf")
+    assert ran.code == (0 if is_sound else 2)
+    assert (tmp_path / "out").exists() == is_sound
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"weight_map": {"w": 3}}', b"\xff\xfe"])
