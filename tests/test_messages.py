@@ -23,6 +23,7 @@ from dcp_placements import (
     PlacementSavePlanner,
     Renumber,
     SaveReport,
+    Stack,
 )
 from dcp_placements.errors import MAX_SENT, Fault, format_faults, raise_faults
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
@@ -615,6 +616,40 @@ def test_experts_that_are_numbered_from_0_are_to_be_renamed_before_they_are_shar
     )
     assert text.index("rename=Renumber") < text.index("Shard(dim)")
     assert Renumber(pattern, [5], total=8)(key) != key, "the pattern fits the key"
+
+
+def test_a_stack_of_local_numbers_needs_a_renumber_before_it(tmp_path: Path) -> None:
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {f"layers.0.experts.{n}.w1": torch.full((3, 2), 10.0 * rank + n) for n in range(2)}
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        return PlacementSavePlanner(rename=Stack("experts.{}", 2))
+
+    messages = refusals(lambda: world.save(tmp_path, state_dict, planner))
+    assert_says(
+        messages[0],
+        "layers.0.experts.w1: 4 different contents on 4 ranks that claim to be replicas",
+        "a Stack has local numbers, which every rank counts from 0",
+        "way out:     a Renumber before the Stack: rename=Renames(Renumber(",
+    )
+    assert "Shard(dim)" not in messages[0]
+
+
+def test_copies_that_either_of_two_axes_tells_apart_name_both(tmp_path: Path) -> None:
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {"w": torch.full((3, 2), 1.0 + rank)} if rank in (0, 3) else {}
+
+    rules = ruled(world, "w", {}, ep=2, tp=2)
+    messages = refused_saves(tmp_path, world, state_dict, rules)
+    assert_says(
+        messages[0],
+        "differs along 'ep', 'tp'",
+        "it is sharded over 'ep' or 'tp': it needs a rule with Shard on one of these axes",
+    )
 
 
 # What several ranks are refused for.

@@ -9,6 +9,7 @@ from dcp_placements.bind.lint import NUMBERED_EXPERT
 from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.save.coordinator.claims import RANDOM
 from dcp_placements.save.key_table import Group
+from dcp_placements.storage.metadata.record import ROWS
 
 _WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
 
@@ -41,9 +42,10 @@ def content_advice(
     if differs:
         tail = f", agrees along {quoted(agrees)}" if agrees else ""
         yield f"the copies:  differs along {quoted(differs)}{tail}"
-    along = quoted(differs)
+    along = quoted(differs, " or ")
     drifted = "if these are meant to be replicas, they have drifted apart"
-    needs = f"it is sharded over {along}: it needs a rule with Shard on that axis"
+    which = "that axis" if len(differs) == 1 else "one of these axes"
+    needs = f"it is sharded over {along}: it needs a rule with Shard on {which}"
     shard = "PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})"
     counted = "rename= where the name counts from 0 on every rank (experts, layers)"
     renumber = renumber_of(fqn)
@@ -57,8 +59,17 @@ def content_advice(
             + (f"{needs}; {drifted}" if differs else drifted)
         )
         ways = [renumber, f"{shard} where ranks hold parts of one expert"]
+    elif any(cut.kind == ROWS for cut in group.cuts):
+        yield (
+            "likely:      ranks list the rows of one another: a Stack has local numbers, which "
+            f"every rank counts from 0, or IndexShard has another rank's rows; or {drifted}"
+        )
+        ways = [
+            "a Renumber before the Stack: rename=Renames(Renumber(pattern, this rank's numbers, "
+            "total=), Stack(...)); or IndexShard with each rank's own rows"
+        ]
     elif differs and group.equal_along.issuperset(differs):
-        equal = f"declared equal along {along}"
+        equal = f"declared equal along {quoted(differs)}"
         yield f"likely:      replicas that have drifted apart, {equal}; or {needs}"
     elif differs:
         yield f"likely:      {needs}; {drifted}"
@@ -103,6 +114,6 @@ def hole_advice(fqn: str, listed: bool) -> list[str]:
     ]
 
 
-def quoted(names: Sequence[str]) -> str:
-    """Return names in quotes, with commas."""
-    return ", ".join(f"'{name}'" for name in names)
+def quoted(names: Sequence[str], separator: str = ", ") -> str:
+    """Return names in quotes."""
+    return separator.join(f"'{name}'" for name in names)
