@@ -63,6 +63,7 @@ def write_chunks(
     targets: Mapping[str, Target],
     files: Sequence[Sequence[Piece]],
     progress: Callable[[int, int], None],
+    check: Callable[[], None],
 ) -> None:
     """Write a DCP checkpoint of one file per entry of ``files``; one chunk is in memory at a time.
 
@@ -71,6 +72,8 @@ def write_chunks(
         targets: By key; the pieces must tile them.
         files: The pieces of each file.
         progress: Called with the bytes written, and those to write, after each piece is read.
+        check: Called when all pieces are read, before the output appears; refuses a source that was
+            overwritten.
 
     Raises:
         CannotLook: Something else appeared at the path meanwhile.
@@ -90,6 +93,7 @@ def write_chunks(
             written = writer.write_data(plan, planner)
             written.wait()
             results.append(written.value())
+        check()
         folder.begin_last()
         writer.finish(metadata, results)
 

@@ -30,7 +30,7 @@ from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.testing import World, cut
 from dcp_placements.testing.megatron import MegatronModel, Wholes, padded
 from dcp_placements.testing.megatron_dist import write_torch_dist
-from tests.offline_scenes import Run
+from tests.offline_scenes import Run, overwriting
 
 ALIKE = MegatronModel(dense_layers=0)
 DENSE = MegatronModel(experts=0)
@@ -194,3 +194,10 @@ def test_stacked_experts_of_numbered_layers_load_through_the_planner(tmp_path: P
     for rank in range(2):
         for layer in range(ALIKE.layers):
             assert same_bits(held[rank][name.format(layer)], wanted(rank, layer))
+
+
+def test_a_source_that_is_overwritten_meanwhile_is_refused(tmp_path: Path) -> None:
+    source = write_torch_dist(tmp_path / "source", ALIKE, tp=2)
+    with pytest.raises(CannotLook, match="it was overwritten while it was read"):
+        import_megatron(source, tmp_path / "out", progress=overwriting(source, "*.distcp"))
+    assert not (tmp_path / "out").exists()

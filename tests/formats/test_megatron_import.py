@@ -39,7 +39,7 @@ from dcp_placements.testing.megatron import (
     padded,
     write_legacy,
 )
-from tests.offline_scenes import Run
+from tests.offline_scenes import Run, overwriting
 
 MOE = MegatronModel()
 DENSE = replace(MOE, experts=0, layers=4, bias=True, gated=False)
@@ -494,3 +494,11 @@ def test_the_command_reports(tmp_path: Path, run: Run) -> None:
     assert run("import", tmp_path / "m", tmp_path / "two", "--from", "nothing").code == 2
     ran = run("import", tmp_path / "m", tmp_path / "two", "--from", "megatron", "--preset", "x")
     assert (ran.code, "no preset 'x'" in ran.err) == (1, True)
+
+
+def test_files_that_are_overwritten_meanwhile_are_refused(tmp_path: Path) -> None:
+    source = write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2))
+    with pytest.raises(CannotLook, match="it was overwritten while it was read") as caught:
+        import_megatron(source, tmp_path / "out", progress=overwriting(source, "*.pt"))
+    assert "mp_rank_01/model_optim_rng.pt" in str(caught.value)
+    assert not (tmp_path / "out").exists()

@@ -32,7 +32,7 @@ from dcp_placements.offline import (
 from dcp_placements.presets import hub
 from dcp_placements.storage.safetensors_files import DTYPES
 from dcp_placements.testing import FakeDTensor, World, cut
-from tests.offline_scenes import Run, run, save_hugging_face
+from tests.offline_scenes import Run, overwriting, run, save_hugging_face
 from tests.preset_scenes import read_whole
 from tests.strategies import arange
 
@@ -253,3 +253,14 @@ def test_what_a_stopped_import_leaves_goes_with_the_next(tmp_path: Path) -> None
     import_safetensors(tmp_path / "hf", tmp_path / "ckpt")
     assert diff(tmp_path / "ckpt", tmp_path / "hf").same
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "hf"]
+
+
+def test_files_that_are_overwritten_meanwhile_are_refused(tmp_path: Path) -> None:
+    source, out = tmp_path / "hf", tmp_path / "ckpt"
+    save_hugging_face(source, tensors())
+    with pytest.raises(CannotLook, match="it was overwritten while it was read") as caught:
+        import_safetensors(source, out, progress=overwriting(source, "*.safetensors"))
+    assert "model-00001-of-00002.safetensors" in str(caught.value)
+    assert not out.exists()
+    import_safetensors(source, out)
+    assert diff(out, source).same

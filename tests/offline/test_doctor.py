@@ -24,7 +24,7 @@ from dcp_placements import (
 from dcp_placements.offline import CannotLook, Checkpoint, diagnose, rescue, verify
 from dcp_placements.offline.repairs.surviving_experts import OVERWRITTEN, UNCLEAR, WHOLE, Diagnosis
 from dcp_placements.testing import FakeMesh, World, cut, real_dtensor
-from tests.offline_scenes import Run, save_sharded
+from tests.offline_scenes import Run, overwriting, save_sharded
 from tests.torchrun import forked, tail
 
 EXPERTS = 12
@@ -354,6 +354,16 @@ def test_a_rescue_never_overwrites_and_leaves_nothing_half_done(tmp_path: Path) 
     with pytest.raises(ValueError, match="cannot be read"):
         rescue(checkpoint, found, tmp_path / "rescued")
     assert {file.name for file in tmp_path.iterdir()} == {"unaware", "there"}
+
+
+def test_a_checkpoint_that_is_overwritten_while_it_is_rescued_is_refused(tmp_path: Path) -> None:
+    path, axes = tmp_path / "unaware", {"ep": 2, "edp": 2}
+    save(path, axes, 1)
+    checkpoint = Checkpoint(path)
+    found = diagnose(checkpoint, axes=axes)
+    with pytest.raises(CannotLook, match="it was overwritten while it was read"):
+        rescue(checkpoint, found, tmp_path / "out", progress=overwriting(path, "*.distcp"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_commands(tmp_path: Path, run: Run) -> None:

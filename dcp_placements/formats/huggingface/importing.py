@@ -87,7 +87,8 @@ def import_safetensors(
 
     Raises:
         CannotLook: There are no safetensors files, or they cannot be read; ``out`` exists, or
-            another process is writing it.
+            another process is writing it. The files were overwritten meanwhile; nothing is
+            written then.
         PlacementError: The files are not whole; a name is missing or given twice; ``rename``
             changes no name in either direction. All of it before anything is written.
     """
@@ -96,12 +97,14 @@ def import_safetensors(
         if checkpoint.format != SAFETENSORS:
             raise PlacementError(f"{checkpoint.path}: this is a DCP checkpoint already")
         selection = select(checkpoint, prefix="", optimizer=True)
+        directory = checkpoint.directory
+        check = partial(directory.check_versions, directory.versions(checkpoint.files))
         tensors, backwards = _renamed(rename, selection.tensors)
         with BoxReader(checkpoint) as reader:
             targets = {tensor.fqn: Target(tensor.shape, tensor.dtype) for tensor in tensors}
             # A piece takes more than its bytes: what is read, joined, and written.
             files = packed(_pieces(tensors, reader, max(memory // 4, 1 << 20)), FILE_NBYTES)
-            write_chunks(output, targets, files, progress)
+            write_chunks(output, targets, files, progress, check)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         out = str(output.path)
         return ImportedSafetensors(checkpoint.path, out, tuple(targets), nbytes, backwards)

@@ -10,11 +10,12 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.formats.megatron.dist import plan_dist
-from dcp_placements.formats.megatron.files import DISTRIBUTED, RankFiles
+from dcp_placements.formats.megatron.files import DISTRIBUTED, WEIGHTS, RankFiles
 from dcp_placements.formats.megatron.layout import MegatronLayout, megatron_layout
 from dcp_placements.formats.megatron.model import learn_model
 from dcp_placements.formats.megatron.optimizer import (
@@ -29,6 +30,7 @@ from dcp_placements.formats.megatron.plan import ImportPlan
 from dcp_placements.formats.megatron.report import OF_THE_RUN, ImportReport
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.remote_output import AnyOutput, output_at
 
 NOT_ASKED_FOR = "not asked for"
@@ -72,7 +74,7 @@ def import_megatron(
 
     Raises:
         CannotLook: There is no Megatron checkpoint, or a file cannot be read or is refused; ``out``
-            exists, or another process is writing it.
+            exists, or another process is writing it; the files were overwritten meanwhile.
         PlacementError: Files are missing or contradict each other, a weight has no rule, or chunks
             do not make whole tensors; all of them at once, and nothing is written.
     """
@@ -101,6 +103,9 @@ def _import_legacy(
 ) -> ImportReport:
     """Import ``mp_rank_*`` files: each is one rank's part."""
     files = RankFiles(layout.path)
+    read = [f"{name}/{WEIGHTS}" for name in layout.coordinates]
+    directory = Directory(layout.path)
+    check = partial(directory.check_versions, directory.versions(read))
     args = files.open(next(iter(layout.coordinates))).get("args")
     if not isinstance(args, argparse.Namespace):
         args = argparse.Namespace()
@@ -110,7 +115,7 @@ def _import_legacy(
     raise_faults(f"{layout.path} cannot be put together", plan.faults)
     plan.compare_copies()
     raise_faults(f"{layout.path}: files contradict each other", plan.faults)
-    plan.write(output, progress)
+    plan.write(output, progress, check)
     notes = model.notes
     imported = {entry.name for entries in states.values() for entry in entries}
     if imported and MASTER not in imported:
@@ -152,6 +157,8 @@ def _import_dist(
 ) -> ImportReport:
     """Import a DCP checkpoint of Megatron's."""
     checkpoint, plan = Checkpoint(layout.path), ImportPlan()
+    directory = checkpoint.directory
+    check = partial(directory.check_versions, directory.versions(checkpoint.files))
     for key in checkpoint.objects:
         plan.leave_out(key, "an object, which is not executed", 0)
     for name, nbytes in checkpoint.other_files.items():
@@ -168,7 +175,7 @@ def _import_dist(
     with BoxReader(checkpoint) as reader:
         plan_dist(plan, checkpoint, reader, vocab_size)
         raise_faults(f"{checkpoint.path} cannot be put together", plan.faults)
-        plan.write(output, progress)
+        plan.write(output, progress, check)
     return plan.report(layout, output.path, ())
 
 

@@ -116,12 +116,17 @@ class ImportPlan:
                     "way out:     another iteration; or load it in Megatron, which takes one",
                 )
 
-    def write(self, output: AnyOutput, progress: Callable[[int, int], None]) -> None:
-        """Write the checkpoint, one file per file of the source."""
+    def write(
+        self,
+        output: AnyOutput,
+        progress: Callable[[int, int], None],
+        check: Callable[[], None],
+    ) -> None:
+        """Write the checkpoint, one file per file of the source; arguments as ``write_chunks``."""
         by_file: dict[str, list[Piece]] = {}
         for (fqn, box), source in self.sources.items():
             by_file.setdefault(source.file, []).append(Piece(fqn, box, source.read))
-        write_chunks(output, self.targets, list(by_file.values()), progress)
+        write_chunks(output, self.targets, list(by_file.values()), progress, check)
 
     def report(
         self, layout: MegatronLayout, out: str | Path, notes: tuple[str, ...]

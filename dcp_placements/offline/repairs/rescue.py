@@ -88,7 +88,8 @@ def rescue(
         progress: Called with the bytes written so far, and in all.
 
     Raises:
-        CannotLook: ``out`` exists or is being written, or the checkpoint is not DCP's.
+        CannotLook: ``out`` exists or is being written, or the checkpoint is not DCP's; or the
+            checkpoint was overwritten while it was read, and nothing is written then.
         PlacementError: There is nothing to rescue, or a file of the checkpoint is damaged.
     """
     if checkpoint.format == SAFETENSORS:
@@ -114,6 +115,7 @@ def rescue(
         for key in _expert_keys(diagnosis, tensor, families[tensor.fqn])
     ]
     keys += experts
+    versions = checkpoint.directory.versions(checkpoint.files)
     files = sorted({record.source.file or "" for key in keys for record in key.records})
     names = [*files, LIST, ".metadata"]
     with (
@@ -121,6 +123,7 @@ def rescue(
         output.directory(names) as folder,
     ):
         rows = _write_data(checkpoint, folder, keys, progress)
+        checkpoint.directory.check_versions(versions)
         result = Rescue(
             str(output.path),
             diagnosis.sound,
