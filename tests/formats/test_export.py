@@ -525,6 +525,16 @@ def test_a_map_that_matches_nothing_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
+def test_names_that_a_map_leaves_are_listed(tmp_path: Path) -> None:
+    held = {"a": torch.ones(2), "b": torch.ones(3), "c.w": torch.ones(4)}
+    dcp.save(held, checkpoint_id=tmp_path / "ckpt")
+    result = export_safetensors(tmp_path / "ckpt", tmp_path / "out", rename=Replace("c", "d"))
+    assert result.unchanged == ("a", "b")
+    assert "    not renamed: a, b" in str(result)
+    result = export_safetensors(tmp_path / "ckpt", tmp_path / "plain")
+    assert result.unchanged == ()
+
+
 def test_a_map_that_exchanges_two_names_matches(tmp_path: Path) -> None:
     dcp.save({"a": torch.zeros(2), "b": torch.ones(2)}, checkpoint_id=tmp_path / "ckpt")
     export_safetensors(tmp_path / "ckpt", tmp_path / "out", rename={"a": "b", "b": "a"}.__getitem__)

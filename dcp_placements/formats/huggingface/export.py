@@ -48,12 +48,13 @@ class Exported:
         tensors: Number of tensors.
         prefix: The prefix that was removed from the names.
         left_out: Keys of the checkpoint that were not exported, sorted.
+        unchanged: Names that ``rename`` left as they are; empty without a rename.
         tied: Names of tensors that are equal to another one and were not written.
         kept: Files of an earlier attempt.
         directly: Bytes copied from file to file without change.
     """
 
-    JSON: ClassVar[str] = "source out files tensors prefix left_out tied kept"
+    JSON: ClassVar[str] = "source out files tensors prefix unchanged left_out tied kept"
 
     source: str
     out: str
@@ -61,6 +62,7 @@ class Exported:
     tensors: int
     prefix: str
     left_out: tuple[str, ...]
+    unchanged: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     directly: int = 0
@@ -71,6 +73,8 @@ class Exported:
         lines = [f"{self.tensors} tensors, {total}, in {files}: {self.out}"]
         if self.prefix:
             lines.append(f"    without the prefix {self.prefix}.")
+        if self.unchanged:
+            lines.append(f"    not renamed: {format_names(self.unchanged, 3)}")
         if self.tied:
             lines.append(f"    tied, written once: {', '.join(self.tied)}")
         if self.kept:
@@ -210,25 +214,28 @@ def export_torch(
     return plan.exported(output.path, files)
 
 
-def _unmatched_rename(
-    tensors: Mapping[str, StoredTensor], assembled: Sequence[AssembledTensor]
-) -> list[Fault]:
-    """Return that a rename gives every tensor the name that it has, if it does."""
-    for tensor in assembled:
-        same = tensors.get(tensor.fqn)
-        if same is None or any(block.source.fqn != same.fqn for block in tensor.blocks):
-            return []
-    return [
-        Fault(
-            "rename=",
-            f"matches none of the {len(tensors)} tensors",
-            (
-                f"names:       {format_names(list(tensors), 4)}",
-                "likely:      the map of another model, or names with another prefix",
-                "way out:     the map of this model; prefix=; or no rename=",
-            ),
-        )
-    ]
+def _unchanged(
+    tensors: Mapping[str, StoredTensor], assembled: Iterable[AssembledTensor]
+) -> tuple[str, ...]:
+    """Return the names of the tensors that a rename left as they are."""
+    return tuple(
+        tensor.fqn
+        for tensor in assembled
+        if tensor.fqn in tensors
+        and all(block.source.fqn == tensors[tensor.fqn].fqn for block in tensor.blocks)
+    )
+
+
+def _unmatched_rename(names: Sequence[str]) -> Fault:
+    return Fault(
+        "rename=",
+        f"matches none of the {len(names)} tensors",
+        (
+            f"names:       {format_names(names, 4)}",
+            "likely:      the map of another model, or names with another prefix",
+            "way out:     the map of this model; prefix=; or no rename=",
+        ),
+    )
 
 
 class _Plan:
@@ -250,8 +257,11 @@ class _Plan:
         self.checkpoint = checkpoint
         self.selection = select(checkpoint, prefix=prefix, optimizer=optimizer, exclude=exclude)
         assembled, faults = assemble(self.selection.tensors, rename)
-        if rename is not None and not faults:
-            faults = _unmatched_rename(self.selection.tensors, assembled)
+        self.unchanged: tuple[str, ...] = ()
+        if rename is not None:
+            self.unchanged = _unchanged(self.selection.tensors, assembled)
+            if len(self.unchanged) == len(self.selection.tensors):
+                faults.append(_unmatched_rename(self.unchanged))
         raise_faults("the checkpoint cannot be exported", faults)
         tensors = {tensor.fqn: _cast(tensor, dtype) for tensor in assembled}
         self.tied = dict(tied)
@@ -310,6 +320,7 @@ class _Plan:
             tensors=len(self.tensors),
             prefix=self.selection.prefix,
             left_out=self.selection.left_out,
+            unchanged=self.unchanged,
             tied=tuple(self.tied),
             **more,
         )
