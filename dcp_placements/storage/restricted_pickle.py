@@ -132,51 +132,60 @@ class RestrictedUnpickler:
             raise refusal(f"it is broken at byte {self.at} ({type(error).__name__})") from error
 
     def _run(self) -> Any:
-        data, memo, table = self._data, self.memo, _TABLE
+        data, memo, table, marks = self._data, self.memo, _TABLE, self._marks
         at, stack = self.at, self.stack
         # One chunk of DCP's metadata is a hundred opcodes. The most frequent, three quarters of
         # them, are handled in place: a call for each would take four times as long.
-        while True:
-            opcode = data[at]
+        while (opcode := data[at]) != _STOP:
             at += 1
-            if opcode == _MEMOIZE:
-                memo[len(memo)] = stack[-1]
-            elif opcode == _BINGET:
+            if opcode == _BINGET:
                 stack.append(memo[data[at]])
                 at += 1
-            elif opcode == _LONG_BINGET:
+                continue
+            if opcode == _LONG_BINGET:
                 stack.append(memo[_U4(data, at)[0]])
                 at += 4
-            elif opcode == _BININT1:
+                continue
+            if opcode == _BININT1:
                 stack.append(data[at])
                 at += 1
-            elif handler := table.get(opcode):
-                self.at = at
-                handler(self)
-                at, stack = self.at, self.stack
-            elif opcode == _LONG_BINPUT:
-                memo[_U4(data, at)[0]] = stack[-1]
-                at += 4
-            elif opcode == _TUPLE1:
-                stack[-1] = (stack[-1],)
-            elif opcode == _EMPTY_DICT:
-                stack.append({})
-            elif opcode == _TUPLE2:
-                value = stack.pop()
-                stack[-1] = (stack[-1], value)
-            elif opcode in _CONSTANTS:
+                continue
+            if opcode == _MARK:
+                marks.append(stack)
+                stack = []
+                continue
+            if opcode in _CONSTANTS:
                 stack.append(_CONSTANTS[opcode])
-            elif opcode in _TEXTS:
+                continue
+            if opcode in _TEXTS:
                 start = at + _TEXTS[opcode]
                 at = start + int.from_bytes(data[at:start], "little")
                 if at > len(data):
                     raise refusal("it is cut off")
                 stack.append(str(data[start:at], "utf-8", "surrogatepass"))
-            elif opcode == _STOP:
-                return stack.pop()
+            elif opcode == _TUPLE1:
+                stack[-1] = (stack[-1],)
+            elif opcode == _TUPLE2:
+                value = stack.pop()
+                stack[-1] = (stack[-1], value)
+            elif opcode == _EMPTY_DICT:
+                stack.append({})
+            elif handler := table.get(opcode):
+                self.at, self.stack = at, stack
+                handler(self)
+                at, stack = self.at, self.stack
             else:
                 name = bytes([opcode])
                 raise refusal(f"it has an opcode {name!r}, which {self.subject} does not use")
+            # Most of what is made is put into the memo at once.
+            if (opcode := data[at]) == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+                at += 1
+            elif opcode == _LONG_BINPUT:
+                memo[_U4(data, at + 1)[0]] = stack[-1]
+                at += 5
+        self.stack = stack
+        return stack.pop()
 
     def spend(self, count: int) -> None:
         """Count elements that are copied; a file can ask for the same ones again and again."""
@@ -205,11 +214,6 @@ class RestrictedUnpickler:
     def push(self, value: Any) -> None:
         """Put a value on the stack."""
         self.stack.append(value)
-
-    def mark(self) -> None:
-        """Start a new stack; ``marked`` returns it."""
-        self._marks.append(self.stack)
-        self.stack = []
 
     def marked(self) -> list[Any]:
         """Return what was put on the stack since the mark."""
@@ -332,9 +336,9 @@ def _proto(unpickler: RestrictedUnpickler) -> None:
         raise refusal("it is of an unknown protocol")
 
 
-_STOP, _MEMOIZE, _EMPTY_DICT = pickle.STOP[0], pickle.MEMOIZE[0], pickle.EMPTY_DICT[0]
+_STOP, _MARK, _EMPTY_DICT = pickle.STOP[0], pickle.MARK[0], pickle.EMPTY_DICT[0]
 _BINGET, _LONG_BINGET = pickle.BINGET[0], pickle.LONG_BINGET[0]
-_LONG_BINPUT, _BININT1 = pickle.LONG_BINPUT[0], pickle.BININT1[0]
+_MEMOIZE, _LONG_BINPUT, _BININT1 = pickle.MEMOIZE[0], pickle.LONG_BINPUT[0], pickle.BININT1[0]
 _TUPLE1, _TUPLE2 = pickle.TUPLE1[0], pickle.TUPLE2[0]
 _CONSTANTS: dict[int, Any] = {
     pickle.NONE[0]: None,
@@ -351,10 +355,11 @@ _U4 = struct.Struct("<I").unpack_from
 _HANDLERS: dict[bytes, Callable[[RestrictedUnpickler], object]] = {
     pickle.PROTO: _proto,
     pickle.FRAME: lambda u: u.take(8),
-    pickle.MARK: RestrictedUnpickler.mark,
     pickle.POP: RestrictedUnpickler.pop,
     pickle.POP_MARK: RestrictedUnpickler.marked,
+    pickle.MEMOIZE: lambda u: u.memo.__setitem__(len(u.memo), u.stack[-1]),
     pickle.BINPUT: lambda u: u.memo.__setitem__(u.number(1), u.stack[-1]),
+    pickle.LONG_BINPUT: lambda u: u.memo.__setitem__(u.number(4), u.stack[-1]),
     # Plain values.
     pickle.BININT2: lambda u: u.push(u.number(2)),
     pickle.BININT: lambda u: u.push(int.from_bytes(u.take(4), "little", signed=True)),

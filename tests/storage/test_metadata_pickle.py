@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
 from dcp_placements.offline import CannotLook, Checkpoint
 from dcp_placements.storage.index.blocks import MAGIC
-from dcp_placements.storage.metadata.file import read_metadata
+from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.pickles.metadata_pickle import load_restricted
 from dcp_placements.storage.restricted_pickle import RefusedGlobal
 from dcp_placements.testing import damage
@@ -276,6 +276,21 @@ def test_provenance_that_unfolds_is_refused(
             no_dist=True,
         )
     assert re.search(refusal, f"{caught.value}{caplog.text}")  # torch 2.10 drops it: logged
+
+
+@pytest.mark.parametrize("stock_metadata", [True, False])
+@pytest.mark.parametrize("name", UNFOLDING)
+def test_provenance_of_an_index_that_unfolds_is_refused(
+    tmp_path: Path, name: str, stock_metadata: bool
+) -> None:
+    writer = PlacementFileSystemWriter(tmp_path)
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    metadata = read_metadata(partial(open, tmp_path / ".metadata", "rb"))
+    metadata.planner_data = {"dcp_placements": {"save_id": "x", **UNFOLDING[name]}}
+    with open(tmp_path / ".metadata", "wb") as stream:
+        write_metadata(metadata, stream, stock_metadata=stock_metadata)
+    with pytest.raises(CannotLook, match=r"far more of itself|its provenance is broken"):
+        Checkpoint(tmp_path)
 
 
 def test_more_chunks_than_places_are_refused(tmp_path: Path) -> None:

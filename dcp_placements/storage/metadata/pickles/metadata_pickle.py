@@ -129,8 +129,10 @@ def load_restricted(stream: IO[bytes], newer: set[str] | None = None) -> Any:
     value = unpickler.load()
     if newer is not None:
         newer.update(unpickler.newer)
-    if type(value) is PlainMetadata:
-        unpickler.check_provenance(stored(value) or {})
+    # In an index they are the first of a tuple.
+    metadata = value[0] if type(value) is tuple and value else value
+    if type(metadata) is PlainMetadata:
+        unpickler.check_provenance(stored(metadata) or {})
     return value
 
 
