@@ -8,9 +8,6 @@ the index and has to be the same bytes.
 from __future__ import annotations
 
 import pickle
-from typing import Any
-
-import numpy as np
 
 from dcp_placements.storage.index.blocks import Opener
 from dcp_placements.storage.index.entries import Entries
@@ -20,16 +17,16 @@ from dcp_placements.storage.metadata.pickles.metadata_pickle import (
     PlainMetadata,
 )
 from dcp_placements.storage.metadata.pickles.stock_body import (
-    CLASSES,
     MARKER_NBYTES,
-    NAMES,
     Body,
     Memo,
-    is_texts,
-    memo_key,
+    memo_of,
     refusing_pickle,
 )
 from dcp_placements.storage.restricted_pickle import StandIn, refusal
+
+_ROW_NBYTES = 45
+"""The shortest record of a row."""
 
 
 def check_stock_pickle(
@@ -56,6 +53,8 @@ def check_stock_pickle(
             if nbytes != len(refusing) or start + stream.read(nbytes - len(start)) != refusing:
                 raise _unlike()
             return
+        if len(index) * _ROW_NBYTES > nbytes:
+            raise _unlike()
         memo = _memo(start[MARKER_NBYTES:], entries, index)
         reached = len(start)
         for piece in Body(memo, entries, index).pieces():
@@ -72,32 +71,14 @@ def _memo(head: bytes, entries: Entries, index: RowIndex) -> Memo:
     value = unpickler.load()
     if type(value) is not PlainMetadata or unpickler.stack:
         raise _unlike()
-    classes: dict[str, int] = {}
-    numbers: dict[Any, int] = {}
-    for number, held in sorted(unpickler.memo.items(), reverse=True):
-        if type(held) is StandIn:
-            classes[held.name] = number
-        elif type(held) is str or is_texts(held):
-            numbers[memo_key(held)] = number
+    memo = unpickler.memo
+    held = [(number, value) for number, value in memo.items() if type(value) in (str, list)]
+    named = [(number, value) for number, value in memo.items() if type(value) is StandIn]
+    classes = {value.name: number for number, value in reversed(named)}
     try:
-        words = {
-            **{name: b"h" + bytes([classes[name]]) for name in CLASSES},
-            **{name: b"h" + bytes([numbers[name]]) for name in NAMES},
-        }
-        fqns, paths, transforms = [
-            np.array([0 if v is None else numbers[memo_key(v)] for v in values], np.int64)
-            for values in (
-                index.fqns,
-                list(index.writers.files()),
-                [None if steps is None else list(steps) for steps in index.transforms],
-            )
-        ]
+        return memo_of(held, classes, max(memo, default=-1) + 1, entries, index)
     except (KeyError, ValueError) as error:
         raise _unlike() from error
-    count = max(unpickler.memo, default=-1) + 1
-    others = np.arange(count - len(entries.others), count)
-    properties = np.arange(count - len(others) - len(entries.properties), count - len(others))
-    return Memo(words, fqns, paths, transforms, properties, others, count)
 
 
 def _unlike() -> pickle.UnpicklingError:

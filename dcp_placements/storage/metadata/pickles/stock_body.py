@@ -95,6 +95,43 @@ class Memo:
     count: int
 
 
+def memo_of(
+    held: Sequence[tuple[int, Any]],
+    classes: Mapping[str, int],
+    count: int,
+    entries: Entries,
+    index: RowIndex,
+) -> Memo:
+    """Return the memo of a head.
+
+    Args:
+        held: Numbers and values, in order; of equal values the first one counts.
+        classes: Numbers by name.
+        count: How many there are; properties and other entries are the last.
+        entries: Of all keys.
+        index: Of all rows.
+
+    Raises:
+        KeyError: A text, a list of texts or a class is missing.
+        ValueError: A class or the name of an attribute is not among the first.
+    """
+    numbers: dict[Hashable, int] = {v: n for n, v in reversed(held) if isinstance(v, str)}
+    lists = [(n, v) for n, v in reversed(held) if type(v) is list]
+    numbers.update((tuple(v), n) for n, v in lists if all(type(one) is str for one in v))
+    words = {name: b"h" + bytes([classes[name]]) for name in CLASSES}
+    words |= {name: b"h" + bytes([numbers[name]]) for name in NAMES}
+    first_other = count - len(entries.others)
+    return Memo(
+        words,
+        np.array([numbers[fqn] for fqn in index.fqns], np.int64),
+        np.array([numbers[path] for path in index.writers.files()], np.int64),
+        np.array([0 if v is None else numbers[v] for v in index.transforms], np.int64),
+        np.arange(first_other - len(entries.properties), first_other),
+        np.arange(first_other, count),
+        count,
+    )
+
+
 class Body:
     """The rest of a pickle, by its head.
 
@@ -293,13 +330,3 @@ def records(parts: Sequence[Part], columns: Mapping[str, Ints]) -> bytes:
 def put(number: int) -> bytes:
     """Return what puts the top of the stack into the memo, and takes it off."""
     return b"r" + struct.pack("<I", number) + b"0"
-
-
-def memo_key(value: Any) -> Hashable:
-    """Return a key for a text of the memo, or for texts: their content."""
-    return tuple(value) if type(value) is list else value
-
-
-def is_texts(value: Any) -> bool:
-    """Whether a value is a list of texts."""
-    return type(value) is list and all(type(entry) is str for entry in value)

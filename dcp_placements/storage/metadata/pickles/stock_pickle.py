@@ -9,7 +9,6 @@ import pickle
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 
 from dcp_placements._torch import (
@@ -27,11 +26,9 @@ from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.metadata.pickles.metadata_pickle import PATHS_OF_3_13
 from dcp_placements.storage.metadata.pickles.stock_body import (
-    CLASSES,
     NAMES,
     Memo,
-    is_texts,
-    memo_key,
+    memo_of,
     put,
 )
 from dcp_placements.storage.metadata.pickles.tensor_properties import (
@@ -52,6 +49,10 @@ def plain_metadata(metadata: Metadata) -> Metadata:
         vars(rest).pop(name, None)
     if metadata.storage_meta is not None:
         rest.storage_meta = _portable_meta(metadata.storage_meta)
+    if type(metadata.planner_data) is dict:
+        # The path of most keys is the key alone: one text, which is pickled once.
+        paths = metadata.planner_data.items()
+        rest.planner_data = {fqn: (fqn,) if _is_alone(path, fqn) else path for fqn, path in paths}
     return rest
 
 
@@ -80,11 +81,8 @@ def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple
     buffer = io.BytesIO()
     pickler = portable_pickler(buffer)
     transforms = [None if steps is None else list(steps) for steps in index.transforms]
-    paths = list(index.writers.files())
-    pickler.dump((_CLASSES, NAMES, tuple(index.fqns), paths, transforms))
-    # Of equal values the first one counts: that of a name, if it is one.
-    held = sorted(pickler.memo.copy().values(), key=itemgetter(0), reverse=True)
-    numbers = {memo_key(v): n for n, v in held if isinstance(v, str | type) or is_texts(v)}
+    pickler.dump((_CLASSES, NAMES, tuple(index.fqns), list(index.writers.files()), transforms))
+    held = sorted(pickler.memo.copy().values(), key=itemgetter(0))
     parts = [buffer.getvalue()[2:-1], b"0"]
     dumped = []
     listed = map(torch_properties, entries.properties)
@@ -96,23 +94,18 @@ def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple
     for number, data in enumerate(dumped[:-1], first):
         parts += [data, put(number)]
     parts.append(dumped[-1])
-    fqns, files, steps = [
-        np.array([0 if v is None else numbers[memo_key(v)] for v in values], np.int64)
-        for values in (index.fqns, paths, transforms)
-    ]
-    properties = np.arange(first, first + len(entries.properties))
-    others = np.arange(len(entries.others)) + first + len(properties)
-    words = {
-        name: b"h" + bytes([numbers[value]])
-        for name, value in zip((*CLASSES, *NAMES), (*_CLASSES, *NAMES), strict=True)
-    }
-    count = first + len(dumped) - 1
-    return b"".join(parts), Memo(words, fqns, files, steps, properties, others, count)
+    classes = {value.__name__: number for number, value in held if isinstance(value, type)}
+    memo = memo_of(held, classes, first + len(dumped) - 1, entries, index)
+    return b"".join(parts), memo
 
 
 def _portable(properties: TensorProperties) -> tuple[Any, ...]:
     """Return how to pickle properties: as ``pickle`` does, with fewer fields."""
     return copyreg.__newobj__, (TensorProperties,), portable_state(properties)  # type: ignore[attr-defined]
+
+
+def _is_alone(path: Any, fqn: str) -> bool:
+    return type(path) is tuple and len(path) == 1 and type(path[0]) is str and path[0] == fqn
 
 
 def _portable_meta(meta: StorageMeta) -> StorageMeta:

@@ -37,14 +37,16 @@ def portable_state(instance: TensorProperties) -> tuple[Any, ...]:
 
 def plain_properties(instance: TensorProperties) -> Properties:
     """Return properties without torch's objects."""
-    return _plain(*portable_state(instance))
+    held = instance.dtype, instance.layout, instance.requires_grad, instance.memory_format
+    return _plain(*held, instance.pin_memory)
 
 
 @lru_cache(maxsize=1 << 10)
 def _plain(
-    dtype: torch.dtype, layout: torch.layout, grad: bool, form: TorchMemoryFormat, pinned: bool
+    dtype: torch.dtype, layout: torch.layout, grad: bool, form: torch.memory_format, pinned: bool
 ) -> Properties:
-    return Properties(dtype_of(dtype), str(layout), grad, MemoryFormat(form.value), pinned)
+    encoded = portable_state(TensorProperties(dtype, layout, grad, form, pinned))[3]
+    return Properties(dtype_of(dtype), str(layout), grad, MemoryFormat(encoded.value), pinned)
 
 
 def torch_properties(properties: Properties) -> TensorProperties:
