@@ -17,6 +17,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 _HEAD = struct.Struct("<BBQQ")
 _PLAIN, _STEPS, _RUNS = range(3)
 _KINDS = tuple(map(np.dtype, ("<u1", "<u2", "<u4", "<i1", "<i2", "<i4", "<i8")))
+_RANGES = [(kind, np.iinfo(kind).min, np.iinfo(kind).max) for kind in _KINDS]
 _SPARE = 1 << 22
 _LENGTH = struct.Struct("<Q")
 
@@ -35,8 +36,11 @@ class ColumnWriter:
         """Add a column of integers between ``-2**63`` and ``2**63 - 1``."""
         column = np.asarray(values, np.int64).ravel()
         # The differences of two's complement numbers, modulo 2**64, add up to them again.
-        steps = np.diff(column, prepend=np.int64(0))
-        last = np.flatnonzero(np.append(np.diff(steps) != 0, True)[: len(steps)])
+        steps = column.copy()
+        steps[1:] -= column[:-1]
+        ends = np.ones(len(steps), bool)
+        np.not_equal(steps[1:], steps[:-1], out=ends[:-1])
+        last = np.flatnonzero(ends)
         if 2 * len(last) < len(column):
             counts = np.diff(last, prepend=-1)
             values_, counts_ = _narrow(steps[last]), _narrow(counts)
@@ -165,7 +169,7 @@ class ColumnReader:
 def _narrow(column: Ints) -> np.ndarray[Any, Any]:
     """Return integers in as few bytes each as they all fit into."""
     low, high = int(column.min(initial=0)), int(column.max(initial=0))
-    for kind in _KINDS:
-        if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
+    for kind, least, most in _RANGES:
+        if least <= low and high <= most:
             return column.astype(kind)
     raise AssertionError("integers of more than 64 bits")
