@@ -7,32 +7,30 @@ other modules of this folder see one kind of checkpoint.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.readers.dcp import (
     TORCH_DIST,
+    files_of,
     is_torch_dist,
     read_dcp,
     read_rank_parts,
-    rows_of,
 )
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.metadata.description import Description
 from dcp_placements.storage.metadata.properties import Dtype
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import SaveRecord, record_of
-from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, id_records_of, writer_of
+from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, writer_of
 from dcp_placements.storage.metadata.shadow_records import shadowed
-from dcp_placements.storage.metadata.table import Array, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -76,21 +74,32 @@ class StoredTensor:
         fqn: Its key.
         shape: Of the whole tensor.
         stored_dtype: Of the stored elements.
-        boxes: Of its chunks, in the metadata's order; one object for tensors with equal boxes.
-        cut: A number for ``boxes``: equal for tensors of this checkpoint with equal boxes.
     """
 
     fqn: str
     shape: tuple[int, ...]
     stored_dtype: Dtype
-    boxes: tuple[Box, ...]
-    cut: int
+    _cut: _Cut
     _places: _Places
 
     def named(self, fqn: str) -> StoredTensor:
         """Return a tensor that differs in its key alone."""
-        shared = self.shape, self.stored_dtype, self.boxes, self.cut, self._places
-        return StoredTensor(fqn, *shared)
+        return StoredTensor(fqn, self.shape, self.stored_dtype, self._cut, self._places)
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Of its chunks, in the metadata's order; one object for tensors with equal boxes."""
+        return self._cut.boxes
+
+    @property
+    def cut(self) -> int:
+        """A number for ``boxes``: equal for tensors of this checkpoint with equal boxes."""
+        return self._cut.number
+
+    @property
+    def count(self) -> int:
+        """The number of its chunks."""
+        return self._cut.count
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,28 +196,29 @@ class Checkpoint:
             self.absent: dict[str, str] = {}
             self.newer: set[str] = set()
             self.format, self.description = self._read()
-            entries = self.description.entries
-            self._rows = rows_of(self.directory.path, self.description)
-            self._places = _Places(self._rows)
-            self._cuts: dict[tuple[Box, ...], int] = {}
+            entries, self._rows = self.description.entries, self.description.rows
+            files = files_of(self.directory.path, self.description)
+            self._places = _Places(self._rows, files)
+            self._pack_cuts: dict[tuple[Box, ...], int] = {}
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredObject] = {}
-            boxes = [chunks.boxes() for chunks in entries.lists]
+            counts = enumerate(entries.list_counts)
+            cuts = [_Cut(number, count, entries.lists[number].boxes) for number, count in counts]
             made: list[StoredTensor | None] = []
             for form in entries.forms:
                 if form.properties < 0:
                     made.append(None)
                     continue
-                held, shape = boxes[form.chunks], entries.shapes[form.shape]
                 dtype = entries.properties[form.properties].dtype
-                made.append(StoredTensor("", shape, dtype, held, self._cut(held), self._places))
+                tensor = "", entries.shapes[form.shape], dtype, cuts[form.chunks], self._places
+                made.append(StoredTensor(*tensor))
             for fqn, number in zip(entries.fqns, entries.form_of, strict=True):
-                tensor = made[number]
-                if tensor is None:
+                like = made[number]
+                if like is None:
                     place = self._places.by_offset(fqn).get(None)
                     self.objects[fqn] = StoredObject(fqn, *(place or (None,))[:3])
                 else:
-                    self.tensors[fqn] = tensor.named(fqn)
+                    self.tensors[fqn] = like.named(fqn)
         self.provenance: Mapping[str, Any] | None = stored(self.description)
         self.shadows = {
             key: self._pack(key, tuple(fqns)) for key, fqns in shadowed(self.provenance).items()
@@ -234,7 +244,7 @@ class Checkpoint:
     @cached_property
     def files(self) -> dict[str, int | None]:
         """Bytes of every file that the metadata name, sorted by name; None for a missing one."""
-        return {name: self.directory.size(name) for name in sorted(set(self._rows.paths))}
+        return {name: self.directory.size(name) for name in sorted(self.description.files())}
 
     @cached_property
     def other_files(self) -> dict[str, int]:
@@ -248,7 +258,12 @@ class Checkpoint:
     @cached_property
     def id_records(self) -> dict[str, IdRecord]:
         """The record with a file's save id, by file, for files without an id in their name."""
-        return id_records_of(self._rows)
+        records: dict[str, IdRecord] = {}
+        for fqn in self._rows.fqns:
+            if fqn.startswith(ID_PREFIX):
+                for offset, place in self._places.by_offset(fqn).items():
+                    records.setdefault(place[0], IdRecord(fqn, offset, *place))
+        return records
 
     def read_object(self, stored: StoredObject) -> bytes:
         """Return the record of an object.
@@ -265,7 +280,7 @@ class Checkpoint:
     def unclaimed(self) -> list[tuple[str, tuple[int, ...] | None, str]]:
         """Return ``(key, offsets, file)`` of stored chunks that no tensor's metadata list."""
         unclaimed: list[tuple[str, tuple[int, ...] | None, str]] = []
-        claims: dict[int, set[tuple[int, ...] | None]] = {}
+        claimed_all: set[tuple[int, ...]] = set()
         for fqn in self._rows.fqns:
             if fqn.startswith(ID_PREFIX):
                 continue
@@ -273,12 +288,18 @@ class Checkpoint:
             if pack is not None and pack.tensor is None:
                 continue
             tensor = self.tensors.get(fqn) if pack is None else pack.tensor
-            if tensor is None:
-                claimed: set[tuple[int, ...] | None] = {None} if fqn in self.objects else set()
-            else:
-                claimed = claims.setdefault(tensor.cut, {box.offsets for box in tensor.boxes})
+            alike: tuple[int, ...] = ()
+            claimed: set[tuple[int, ...] | None] = {None} if fqn in self.objects else set()
+            if tensor is not None:
+                alike = (tensor.cut, *[number for number, _ in self._rows.places_of(fqn)])
+                if alike in claimed_all:
+                    continue
+                claimed = {box.offsets for box in tensor.boxes}
             places = self._places.by_offset(fqn).items()
-            unclaimed += [(fqn, at, place[0]) for at, place in places if at not in claimed]
+            more = [(fqn, at, place[0]) for at, place in places if at not in claimed]
+            unclaimed += more
+            if alike and not more:
+                claimed_all.add(alike)
         return unclaimed
 
     def _read(self) -> tuple[str, Description]:
@@ -295,9 +316,6 @@ class Checkpoint:
             return SAFETENSORS, description
         raise no_checkpoint(directory)
 
-    def _cut(self, boxes: tuple[Box, ...]) -> int:
-        return self._cuts.setdefault(boxes, len(self._cuts))
-
     def _pack(self, key: str, fqns: tuple[str, ...]) -> StoredPack:
         canonical = self.tensors.get(fqns[0]) if fqns else None
         places = self._places.by_offset(key)
@@ -311,9 +329,10 @@ class Checkpoint:
             if offset is not None and offset[1:] in sizes
         )
         shape = (len(fqns), *canonical.shape)
-        tensor = StoredTensor(
-            key, shape, canonical.stored_dtype, boxes, self._cut(boxes), self._places
-        )
+        # Numbered behind the lists of chunks of all keys.
+        number = self._pack_cuts.setdefault(boxes, len(self._pack_cuts))
+        cut = _Cut(len(self.description.entries.lists) + number, len(boxes), lambda: boxes)
+        tensor = StoredTensor(key, shape, canonical.stored_dtype, cut, self._places)
         return StoredPack(fqns, tensor, tensor.chunks)
 
 
@@ -325,49 +344,35 @@ def _merged(parts: Sequence[tuple[int, Description]]) -> Description:
     return description_of(merge_rank_metadata([(r, torch_metadata(part)) for r, part in parts]))
 
 
+class _Cut:
+    """The boxes of tensors that are cut alike, made when they are used."""
+
+    def __init__(self, number: int, count: int, made: Callable[[], tuple[Box, ...]]) -> None:
+        self.number, self.count, self._made = number, count, made
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        return self._made()
+
+
 _Place = tuple[str, int, int, tuple[str, ...]]
 
 
 class _Places:
     """The place of every stored chunk, by key and offset."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        order = np.argsort(rows.rows["fqn"], kind="stable")
-        ordered: Array = rows.rows[order]
-        self._numbers = {fqn: number for number, fqn in enumerate(rows.fqns)}
-        starts = np.searchsorted(ordered["fqn"], np.arange(len(rows.fqns) + 1))
-        self._starts: list[int] = starts.tolist()
-        self._sorted: list[tuple[int, ...]] = ordered.tolist()
-        self._paths: list[int] = ordered["path"].tolist()
-        self._names: dict[frozenset[int], tuple[str, ...]] = {}
-
-    def _of(self, fqn: str) -> list[tuple[int, ...]]:
-        number = self._numbers.get(fqn)
-        if number is None:
-            return []
-        return self._sorted[self._starts[number] : self._starts[number + 1]]
+    def __init__(self, rows: RowIndex, files: Sequence[tuple[str, ...]]) -> None:
+        self._rows, self._files = rows, files
 
     def files(self, fqn: str) -> tuple[str, ...]:
-        number = self._numbers.get(fqn, -1)
-        numbers = frozenset(self._paths[self._starts[number] : self._starts[number + 1]])
-        names = self._names.get(numbers)
-        if names is None:
-            names = tuple(sorted([self._rows.paths[number] for number in numbers]))
-            self._names[numbers] = names
-        return names
+        number = self._rows.numbers.get(fqn)
+        return () if number is None else self._files[number]
 
     def by_offset(self, fqn: str) -> dict[tuple[int, ...] | None, _Place]:
-        # Of two rows about one offset the later one counts, as in torch's dict.
-        rows = self._rows
+        steps = self._rows.transforms
         return {
-            rows.offsets[offset]: (
-                rows.paths[path],
-                start,
-                length,
-                rows.transforms[transforms] or (),
-            )
-            for _, offset, path, transforms, start, length in self._of(fqn)
+            offset: (file, start, length, steps[transforms] or ())
+            for offset, (file, transforms, start, length) in self._rows.rows_of(fqn)
         }
 
 

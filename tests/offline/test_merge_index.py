@@ -24,7 +24,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements._torch import Metadata, TensorProperties, TensorStorageMetadata
-from dcp_placements.offline import CannotLook, diff, merge_metadata, verify
+from dcp_placements.offline import CannotLook, diff, inspect, merge_metadata, verify
 from dcp_placements.offline.repairs import merging
 from dcp_placements.storage.index.building import Written, build_index
 from dcp_placements.storage.index.storage_table import StorageTable
@@ -239,25 +239,30 @@ def test_a_damaged_index_is_refused_and_left(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
-    """One row of 2,048 ranks for each of 1,000 keys: 107 MB of stock metadata."""
-    ranks, keys = 2048, [f"layers.{number}.weight" for number in range(1000)]
+def save_index(path: Path, *, ranks: int, keys: int) -> None:
+    """Write an index of one row of every rank for each key."""
+    fqns = [f"layers.{number}.weight" for number in range(keys)]
     offsets = np.stack([np.arange(ranks), np.zeros(ranks, np.int64)], axis=1)
     chunks: Any = ChunkList(offsets, np.tile([1, 4], (ranks, 1)))
     entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((ranks, 4)), chunks)
-    rows = np.zeros(len(keys), ROW)
-    rows["fqn"], rows["length"] = np.arange(len(keys)), 1216
-    rows["start"] = 1216 * np.arange(len(keys))
-    template = Rows(tuple(keys), (), (), (None,), rows)
+    rows = np.zeros(len(fqns), ROW)
+    rows["fqn"], rows["length"] = np.arange(len(fqns)), 1216
+    rows["start"] = 1216 * np.arange(len(fqns))
+    template = Rows(tuple(fqns), (), (), (None,), rows)
     written = [
         Written(0, lambda: template, [(rank, 0)], [f"__{rank}_0.distcp"]) for rank in range(ranks)
     ]
-    entries = entries_of(dict.fromkeys(keys, entry))
+    entries = entries_of(dict.fromkeys(fqns, entry))
     stored: Any = StoredEntries(entries)
     table = StorageTable(build_index(written, entries))
-    with open(tmp_path / ".metadata", "wb") as file:
+    with open(path / ".metadata", "wb") as file:
         write_metadata(Metadata(stored, storage_data=table), file, stock_metadata=False)
-    del written, table, stored, entries
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    """One row of 2,048 ranks for each of 1,000 keys: 107 MB of stock metadata."""
+    ranks, keys = 2048, 1000
+    save_index(tmp_path, ranks=ranks, keys=keys)
     tracemalloc.start()
     try:
         merge_metadata(tmp_path)
@@ -265,5 +270,31 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     size = (tmp_path / ".metadata").stat().st_size
-    assert size > 52 * ranks * len(keys)
+    assert size > 52 * ranks * keys
     assert peak < size / 2
+
+
+def test_inspect_makes_no_object_of_a_row(tmp_path: Path) -> None:
+    """Some KB can claim any number of rows."""
+    save_index(tmp_path, ranks=1 << 12, keys=1 << 11)
+    assert (tmp_path / ".metadata").stat().st_size < 1 << 16
+    tracemalloc.start()
+    try:
+        found = inspect(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (len(found.tensors), found.chunks) == (1 << 11, 1 << 23)
+    assert found.tensors["layers.7.weight"].files == tuple(
+        sorted(f"__{rank}_0.distcp" for rank in range(1 << 12))
+    )
+    assert peak < found.chunks * 4
+
+
+@pytest.mark.parametrize("command", [merge_metadata, verify])
+def test_more_rows_than_can_be_handled_one_by_one_are_refused(tmp_path: Path, command: Any) -> None:
+    save_index(tmp_path, ranks=1 << 13, keys=1 << 14)
+    before = (tmp_path / ".metadata").read_bytes()
+    with pytest.raises(CannotLook, match="134,217,728 chunks, and at most 67,108,864 are handled"):
+        command(tmp_path)
+    assert (tmp_path / ".metadata").read_bytes() == before

@@ -10,6 +10,7 @@ from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import contains, format_box, overlaps, tiles, uncovered
 from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredTensor
+from dcp_placements.offline.readers.dcp import check_count
 from dcp_placements.storage.metadata.save_ids import id_in_name
 
 MAX_BOXES = 4
@@ -78,7 +79,12 @@ class Record:
 
 
 def records_by_file(checkpoint: Checkpoint) -> dict[str, list[Record]]:
-    """Return the records of every file, in file order; files sorted by name."""
+    """Return the records of every file, in file order; files sorted by name.
+
+    Raises:
+        CannotLook: There are too many.
+    """
+    check_count(checkpoint.path, checkpoint.description)
     by_file: dict[str, list[Record]] = defaultdict(list)
     for fqn, tensor in checkpoint.tensors.items():
         for chunk in tensor.chunks:

@@ -6,9 +6,12 @@ import json
 
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.offline.directory import Directory
-from dcp_placements.storage.metadata.description import Description, read_description
+from dcp_placements.storage.metadata.description import (
+    MOST_ROWS,
+    Description,
+    read_description,
+)
 from dcp_placements.storage.metadata.save_ids import rank_file_rank
-from dcp_placements.storage.metadata.table import Rows
 from dcp_placements.storage.restricted_pickle import RefusedGlobal
 
 TORCH_DIST = "torch_dist"
@@ -67,8 +70,10 @@ def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> 
         raise unreadable(where, error) from error
 
 
-def rows_of(path: str, description: Description) -> Rows:
-    """Return the places of all chunks.
+def files_of(path: str, description: Description) -> list[tuple[str, ...]]:
+    """Return by key of the rows the files that hold any of its chunks, sorted.
+
+    Every part of an index is read for this, so that none turns out to be damaged later.
 
     Args:
         path: Of the metadata, for messages.
@@ -78,10 +83,32 @@ def rows_of(path: str, description: Description) -> Rows:
         CannotLook: Something is not what DCP's own readers expect.
     """
     try:
-        return description.rows()
-    except Exception as error:
         # What an index refers to is read now, and may be of another file.
+        for _ in description.entries.lists:
+            pass
+        return description.rows.files()
+    except Exception as error:
         raise unreadable(path, error) from error
+
+
+def check_count(path: str, description: Description) -> None:
+    """Refuse more chunks than can be handled one by one; an index may claim any number.
+
+    Args:
+        path: Of the checkpoint, for the message.
+        description: What its metadata say.
+
+    Raises:
+        CannotLook: There are more.
+    """
+    count = len(description.rows)
+    if count > MOST_ROWS:
+        raise CannotLook(
+            f"{path}: {count:,} chunks, and at most {MOST_ROWS:,} are handled one by one\n"
+            "    why:         each takes memory, or space on the disk, and a small index can claim "
+            "any number\n"
+            "    way out:     PlacementFileSystemReader loads a checkpoint of any size"
+        )
 
 
 def unreadable(where: str, error: object) -> CannotLook:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import MARKER, Directory
+from dcp_placements.storage.index.building import build_index, by_file
 from dcp_placements.storage.index.entries import build_entries
 from dcp_placements.storage.metadata.description import Description
 from dcp_placements.storage.metadata.properties import Properties
@@ -75,7 +76,8 @@ def read_safetensors_metadata(
         if file not in [name for name, _ in entries_of.get(fqn, ())]
     }
     built = build_entries(tensors, lambda tensor: tensor.properties)
-    return Description(built, rows_of_places(places)), absent
+    rows = build_index(by_file(rows_of_places(places)), built)
+    return Description(built, rows), absent
 
 
 def _read_index(directory: Directory) -> dict[str, str] | None:

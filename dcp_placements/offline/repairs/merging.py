@@ -10,6 +10,7 @@ from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook, format_names
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.readers.dcp import (
+    check_count,
     is_torch_dist,
     read_dcp,
     read_rank_parts,
@@ -118,7 +119,9 @@ def _rewritten(directory: Directory) -> Metadata:
             f"{directory.path}: .metadata is Megatron's, of a class of its own: not rewritten"
         )
     versions = directory.versions(())
-    metadata = torch_metadata(read_dcp(directory, ".metadata"))
+    description = read_dcp(directory, ".metadata")
+    check_count(directory.path, description)
+    metadata = torch_metadata(description)
     try:
         _write(directory, metadata, versions)
     except IndexDamage as error:

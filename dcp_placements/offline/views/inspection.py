@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dcp_placements.offline.checkpoint import Checkpoint, ranks_of
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor, ranks_of
 from dcp_placements.offline.declared import matching_keys
 from dcp_placements.offline.experts import ExpertLayer, find_experts
 from dcp_placements.offline.views.families import Family, families
@@ -181,7 +181,7 @@ class Inspection:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that wrote any tensor."""
-        return tuple(sorted({rank for tensor in self.tensors.values() for rank in tensor.ranks}))
+        return _ranks(self.tensors.values())
 
     @property
     def groups(self) -> tuple[TensorGroup, ...]:
@@ -242,18 +242,7 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspec
     return Inspection(
         path=checkpoint.path,
         format=checkpoint.format,
-        tensors={
-            name: TensorInfo(
-                tensor.shape,
-                tensor.stored_dtype.name,
-                len(tensor.boxes),
-                files := tensor.files,
-                ranks_of(files),
-                tensor.nbytes,
-                rules.get(name),
-            )
-            for name, tensor in tensors.items()
-        },
+        tensors=_tensor_infos(tensors, rules),
         objects={
             name: ObjectInfo(stored.file, stored.nbytes, values.get(name))
             for name, stored in objects.items()
@@ -271,6 +260,42 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspec
     )
 
 
+def _tensor_infos(
+    tensors: Mapping[str, StoredTensor], rules: Mapping[str, str]
+) -> dict[str, TensorInfo]:
+    """Return what is shown of each tensor; tensors that differ in their keys alone share it."""
+    alike: dict[Hashable, TensorInfo] = {}
+    infos = {}
+    for fqn, tensor in tensors.items():
+        files, rule = tensor.files, rules.get(fqn)
+        kind = tensor.shape, tensor.stored_dtype, tensor.count, files, rule
+        info = alike.get(kind)
+        if info is None:
+            info = alike[kind] = TensorInfo(
+                tensor.shape,
+                tensor.stored_dtype.name,
+                tensor.count,
+                files,
+                ranks_of(files),
+                tensor.nbytes,
+                rule,
+            )
+        infos[fqn] = info
+    return infos
+
+
+def _ranks(tensors: Iterable[TensorInfo]) -> tuple[int, ...]:
+    """Return the ranks that wrote any of some tensors, sorted."""
+    ranks: set[int] = set()
+    last: tuple[int, ...] = ()
+    for tensor in tensors:
+        # Tensors that are alike share one tuple, which may have thousands of ranks.
+        if tensor.ranks is not last:
+            last = tensor.ranks
+            ranks.update(last)
+    return tuple(sorted(ranks))
+
+
 def _group(family: Family, tensors: Sequence[TensorInfo]) -> TensorGroup:
     return TensorGroup(
         name=family.name,
@@ -278,7 +303,7 @@ def _group(family: Family, tensors: Sequence[TensorInfo]) -> TensorGroup:
         shape=tensors[0].shape,
         dtype=tensors[0].dtype,
         chunks=sum(tensor.chunks for tensor in tensors),
-        ranks=tuple(sorted(set().union(*[tensor.ranks for tensor in tensors]))),
+        ranks=_ranks(tensors),
         nbytes=sum(tensor.nbytes for tensor in tensors),
     )
 

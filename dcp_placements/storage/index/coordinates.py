@@ -27,6 +27,17 @@ def row_codes(rows: Ints) -> Ints:
     return codes
 
 
+def distinct(rows: Ints) -> tuple[Ints, Ints]:
+    """Return where each different row is first, in their order, and by row which one it is.
+
+    Args:
+        rows: ``(rows, columns)``, not negative.
+    """
+    codes = row_codes(rows)
+    _, first, numbers = np.unique(codes, return_index=True, return_inverse=True)
+    return first, numbers.reshape(-1)
+
+
 class Numbering:
     """Different coordinates, by number of dims: each once, in one numbering.
 
@@ -45,14 +56,12 @@ class Numbering:
         for ndim in sorted({table.shape[1] for table in tables}):
             chosen = [at for at, table in enumerate(tables) if table.shape[1] == ndim]
             rows = np.concatenate([tables[at] for at in chosen])
-            _, representatives, of_row = np.unique(
-                row_codes(rows), return_index=True, return_inverse=True
-            )
-            self.unique.append(rows[representatives])
+            first_rows, of_row = distinct(rows)
+            self.unique.append(rows[first_rows])
             ends = np.cumsum([len(tables[at]) for at in chosen])
-            for at, numbers in zip(chosen, np.split(of_row.reshape(-1), ends[:-1]), strict=True):
+            for at, numbers in zip(chosen, np.split(of_row, ends[:-1]), strict=True):
                 self.numbers[at] = numbers + first
-            first += len(representatives)
+            first += len(first_rows)
 
     def __len__(self) -> int:
         return sum(map(len, self.unique))

@@ -21,7 +21,7 @@ from dcp_placements.storage.metadata.table import Starts, Transforms
 
 T = TypeVar("T")
 
-MOST_NUMBERS = 1 << 28
+MOST_NUMBERS = 1 << 26
 """Integers that all parts of an index may have, in a file of unknown origin."""
 
 MOST_DIMS = 64

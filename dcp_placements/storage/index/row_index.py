@@ -19,9 +19,9 @@ from functools import cached_property
 import numpy as np
 
 from dcp_placements.storage.index.columns import IndexDamage, Ints
-from dcp_placements.storage.index.coordinates import Numbering
+from dcp_placements.storage.index.coordinates import distinct
 from dcp_placements.storage.index.entries import Entries
-from dcp_placements.storage.metadata.table import ROW, Offset, Rows, Starts, Transforms
+from dcp_placements.storage.metadata.table import Offset, Starts, Transforms
 
 TEMPLATE = np.dtype(
     [(name, np.int64) for name in ("key", "ordinal", "file", "transforms", "start", "length")]
@@ -33,13 +33,17 @@ Naming = tuple[tuple[str, str | None], ...]
 """For each file of a writer what stands in its name before and behind the writer's number; None
 where the name has no such number."""
 
-_Row = tuple[str, int, int, int]
+Row = tuple[str, int, int, int]
 """Name of the file, transforms, start and length."""
 
 _Rows = dict[tuple[int, int], tuple[int, int, int, int]]
 """By key and ordinal: number of the file, transforms, start and length."""
 
+_Source = tuple[list[str], _Rows, int]
+"""Of a chunk: the files of its writer, the rows of the template, and the ordinal."""
+
 _PIECE_ROWS = 1 << 16
+_UNWRITTEN = "a chunk is not among what its writer wrote"
 
 
 @dataclass(slots=True)
@@ -66,6 +70,11 @@ class Places:
         """A value that is equal for equal places."""
         offsets = None if self.offsets is None else (self.offsets.shape, self.offsets.tobytes())
         return offsets, self.listed, self.writers.tobytes(), self.ordinals.tobytes()
+
+    def all_offsets(self) -> list[Offset]:
+        """Return the offsets of all chunks, in order."""
+        table = self.offsets
+        return [None] * len(self.writers) if table is None else list(map(tuple, table.tolist()))
 
     def find(self, offset: Offset, hint: int | None = None) -> int | None:
         """Return the position of a chunk; None where there is none.
@@ -127,11 +136,14 @@ class Writers:
                 yield _name(parts, number)
 
     @cached_property
+    def file_counts(self) -> Ints:
+        """By writer, the number of its files."""
+        return np.array([len(naming) for naming in self.namings], np.int64)[self.naming_of]
+
+    @cached_property
     def first_files(self) -> Ints:
         """By writer, the position of its first file among all files."""
-        counts = np.array([len(naming) for naming in self.namings], np.int64)
-        ends = np.cumsum(counts[self.naming_of]) if len(counts) else self.naming_of
-        return ends - counts[self.naming_of] if len(counts) else ends
+        return np.cumsum(self.file_counts) - self.file_counts
 
 
 @dataclass(slots=True)
@@ -139,15 +151,14 @@ class LookedUp:
     """What was read of an index, in the form in which single rows are looked up.
 
     Attributes:
-        places: By key.
         rows: By template.
-        sources: By number of places and position in them: the files of the writer, the rows of
-            its template, and the ordinal.
+        sources: By number of places and position in them.
+        all_sources: By number of places, the offset and the source of each chunk.
     """
 
-    places: dict[str, list[tuple[int, Places]]] = field(default_factory=dict)
     rows: dict[int, _Rows] = field(default_factory=dict)
-    sources: dict[tuple[int, int], tuple[list[str], _Rows, int]] = field(default_factory=dict)
+    sources: dict[tuple[int, int], _Source] = field(default_factory=dict)
+    all_sources: dict[int, list[tuple[Offset, _Source]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -188,21 +199,23 @@ class RowIndex:
         bounds: list[int] = np.searchsorted(self.pairs[0], np.arange(len(self.fqns) + 1)).tolist()
         return bounds
 
+    @cached_property
+    def _numbers_by_key(self) -> list[int]:
+        numbers: list[int] = self.pairs[1].tolist()
+        return numbers
+
     def __len__(self) -> int:
         return int(self.counts[self.pairs[1]].sum()) if len(self.counts) else 0
 
     def places_of(self, fqn: str) -> list[tuple[int, Places]]:
         """Return number and places of the places of a key; none where there is no such key."""
-        held = self.looked_up.places.get(fqn)
-        if held is None:
-            key = self.numbers.get(fqn)
-            bounds = (0, 0) if key is None else self._bounds[key : key + 2]
-            numbers = self.pairs[1, slice(*bounds)].tolist()
-            held = [(number, self.places[number]) for number in numbers]
-            self.looked_up.places[fqn] = held
-        return held
+        key = self.numbers.get(fqn)
+        if key is None:
+            return []
+        numbers = self._numbers_by_key[self._bounds[key] : self._bounds[key + 1]]
+        return [(number, self.places[number]) for number in numbers]
 
-    def row(self, fqn: str, offset: Offset, hint: int | None) -> _Row | None:
+    def row(self, fqn: str, offset: Offset, hint: int | None) -> Row | None:
         """Return the row of a chunk; None where there is none.
 
         Args:
@@ -212,21 +225,60 @@ class RowIndex:
         """
         for number, places in self.places_of(fqn):
             at = places.find(offset, hint)
-            if at is None:
-                continue
-            source = self.looked_up.sources.get((number, at))
-            if source is None:
-                writer = int(places.writers[at])
-                rows = self._rows(int(self.writers.templates[writer]))
-                source = self.writers.files_of(writer), rows, int(places.ordinals[at])
-                self.looked_up.sources[number, at] = source
-            files, rows, ordinal = source
-            row = rows.get((self.numbers[fqn], ordinal))
-            if row is None or row[0] >= len(files):
-                raise IndexDamage("a chunk is not among what its writer wrote")
-            file, transforms, start, length = row
-            return files[file], transforms, start, length
+            if at is not None:
+                source = self.looked_up.sources.get((number, at))
+                if source is None:
+                    source = self.looked_up.sources[number, at] = self._source(places, at)
+                return _row(source, self.numbers[fqn])
         return None
+
+    def rows_of(self, fqn: str) -> list[tuple[Offset, Row]]:
+        """Return offset and row of each chunk of a key."""
+        found = []
+        for number, places in self.places_of(fqn):
+            sources = self.looked_up.all_sources.get(number)
+            if sources is None:
+                of_places = [self._source(places, at) for at in range(len(places.writers))]
+                sources = list(zip(places.all_offsets(), of_places, strict=True))
+                self.looked_up.all_sources[number] = sources
+            key = self.numbers[fqn]
+            found += [(offset, _row(source, key)) for offset, source in sources]
+        return found
+
+    def _source(self, places: Places, at: int) -> _Source:
+        writer = int(places.writers[at])
+        rows = self._rows(int(self.writers.templates[writer]))
+        return self.writers.files_of(writer), rows, int(places.ordinals[at])
+
+    def files(self) -> list[tuple[str, ...]]:
+        """Return by key the files that hold any of its chunks, sorted.
+
+        Raises:
+            IndexDamage: A chunk is not among what its writer wrote.
+        """
+        names = list(self.writers.files())
+        files: list[tuple[str, ...]] = [()] * len(self.fqns)
+        for number, keys in self.classes():
+            places = self.places[number]
+            kinds, kind_of = self._kinds(places)
+            if not kinds:
+                continue
+            by_kind = np.stack([self._template_rows(t, o, keys)[:, 0] for t, o in kinds], axis=1)
+            first_files = self.writers.first_files[places.writers]
+            counts = self.writers.file_counts[places.writers]
+            # Most keys of one class are in the same files of their writers.
+            known: dict[bytes, tuple[str, ...]] = {}
+            for key, numbers in zip(keys.tolist(), by_kind, strict=True):
+                content = numbers.tobytes()
+                if content not in known:
+                    of_chunks = numbers[kind_of]
+                    if (of_chunks >= counts).any():
+                        raise IndexDamage(_UNWRITTEN)
+                    positions = set((first_files + of_chunks).tolist())
+                    known[content] = tuple(sorted([names[at] for at in positions]))
+                held = known[content]
+                files[key] = tuple(sorted({*files[key], *held})) if files[key] else held
+        return files
 
     def _rows(self, template: int) -> _Rows:
         """Return the rows of a template by key and ordinal."""
@@ -259,46 +311,21 @@ class RowIndex:
             chunks = len(places.writers)
             if not chunks:
                 continue
-            templates = self.writers.templates[places.writers]
-            kinds, kind_of = np.unique(
-                np.stack([templates, places.ordinals]), axis=1, return_inverse=True
-            )
-            kind_of = kind_of.reshape(-1)
+            kinds, kind_of = self._kinds(places)
             first_files = self.writers.first_files[places.writers]
             step = max(_PIECE_ROWS // chunks, 1)
             for start in range(0, len(keys), step):
                 some = keys[start : start + step]
-                by_kind = np.stack(
-                    [
-                        self._template_rows(template, ordinal, some)
-                        for template, ordinal in kinds.T.tolist()
-                    ]
-                )
+                by_kind = np.stack([self._template_rows(t, o, some) for t, o in kinds])
                 rows = by_kind[kind_of].swapaxes(0, 1)
                 rows[..., 0] += first_files
                 yield some, number, rows
 
-    def unfolded(self) -> Rows:
-        """Return all rows."""
-        chunks = [(at, one) for at, one in enumerate(self.places) if one.offsets is not None]
-        numbering = Numbering([one.offsets for _, one in chunks if one.offsets is not None])
-        numbers = dict(zip([at for at, _ in chunks], numbering.numbers, strict=True))
-        offsets: list[Offset] = [None]
-        for table in numbering.unique:
-            offsets += map(tuple, table.tolist())
-        rows = np.empty(len(self), ROW)
-        at = 0
-        for keys, number, places in self.pieces():
-            piece = rows[at : at + places.shape[0] * places.shape[1]].reshape(places.shape[:2])
-            piece["fqn"] = keys[:, None]
-            piece["offset"] = numbers[number] + 1 if number in numbers else 0
-            for column, name in enumerate(("path", "transforms", "start", "length")):
-                piece[name] = places[..., column]
-            at += piece.size
-        paths = tuple(self.writers.files())
-        return Rows(
-            tuple(self.fqns), tuple(offsets), paths, tuple(self.transforms), rows, self.starts
-        )
+    def _kinds(self, places: Places) -> tuple[list[list[int]], Ints]:
+        """Return each template and ordinal of the chunks of places once, and by chunk which."""
+        pairs = np.stack([self.writers.templates[places.writers], places.ordinals], axis=1)
+        first, kind_of = distinct(pairs)
+        return pairs[first].tolist(), kind_of
 
     def _template_rows(self, template: int, ordinal: int, keys: Ints) -> Ints:
         held = self.templates[template]
@@ -309,7 +336,7 @@ class RowIndex:
             not len(held)
             or not ((held["key"][at_most] == keys) & (held["ordinal"][at_most] == ordinal)).all()
         ):
-            raise IndexDamage("a chunk is not among what its writer wrote")
+            raise IndexDamage(_UNWRITTEN)
         rows = held[at_most]
         return np.stack([rows[name] for name in ("file", "transforms", "start", "length")], axis=1)
 
@@ -317,3 +344,12 @@ class RowIndex:
 def _name(parts: tuple[str, str | None], number: int) -> str:
     before, behind = parts
     return before if behind is None else f"{before}{number}{behind}"
+
+
+def _row(source: _Source, key: int) -> Row:
+    files, rows, ordinal = source
+    row = rows.get((key, ordinal))
+    if row is None or row[0] >= len(files):
+        raise IndexDamage(_UNWRITTEN)
+    file, transforms, start, length = row
+    return files[file], transforms, start, length

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 from typing import Any, TypeVar
 
 from dcp_placements._torch import MetadataIndex, StorageInfo
@@ -16,7 +15,13 @@ from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import LookedUp, RowIndex
 from dcp_placements.storage.index.stored_entries import Stock
-from dcp_placements.storage.metadata.table import Rows, Starts, place_of, rows_of_places
+from dcp_placements.storage.metadata.table import (
+    Rows,
+    Starts,
+    StoredPlace,
+    place_of,
+    rows_of_places,
+)
 
 T = TypeVar("T")
 
@@ -61,8 +66,15 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         return self._or_stock(self._unfolded)
 
     def _unfolded(self) -> Rows:
-        held = self._held
-        return held if isinstance(held, Rows) else self.index.unfolded()
+        if isinstance(self._held, Rows):
+            return self._held
+        index = self.index
+        rows = rows_of_places(
+            StoredPlace(fqn, offset, file, start, length, index.transforms[transforms])
+            for fqn in index.fqns
+            for offset, (file, transforms, start, length) in index.rows_of(fqn)
+        )
+        return replace(rows, starts=index.starts)
 
     def paths(self) -> set[str]:
         """Return the names of all files."""
@@ -131,9 +143,8 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
 
     def _indices(self, fqn: str) -> list[MetadataIndex]:
         def indices() -> list[MetadataIndex]:
-            listed = [places.offsets for _, places in self.index.places_of(fqn)]
-            offsets = [[None] if table is None else table.tolist() for table in listed]
-            return [MetadataIndex(fqn, offset) for offset in chain.from_iterable(offsets)]
+            places = [places for _, places in self.index.places_of(fqn)]
+            return [MetadataIndex(fqn, offset) for one in places for offset in one.all_offsets()]
 
         return self._or_stock(indices)
 

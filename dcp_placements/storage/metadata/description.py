@@ -15,6 +15,7 @@ from typing import IO, Any, Generic, TypeVar
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.blocks import Blocks, Opener, blocks_of
+from dcp_placements.storage.index.building import build_index, by_file
 from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.entries import Entries, build_entries
 from dcp_placements.storage.index.packing import MOST_NUMBERS, PackedIndex
@@ -40,13 +41,13 @@ from dcp_placements.storage.metadata.pickles.pickle_check import check_stock_pic
 from dcp_placements.storage.metadata.pickles.stock_body import is_refusing, marked_digest
 from dcp_placements.storage.metadata.properties import Properties
 from dcp_placements.storage.metadata.provenance import stored
-from dcp_placements.storage.metadata.table import Rows, StoredPlace, place_of, rows_of_places
+from dcp_placements.storage.metadata.table import StoredPlace, place_of, rows_of_places
 
 T = TypeVar("T")
 
 _HEAD_NBYTES = 1 << 10
 MOST_ROWS = 1 << 26
-"""Rows of an index of unknown origin that are unfolded."""
+"""Chunks of a checkpoint of unknown origin that are handled one by one."""
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ class Description:
 
     Attributes:
         entries: Of the keys.
-        places: Of the chunks, or their index.
+        rows: The places of all chunks.
         planner_data: As the planner of the save left it.
         storage_meta: As its storage writer left it.
         version: Of DCP's format.
@@ -63,31 +64,15 @@ class Description:
     """
 
     entries: Entries
-    places: RowIndex | Rows
+    rows: RowIndex
     planner_data: Any = None
     storage_meta: Any = None
     version: Any = None
     stock: Callable[[IndexDamage], Description] | None = None
 
-    def rows(self) -> Rows:
-        """Return the places of all chunks.
-
-        Raises:
-            Exception: They are not what DCP's own readers expect, or too many.
-        """
-        places = self.places
-        if isinstance(places, Rows):
-            return places
-        if len(places) > MOST_ROWS:
-            raise ValueError(f"{len(places):,} chunks, and at most {MOST_ROWS:,} are read")
-        rows = places.unfolded()
-        check_rows(rows)
-        return rows
-
     def files(self) -> set[str]:
         """Return the names of all files."""
-        places = self.places
-        return set(places.paths if isinstance(places, Rows) else places.writers.files())
+        return set(self.rows.writers.files())
 
 
 def read_description(
@@ -116,12 +101,11 @@ def read_description(
         description = _indexed(packed, load(io.BytesIO(packed.values)))
         description.stock = stock
         if whole:
-            assert isinstance(description.places, RowIndex)
             blocks.check()
             check_stock_pickle(
                 opener,
                 description.entries,
-                description.places,
+                description.rows,
                 digest=blocks.digest,
                 nbytes=blocks.pickle_nbytes,
                 head=packed.head_nbytes,
@@ -250,10 +234,10 @@ def _indexed(packed: PackedIndex, value: Any) -> Description:
     if not all(type(one) is PlainProperties for one in properties):
         raise TypeError("properties of a tensor that are none")
     entries = packed.entries([one.value for one in properties], ())
-    places = packed.rows(entries)
-    check_entries(entries, len(places))
-    check_files(places.writers.files())
-    return _description(metadata, entries, places)
+    rows = packed.rows(entries)
+    check_entries(entries, len(rows))
+    check_files(rows.writers.files())
+    return _description(metadata, entries, rows)
 
 
 def _pickled(metadata: Any) -> Description:
@@ -289,7 +273,7 @@ def _pickled(metadata: Any) -> Description:
     for chunks in entries.lists:
         if min(chunks.offsets.min(initial=0), chunks.sizes.min(initial=0)) < 0:
             raise ValueError("a chunk at a negative offset, or of a negative size")
-    return _description(metadata, entries, rows)
+    return _description(metadata, entries, build_index(by_file(rows), entries))
 
 
 def _places(data: Mapping[Any, Any]) -> Iterator[StoredPlace]:
@@ -301,10 +285,10 @@ def _places(data: Mapping[Any, Any]) -> Iterator[StoredPlace]:
         yield place_of(fqn, offset, info)
 
 
-def _description(metadata: PlainMetadata, entries: Entries, places: RowIndex | Rows) -> Description:
+def _description(metadata: PlainMetadata, entries: Entries, rows: RowIndex) -> Description:
     check_provenance(stored(metadata) or {})
     meta = metadata.storage_meta
     if meta is not None and type(meta) is not PlainStorageMeta:
         raise TypeError(f"a {type(meta).__name__} in place of a StorageMeta")
     rest = metadata.planner_data, metadata.storage_meta, metadata.version
-    return Description(entries, places, *rest)
+    return Description(entries, rows, *rest)

@@ -108,7 +108,7 @@ def torch_metadata(description: Description) -> Metadata:
         meta = StorageMeta(**{name: held for name, held in vars(meta).items() if name in known})
     in_stock: Stock | None = None if stock is None else lambda damage: torch_metadata(stock(damage))
     entries: Any = StoredEntries(description.entries, in_stock)
-    rows = StorageTable(description.places, in_stock)
+    rows = StorageTable(description.rows, in_stock)
     metadata = Metadata(entries, description.planner_data, rows, meta)
     metadata.version = description.version
     return metadata
@@ -117,7 +117,8 @@ def torch_metadata(description: Description) -> Metadata:
 def description_of(metadata: Metadata) -> Description:
     """Return torch's metadata, with a ``StorageTable``, without torch's objects."""
     assert isinstance(metadata.storage_data, StorageTable)
-    entries, rows = entries_of(metadata.state_dict_metadata), metadata.storage_data.rows
+    entries = entries_of(metadata.state_dict_metadata)
+    rows = metadata.storage_data.index_for(entries)
     rest = metadata.planner_data, metadata.storage_meta, metadata.version
     return Description(entries, rows, *rest)
 

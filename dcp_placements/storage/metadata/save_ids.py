@@ -18,13 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dcp_placements.errors import Fault
 
 if TYPE_CHECKING:
     from dcp_placements._torch import MetadataIndex, ReadItem, StorageInfo, WriteItem
-    from dcp_placements.storage.metadata.table import Rows
 
 ID_PREFIX = "dcp_placements.save."
 """The prefix of keys of id records in ``storage_data``; the id follows."""
@@ -228,19 +225,6 @@ def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, IdRecord]
         file = str(info.relative_path)
         record = IdRecord(index.fqn, offset, file, int(info.offset), int(info.length), steps)
         records.setdefault(file, record)
-    return records
-
-
-def id_records_of(rows: Rows) -> dict[str, IdRecord]:
-    """Return the records of ids by file."""
-    keys = [key for key, fqn in enumerate(rows.fqns) if fqn.startswith(ID_PREFIX)]
-    records: dict[str, IdRecord] = {}
-    for key, offset, path, steps, start, length in rows.rows[
-        np.isin(rows.rows["fqn"], keys)
-    ].tolist():
-        file, transforms = rows.paths[path], rows.transforms[steps] or ()
-        place = file, start, length, transforms
-        records.setdefault(file, IdRecord(rows.fqns[key], rows.offsets[offset], *place))
     return records
 
 
