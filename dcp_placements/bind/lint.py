@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dcp_placements.bind.placed import Placed
-from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut
 from dcp_placements.rules.mesh import Axis
@@ -35,24 +34,24 @@ def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
     """Yield a finding for each tensor whose declaration is likely wrong.
 
     Args:
-        placed: The tensors, with the checkpoint's keys.
+        placed: The tensors of one ``Placing``, with the checkpoint's keys.
         renamed: Whether they differ from the rank's own, so that a number in them is global.
     """
     judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
     # Most tensors have a layout that is right under any name: they need no search.
-    doubtful: dict[Binding, bool] = {}
+    doubtful: dict[int, bool] = {}
     for tensor in placed:
-        binding = tensor.binding
-        is_doubtful = doubtful.get(binding)
+        number = tensor.place.number
+        is_doubtful = doubtful.get(number)
         if is_doubtful is None:
-            is_doubtful = doubtful[binding] = any(_findings(tensor, fused=True, expert=True))
+            is_doubtful = doubtful[number] = any(_findings(tensor, fused=True, expert=True))
         if not is_doubtful:
             continue
         fused = FUSED_NAME.search(tensor.fqn) is not None
         expert = EXPERT_NAME.search(tensor.fqn) is not None
         expert = expert and not (renamed and NUMBERED_EXPERT.search(tensor.fqn))
         numbered = expert and NUMBERED_EXPERT.search(tensor.fqn) is not None
-        key = (binding, tensor.rule, fused, expert, numbered)
+        key = (number, tensor.rule, fused, expert, numbered)
         if key not in judged:
             judged[key] = list(_findings(tensor, fused, expert, numbered))
         for headline, details in judged[key]:

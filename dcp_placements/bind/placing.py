@@ -75,8 +75,7 @@ class Placer:
                     recent, number = mesh, self._mesh_number(mesh)
                 place = self._bound.get((whole, local.shape, number, placements, None))
                 if place is not None and type(local) is torch.Tensor:
-                    binding, chunks = place
-                    self.placing.placed[fqn] = Placed(fqn, local, binding, chunks, None, mesh)
+                    self.placing.placed[fqn] = Placed(fqn, local, place, None, mesh)
                     continue
             self._add(fqn, value)
 
@@ -157,8 +156,8 @@ class Placer:
         first = places[0] if places else None
         if first is None:
             return None
-        same = all(other is not None and other.binding == first.binding for other in places)
-        return first if same else None
+        numbers = {None if other is None else other.place.number for other in places}
+        return first if len(numbers) == 1 else None
 
     def same_own(self, one: Own, other: Own) -> bool:
         """Whether two DTensors have the same shape, mesh and placements of their own."""
@@ -169,9 +168,7 @@ class Placer:
         return self._mesh_number(one.mesh) == self._mesh_number(other.mesh)
 
     def _follow(self, fqn: str, tensor: torch.Tensor, first: Placed, mesh: Any = None) -> None:
-        self.placing.placed[fqn] = Placed(
-            fqn, tensor, first.binding, first.chunks, first.rule, mesh
-        )
+        self.placing.placed[fqn] = Placed(fqn, tensor, first.place, first.rule, mesh)
         self.placing.faults = [fault for fault in self.placing.faults if fault.fqn != fqn]
 
     def ask(self, fqn: str, value: Any) -> tuple[CheckpointPlacement | None, str | None]:
@@ -225,11 +222,11 @@ class Placer:
         if placement is None or (
             not _cuts(placement) and placement.global_shape in (None, listed.global_shape)
         ):
-            self._place(fqn, value, (listed, listed.layout.chunks()), None)
+            self._place(fqn, value, self.placing.place_of(listed, listed.layout.chunks()), None)
             return
         bound = self._bind_plain(value, placement)
         if bound is not None:
-            check_equal(listed, bound[0])
+            check_equal(listed, bound.binding)
         self._place(fqn, value, bound, rule)
 
     def _bind(
@@ -240,7 +237,10 @@ class Placer:
         key: Any,
     ) -> Place | None:
         binding = bind(own, local_shape, placement)
-        place = self._bound[key] = None if binding is None else (binding, binding.layout.chunks())
+        place = None
+        if binding is not None:
+            place = self.placing.place_of(binding, binding.layout.chunks())
+        self._bound[key] = place
         return place
 
     def _place(
@@ -254,7 +254,7 @@ class Placer:
         if place is None:
             self.placing.absent.add(fqn)
         else:
-            self.placing.placed[fqn] = Placed(fqn, tensor, *place, rule, mesh)
+            self.placing.placed[fqn] = Placed(fqn, tensor, place, rule, mesh)
 
     def _fault(self, error: BindError, fqn: str) -> None:
         self.placing.faults.append(fault_of(error, fqn, rule_name(self.rules, fqn)))

@@ -11,17 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
 
-from dcp_placements._torch import dtensor_facts, is_dtensor_like
+from dcp_placements._torch import StridedShard, dtensor_facts, is_dtensor_like
 from dcp_placements.bind.own_chunks import names_its_chunks
-from dcp_placements.bind.placed import Place, Placing, RowPlaced, StackedPlaced
+from dcp_placements.bind.placed import Place, Placed, Placing
 from dcp_placements.bind.placing import Placer
 from dcp_placements.bind.rule_and_dtensor import BindError, Binding, Own, bind, fault_of
-from dcp_placements.bind.unfolded import Unfolded, Unfolding, is_tensor
+from dcp_placements.bind.unfolded import Unfolded, is_tensor, states_of
 from dcp_placements.bind.unstacking import RowPlacer
 from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Layout, Pick
 from dcp_placements.names.boxes import Target, row_target, stack_dims
+from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.rename_results import RenameError, Row
 from dcp_placements.names.renamed_keys import Path, Stacked, StackedRow, Unstacked
 from dcp_placements.rules.mesh import MeshNumbers
@@ -45,19 +47,22 @@ def unfold(
         rules: The user's.
         stored: The checkpoint's metadata by key on a load; None on a save.
     """
-    if not any(type(value) in (Stacked, Unstacked) for value in state_dict.values()):
-        return Unfolded(state_dict, mappings)
-    unfolding = Unfolding(state_dict, mappings, placing, rules, stored)
-    stacks, rows = StackPlacer(unfolding), RowPlacer(unfolding)
+    unstacked = [value for value in state_dict.values() if type(value) is Unstacked]
+    if not unstacked and not any(type(value) is Stacked for value in state_dict.values()):
+        states = OptimizerStates(state_dict)
+        return Unfolded(placing, rules, stored, states, state_dict, mappings)
+    unfolded = Unfolded(placing, rules, stored, states_of(state_dict))
+    stacks, rows = StackPlacer(unfolded), RowPlacer(unfolded, unstacked)
     for fqn, value in state_dict.items():
+        path = mappings.get(fqn)
         if type(value) is Stacked:
-            stacks.add(fqn, value)
+            stacks.add(fqn, value, path)
         elif type(value) is Unstacked:
             rows.add(value)
         else:
-            unfolding.add(fqn, value, mappings.get(fqn))
+            unfolded.add(fqn, value, path)
     stacks.let_states_follow()
-    return unfolding.unfolded
+    return unfolded
 
 
 @dataclass(slots=True)
@@ -87,23 +92,22 @@ class _Held:
 class StackPlacer:
     """Places each ``Stacked`` value of a state dict as one tensor of the checkpoint."""
 
-    def __init__(self, unfolding: Unfolding) -> None:
-        self.unfolding = unfolding
-        self.placing = unfolding.placing
-        self.placer = Placer(unfolding.rules, unfolding.placing)
+    def __init__(self, unfolded: Unfolded) -> None:
+        self.unfolded = unfolded
+        self.placing = unfolded.placing
+        self.placer = Placer(unfolded.rules, unfolded.placing)
         self._alike: dict[Any, Place | None] = {}
         self._held: dict[str, _Held] = {}
         self._mesh_number = MeshNumbers()
 
-    def add(self, fqn: str, stacked: Stacked) -> None:
+    def add(self, fqn: str, stacked: Stacked, path: Path | None) -> None:
         """Place one stack."""
-        path = self.unfolding.mappings.get(fqn)
         rows = sorted(stacked.rows, key=lambda held: held.row.indices)
         tensors = [is_tensor(held.value) for held in rows]
         if not any(tensors):
             self._add_objects(fqn, stacked, path)
             return
-        self.unfolding.add(fqn, rows[0].value, path)
+        self.unfolded.add(fqn, rows[0].value, path)
         try:
             if not all(tensors) or any(names_its_chunks(held.value) for held in rows):
                 raise BindError(
@@ -112,34 +116,34 @@ class StackPlacer:
                 )
             self._add_tensors(fqn, _held_rows(rows))
         except (BindError, RenameError) as error:
-            rule = rule_name(self.unfolding.rules, fqn)
+            rule = rule_name(self.unfolded.rules, fqn)
             self.placing.faults.append(fault_of(error, fqn, rule))
 
     def _add_objects(self, fqn: str, stacked: Stacked, path: Path | None) -> None:
         first, *others = stacked.rows
         for other in others:
-            if not self.unfolding.loading and not _equal(first.value, other.value):
-                self.unfolding.fault(
+            if not self.unfolded.loading and not _equal(first.value, other.value):
+                self.unfolded.fault(
                     fqn,
                     f"one object cannot be stored for all rows: {first.key} is {first.value!r}, "
                     f"and {other.key} is {other.value!r}",
                     "way out:     make them equal, or leave these keys as they are in rename=",
                 )
                 break
-        self.unfolding.add(fqn, first.value, path)
+        self.unfolded.add(fqn, first.value, path)
         paths = [other.path for other in others if other.path is not None]
-        self.unfolding.unfolded.copies[fqn] = paths
+        self.unfolded.copies[fqn] = paths
 
     def _add_tensors(self, fqn: str, held: _Held) -> None:
         own, parts = held.own, held.parts
         dims = stack_dims(held.rows[0], own.shape)
-        stored = self.unfolding.stored.get(fqn)
+        stored = (self.unfolded.stored or {}).get(fqn)
         if not own.shape and stored is not None and tuple(getattr(stored, "size", (0,))) == ():
             # One scalar for all rows, as a stacked parameter's optimizer state has it.
             scalar = bind(own, (), None)
             assert scalar is not None
-            scalar_place = scalar, scalar.layout.chunks()
-            self.placing.placed[fqn] = RowPlaced.of(fqn, scalar_place, None, parts)
+            scalar_place = self.placing.place_of(scalar, scalar.layout.chunks())
+            self.placing.place_row(fqn, scalar_place, None, parts)
             return
         self._held[fqn] = held
         placement, rule = None, None
@@ -154,28 +158,26 @@ class StackPlacer:
         shapes = own.shape, held.local_shape
         key = (held.rows[0].axes, tuple(held.indices), shapes, own.placements, mesh, placement)
         if key not in self._alike:
-            self._alike[key] = _bind_stack(held, placement)
+            self._alike[key] = _bind_stack(held, placement, self.placing)
         place = self._alike[key]
         if place is None:
             self.placing.absent.add(fqn)
             return
         dims = tuple(sorted(dims))
-        self.placing.placed[fqn] = StackedPlaced(
-            fqn, parts[0], *place, rule, None, parts=parts, dims=dims
-        )
+        self.placing.placed[fqn] = Placed(fqn, parts[0], place, rule, parts=parts, dims=dims)
 
     def let_states_follow(self) -> None:
         """Give optimizer state with the rows of its parameter the place of the parameter."""
         for fqn, held in self._held.items():
-            state = self.unfolding.states.of(fqn) if held.own.shape else None
+            state = self.unfolded.states.of(fqn) if held.own.shape else None
             if state is None:
                 continue
-            placed = map(self.placing.placed.get, self.unfolding.states.keys_of(state.parameter))
-            stacks = [one for one in placed if isinstance(one, StackedPlaced)]
-            if stacks and all(one.binding == stacks[0].binding for one in stacks):
+            placed = map(self.placing.placed.get, self.unfolded.states.keys_of(state.parameter))
+            stacks = [one for one in placed if one is not None and one.dims]
+            if len({one.place.number for one in stacks}) == 1:
                 self._follow(fqn, held, stacks[0])
 
-    def _follow(self, fqn: str, held: _Held, first: StackedPlaced) -> None:
+    def _follow(self, fqn: str, held: _Held, first: Placed) -> None:
         if not self.placer.may_follow(fqn, first.fqn):
             return
         placed = self.placing.placed.get(fqn)
@@ -212,7 +214,9 @@ def _held_rows(rows: Sequence[StackedRow]) -> _Held:
     return _Held([held.row for held in rows], [part for part, _ in facts], facts[0][1])
 
 
-def _bind_stack(held: _Held, placement: CheckpointPlacement | None) -> Place | None:
+def _bind_stack(
+    held: _Held, placement: CheckpointPlacement | None, placing: Placing
+) -> Place | None:
     """Bind as if this rank had all rows; then leave it those that it has.
 
     Raises:
@@ -255,21 +259,7 @@ def _bind_stack(held: _Held, placement: CheckpointPlacement | None) -> Place | N
         for at, one in enumerate(held.rows)
         for chunk in row_target(one, shape).chunks(pieces, at)
     ]
-    return binding, tuple(sorted(chunks))
-
-
-@dataclass(frozen=True, slots=True)
-class _StackedShard:
-    """A DTensor's own shard, seen from the tensor with one dim more."""
-
-    dim: int
-    split_factor: int
-
-    def is_partial(self) -> bool:
-        return False
-
-    def is_replicate(self) -> bool:
-        return False
+    return placing.place_of(binding, tuple(sorted(chunks)))
 
 
 def _stacked_placements(own: Own, target: Target) -> tuple[Any, ...]:
@@ -280,7 +270,7 @@ def _stacked_placements(own: Own, target: Target) -> tuple[Any, ...]:
             dim = target.dims.index(shard_dim(placement, len(own.shape)))
             parts, _ = shard_parts(placement)
             assert isinstance(parts, int)
-            placement = _StackedShard(dim, parts)
+            placement = Shard(dim) if parts == 1 else StridedShard(dim, split_factor=parts)
         stacked.append(placement)
     return tuple(stacked)
 

@@ -21,57 +21,41 @@ class Unfolded:
     """A flat state dict with one value per key of the checkpoint.
 
     Attributes:
+        placing: Takes in places, faults and rules that matched.
+        rules: The user's.
+        stored: The checkpoint's metadata by key on a load; None on a save.
+        states: Which keys are optimizer state, by the names of the stacks or of this rank's keys.
         state_dict: The values.
         mappings: The path of each key in the nested dict.
         copies: Further paths of an object that several local keys have as one.
         shared: The name of a scalar or an object whose one value stands for several keys.
     """
 
-    state_dict: dict[str, Any]
-    mappings: dict[str, Path]
+    placing: Placing
+    rules: Rules | None
+    stored: Mapping[str, Any] | None
+    states: OptimizerStates
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    mappings: dict[str, Path] = field(default_factory=dict)
     copies: dict[str, list[Path]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
 
-
-class Unfolding:
-    """One flat state dict while its values are placed under the checkpoint's keys.
-
-    Args:
-        state_dict: Flat, as ``rename_keys`` leaves it.
-        mappings: The path of each key in the nested dict.
-        placing: Takes in places, faults and rules that matched.
-        rules: The user's.
-        stored: The checkpoint's metadata by key on a load; None on a save.
-    """
-
-    def __init__(
-        self,
-        state_dict: Mapping[str, Any],
-        mappings: Mapping[str, Path],
-        placing: Placing,
-        rules: Rules | None,
-        stored: Mapping[str, Any] | None,
-    ) -> None:
-        self.state_dict = state_dict
-        self.mappings = mappings
-        self.placing = placing
-        self.rules = rules
-        self.loading = stored is not None
-        self.stored = stored or {}
-        self.states = _optimizer_states(state_dict)
-        self.unfolded = Unfolded({}, {})
+    @property
+    def loading(self) -> bool:
+        """Whether the values are to be filled from a checkpoint."""
+        return self.stored is not None
 
     def add(self, fqn: str, value: Any, path: Path | None) -> None:
         """Note a value under its key in the checkpoint."""
-        if fqn in self.unfolded.state_dict:
+        if fqn in self.state_dict:
             self.fault(
                 fqn,
                 "rename= gives this one name to a row and to another value",
                 "way out:     map every key of a rank to a key of its own",
             )
-        self.unfolded.state_dict[fqn] = value
+        self.state_dict[fqn] = value
         if path is not None:
-            self.unfolded.mappings[fqn] = path
+            self.mappings[fqn] = path
 
     def fault(self, fqn: str, headline: str, *details: str) -> None:
         """Note a fault."""
@@ -83,7 +67,7 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or is_dtensor_like(value)
 
 
-def _optimizer_states(state_dict: Mapping[str, Any]) -> OptimizerStates:
+def states_of(state_dict: Mapping[str, Any]) -> OptimizerStates:
     """Return which keys are optimizer state, by the names of the stacks or of this rank's keys."""
     held: dict[str, Any] = {}
     names: list[str] = []

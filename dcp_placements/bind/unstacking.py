@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from dcp_placements.bind.own_chunks import names_its_chunks
-from dcp_placements.bind.placed import Place, Placed, Placing, RowPlaced
+from dcp_placements.bind.placed import Place, Placed, Placing
 from dcp_placements.bind.placing import place
 from dcp_placements.bind.rule_and_dtensor import Binding, Own, bind
-from dcp_placements.bind.unfolded import Unfolding, is_tensor
+from dcp_placements.bind.unfolded import Unfolded, is_tensor
 from dcp_placements.layout.sharding import Chunk, Cut, Layout, Sharding
 from dcp_placements.names.boxes import Target, part_targets, removed, replaced, row_dim
 from dcp_placements.names.optimizer_state import possible_parameters
@@ -42,16 +42,15 @@ class _Rows:
 class RowPlacer:
     """Places each ``Unstacked`` value of a state dict as its rows and parts."""
 
-    def __init__(self, unfolding: Unfolding) -> None:
-        self.unfolding = unfolding
+    def __init__(self, unfolded: Unfolded, values: Sequence[Unstacked]) -> None:
+        self.unfolded = unfolded
         self._alike: dict[object, _Rows] = {}
         self._rows_of: dict[str, _Rows] = {}
-        self._whole = self._place_whole()
+        self._whole = self._place_whole(values)
 
-    def _place_whole(self) -> Placing:
+    def _place_whole(self, values: Sequence[Unstacked]) -> Placing:
         """Place the whole tensors, and note the rows of each."""
-        values = [value for value in self.unfolding.state_dict.values() if type(value) is Unstacked]
-        fault, placing = self.unfolding.fault, self.unfolding.placing
+        fault, placing = self.unfolded.fault, self.unfolded.placing
         tensors = {}
         for value in values:
             if _has_rows(value):
@@ -59,7 +58,7 @@ class RowPlacer:
                 if name in tensors:
                     fault(value.name.fqn, f"two tensors are called {name} by rename=")
                 tensors[name] = value.value
-        whole = place(tensors, self.unfolding.rules)
+        whole = place(tensors, self.unfolded.rules)
         placing.faults += whole.faults
         for rule, count in whole.matched.items():
             placing.matched[rule] = placing.matched.get(rule, 0) + count
@@ -74,7 +73,8 @@ class RowPlacer:
             shape = tuple(tensor.shape)
             binding = bind(Own(shape), shape, None)
             assert binding is not None
-            whole.placed[name] = Placed(name, tensor, binding, binding.layout.chunks(), None)
+            plain = whole.place_of(binding, binding.layout.chunks())
+            whole.placed[name] = Placed(name, tensor, plain, None)
         for value in values:
             if value.name.stacked in whole.placed:
                 try:
@@ -88,10 +88,10 @@ class RowPlacer:
         """Note the rows of a tensor, by every name that its optimizer state may have for it."""
         dim = row_dim(name, placed.global_shape)
         parts = (name.dim, name.sizes, name.groups) if isinstance(name, Parts) else None
-        key = placed.binding, dim, parts
+        key = placed.place.number, dim, parts
         rows = self._alike.get(key)
         if rows is None:
-            rows = self._alike[key] = _rows_of(placed, name, dim)
+            rows = self._alike[key] = _rows_of(placed, name, dim, self.unfolded.placing)
         self._rows_of[name.stacked] = rows
         components = name.stacked.split(".")
         runs = [".".join(components[at:]) for at in range(len(components))]
@@ -110,24 +110,23 @@ class RowPlacer:
             return
         rows = self._rows_of[name.stacked]
         dim = row_dim(name, placed.global_shape)
-        tensor = placed.tensor.detach()
+        placing, tensor = self.unfolded.placing, placed.tensor.detach()
         held: dict[int, list[torch.Tensor]] = {}
         for number, at in rows.numbers:
             row = tensor if at is None or dim is None else tensor.select(dim, at)
             held.setdefault(number, []).append(row)
         for number, tensors in held.items():
             for fqn, row_place in zip(_fqns(name, number), rows.places, strict=True):
-                self.unfolding.add(fqn, tensors[0], value.path)
-                row_placed = RowPlaced.of(fqn, row_place, placed.rule, tensors)
-                self.unfolding.placing.placed[fqn] = row_placed
+                self.unfolded.add(fqn, tensors[0], value.path)
+                placing.place_row(fqn, row_place, placed.rule, tensors)
 
     def _share(self, value: Unstacked) -> None:
         """Give a scalar or an object to every row of its parameter that this rank holds."""
-        name, unfolding = value.name, self.unfolding
+        name, unfolded = value.name, self.unfolded
         runs = possible_parameters(name.stacked) or _grouped_parameters(name.stacked)
         rows = next((self._rows_of[run] for run in runs if run in self._rows_of), None)
         if rows is None:
-            unfolding.fault(
+            unfolded.fault(
                 name.stacked,
                 "its rows cannot be determined: it is a scalar or an object, and no tensor of its "
                 "parameter is unstacked with it",
@@ -136,15 +135,15 @@ class RowPlacer:
             )
             return
         numbers = list(dict.fromkeys(number for number, _ in rows.numbers))
-        if unfolding.loading and isinstance(value.value, torch.Tensor):
+        if unfolded.loading and isinstance(value.value, torch.Tensor):
             # One scalar stands for all rows, whichever this rank holds.
             numbers = list(range(rows.total))
-        elif unfolding.loading and not numbers and rows.total:
+        elif unfolded.loading and not numbers and rows.total:
             numbers = [0]
         for number in numbers:
             for fqn in _fqns(name, number):
-                unfolding.add(fqn, value.value, value.path)
-                unfolding.unfolded.shared[fqn] = name.stacked
+                unfolded.add(fqn, value.value, value.path)
+                unfolded.shared[fqn] = name.stacked
 
 
 def _has_rows(value: Unstacked) -> bool:
@@ -163,7 +162,7 @@ def _grouped_parameters(fqn: str) -> list[str]:
     return [".".join(parts[at + 1 :]) for at, part in enumerate(parts) if part == "param_groups"]
 
 
-def _rows_of(placed: Placed, name: Rows | Parts, dim: int | None) -> _Rows:
+def _rows_of(placed: Placed, name: Rows | Parts, dim: int | None, placing: Placing) -> _Rows:
     """Return the rows of a tensor that this rank holds.
 
     Raises:
@@ -178,10 +177,11 @@ def _rows_of(placed: Placed, name: Rows | Parts, dim: int | None) -> _Rows:
         binding = _row_binding(binding, dim)
         chunks = binding.layout.chunks()
     if isinstance(name, Rows):
-        rows.places = [(binding, chunks)]
+        rows.places = [placing.place_of(binding, tuple(chunks))]
         return rows
     for target in part_targets(name, binding.global_shape):
-        rows.places.append(_part_place(binding, chunks, target, name.dim % len(target.shape)))
+        part = _part_binding(binding, target, name.dim % len(target.shape))
+        rows.places.append(placing.place_of(part, target.chunks(chunks)))
     return rows
 
 
@@ -199,8 +199,8 @@ def _row_binding(binding: Binding, dim: int) -> Binding:
     return Binding(row, binding.axes, layout)
 
 
-def _part_place(binding: Binding, chunks: Sequence[Chunk], part: Target, dim: int) -> Place:
-    """Return where a part of a fused tensor lies.
+def _part_binding(binding: Binding, part: Target, dim: int) -> Binding:
+    """Return the binding of a part of a fused tensor.
 
     Raises:
         RenameError: The fused dim is padded.
@@ -229,4 +229,4 @@ def _part_place(binding: Binding, chunks: Sequence[Chunk], part: Target, dim: in
     layout = Layout(part.shape, replaced(binding.layout.intervals, dim, tuple(intervals)))
     # Where no axis cuts the dim, one run of the whole is the same run on every rank.
     is_exact = len(part.boxes) == 1 and not any(c.dim == dim for c in sharding.cuts)
-    return Binding(cut, binding.axes, layout, is_exact=is_exact), part.chunks(chunks)
+    return Binding(cut, binding.axes, layout, is_exact=is_exact)

@@ -175,9 +175,9 @@ def holding_of(
         if placed is None:
             source = head, _source_of_group(fqn, value)
         else:
-            tensor, count = placed.tensor, len(placed.chunks)
+            tensor = placed.tensor
             look = tensor.dtype, tensor.layout, tensor.requires_grad
-            source = head, placed.binding, count, type(placed), look
+            source = head, placed.place.number, placed.has_own_key, look
         place = places.get(source)
         if place is None:
             has_own_key = placed is not None and placed.has_own_key

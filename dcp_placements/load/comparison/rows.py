@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dcp_placements.bind.placed import Placing, StackedPlaced
+from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Chunk, Intervals, Layout, Pick, Sharding
 from dcp_placements.load.comparison.numbers import format_numbers
@@ -94,7 +94,7 @@ def packed_rows(
             others.append(fqn)
         elif states.of(fqn) is None and not excused(fqn):
             rows = listed[placed.binding]
-            if not isinstance(placed, StackedPlaced):
+            if not placed.dims:
                 rows = replace(rows, rule=placed.rule)
             groups.setdefault(rows, []).append(fqn)
     return pack(groups, without_numbers(others))

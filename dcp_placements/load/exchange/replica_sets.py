@@ -23,7 +23,7 @@ from dcp_placements._torch import (
     axis_group,
     filled,
 )
-from dcp_placements.bind.placed import Placed, Placing
+from dcp_placements.bind.placed import Placing
 from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.layout.sharding import Box, Cut
 from dcp_placements.load.exchange.broadcast import Line
@@ -150,7 +150,7 @@ def replica_sets(
         boxes = [Box((0,) * value.dim(), tuple(value.shape))]
         if placed is not None:
             # A tensor of stacked rows is no single piece of memory.
-            if type(placed) is not Placed:
+            if placed.dims or placed.has_own_key:
                 continue
             if placed.binding not in lines_of:
                 lines_of[placed.binding] = _replicated_lines(placed.binding)

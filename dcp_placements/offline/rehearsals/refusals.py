@@ -8,7 +8,7 @@ from typing import Any
 
 from dcp_placements._torch import Metadata
 from dcp_placements.bind.lint import lint
-from dcp_placements.bind.placed import Placed
+from dcp_placements.bind.placed import Place, Placed
 from dcp_placements.bind.rule_and_dtensor import BindError, Own, bind
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.sharding import Layout, Sharding
@@ -122,7 +122,8 @@ class Refusals:
                     headline, details = shape_mismatch(shape, whole, needs, rule)
                     way = f"             global_shape={shape} in the rule, where parts are uneven"
                     self._shape_faults[key] = headline, (*details, way)
-                placed = [Placed(f, part.tensors.example, binding, (), rule) for f in part.fqns]
+                place = Place(binding, (), 0)
+                placed = [Placed(f, part.tensors.example, place, rule) for f in part.fqns]
                 self._notes.update(dict.fromkeys(lint(placed, renamed=renamed)))
         fault = self._shape_faults[key]
         if fault is not None:
