@@ -6,7 +6,7 @@ lacks a chunk, they leave old values.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,6 @@ from dcp_placements._torch import (
     ReadItem,
     TensorStorageMetadata,
 )
-from dcp_placements.layout.alike import BySequence
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import tiles, uncovered
 from dcp_placements.storage.metadata.chunk_list import ChunkList
@@ -97,33 +96,27 @@ class StoredChunks:
 
 
 class Reads:
-    """Plans reads. Tensors of one layout share a search.
+    """Plans reads. Tensors with equal destinations share a search.
 
     In a checkpoint of thousands of tensors on thousands of ranks, a search through all chunks of
     each would dominate the cost of planning a load.
     """
 
     def __init__(self) -> None:
-        self._stored: BySequence[StoredChunks] = BySequence(_ends)
-        self._by_layout: dict[tuple[Hashable, torch.Size, int], tuple[Read, ...]] = {}
+        self._earlier: dict[tuple[tuple[Box, ...], torch.Size, int], tuple[Read, ...]] = {}
         self._last_position = 0
 
     def of(
-        self,
-        stored: TensorStorageMetadata,
-        destinations: Sequence[Box],
-        *,
-        layout: Hashable = None,
+        self, stored: TensorStorageMetadata, destinations: Sequence[Box]
     ) -> tuple[tuple[Read, ...], list[Box]]:
         """Return the reads that fill ``destinations``, and the boxes that no stored chunk holds.
 
         Args:
             stored: The metadata of the checkpoint's tensor.
             destinations: Boxes of that tensor.
-            layout: Equal for tensors with these destinations; None for a search of its own.
         """
-        key = (layout, stored.size, len(stored.chunks))
-        earlier = None if layout is None else self._by_layout.get(key)
+        key = (tuple(destinations), stored.size, len(stored.chunks))
+        earlier = self._earlier.get(key)
         # These chunks were proved to fill the destinations, whatever the others are.
         if earlier is not None and all(
             _is_at(stored.chunks, read.at, read.stored) for read in earlier
@@ -131,41 +124,37 @@ class Reads:
             return earlier, []
         reads: list[Read] = []
         holes: list[Box] = []
+        # Often the only chunk is stored as it is needed: the others are not sorted then.
+        at = self._position(stored.chunks, *destinations) if len(destinations) == 1 else None
+        chunks = StoredChunks(stored) if at is None and destinations else None
         for position, box in enumerate(destinations):
-            # Often the chunk is stored as it is needed: no other is sorted then.
-            at = self._position(stored.chunks, box) if len(destinations) == 1 else None
-            meeting = [(at, box, box)] if at is not None else self._chunks(stored).meeting(box)
+            meeting = [(at, box, box)] if chunks is None else chunks.meeting(box)
             reads += [_read(position, box, *piece) for piece in meeting]
             pieces = [piece for _, _, piece in meeting]
             if pieces != [box] and not tiles(box, pieces):
                 holes += uncovered(box, pieces)
-        if layout is not None and not holes:
-            self._by_layout[key] = tuple(reads)
+        if not holes:
+            self._earlier[key] = tuple(reads)
         return tuple(reads), holes
 
     def _position(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> int | None:
-        """Return the position of the chunk that equals a box; None without one, or for arrays."""
-        if isinstance(chunks, ChunkList) or 0 in box.sizes:
+        """Return the position of a chunk that equals a box; None without one."""
+        if 0 in box.sizes:
             return None
         # Other tensors have their chunk at the same position if the topology is that of the save.
         if _is_at(chunks, self._last_position, box):
             return self._last_position
         offsets, sizes = box
-        for at, chunk in enumerate(chunks):
-            if chunk.offsets == offsets and chunk.sizes == sizes:
-                self._last_position = at
-                return at
-        return None
-
-    def _chunks(self, stored: TensorStorageMetadata) -> StoredChunks:
-        """Return the chunks of a tensor; the same object for all tensors with equal chunks."""
-        dims = len(stored.size)
-        chunks = self._stored.get(stored.chunks, dims)
-        return chunks or self._stored.put(stored.chunks, StoredChunks(stored), dims)
-
-
-def _ends(chunk: ChunkStorageMetadata) -> Hashable:
-    return tuple(chunk.offsets), tuple(chunk.sizes)
+        at: int | None
+        if isinstance(chunks, ChunkList):
+            equal = (chunks.offsets == offsets).all(axis=1) & (chunks.sizes == sizes).all(axis=1)
+            at = int(equal.argmax()) if equal.any() else None
+        else:
+            pairs = enumerate(chunks)
+            at = next((i for i, c in pairs if c.offsets == offsets and c.sizes == sizes), None)
+        if at is not None:
+            self._last_position = at
+        return at
 
 
 def _is_at(chunks: Sequence[ChunkStorageMetadata], at: int, box: Box) -> bool:

@@ -10,7 +10,6 @@ import torch
 
 from dcp_placements._torch import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     ReadItem,
     TensorStorageMetadata,
@@ -90,8 +89,8 @@ class Request:
         self.notes: list[Fault] = []
         self._states = OptimizerStates(self.state_dict, self.stored, names=names)
         self._reads = Reads()
-        # Keyed by everything that a filling depends on; most tensors share it with another one.
-        self._fillings: dict[Any, tuple[Sequence[ChunkStorageMetadata], _Filling]] = {}
+        # By place and dtype, the last such tensor: most tensors are filled as that one.
+        self._last: dict[tuple[Any, torch.dtype], tuple[TensorStorageMetadata, _Filling]] = {}
 
     def items(self) -> LazyItems[ReadItem]:
         """Plan all reads, and return them."""
@@ -99,8 +98,9 @@ class Request:
         fillings: dict[str, _Filling] = {}
         missing = []
         for fqn, value in self.state_dict.items():
-            if fqn in self.stored:
-                filling = self._filling(fqn, value)
+            stored = self.stored.get(fqn)
+            if stored is not None:
+                filling = self._filling(fqn, value, stored)
                 if filling is not None:
                     fillings[fqn] = filling
             elif fqn not in self.placing.absent:
@@ -135,27 +135,30 @@ class Request:
         self.report.missing = tuple(keys.kept)
         self.report.stateless = tuple(dict.fromkeys(keys.stateless.values()))
 
-    def _filling(self, fqn: str, value: Any) -> _Filling | None:
+    def _filling(self, fqn: str, value: Any, stored: Any) -> _Filling | None:
         """Return what fills a value; None where nothing does, or where that is a fault."""
-        stored = self.stored[fqn]
         placed = self.placing.placed.get(fqn)
-        if placed is None or type(stored) is not TensorStorageMetadata:
-            return None if fqn in self.placing.absent else self._new_filling(fqn, value, stored)
-        chunks = stored.chunks
-        count, dtype = len(placed.chunks), placed.tensor.dtype
-        key = placed.binding, count, dtype, stored.size, stored.properties.dtype
-        last = self._fillings.get(key)
+        key: tuple[Any, torch.dtype]
+        if placed is not None:
+            key = placed.place.number, placed.tensor.dtype
+        elif fqn in self.placing.absent:
+            return None
+        elif type(value) is torch.Tensor and not has_hooks(value):
+            key = value.shape, value.dtype
+        else:
+            return self._new_filling(fqn, value, stored)
+        last = self._last.get(key)
         # An equal list that is another object is searched again.
-        if last is not None and last[0] is chunks:
+        if last is not None and (last[0] is stored or _are_alike(last[0], stored)):
             return last[1]
         faults = len(self.faults)
-        filling = self._tensor_filling(fqn, value, placed, stored)
+        filling = self._new_filling(fqn, value, stored)
         if filling is not None and len(self.faults) == faults and fqn not in self.collapsed:
-            self._fillings[key] = chunks, filling
+            self._last[key] = stored, filling
         return filling
 
     def _new_filling(self, fqn: str, value: Any, stored: Any) -> _Filling | None:
-        """Return what fills a value that has no place, or is stored as an object."""
+        """Return what fills a value, whatever filled others."""
         placed = self.placing.placed.get(fqn)
         if isinstance(stored, BytesStorageMetadata):
             if placed is None and not is_tensor(value):
@@ -199,11 +202,9 @@ class Request:
             return None
         dtype = value.dtype if placed is None else placed.tensor.dtype
         stored_dtype = stored.properties.dtype
-        layout = None
         padded = 0
         if placed is not None:
             destinations = [chunk.box for chunk in placed.chunks]
-            layout = placed.binding, len(placed.chunks)
             if placed.binding.sharding.padded_shape is not None:
                 held = sum(tensor.numel() for tensor in placed.tensors)
                 padded = held - sum(box.numel for box in destinations)
@@ -211,7 +212,7 @@ class Request:
             destinations = [Box((0,), shape)]
         else:
             destinations = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunk_list(value)]
-        reads, holes = self._reads.of(stored, destinations, layout=layout)
+        reads, holes = self._reads.of(stored, destinations)
         if holes:
             self._refuse_holes(fqn, shape, holes, len(stored.chunks))
         kind = cast_kind(stored_dtype, dtype)
@@ -241,6 +242,16 @@ class Request:
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(fqn, headline, details))
+
+
+def _are_alike(one: TensorStorageMetadata, other: Any) -> bool:
+    """Whether entries differ in nothing that a filling depends on; chunks by identity alone."""
+    return (
+        type(other) is TensorStorageMetadata
+        and one.chunks is other.chunks
+        and one.size == other.size
+        and one.properties.dtype == other.properties.dtype
+    )
 
 
 def shape_mismatch(

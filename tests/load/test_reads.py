@@ -148,11 +148,11 @@ def test_tensors_that_lie_alike_are_found_in_chunk_lists_of_another_order() -> N
     reads = Reads()
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
         listed = [boxes[i] for i in order]
-        found, holes = reads.of(stored((5, 3), listed), [boxes[2]], layout="a class")
+        found, holes = reads.of(stored((5, 3), listed), [boxes[2]])
         assert holes == []
         (item,) = read_items([("w", found)])
         assert item.storage_index.index == listed.index(boxes[2])
         assert item.storage_index.offset == torch.Size((4, 0))
         assert item.lengths == torch.Size((1, 3))
-    _, holes = reads.of(stored((5, 3), boxes[:2]), [boxes[2]], layout="a class")
+    _, holes = reads.of(stored((5, 3), boxes[:2]), [boxes[2]])
     assert holes == [boxes[2]]
