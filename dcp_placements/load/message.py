@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dcp_placements.errors import Fault, format_ranks, unpacked_faults
-from dcp_placements.load.comparison.checks import Asked
+from dcp_placements.load.comparison.asked import Asked
 from dcp_placements.load.exchange.shares import Claims
 
 
@@ -43,9 +43,8 @@ class LoadMessage:
     @property
     def is_empty(self) -> bool:
         """Whether the coordinator has no use for it."""
-        asks = self.asked.numbers or self.asked.rows or self.asked.boxes
-        others = self.patterns or self.notes or self.save or self.faults
-        return self.claims is None and not (asks or others)
+        others = self.asked.keys or self.patterns or self.notes or self.save or self.faults
+        return self.claims is None and not others
 
 
 def all_notes(messages: Iterable[LoadMessage]) -> list[Fault]:

@@ -35,6 +35,12 @@ class Policy:
         """Whether a waiver names a key."""
         return any(pattern.search(f".{fqn}") for pattern in self.waived)
 
+    def excused(self, fqns: Iterable[str]) -> set[str]:
+        """Return the keys that are waived, or may be missing by name."""
+        if not self.optional and not self.waived:
+            return set()
+        return {fqn for fqn in fqns if self.excuses(fqn)}
+
     def excuses(self, fqn: str) -> bool:
         """Whether a key is waived, or may be missing by name."""
         return self.waives(fqn) or self.is_optional(fqn)

@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_placements._torch import Metadata, TensorStorageMetadata, world_size
 from dcp_placements.bind.lint import lint
-from dcp_placements.bind.placed import Placing
+from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.errors import Fault
-from dcp_placements.load.comparison.boxes import box_faults, packed_boxes
+from dcp_placements.load.comparison.asked import AllAsked, Asked, Asking, Form
+from dcp_placements.load.comparison.boxes import box_faults
 from dcp_placements.load.comparison.cuts import Difference, differences
 from dcp_placements.load.comparison.numbers import (
-    NUMBERING,
     Families,
     local_number_faults,
     number_faults,
-    packed_numbers,
     total_faults,
 )
-from dcp_placements.load.comparison.rows import packed_rows, row_faults
+from dcp_placements.load.comparison.rows import row_faults
 from dcp_placements.load.policy import Policy
 from dcp_placements.names.numbers import number_finder
+from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.rename_record import renames_in_force
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import numbering
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.metadata.provenance import stored
-from dcp_placements.storage.metadata.record import SavedRename, SaveRecord, cuts_of, record_of
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a rank asks for of wholes that ranks divide, for the coordinator.
-
-    Attributes:
-        numbers: The numbers of families that the save renamed, packed.
-        rows: The rows that the rank lists itself, packed.
-        boxes: The boxes of sharded keys, packed.
-        renames: The renames in force on the rank, as text.
-    """
-
-    numbers: bytes = b""
-    rows: bytes = b""
-    boxes: bytes = b""
-    renames: tuple[str, ...] = ()
+from dcp_placements.storage.metadata.record import Cuts, SavedRename, SaveRecord, cuts_of, record_of
 
 
 @dataclass(slots=True)
@@ -92,15 +75,16 @@ def check_load(
     checks.notes = [note for note in findings if not policy.waives(note.fqn)]
     if checks.record is not None:
         _compare_cuts(checks, checks.record, placing, metadata, policy)
-    compare_renames(checks, state_dict, metadata, rename, policy)
+        checks.faults += rename_faults(checks.record, state_dict, rename, policy)
     if world_size() > 1:
-        keys = tensor_keys(metadata)
-        rows = packed_rows(placing, state_dict, keys, policy.excuses)
-        boxes = b""
+        asking = Asking(tensor_positions(metadata))
+        excused = policy.excused(state_dict)
         # DTensors alone are complete over their meshes.
-        if rules is not None or rename is not None:
-            boxes = packed_boxes(placing, state_dict, list(keys), policy.excuses)
-        checks.asked = replace(checks.asked, rows=rows, boxes=boxes)
+        declared = placing if rules is not None or rename is not None else Placing()
+        fqns = [fqn for fqn in state_dict if fqn not in placing.absent]
+        _ask(asking, fqns, declared, excused)
+        families = excused_families(checks.record, metadata, excused)
+        checks.asked = asking.packed(families, renames_as_text(rename))
     return checks
 
 
@@ -112,28 +96,24 @@ def _compare_cuts(
     policy: Policy,
 ) -> None:
     """Add a fault for each key that axes shard in another way than the save had it."""
-    by_binding: dict[tuple[int, Binding], tuple[Difference, ...]] = {}
+    found: dict[tuple[int, int], tuple[Difference, ...] | None] = {}
     compared = waived = 0
     for fqn, placed in placing.placed.items():
-        group = record.group_of.get(fqn, 0)
-        binding = placed.binding
-        if not group or not binding.sharding.cuts:
+        key = record.group_of.get(fqn, 0), placed.place.number
+        if key not in found:
+            found[key] = _differences(record.groups[key[0]], placed)
+        differing = found[key]
+        if differing is None:
             continue
-        found = by_binding.get((group, binding))
-        if found is None:
-            loaded = cuts_of(binding.sharding, [axis.name for axis in binding.axes])
-            shape = binding.global_shape
-            found = by_binding[group, binding] = tuple(
-                differences(record.groups[group], loaded, shape)
-            )
-        stored = metadata.state_dict_metadata[fqn] if found else None
-        if found and getattr(stored, "size", None) != placed.global_shape:
-            continue  # the request refuses it for that
+        if differing:
+            stored = metadata.state_dict_metadata[fqn]
+            if getattr(stored, "size", None) != placed.global_shape:
+                continue  # the request refuses it for that
+            if policy.waives(fqn):
+                waived += 1
+            else:
+                checks.faults += [one.fault(fqn, placed.rule) for one in differing]
         compared += 1
-        if found and policy.waives(fqn):
-            waived += 1
-        elif found:
-            checks.faults += [one.fault(fqn, placed.rule) for one in found]
     checks.compared = "declared as saved"
     if compared:
         count = compared - waived
@@ -142,41 +122,96 @@ def _compare_cuts(
         checks.compared += f"; {waived} differ, waived"
 
 
-def compare_renames(
-    checks: LoadChecks,
-    fqns: Collection[str],
-    metadata: Metadata,
-    rename: Rename | None,
-    policy: Policy,
-) -> None:
-    """Add what a rank asks for, and the faults of totals that differ from the save's.
+def _differences(saved: Cuts, placed: Placed) -> tuple[Difference, ...] | None:
+    """Return how the cuts of a tensor differ from those of the save; None where one has none."""
+    loaded = _cuts_of(placed.binding)
+    return tuple(differences(saved, loaded, placed.global_shape)) if saved and loaded else None
+
+
+def _cuts_of(binding: Binding) -> Cuts:
+    return cuts_of(binding.sharding, [axis.name for axis in binding.axes])
+
+
+def rename_faults(
+    record: SaveRecord, fqns: Collection[str], rename: Rename | None, policy: Policy
+) -> list[Fault]:
+    """Return the totals of a rename that differ from those of the save.
 
     Args:
-        checks: What the rank finds; takes in both.
-        fqns: The checkpoint's keys that it asks for.
-        metadata: The checkpoint's.
+        record: The checkpoint's.
+        fqns: The checkpoint's keys that the rank asks for.
         rename: The rank's renaming.
         policy: What is accepted.
     """
-    renames = tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
-    checks.asked = Asked(renames=renames)
-    record = checks.record
-    if record is None:
-        return
-    families = Families(record.renames, metadata.state_dict_metadata)
-    if not families:
-        return
-    keys = tensor_keys(metadata)
-    excused = {family for fqn in fqns if policy.excuses(fqn) for family, *_ in families.of(fqn)}
-    numbers = families.numbers(fqn for fqn in fqns if fqn in keys)
-    packed = packed_numbers({name: numbers[name] for name in numbers if name not in excused})
-    checks.asked = Asked(packed, renames=renames)
+    faults = []
     totals = {numbered.pattern: numbered.total for numbered in numbering(rename)}
     for fault in total_faults(totals, record, fqns):
         finder = number_finder(fault.fqn)
         named = (fqn for fqn in fqns if finder.search(f".{fqn}"))
         if not policy.waives(fault.fqn) and not any(map(policy.excuses, named)):
-            checks.faults.append(fault)
+            faults.append(fault)
+    return faults
+
+
+def renames_as_text(rename: Rename | None) -> tuple[str, ...]:
+    """Return the renames that are in force, as text."""
+    return tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
+
+
+def excused_families(
+    record: SaveRecord | None, metadata: Metadata, excused: Collection[str]
+) -> list[str]:
+    """Return the families of numbers of which some may be left out, by keys that may be."""
+    if record is None or not excused:
+        return []
+    families = Families(record.renames, metadata.state_dict_metadata)
+    return sorted({family for fqn in excused for family, *_ in families.of(fqn)})
+
+
+def _ask(
+    asking: Asking,
+    fqns: Collection[str],
+    placing: Placing,
+    excused: Collection[str],
+) -> None:
+    """Add what a rank asks for.
+
+    Rows of optimizer state may be left out, since that of a row's parameter may be missing.
+
+    Args:
+        asking: Takes in the keys.
+        fqns: The keys that the rank reads.
+        placing: The places of tensors of which ranks may ask for the parts of others.
+        excused: Keys of which parts may be left out.
+    """
+    positions, others = asking.positions, asking.others
+    states: OptimizerStates | None = None
+    # By place and rule, the keys that are asked for in that form; None for the others.
+    groups: dict[tuple[int, str | None], tuple[Form, list[int]] | None] = {}
+    for fqn in fqns:
+        position = positions.get(fqn)
+        if position is None:
+            continue
+        placed = placing.placed.get(fqn)
+        group = None
+        if placed is not None and fqn not in excused:
+            key = placed.place.number, None if placed.dims else placed.rule
+            if key not in groups:
+                groups[key] = _group(asking, placed)
+            group = groups[key]
+            if group is not None and group[0].dims:
+                states = states or OptimizerStates(dict.fromkeys(positions, UNSEEN))
+                group = None if states.of(fqn) is not None else group
+        (others if group is None else group[1]).append(position)
+
+
+def _group(asking: Asking, placed: Placed) -> tuple[Form, list[int]] | None:
+    """Return the form and the group of tensors of one place; None where it is the whole tensor."""
+    if placed.binding.layout.is_whole:
+        return None
+    rule = None if placed.dims else placed.rule
+    form = Form.of(placed.binding.sharding, _cuts_of(placed.binding), rule)
+    return form, asking.group(form, placed.chunks)
 
 
 def asked_faults(
@@ -191,41 +226,20 @@ def asked_faults(
         complete: Whether all ranks take part. Of some ranks only local numbers are refused.
     """
     renames = {rank: one.renames for rank, one in asked.items()}
-    numbers = {rank: one.numbers for rank, one in asked.items() if one.numbers}
-    rows = {rank: one.rows for rank, one in asked.items() if one.rows}
+    together, keys = AllAsked.of(asked), list(tensor_positions(metadata))
+    families = Families(() if record is None else record.renames, metadata.state_dict_metadata)
     if not complete:
-        numbers = {rank: one for rank, one in numbers.items() if not _gives_numbers(renames[rank])}
-    faults: list[Fault] = []
-    if record is not None and len(numbers) > (1 if complete else 0):
-        families = Families(record.renames, metadata.state_dict_metadata)
-        parts, keys = _ranks_of(numbers), tensor_keys(metadata)
-        if complete:
-            faults = number_faults(parts, families, keys, renames)
-        else:
-            faults = local_number_faults(parts, families, keys)
-    if not complete:
-        return faults
-    if len(rows) > 1:
-        faults += row_faults(_ranks_of(rows), record, renames)
-    boxes = {rank: one.boxes for rank, one in asked.items() if one.boxes}
-    # A rank that sent none may ask for what the others leave out.
-    if not faults and 1 < world_size() <= len(boxes):
-        faults = box_faults(_ranks_of(boxes), record, list(tensor_keys(metadata)), renames)
+        return local_number_faults(together, families, keys, renames)
+    faults = number_faults(together, families, keys, renames)
+    faults += row_faults(together, record, keys, renames)
+    # A rank that sent nothing may ask for what the others leave out.
+    if not faults and world_size() <= sum(len(one.ranks) for one in together.requests):
+        faults = box_faults(together, record, keys, renames)
     return faults
 
 
-def _gives_numbers(renames: Sequence[str]) -> bool:
-    return any(one.startswith(NUMBERING) for one in renames)
-
-
-def _ranks_of(packed: Mapping[int, bytes]) -> dict[bytes, list[int]]:
-    ranks: dict[bytes, list[int]] = {}
-    for rank, text in packed.items():
-        ranks.setdefault(text, []).append(rank)
-    return ranks
-
-
-def tensor_keys(metadata: Metadata) -> dict[str, None]:
-    """Return the checkpoint's keys that are tensors, in its order."""
+def tensor_positions(metadata: Metadata) -> dict[str, int]:
+    """Return the checkpoint's keys that are tensors, in its order, and the position of each."""
     stored = metadata.state_dict_metadata.items()
-    return {fqn: None for fqn, value in stored if isinstance(value, TensorStorageMetadata)}
+    fqns = [fqn for fqn, value in stored if isinstance(value, TensorStorageMetadata)]
+    return {fqn: position for position, fqn in enumerate(fqns)}

@@ -6,9 +6,7 @@ load that lacks it finds every key that it asks for, but the wrong ones.
 
 from __future__ import annotations
 
-import pickle
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.load.comparison.asked import AllAsked
 from dcp_placements.load.comparison.parts import Bits, Part, gap_of
 from dcp_placements.names.numbers import NUMBER, number_finder
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
@@ -25,12 +24,11 @@ from dcp_placements.storage.metadata.record import SavedRename, SaveRecord
 NUMBERING = ("Renumber", "Unstack", "function")
 """Renames that leave a number in the checkpoint's keys."""
 
-NumbersByFamily = dict[str, set[int]]
-"""A family is a key up to the component with the number, which ``{}`` stands for."""
-
 
 class Families:
     """The families of numbers that a save renamed.
+
+    A family is a key up to the component with the number, which ``{}`` stands for.
 
     Args:
         renames: The renames that were in force.
@@ -64,52 +62,30 @@ class Families:
             tail = fqn[stop - 1 :].partition(".")[0]
             yield f"{fqn[: start - 1]}{{}}{tail}", int(match[NUMBER]), step
 
-    def numbers(self, fqns: Iterable[str]) -> NumbersByFamily:
-        """Return the numbers that keys have, by family."""
-        numbers: NumbersByFamily = {}
-        for fqn in fqns:
-            for family, number, _ in self.of(fqn):
-                numbers.setdefault(family, set()).add(number)
-        return numbers
-
     def step_of(self, family: str) -> SavedRename | None:
         """Return the rename that gave a family its numbers."""
         steps = (step for name, _, step in self.of(family.replace("{}", "0")) if name == family)
         return next(steps, None)
 
 
-def packed_numbers(numbers: NumbersByFamily) -> bytes:
-    """Return numbers packed, for the coordinator; most layers have the same ones."""
-    families: dict[tuple[int, ...], list[str]] = {}
-    for family, members in sorted(numbers.items()):
-        families.setdefault(tuple(sorted(members)), []).append(family)
-    return zlib.compress(pickle.dumps(families), 1) if numbers else b""
-
-
 def number_faults(
-    asked: Mapping[bytes, Sequence[int]],
+    asked: AllAsked,
     families: Families,
-    keys: Iterable[str],
+    keys: Sequence[str],
     renames: Mapping[int, Sequence[str]],
 ) -> list[Fault]:
     """Return the families of which several ranks ask for one part, and none for the rest.
 
     Args:
-        asked: The ranks by what they ask for, packed.
+        asked: What all ranks ask for.
         families: Those of the save.
-        keys: The checkpoint's keys that are tensors.
+        keys: The checkpoint's keys that are tensors, in the checkpoint's order.
         renames: By rank, the renames that are in force in this load.
     """
-    by_family: dict[str, dict[tuple[int, ...], list[int]]] = {}
-    for packed, ranks in asked.items():
-        numbers: tuple[int, ...]
-        for numbers, names in pickle.loads(zlib.decompress(packed)).items():
-            for family in names:
-                by_family.setdefault(family, {}).setdefault(numbers, []).extend(ranks)
-    stored = families.numbers(keys) if by_family else {}
+    stored, by_family = _numbers(asked, families, keys)
     faults = []
     for family, ranks_of in by_family.items():
-        whole = np.array(sorted(stored.get(family, ())))
+        whole = np.array(sorted(stored[family]))
         if set().union(*ranks_of).issuperset(whole.tolist()):
             continue
         parts: dict[Part, list[int]] = {}
@@ -141,25 +117,57 @@ def number_faults(
 
 
 def local_number_faults(
-    asked: Mapping[bytes, Sequence[int]], families: Families, keys: Iterable[str]
+    asked: AllAsked,
+    families: Families,
+    keys: Sequence[str],
+    renames: Mapping[int, Sequence[str]],
 ) -> list[Fault]:
     """Return the families of which ranks that load alone ask for the first numbers only.
 
     Args:
-        asked: The ranks without a rename that gives numbers, by what they ask for, packed.
+        asked: What these ranks ask for.
         families: Those of the save.
-        keys: The checkpoint's keys that are tensors.
+        keys: The checkpoint's keys that are tensors, in the checkpoint's order.
+        renames: By rank, the renames that are in force in this load.
     """
-    stored = families.numbers(keys) if asked else {}
+    stored, by_family = _numbers(asked, families, keys)
     faults = []
-    for packed, ranks in asked.items():
-        for numbers, names in pickle.loads(zlib.decompress(packed)).items():
-            if numbers != tuple(range(len(numbers))):
-                continue
-            for family in names:
-                if rest := stored.get(family, set()).difference(numbers):
-                    faults.append(_local_number_fault(family, numbers, rest, families, ranks))
+    for family, ranks_of in by_family.items():
+        for numbers, ranks in ranks_of.items():
+            local = [one for one in ranks if not any(map(_gives_numbers, renames[one]))]
+            rest = stored[family].difference(numbers)
+            if local and rest and numbers == tuple(range(len(numbers))):
+                faults.append(_local_number_fault(family, numbers, rest, families, local))
     return faults
+
+
+def _gives_numbers(rename: str) -> bool:
+    return rename.startswith(NUMBERING)
+
+
+def _numbers(
+    asked: AllAsked, families: Families, keys: Sequence[str]
+) -> tuple[dict[str, set[int]], dict[str, dict[tuple[int, ...], list[int]]]]:
+    """Return the numbers of each family that are stored, and the ranks by those they ask for."""
+    stored: dict[str, set[int]] = {}
+    by_family: dict[str, dict[tuple[int, ...], list[int]]] = {}
+    if not families:
+        return stored, by_family
+    numbers_of: dict[int, list[tuple[str, int]]] = {}
+    for position, fqn in enumerate(keys):
+        for family, number, _ in families.of(fqn):
+            stored.setdefault(family, set()).add(number)
+            numbers_of.setdefault(position, []).append((family, number))
+    for ranks, positions, excused in asked.requests:
+        requested: dict[str, set[int]] = {}
+        for position in positions:
+            for family, number in numbers_of.get(position, ()):
+                requested.setdefault(family, set()).add(number)
+        for family, members in requested.items():
+            if family not in excused:
+                part = tuple(sorted(members))
+                by_family.setdefault(family, {}).setdefault(part, []).extend(ranks)
+    return stored, by_family
 
 
 def _local_number_fault(

@@ -24,8 +24,8 @@ Bits = npt.NDArray[np.bool_]
 """One per element of the whole."""
 
 Part = tuple[bytes, tuple[Intervals, ...]]
-"""Packed bits, and the intervals of the other dims: ranks of FSDP or TP ask for different intervals
-of the same rows."""
+"""Packed bits, and of boxes with these elements the intervals on the other dims: ranks of FSDP or
+TP ask for different intervals of the same rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,9 @@ class Refusals:
         faults = list(self._record.rename_faults(rank, fqns, rename, waive, same))
         for one in held:
             members = one.part.fqns
-            self._record.list_rows(rank, members, one.sharding, one.layout, one.rule, waive)
+            self._record.list_rows(
+                rank, members, one.sharding, one.layout, one.placement, one.own, one.rule
+            )
             key = (one.key, one.part.members.tobytes(), one.rule, tuple(waive))
             if key not in self._cut_faults:
                 self._cut_faults[key] = self._record.cut_faults(

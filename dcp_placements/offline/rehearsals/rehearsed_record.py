@@ -7,20 +7,21 @@ checkpoint's keys.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_placements._torch import Metadata
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Layout, Pick, Sharding
+from dcp_placements.load.comparison.asked import Asked, Asking, Form
 from dcp_placements.load.comparison.checks import (
-    Asked,
-    LoadChecks,
     asked_faults,
-    compare_renames,
+    excused_families,
+    rename_faults,
+    renames_as_text,
+    tensor_positions,
 )
 from dcp_placements.load.comparison.cuts import differences
-from dcp_placements.load.comparison.rows import ListedRows, pack, rows_of, without_numbers
 from dcp_placements.load.policy import Policy, compiled
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.rules.placement import CheckpointPlacement
@@ -38,9 +39,12 @@ class RehearsedRecord:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
         self._record = record_of(stored(metadata), metadata.state_dict_metadata)
-        self._checks: dict[Any, LoadChecks] = {}
-        self._asked: dict[int, Asked] = {}
-        self._lists: list[tuple[int, Sequence[str], ListedRows | None, Mapping[str, str]]] = []
+        self._positions = tensor_positions(metadata)
+        self._states = OptimizerStates(dict.fromkeys(metadata.state_dict_metadata, UNSEEN))
+        self._fqns: dict[Any, list[str]] = {}
+        self._faults: dict[Any, list[Fault]] = {}
+        self._asked: dict[Any, Asked] = {}
+        self._ranks: dict[int, _RankKeys] = {}
 
     def cut_faults(
         self,
@@ -89,19 +93,18 @@ class RehearsedRecord:
             waive: Patterns of keys whose differences are accepted.
             key: Equal for ranks with equal arguments.
         """
-        checks = self._checks.get(key)
-        if checks is None:
-            checks = self._checks[key] = LoadChecks(self._record)
-            keys = list(fqns)
-            policy = Policy(waived=compiled(waive))
-            compare_renames(checks, keys, self._metadata, rename, policy)
-        self._asked[rank] = checks.asked
-        return checks.faults
+        policy = Policy(waived=compiled(waive))
+        if key not in self._faults:
+            self._fqns[key] = list(fqns)
+            self._faults[key] = []
+            if self._record is not None:
+                self._faults[key] = rename_faults(self._record, self._fqns[key], rename, policy)
+        self._ranks[rank] = _RankKeys(key, self._fqns[key], rename, policy)
+        return self._faults[key]
 
     def asking_faults(self) -> list[Fault]:
         """Return the faults that only the keys and rows of all ranks together show."""
-        rows = self._packed_rows()
-        asked = {rank: replace(one, rows=rows.get(rank, b"")) for rank, one in self._asked.items()}
+        asked = {rank: self._asked_by(keys) for rank, keys in self._ranks.items()}
         return asked_faults(asked, self._record, self._metadata, complete=True)
 
     def list_rows(
@@ -110,32 +113,63 @@ class RehearsedRecord:
         fqns: Sequence[str],
         sharding: Sharding,
         layout: Layout,
+        placement: CheckpointPlacement | None,
+        own: Sequence[str],
         rule: str | None,
-        waive: Mapping[str, str],
     ) -> None:
-        """Keep the rows that a rank requests of keys that are cut alike."""
-        rows = None
-        if any(isinstance(cut, Pick) for cut in sharding.cuts):
-            rows = rows_of(sharding, layout, layout.chunks())
-        self._lists.append((rank, fqns, None if rows is None else replace(rows, rule=rule), waive))
+        """Keep the rows that a rank requests of keys that are cut alike; nothing without rows.
 
-    def _packed_rows(self) -> dict[int, bytes]:
-        """Return the packed rows of every rank; nothing where no rule lists rows."""
-        if all(listed is None for _, _, listed, _ in self._lists):
-            return {}
-        states = OptimizerStates(dict.fromkeys(self._metadata.state_dict_metadata, UNSEEN))
-        groups: dict[int, dict[ListedRows, list[str]]] = {}
-        others: dict[int, set[bytes]] = {}
-        for rank, fqns, listed, waive in self._lists:
-            if listed is None:
-                others.setdefault(rank, set()).update(without_numbers(fqns))
-                continue
-            policy = Policy(waived=compiled(waive))
-            groups.setdefault(rank, {}).setdefault(listed, []).extend(
-                [fqn for fqn in fqns if states.of(fqn) is None and not policy.excuses(fqn)]
-            )
-        ranks = groups.keys() | others.keys()
-        return {rank: pack(groups.get(rank, {}), others.get(rank, ())) for rank in ranks}
+        Args:
+            rank: The rank, of which ``rename_faults`` was called before.
+            fqns: The keys.
+            sharding: How they are cut.
+            layout: Where the rank's local tensors lie.
+            placement: By the rule; None without a rule.
+            own: The axes of FSDP, flattened into the last axis of ``sharding``.
+            rule: The rule's name.
+        """
+        if any(isinstance(cut, Pick) for cut in sharding.cuts):
+            form = Form.of(sharding, declared_cuts(sharding, placement, own), rule)
+            self._ranks[rank].lists.append((fqns, form, layout))
+
+    def _asked_by(self, keys: _RankKeys) -> Asked:
+        """Return what a rank asks for."""
+        if not keys.lists and keys.key in self._asked:
+            return self._asked[keys.key]
+        excused = keys.policy.excused(keys.fqns)
+        asking = Asking(self._positions)
+        listed: set[str] = set()
+        for fqns, form, layout in keys.lists:
+            mine = [f for f in fqns if f not in excused and self._states.of(f) is None]
+            positions = [self._positions[fqn] for fqn in mine if fqn in self._positions]
+            asking.group(form, layout.chunks()).extend(positions)
+            listed.update(mine)
+        others = [fqn for fqn in keys.fqns if fqn in self._positions and fqn not in listed]
+        asking.others.extend([self._positions[fqn] for fqn in others])
+        families = excused_families(self._record, self._metadata, excused)
+        asked = asking.packed(families, renames_as_text(keys.rename))
+        if not keys.lists:
+            self._asked[keys.key] = asked
+        return asked
+
+
+@dataclass(frozen=True, slots=True)
+class _RankKeys:
+    """What one rank requests.
+
+    Attributes:
+        key: Equal for ranks with equal keys, renames and policies.
+        fqns: The keys of its tensors.
+        rename: Its rename.
+        policy: What is accepted.
+        lists: Keys whose rows it lists, their form, and where the local tensors lie.
+    """
+
+    key: Any
+    fqns: Sequence[str]
+    rename: Any
+    policy: Policy
+    lists: list[tuple[Sequence[str], Form, Layout]] = field(default_factory=list)
 
 
 def declared_cuts(
