@@ -7,14 +7,13 @@ own that the report keeps, and never for all keys at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut
 from dcp_placements.rules.mesh import Axis
-from dcp_placements.rules.patterns import compile_pattern
 
 # Projections that join several in one tensor; Megatron's linear_qkv and Megatron Lite's qkv.linear
 # are not among them, since they are laid out per query group and may be cut plainly.
@@ -30,12 +29,18 @@ EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
 DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
 
-def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
+def lint(
+    placed: Iterable[Placed],
+    *,
+    renamed: bool = False,
+    waived: Sequence[re.Pattern[str]] = (),
+) -> Iterator[Fault]:
     """Yield a finding for each tensor whose declaration is likely wrong.
 
     Args:
         placed: The tensors of one ``Placing``, with the checkpoint's keys.
         renamed: Whether they differ from the rank's own, so that a number in them is global.
+        waived: Patterns of keys without findings.
     """
     judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
     # Most tensors have a layout that is right under any name: they need no search.
@@ -45,7 +50,7 @@ def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
         is_doubtful = doubtful.get(number)
         if is_doubtful is None:
             is_doubtful = doubtful[number] = any(_findings(tensor, fused=True, expert=True))
-        if not is_doubtful:
+        if not is_doubtful or any(pattern.search(f".{tensor.fqn}") for pattern in waived):
             continue
         fused = FUSED_NAME.search(tensor.fqn) is not None
         expert = EXPERT_NAME.search(tensor.fqn) is not None
@@ -56,18 +61,6 @@ def lint(placed: Iterable[Placed], *, renamed: bool = False) -> Iterator[Fault]:
             judged[key] = list(_findings(tensor, fused, expert, numbered))
         for headline, details in judged[key]:
             yield Fault(tensor.fqn, headline, details)
-
-
-def unwaived(
-    placed: Iterable[Placed], waived: Iterable[str], *, renamed: bool = False
-) -> list[Fault]:
-    """Return the findings at keys that no pattern in ``waived`` names."""
-    patterns = [compile_pattern(pattern) for pattern in waived]
-    return [
-        note
-        for note in lint(placed, renamed=renamed)
-        if not any(pattern.search(f".{note.fqn}") for pattern in patterns)
-    ]
 
 
 def _findings(

@@ -58,7 +58,7 @@ class Placer:
         self.placing = placing
         # Most tensors have the layout of another one: by all arguments of the binding.
         self._bound: dict[Any, Place | None] = {}
-        self._mesh_number = MeshNumbers()
+        self.mesh_number = MeshNumbers()
         self._dtensor_kinds: dict[type, bool] = {}
         self._names: dict[str, str] = {}
         # By key, the placements that a callable returned.
@@ -72,7 +72,7 @@ class Placer:
                 # The common case, inline: more calls for each of thousands of tensors are slow.
                 local, mesh, placements, whole = dtensor_facts(value)
                 if mesh is not recent:
-                    recent, number = mesh, self._mesh_number(mesh)
+                    recent, number = mesh, self.mesh_number(mesh)
                 place = self._bound.get((whole, local.shape, number, placements, None))
                 if place is not None and type(local) is torch.Tensor:
                     self.placing.placed[fqn] = Placed(fqn, local, place, None, mesh)
@@ -136,7 +136,9 @@ class Placer:
             if not dtensor:
                 if tuple(value.shape) == tuple(first.tensor.shape):
                     self._follow(fqn, value, first)
-            elif placed is not None and self.same_own(_own(value), _own(state_dict[first.fqn])):
+            elif placed is not None and self.same_own(
+                described(value)[1], described(state_dict[first.fqn])[1]
+            ):
                 self._follow(fqn, placed.tensor, first, placed.mesh)
 
     def may_follow(self, fqn: str, parameter: str) -> bool:
@@ -165,7 +167,7 @@ class Placer:
             return False
         if one.mesh is None or other.mesh is None:
             return one.mesh is other.mesh
-        return self._mesh_number(one.mesh) == self._mesh_number(other.mesh)
+        return self.mesh_number(one.mesh) == self.mesh_number(other.mesh)
 
     def _follow(self, fqn: str, tensor: torch.Tensor, first: Placed, mesh: Any = None) -> None:
         self.placing.placed[fqn] = Placed(fqn, tensor, first.place, first.rule, mesh)
@@ -200,7 +202,7 @@ class Placer:
         self, fqn: str, value: Any, placement: CheckpointPlacement | None, rule: str | None
     ) -> None:
         local, mesh, placements, shape = dtensor_facts(value)
-        key = (shape, local.shape, self._mesh_number(mesh), placements, placement)
+        key = (shape, local.shape, self.mesh_number(mesh), placements, placement)
         place = self._bound.get(key, _UNBOUND)
         if place is _UNBOUND:
             own = Own(tuple(shape), mesh, placements)
@@ -307,7 +309,9 @@ def _cuts(placement: CheckpointPlacement) -> bool:
 _UNBOUND: Any = object()
 
 
-def _own(value: Any) -> Own:
-    if not is_dtensor_like(value):
-        return Own(tuple(value.shape))
-    return Own(tuple(value.shape), value.device_mesh, tuple(value.placements))
+def described(value: Any) -> tuple[torch.Tensor, Own]:
+    """Return the local tensor of a tensor or DTensor-like, and its description of itself."""
+    if is_dtensor_like(value):
+        local, mesh, placements, shape = dtensor_facts(value)
+        return local, Own(tuple(shape), mesh, placements)
+    return value, Own(tuple(value.shape))

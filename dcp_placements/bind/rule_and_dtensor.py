@@ -150,8 +150,10 @@ def bind(
         if same is None:
             axes.append(axis)
             homes.append((own.mesh, i))
-    kept = _without(own_cuts, replaced, own_axes)
-    cuts = (*rule_cuts, *[replace(cut, axis=own_position[cut.axis]) for cut in kept])
+    kept = _without(own_cuts, replaced, own_axes) if replaced else own_cuts
+    if own_position != list(range(len(own_axes))):
+        kept = [replace(cut, axis=own_position[cut.axis]) for cut in kept]
+    cuts = (*rule_cuts, *kept)
 
     product = list(own.shape)
     for cut in rule_cuts:

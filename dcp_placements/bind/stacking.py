@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from dcp_placements._torch import StridedShard, dtensor_facts, is_dtensor_like
+from dcp_placements._torch import StridedShard
 from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.bind.placed import Place, Placed, Placing
-from dcp_placements.bind.placing import Placer
+from dcp_placements.bind.placing import Placer, described
 from dcp_placements.bind.rule_and_dtensor import BindError, Binding, Own, bind, fault_of
 from dcp_placements.bind.unfolded import Unfolded, is_tensor, states_of
 from dcp_placements.bind.unstacking import RowPlacer
@@ -26,7 +26,6 @@ from dcp_placements.names.boxes import Target, row_target, stack_dims
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.rename_results import RenameError, Row
 from dcp_placements.names.renamed_keys import Path, Stacked, StackedRow, Unstacked
-from dcp_placements.rules.mesh import MeshNumbers
 from dcp_placements.rules.patterns import Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, shard_dim, shard_parts, shards
 
@@ -98,7 +97,6 @@ class StackPlacer:
         self.placer = Placer(unfolded.rules, unfolded.placing)
         self._alike: dict[Any, Place | None] = {}
         self._held: dict[str, _Held] = {}
-        self._mesh_number = MeshNumbers()
 
     def add(self, fqn: str, stacked: Stacked, path: Path | None) -> None:
         """Place one stack."""
@@ -154,7 +152,7 @@ class StackPlacer:
             shape = [totals.get(dim, size) for dim, size in enumerate(target.shape)]
             probe = torch.empty(shape, dtype=parts[0].dtype, device="meta")
             placement, rule = self.placer.ask(fqn, probe)
-        mesh = None if own.mesh is None else self._mesh_number(own.mesh)
+        mesh = None if own.mesh is None else self.placer.mesh_number(own.mesh)
         shapes = own.shape, held.local_shape
         key = (held.rows[0].axes, tuple(held.indices), shapes, own.placements, mesh, placement)
         if key not in self._alike:
@@ -204,7 +202,7 @@ def _held_rows(rows: Sequence[StackedRow]) -> _Held:
     Raises:
         BindError: They differ in more than their numbers.
     """
-    facts = [_facts(held.value) for held in rows]
+    facts = [described(held.value) for held in rows]
     if len({(part.dtype, part.shape, own.shape, own.placements) for part, own in facts}) > 1:
         details = [
             f"{held.key}: {part.dtype}, {own.format()}"
@@ -273,13 +271,6 @@ def _stacked_placements(own: Own, target: Target) -> tuple[Any, ...]:
             placement = Shard(dim) if parts == 1 else StridedShard(dim, split_factor=parts)
         stacked.append(placement)
     return tuple(stacked)
-
-
-def _facts(value: Any) -> tuple[torch.Tensor, Own]:
-    if is_dtensor_like(value):
-        local, mesh, placements, shape = dtensor_facts(value)
-        return local, Own(tuple(shape), mesh, placements)
-    return value, Own(tuple(value.shape))
 
 
 def _equal(one: Any, other: Any) -> bool:

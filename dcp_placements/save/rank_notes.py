@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_placements._torch import named_axes
-from dcp_placements.bind.lint import unwaived
+from dcp_placements.bind.lint import lint
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault
 from dcp_placements.names.optimizer_state import stateless_parameters
@@ -18,7 +18,7 @@ from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import numbering
 from dcp_placements.names.renumber import Numbered
 from dcp_placements.rules.mesh import MeshNumbers
-from dcp_placements.rules.patterns import PlacementRules, Rules, expected_patterns
+from dcp_placements.rules.patterns import PlacementRules, Rules, compile_pattern, expected_patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ def statement_of(
         step: The training step.
     """
     axes = _axes(placing, rules)
-    findings = unwaived(placing.placed.values(), waived, renamed=rename is not None)
+    patterns = [compile_pattern(pattern) for pattern in waived]
+    findings = lint(placing.placed.values(), renamed=rename is not None, waived=patterns)
     statement = Statement(
         matched=placing.matched,
         patterns=expected_patterns(rules),

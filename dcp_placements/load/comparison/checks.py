@@ -71,8 +71,8 @@ def check_load(
         policy: What is accepted.
     """
     checks = LoadChecks(record_of(stored(metadata), metadata.state_dict_metadata))
-    findings = lint(placing.placed.values(), renamed=rename is not None)
-    checks.notes = [note for note in findings if not policy.waives(note.fqn)]
+    placed, renamed = placing.placed.values(), rename is not None
+    checks.notes = [*lint(placed, renamed=renamed, waived=policy.waived)]
     if checks.record is not None:
         _compare_cuts(checks, checks.record, placing, metadata, policy)
         checks.faults += rename_faults(checks.record, state_dict, rename, policy)
