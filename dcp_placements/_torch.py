@@ -111,6 +111,7 @@ __all__ = [
     "StorageInfo",
     "StorageMeta",
     "StoragePrefix",
+    "StridedShard",
     "TensorProperties",
     "TensorStorageMetadata",
     "TensorWriteData",

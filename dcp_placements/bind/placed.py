@@ -81,7 +81,7 @@ class Placed:
         return self.parts or (self.tensor,)
 
     def view(self, chunk: Chunk) -> torch.Tensor:
-        """Return the elements of ``chunk``: a view of a local tensor, with the checkpoint's dims."""
+        """Return the elements of a chunk: a view of a local tensor, with the checkpoint's dims."""
         tensor = self.tensor
         if self.parts:
             tensor = self.parts[chunk.local_offsets[self.dims[0] if self.dims else -1]]

@@ -16,7 +16,7 @@ from dcp_placements.bind.placed import Place, Placed, Placing
 from dcp_placements.bind.placing import place
 from dcp_placements.bind.rule_and_dtensor import Binding, Own, bind
 from dcp_placements.bind.unfolded import Unfolded, is_tensor
-from dcp_placements.layout.sharding import Chunk, Cut, Layout, Sharding
+from dcp_placements.layout.sharding import Cut, Layout, Sharding
 from dcp_placements.names.boxes import Target, part_targets, removed, replaced, row_dim
 from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.names.rename_results import Parts, RenameError, Rows

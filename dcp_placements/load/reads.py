@@ -126,9 +126,13 @@ class Reads:
         holes: list[Box] = []
         # Often the only chunk is stored as it is needed: the others are not sorted then.
         at = self._position(stored.chunks, *destinations) if len(destinations) == 1 else None
-        chunks = StoredChunks(stored) if at is None and destinations else None
+        chunks: StoredChunks | None = None
         for position, box in enumerate(destinations):
-            meeting = [(at, box, box)] if chunks is None else chunks.meeting(box)
+            if at is not None:
+                meeting = [(at, box, box)]
+            else:
+                chunks = chunks or StoredChunks(stored)
+                meeting = chunks.meeting(box)
             reads += [_read(position, box, *piece) for piece in meeting]
             pieces = [piece for _, _, piece in meeting]
             if pieces != [box] and not tiles(box, pieces):

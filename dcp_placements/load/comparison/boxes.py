@@ -60,8 +60,10 @@ def _missing(askers: Sequence[Askers]) -> list[Box]:
 
 
 def _is_whole_grid(boxes: Ints, shape: Sequence[int]) -> bool:
-    """Whether different boxes are all cells of a grid over a tensor, as ``tiling.is_grid``."""
+    """Whether different boxes are all cells of a grid over a tensor; sufficient to be complete."""
     ndim = len(shape)
+    if max(shape) >= 1 << 31:
+        return False  # left to other proofs: an interval would be beyond one number
     cells = 1
     for dim, size in enumerate(shape):
         # One number per interval sorts many times faster than pairs do.
