@@ -23,6 +23,8 @@ from tests.storage_scenes import load, same
 __all__ = ["proxy", "s3", "s3_server"]
 
 SAVED = {"w": torch.arange(70_000.0), "v": torch.arange(300), "step": 3}
+SMALL_PARTS = {"default_block_size": 5 << 20}
+LARGE = {"w": torch.arange(3_000_000.0), "step": 4}
 
 
 def save(url: str, state: dict[str, Any] = SAVED, **options: Any) -> None:
@@ -121,6 +123,26 @@ def test_short_and_changed_answers_are_repeated(
     assert [key for key in SAVED if not same(read[key], SAVED[key])] == []
 
 
+def test_a_page_in_place_of_a_range_is_no_part_of_a_tensor(
+    proxy: tuple[type[Proxy], str],
+) -> None:
+    service, url = proxy
+    save(url, LARGE)
+
+    def page(request: Proxy) -> bool:
+        span = request.headers["Range"] or ""
+        if request.command != "GET" or not is_data(request) or span.startswith("bytes=0-"):
+            return False
+        request.answer(200, {"Content-Type": "text/html"}, b"<html>Please log in</html>")
+        return True
+
+    service.faults += [page]
+    reader = PlacementFileSystemReader(url, thread_count=1)
+    read = load(Path("none"), {"w": torch.zeros(3_000_000), "step": 0}, reader)
+    assert service.faults == []
+    assert [key for key in LARGE if not same(read[key], LARGE[key])] == []
+
+
 def test_a_service_that_ignores_ranges_is_refused(proxy: tuple[type[Proxy], str]) -> None:
     service, url = proxy
     save(url)
@@ -142,10 +164,6 @@ def test_a_service_that_ignores_ranges_is_refused(proxy: tuple[type[Proxy], str]
     assert isinstance(error, OSError)
     assert str(error).startswith(f"{url}/__0_")
     assert "the service returned" in str(error)
-
-
-SMALL_PARTS = {"default_block_size": 5 << 20}
-LARGE = {"w": torch.arange(3_000_000.0), "step": 4}
 
 
 def test_a_file_of_several_parts(proxy: tuple[type[Proxy], str]) -> None:

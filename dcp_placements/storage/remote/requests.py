@@ -113,9 +113,9 @@ class RangeReader(SeekableRaw):
         return len(data)
 
     def _range(self, start: int, end: int) -> bytes:
-        """Return bytes from ``start`` on, possibly fewer than requested."""
+        """Return these bytes; what is longer or shorter may be of something else."""
         data = download(self._fs, self._url, start=start, end=end)
-        if not 0 < len(data) <= end - start:
+        if len(data) != end - start:
             raise OSError(f"the service returned {len(data)} bytes for the range {start}-{end}")
         return data
 
