@@ -263,17 +263,18 @@ def simulated_ours(workload: Workload, path: Path, *, shadows: bool) -> dict[str
         copied = {fqn for pack in packs_of(holding, assignment) for fqn in pack.fqns}
         wants.append([])
         own.append(set())
-        for held, boxes in assignment.by_key(holding):
-            group = holding.tables[held.table].groups[held.group]
-            for box, is_owned in boxes:
-                if group.kind == OBJECT or not box.numel:
+        is_written = assignment.is_written(holding)
+        for held in holding.keys:
+            for chunk, box in enumerate(held.boxes, held.first_chunk):
+                if held.group.kind == OBJECT or not box.numel:
                     continue
                 part = held.fqn, box.offsets
+                is_owned = is_written[chunk]
                 if is_owned:
                     owner[part] = rank
                 if is_owned or held.fqn in copied:
                     own[rank].add(part)
-                    written[rank] += box.numel * group.itemsize
+                    written[rank] += box.numel * held.group.itemsize
                 else:
                     wants[rank].append(part)
     opened = [

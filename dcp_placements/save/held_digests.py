@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 
 from dcp_placements._torch import MetadataIndex, has_hooks
-from dcp_placements.layout.sharding import Box
-from dcp_placements.save.digest_folding import Digests, Slots, buckets_needed, may_have_replicas
+from dcp_placements.bind.placed import Placed
+from dcp_placements.errors import Fault
+from dcp_placements.layout.sharding import Box, Chunk
+from dcp_placements.layout.tiling import format_box
+from dcp_placements.save.digest_folding import Digests, Slots, exceeds_budget, may_have_replicas
 from dcp_placements.save.key_table import OBJECT
-from dcp_placements.save.local_plan import Held, Holding, LocalPlan, chunk_data, held_chunks
+from dcp_placements.save.local_plan import Held, Holding, chunk_data, held_chunks
 from dcp_placements.storage.hashing import (
     FULL_NBYTES,
     SAMPLED_NBYTES,
@@ -27,65 +31,75 @@ from dcp_placements.storage.metadata.provenance import StoredDigests
 Objects = dict[str, io.BytesIO]
 """Objects as a file will hold them, by key."""
 
+Lookup = Callable[[MetadataIndex], Any]
+"""Gives the data of a tensor that names its own chunks."""
 
-def add_digests(
-    plan: LocalPlan,
-    holding: Holding,
-    kind: str,
-    *,
-    world: int,
-    lookup: Callable[[MetadataIndex], Any],
-    exact: bool = False,
-) -> Objects:
-    """Put digests of what this rank holds into its plan; return the objects as files hold them.
+_NO_DIGEST = bytes(FULL_NBYTES)
+
+
+class HeldDigests(NamedTuple):
+    """Digests of what a rank holds.
+
+    Attributes:
+        vector: As ``LocalPlan.digests``.
+        is_folded: As there.
+        stored: As ``LocalPlan.stored_digests``.
+        objects: The objects that files will hold, where those had to be made.
+    """
+
+    vector: bytes
+    is_folded: bool
+    stored: bytes
+    objects: Objects
+
+
+def held_digests(
+    holding: Holding, kind: str, *, world: int, lookup: Lookup, exact: bool
+) -> HeldDigests:
+    """Return digests of what a rank holds.
 
     Args:
-        plan: Where the digests go.
         holding: What the rank holds.
         kind: ``"sampled"``, ``"full"`` or ``"off"``; only full ones are worth storing.
         world: Number of ranks.
         lookup: Gives the data of a tensor that names its own chunks.
         exact: Whether every key keeps a digest of its own, however many there are.
     """
-    plan.digest_kind = kind
     if kind == "off":
-        return {}
-    full = kind == "full"
-    counts = [[len(boxes) for boxes in groups] for groups in holding.boxes]
-    plan.buckets = 0 if exact else buckets_needed(holding.tables, counts, world)
+        return HeldDigests(b"", False, b"", {})
+    is_full = kind == "full"
+    # A rank that holds nothing of a group counts as the others do, which hold one box.
+    count = sum(
+        len(keys) * max(len(keys[0].boxes), 1)
+        for keys in holding.groups
+        if may_have_replicas(keys[0].group, world)
+    )
+    is_folded = not exact and exceeds_budget(count, world)
+    hashed = [
+        keys
+        for keys in holding.groups
+        if keys[0].boxes and (is_full or may_have_replicas(keys[0].group, world))
+    ]
+    data = [one for keys in hashed for held in keys for one in _data(held, lookup)]
+    of_tensors = iter(_digests(data, kind))
     objects: Objects = {}
-    tensors: list[torch.Tensor] = []
-    groups = []
-    for table, number, keys in holding.by_group():
-        group, boxes = holding.tables[table].groups[number], holding.boxes[table][number]
-        compared = may_have_replicas(group, world)
-        if (compared or full) and boxes:
-            start = len(tensors)
-            if group.kind != OBJECT:
-                tensors += [piece for held in keys for piece in _data(held, boxes, lookup)]
-            groups.append((keys, compared, group.kind == OBJECT, slice(start, len(tensors))))
-    digests = [full_digest(one) for one in tensors] if full else sampled_digests(tensors)
     vectors, stored = [], []
-    for keys, compared, is_object, place in groups:
-        if compared:
-            found = [object_digest(held.value) for held in keys] if is_object else digests[place]
-            numbered = holding.tables[keys[0].table].numbered_of(keys[0].group)
-            column = _as_ints(found).reshape(len(keys), -1)
-            vectors.append(Slots(numbered, plan.buckets).vector(column).tobytes())
-        if full:
-            stored += (
-                [_object_bytes(held, objects) for held in keys]
-                if is_object
-                else [digest or bytes(FULL_NBYTES) for digest in digests[place]]
-            )
-    plan.digests = b"".join(vectors)
-    plan.stored_digests = b"".join(stored)
-    return objects
+    for keys in hashed:
+        if keys[0].group.kind == OBJECT:
+            digests = [object_digest(held.value) for held in keys]
+            if is_full:
+                stored += [_object_bytes(held, objects) for held in keys]
+        else:
+            digests = list(islice(of_tensors, len(keys) * len(keys[0].boxes)))
+            if is_full:
+                stored += [digest or _NO_DIGEST for digest in digests]
+        if may_have_replicas(keys[0].group, world):
+            slots = Slots([held.fqn for held in keys], is_folded)
+            vectors.append(slots.vector(_as_ints(digests).reshape(len(keys), -1)).tobytes())
+    return HeldDigests(b"".join(vectors), is_folded, b"".join(stored), objects)
 
 
-def digests_by_chunk(
-    holding: Holding, keys: Collection[str], lookup: Callable[[MetadataIndex], Any]
-) -> StoredDigests:
+def digests_by_chunk(holding: Holding, lookup: Lookup) -> StoredDigests:
     """Return a sampled digest of each chunk and object, of those that can be read.
 
     A rank that saves alone stores them, so that they are compared when its metadata are merged with
@@ -93,45 +107,90 @@ def digests_by_chunk(
 
     Args:
         holding: What the rank holds.
-        keys: The keys that it writes.
-        lookup: As of ``add_digests``.
+        lookup: Gives the data of a tensor that names its own chunks.
     """
     found: StoredDigests = {}
-    places: list[tuple[str, Box]] = []
-    tensors: list[torch.Tensor] = []
+    digests = iter(sampled_digests([data for held in holding.keys for data in _data(held, lookup)]))
     for held in holding.keys:
-        if held.fqn not in keys:
-            continue
-        if holding.tables[held.table].groups[held.group].kind == OBJECT:
-            if (digest := object_digest(held.value)) is not None:
-                found[held.fqn] = {None: digest}
-        elif boxes := holding.boxes[held.table][held.group]:
-            places += [(held.fqn, box) for box in boxes]
-            tensors += _data(held, boxes, lookup)
-    for (fqn, box), digest in zip(places, sampled_digests(tensors), strict=True):
-        if digest is not None:
-            found.setdefault(fqn, {})[box.offsets] = digest
+        is_object = held.group.kind == OBJECT
+        for box in held.boxes:
+            digest = object_digest(held.value) if is_object else next(digests)
+            if digest is not None:
+                found.setdefault(held.fqn, {})[None if is_object else box.offsets] = digest
     return found
 
 
-def _data(
-    held: Held, boxes: Sequence[Box], lookup: Callable[[MetadataIndex], Any]
-) -> list[torch.Tensor]:
-    """Return what a rank holds of one tensor, box by box: views."""
+def repeat_faults(placed: Iterable[Placed], kind: str) -> list[Fault]:
+    """Return the boxes that this rank holds several times, with different contents.
+
+    Redundant experts, or an ``IndexShard`` with repeats: one of the copies is written, so they are
+    compared as those of two ranks are.
+
+    Args:
+        placed: This rank's tensors.
+        kind: ``"sampled"``, ``"full"`` or ``"off"``.
+    """
+    if kind == "off":
+        return []
+    repeats = [
+        (tensor, copies)
+        for tensor in placed
+        if len(tensor.chunks) > 1 and 0 not in tensor.global_shape
+        for copies in _repeated(tensor.chunks)
+    ]
+    digests = iter(_digests([one.view(copy) for one, copies in repeats for copy in copies], kind))
+    faults = []
+    for tensor, copies in repeats:
+        if len({next(digests) for _ in copies} - {None}) > 1:
+            faults.append(_repeat_fault(tensor, copies))
+    return faults
+
+
+def _repeated(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Return the chunks of each box that there are several of."""
+    if len({chunk.offsets for chunk in chunks}) == len(chunks):
+        return []
+    by_box: dict[Box, list[Chunk]] = {}
+    for chunk in chunks:
+        by_box.setdefault(chunk.box, []).append(chunk)
+    return [copies for copies in by_box.values() if len(copies) > 1]
+
+
+def _repeat_fault(placed: Placed, copies: list[Chunk]) -> Fault:
+    shape = placed.global_shape
+    return Fault(
+        placed.fqn,
+        f"{len(copies)} copies of {format_box(copies[0].box, shape)} of {shape} on one rank have "
+        "different contents",
+        (
+            "likely:      copies of one expert on this rank that have drifted apart; or a number "
+            "that IndexShard or rename= names once too often",
+            "way out:     make the copies equal before saving, or correct the numbers",
+            '             on_conflict="warn" saves one of the copies anyway',
+            f"by rule:     {placed.rule or 'no rule'}",
+        ),
+    )
+
+
+def _digests(tensors: Sequence[torch.Tensor], kind: str) -> list[bytes | None]:
+    return list(map(full_digest, tensors)) if kind == "full" else sampled_digests(tensors)
+
+
+def _data(held: Held, lookup: Lookup) -> list[torch.Tensor]:
+    """Return what a rank holds of one tensor, box by box: views; nothing of an object."""
+    if held.group.kind == OBJECT:
+        return []
     if held.placed is not None:
         return [chunk_data(held.placed, chunk) for chunk in held_chunks(held.placed)]
     if type(held.value) is torch.Tensor or not has_hooks(held.value):
         return [held.value]
-    return [lookup(MetadataIndex(held.fqn, torch.Size(box.offsets))) for box in boxes]
+    return [lookup(MetadataIndex(held.fqn, torch.Size(box.offsets))) for box in held.boxes]
 
 
 def _as_ints(digests: Sequence[bytes | None]) -> Digests:
-    """Return digests of 8 bytes as numbers; 0 where there is none."""
+    """Return the first 8 bytes of digests as numbers; 0 where there is none."""
     joined = b"".join([(one or _NO_DIGEST)[:SAMPLED_NBYTES] for one in digests])
     return np.frombuffer(joined, "<u8").astype(np.uint64)
-
-
-_NO_DIGEST = bytes(SAMPLED_NBYTES)
 
 
 def _object_bytes(held: Held, objects: Objects) -> bytes:

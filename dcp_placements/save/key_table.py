@@ -9,7 +9,6 @@ travels beside the table (``local_plan``).
 from __future__ import annotations
 
 import pickle
-import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from dcp_placements.layout.sharding import Pick, Sharding
 from dcp_placements.names.renamed_keys import Path
 from dcp_placements.save.packing import packed_ints, packed_keys, unpacked_ints, unpacked_keys
 from dcp_placements.storage.metadata.record import Cuts, SavedCut, cuts_of
-
-_NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 
 _RAW = -zlib.MAX_WBITS
 
@@ -137,15 +134,6 @@ class KeyTable:
     def starts(self) -> list[int]:
         """The position of each group's first key in ``fqns``, and the number of all keys."""
         return list(accumulate(self.sizes, initial=0))
-
-    @cached_property
-    def numbered(self) -> list[bool]:
-        """For each key, whether one of its components is a number."""
-        return [_NUMBER.search(fqn) is not None for fqn in self.fqns]
-
-    def numbered_of(self, group: int) -> list[bool]:
-        """Return ``numbered`` of the keys of a group."""
-        return self.numbered[self.starts[group] : self.starts[group + 1]]
 
     def keys(self, group: int) -> list[str]:
         """Return the keys of a group."""

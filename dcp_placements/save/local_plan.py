@@ -8,9 +8,10 @@ all that the coordinator needs to compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -32,23 +33,23 @@ from dcp_placements.save.packing import packed_ints, unpacked_ints
 
 T = TypeVar("T")
 
-OBJECT_BOX = Box((), ())
+Boxes = tuple[Box, ...]
+
+OBJECT_BOXES = (Box((), ()),)
 """An object is held as one box without dims, as a scalar is."""
 
 
-@dataclass(slots=True)
-class LocalPlan:
+class LocalPlan(NamedTuple):
     """All that one rank sends to the coordinator.
 
     Attributes:
         rank: Its global rank.
         tables: Its key tables, packed.
-        boxes: Packed: for each group of each table in turn how many boxes the rank holds, then in
-            the same order offsets and sizes of those boxes.
+        boxes: The boxes that it holds of each group of each table in turn, packed.
         coordinate: Its position along each of ``Statement.axis_sizes``, in that order.
         digest_kind: ``"sampled"``, ``"full"`` or ``"off"``.
         digests: The digest vector (see ``digest_folding``); empty for none.
-        buckets: Into how many buckets digests are folded; 0 where none is.
+        is_folded: Whether digests are folded.
         stored_digests: 16 bytes per key and box as files will hold them, group after group; only
             with ``"full"``.
         statement: A packed ``Statement``.
@@ -61,95 +62,61 @@ class LocalPlan:
     coordinate: tuple[int, ...] = ()
     digest_kind: str = "off"
     digests: bytes = b""
-    buckets: int = 0
+    is_folded: bool = False
     stored_digests: bytes = b""
     statement: bytes = b""
     faults: bytes = b""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The names of the fields do not travel.
-        return LocalPlan, tuple(getattr(self, name) for name in self.__slots__)
-
 
 @dataclass(slots=True)
 class Held:
-    """One key of this rank.
+    """One key of a rank.
 
     Attributes:
         fqn: The key.
-        value: The state dict's value.
+        value: The state dict's value; None on the coordinator.
         placed: Where a placed tensor lies; None for what has no place of its own.
-        table: Position of its table.
-        group: Number of its group there.
-        position: Position among the keys of its group.
+        group: What it has in common with the other keys of its group.
+        boxes: The boxes that the rank holds of it.
+        first_chunk: The number of its first box among those of all keys, table after table.
     """
 
     fqn: str
     value: Any
     placed: Placed | None
-    table: int
-    group: int
-    position: int
+    group: Group
+    boxes: Boxes
+    first_chunk: int = 0
 
 
 @dataclass(slots=True)
 class Holding:
-    """What this rank holds, as it keeps it for itself.
+    """What one rank holds.
 
     Attributes:
         tables: Its key tables.
-        boxes: Per table and group, the boxes that it holds.
-        members: Per table and group, the keys.
-        keys: All keys, in state dict order.
+        groups: The keys of each group of each table in turn.
+        keys: All keys: on the rank in state dict order, on the coordinator in table order.
     """
 
     tables: list[KeyTable] = field(default_factory=list)
-    boxes: list[list[tuple[Box, ...]]] = field(default_factory=list)
-    members: list[list[list[Held]]] = field(default_factory=list)
+    groups: list[list[Held]] = field(default_factory=list)
     keys: list[Held] = field(default_factory=list)
-    _numbers: dict[Any, int] = field(default_factory=dict)
 
-    def place_of(self, group: Group, boxes: tuple[Box, ...], *, kind: Any) -> tuple[int, int]:
-        """Return table and number of a group; a new one is added.
+    def __post_init__(self) -> None:
+        chunks = 0
+        for held in chain.from_iterable(self.groups):
+            held.first_chunk = chunks
+            chunks += len(held.boxes)
 
-        Args:
-            group: What its keys have in common.
-            boxes: Those that the rank holds of each.
-            kind: Different for groups that must not be in one table.
-        """
-        kind = kind, group.kind, group.axis_names
-        table = self._numbers.setdefault(kind, len(self.tables))
-        if table == len(self.tables):
-            self.tables.append(KeyTable())
-            self.boxes.append([])
-            self.members.append([])
-        groups = self.tables[table].groups
-        number = self._numbers.setdefault((table, group, boxes), len(groups))
-        if number == len(groups):
-            groups.append(group)
-            self.boxes[table].append(boxes)
-            self.members[table].append([])
-        return table, number
-
-    def packed_boxes(self) -> bytes:
-        """Return ``LocalPlan.boxes``."""
-        held = [boxes for groups in self.boxes for boxes in groups]
-        flat = [len(boxes) for boxes in held]
-        for boxes in held:
-            for box in boxes:
-                flat += box.offsets
-                flat += box.sizes
-        return packed_ints(flat)
-
-    def by_group(self) -> Iterator[tuple[int, int, list[Held]]]:
-        """Yield the keys of each table and group, in the order of the table."""
-        for table, groups in enumerate(self.members):
-            for group, keys in enumerate(groups):
-                yield table, group, keys
+    @property
+    def boxes(self) -> list[Boxes]:
+        """The boxes of each group."""
+        return [keys[0].boxes for keys in self.groups]
 
 
 def holding_of(
-    state_dict: Mapping[str, Any], placing: Placing, paths: Mapping[str, Path] | None
+    state_dict: Mapping[str, Any], placing: Placing, paths: Mapping[str, Path]
 ) -> Holding:
     """Return what a rank holds of a flat state dict, by group.
 
@@ -159,17 +126,18 @@ def holding_of(
     Args:
         state_dict: Flat, with the checkpoint's keys.
         placing: Its tensors' places.
-        paths: Where the keys stand in the nested dict; None where it was not flattened.
+        paths: By key, where it stands in the nested dict; empty where it was not flattened.
     """
-    holding = Holding()
-    path_of = {} if paths is None else paths
-    # Table and number of each group, by all that determines it.
-    places: dict[Any, tuple[int, int]] = {}
+    keys = []
+    # Of each table, the keys of each group.
+    tables: dict[Any, dict[tuple[Group, Boxes], list[Held]]] = {}
+    # The group of a key, by all that determines it.
+    groups: dict[Any, tuple[Group, Boxes, list[Held]]] = {}
     for fqn, value in state_dict.items():
         if fqn in placing.absent:
             continue
         placed = placing.placed.get(fqn)
-        path = path_of.get(fqn, (fqn,))
+        path = paths.get(fqn, (fqn,))
         head = path[0] if len(path) > 1 else fqn.partition(".")[0]
         source: tuple[Any, ...]
         if placed is None:
@@ -178,32 +146,28 @@ def holding_of(
             tensor = placed.tensor
             look = tensor.dtype, tensor.layout, tensor.requires_grad
             source = head, placed.place.number, placed.has_own_key, look
-        place = places.get(source)
-        if place is None:
+        found = groups.get(source)
+        if found is None:
+            group, boxes = _group_and_boxes(fqn, value, placed)
             has_own_key = placed is not None and placed.has_own_key
-            alike = _alike(fqn, value, placed)
-            place = places[source] = holding.place_of(*alike, kind=(head, has_own_key))
-        table, number = place
-        members = holding.members[table][number]
-        held = Held(fqn, value, placed, table, number, len(members))
-        holding.keys.append(held)
+            table = tables.setdefault((head, has_own_key, group.kind, group.axis_names), {})
+            found = groups[source] = group, boxes, table.setdefault((group, boxes), [])
+        group, boxes, members = found
+        held = Held(fqn, value, placed, group, boxes)
+        keys.append(held)
         members.append(held)
-    for key_table, by_group in zip(holding.tables, holding.members, strict=True):
-        _add_keys(key_table, by_group, path_of)
-    return holding
+    by_table = [list(table.values()) for table in tables.values()]
+    key_tables = [_table_of(members, paths) for members in by_table]
+    return Holding(key_tables, list(chain.from_iterable(by_table)), keys)
 
 
-def _add_keys(
-    table: KeyTable, by_group: Sequence[Sequence[Held]], paths: Mapping[str, Path]
-) -> None:
-    """Add its keys to a table that has its groups."""
-    keys = [held for group in by_group for held in group]
-    table.fqns = [held.fqn for held in keys]
-    table.sizes = [len(group) for group in by_group]
+def _table_of(groups: Sequence[Sequence[Held]], paths: Mapping[str, Path]) -> KeyTable:
+    keys = list(chain.from_iterable(groups))
+    fqns = [held.fqn for held in keys]
     rules = [None if held.placed is None else held.placed.rule for held in keys]
-    table.rules, table.rule_of = _numbered(rules)
-    forms = [path_counts(paths.get(fqn, (fqn,))) for fqn in table.fqns]
-    table.paths, table.path_of = _numbered(forms)
+    forms = [path_counts(paths.get(fqn, (fqn,))) for fqn in fqns]
+    declared, sizes = [members[0].group for members in groups], list(map(len, groups))
+    return KeyTable(declared, fqns, sizes, *_numbered(rules), *_numbered(forms))
 
 
 def _numbered(values: Sequence[T]) -> tuple[list[T], list[int]]:
@@ -229,61 +193,38 @@ def foreign_plans(plans: Sequence[SavePlan]) -> list[Fault]:
 
 
 def sent_holding(plan: LocalPlan, tables: Sequence[KeyTable]) -> Holding:
-    """Return what a plan shows of its rank's holding: no values, keys in table order.
-
-    Args:
-        plan: The plan.
-        tables: Its tables, unpacked.
-    """
-    holding = Holding(list(tables), sent_boxes(plan, tables))
-    for table, key_table in enumerate(tables):
-        holding.members.append([])
-        for group in range(len(key_table.groups)):
-            keys = enumerate(key_table.keys(group))
-            members = [Held(fqn, None, None, table, group, position) for position, fqn in keys]
-            holding.members[table].append(members)
-            holding.keys += members
-    return holding
+    """Return what a plan, with its tables unpacked, shows of its rank's holding."""
+    fqns = [table.keys(number) for table in tables for number in range(len(table.groups))]
+    declared = [group for table in tables for group in table.groups]
+    groups = [
+        [Held(fqn, None, None, group, boxes) for fqn in keys]
+        for keys, group, boxes in zip(
+            fqns, declared, unpacked_boxes(plan.boxes, declared), strict=True
+        )
+    ]
+    return Holding(list(tables), groups, list(chain.from_iterable(groups)))
 
 
-def sent_boxes(plan: LocalPlan, tables: Sequence[KeyTable]) -> list[list[tuple[Box, ...]]]:
-    """Return the boxes in a plan, per table and group."""
-    flat: list[int] = unpacked_ints(plan.boxes).tolist()
-    at = sum(len(table.groups) for table in tables)
-    counts = iter(flat[:at])
-    found = []
-    for table in tables:
-        held = []
-        for group in table.groups:
-            boxes, ndim = [], len(group.shape)
-            for _ in range(next(counts)):
-                row = tuple(flat[at : at + 2 * ndim])
-                boxes.append(Box(row[:ndim], row[ndim:]))
-                at += 2 * ndim
-            held.append(tuple(boxes))
-        found.append(held)
-    return found
+def packed_boxes(held: Sequence[Boxes]) -> bytes:
+    """Return the boxes of each group as they travel: how many of each, then all numbers."""
+    boxes = chain.from_iterable(held)
+    numbers = [number for box in boxes for part in box for number in part]
+    return packed_ints([*map(len, held), *numbers])
 
 
-def offset_slices(counts: Sequence[int], tables: Sequence[KeyTable]) -> list[slice | None]:
-    """Return where the offsets of each box in a plan stand among its integers; None of objects.
-
-    Args:
-        counts: Boxes of each group of each table, with which the integers begin.
-        tables: Of the rank.
-    """
-    at, slices = len(counts), []
-    groups = [group for table in tables for group in table.groups]
-    for group, count in zip(groups, counts, strict=True):
-        ndim = len(group.shape)
+def unpacked_boxes(packed: bytes, groups: Sequence[Group]) -> list[Boxes]:
+    """Return the boxes that were packed."""
+    flat: list[int] = unpacked_ints(packed).tolist()
+    at = len(groups)
+    held = []
+    for group, count in zip(groups, flat[:at], strict=True):
+        boxes, ndim = [], len(group.shape)
         for _ in range(count):
-            slices.append(None if group.kind == OBJECT else slice(at, at + ndim))
+            row = tuple(flat[at : at + 2 * ndim])
+            boxes.append(Box(row[:ndim], row[ndim:]))
             at += 2 * ndim
-    return slices
-
-
-Alike = tuple[Group, tuple[Box, ...]]
-"""What makes a group on one rank: what its keys have in common, and the boxes held."""
+        held.append(tuple(boxes))
+    return held
 
 
 def _source_of_group(fqn: str, value: Any) -> Any:
@@ -295,39 +236,33 @@ def _source_of_group(fqn: str, value: Any) -> Any:
     return None
 
 
-def _alike(fqn: str, value: Any, placed: Placed | None) -> Alike:
+def _group_and_boxes(fqn: str, value: Any, placed: Placed | None) -> tuple[Group, Boxes]:
     if placed is not None:
-        return _of_placed(placed)
+        binding = placed.binding
+        names = tuple([axis.name for axis in binding.axes])
+        look = _look_of(placed.tensor)
+        group = declared_group(binding.sharding, names, *look, is_exact=binding.is_exact)
+        return group, tuple([chunk.box for chunk in held_chunks(placed)])
     if has_hooks(value):
         return _of_own_chunks(fqn, value)
     if not isinstance(value, torch.Tensor):
-        return Group(OBJECT), (OBJECT_BOX,)
+        return Group(OBJECT), OBJECT_BOXES
     shape = tuple(value.shape)
     return Group(PLAIN, shape, *_look_of(value)), (Box((0,) * len(shape), shape),)
 
 
-def _look_of(tensor: torch.Tensor) -> tuple[torch.dtype, str, bool]:
+def _look_of(tensor: Any) -> tuple[torch.dtype, str, bool]:
+    """Return dtype, layout and ``requires_grad`` of a tensor, or of torch's record of them."""
     return tensor.dtype, str(tensor.layout).removeprefix("torch."), tensor.requires_grad
 
 
-def _of_placed(placed: Placed) -> Alike:
-    binding = placed.binding
-    names = tuple([axis.name for axis in binding.axes])
-    look = _look_of(placed.tensor)
-    group = declared_group(binding.sharding, names, *look, is_exact=binding.is_exact)
-    return group, tuple([chunk.box for chunk in held_chunks(placed)])
-
-
-def _of_own_chunks(fqn: str, value: Any) -> Alike:
+def _of_own_chunks(fqn: str, value: Any) -> tuple[Group, Boxes]:
     items = default_write_items(fqn, value)
     data = [item.tensor_data for item in items if item.tensor_data is not None]
     if not data:
-        return Group(OBJECT), (OBJECT_BOX,)
+        return Group(OBJECT), OBJECT_BOXES
     boxes = dict.fromkeys(Box(tuple(o.chunk.offsets), tuple(o.chunk.sizes)) for o in data)
-    look = data[0].properties
-    name = str(look.layout).removeprefix("torch.")
-    shape = tuple(data[0].size)
-    return Group(SHARD, shape, look.dtype, name, look.requires_grad), tuple(boxes)
+    return Group(SHARD, tuple(data[0].size), *_look_of(data[0].properties)), tuple(boxes)
 
 
 def held_chunks(placed: Placed) -> tuple[Chunk, ...]:

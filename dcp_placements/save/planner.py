@@ -23,9 +23,12 @@ from dcp_placements._torch import (
     global_rank,
     world_size,
 )
+from dcp_placements.bind.lint import lint
 from dcp_placements.errors import PlacementError, RankFaults, raise_faults, raise_faults_of_ranks
 from dcp_placements.lazy_items import LazyItems, OutlinedItems
+from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.renames import numbering
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.options import (
@@ -35,18 +38,13 @@ from dcp_placements.rules.options import (
     check_declaration,
     of_instance,
 )
-from dcp_placements.rules.patterns import Rules
+from dcp_placements.rules.patterns import Rules, compile_pattern, expected_patterns
+from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.global_plan import Coordinator
 from dcp_placements.save.coordinator.making import cuts_and_renames, making, written_digests
-from dcp_placements.save.coordinator.numbering import numbering_faults
 from dcp_placements.save.coordinator.owners import left_to_others
-from dcp_placements.save.coordinator.summary import (
-    directory_notes,
-    judged,
-    step_faults,
-    summarise_rank,
-)
-from dcp_placements.save.held_digests import digests_by_chunk
+from dcp_placements.save.coordinator.summary import judged, summarise_rank
+from dcp_placements.save.held_digests import digests_by_chunk, held_digests, repeat_faults
 from dcp_placements.save.items import (
     Assignment,
     Outlines,
@@ -54,7 +52,13 @@ from dcp_placements.save.items import (
     assigned_items,
     writer_faults,
 )
-from dcp_placements.save.local_plan import LocalPlan, foreign_plans, sent_holding
+from dcp_placements.save.local_plan import (
+    LocalPlan,
+    foreign_plans,
+    packed_boxes,
+    unpacked_boxes,
+)
+from dcp_placements.save.rank_notes import Statement, named_axes_of
 from dcp_placements.save.rank_save import REFUSED, RankSave
 from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, SAMPLED, identity
@@ -187,32 +191,66 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         key tables and boxes. If tensors and rules do not fit, it is the reasons alone, and the
         coordinator raises one error for all ranks.
         """
-        rank, save = global_rank(), self._run
+        save = self._run
         try:
             if save.refusal is not None:
                 raise save.refusal
             with quiet_gc():
-                save.place(self.rules, self.rename, rank, flat=self.flatten_state_dict)
-                local_plan = save.local_plan(
-                    rank=rank,
-                    world=world_size(),
-                    rules=self.rules,
-                    rename=self.rename,
-                    waived=self.waive,
-                    digests=self.digests,
-                    strict=self.on_conflict == "error",
-                    exact=self._exact,
-                    lookup=self.lookup_object,
-                    step=self.step,
-                )
+                save.place(self.rules, self.rename, flat=self.flatten_state_dict)
+                local_plan = self._local_plan()
         except RankFaults as refusal:
             save.refusal = refusal
-            local_plan = LocalPlan(rank, (), b"", faults=refusal.packed())
+            local_plan = LocalPlan(global_rank(), (), b"", faults=refusal.packed())
             save.plan = SavePlan([], planner_data=local_plan)
             return save.plan
         items = LazyItems(partial(all_items, save.holding))
         save.plan = SavePlan(items, planner_data=local_plan)  # type: ignore[arg-type]
         return save.plan
+
+    def _local_plan(self) -> LocalPlan:
+        """Return what is sent to the coordinator."""
+        save, rank = self._run, global_rank()
+        placed = save.placing.placed.values()
+        repeats = repeat_faults(placed, self.digests)
+        if repeats and self.on_conflict == "error":
+            raise RankFaults(f"rank {rank} {REFUSED}", repeats)
+        waived = [compile_pattern(pattern) for pattern in self.waive]
+        findings = lint(placed, renamed=self.rename is not None, waived=waived)
+        axes = named_axes_of(save.placing, self.rules)
+        statement = Statement(
+            matched=save.placing.matched,
+            patterns=expected_patterns(self.rules),
+            stateless=tuple(stateless_parameters(save.state_dict)),
+            notes=(*repeats, *findings),
+            numbered=numbering(self.rename),
+            renames=save.renames,
+            axis_sizes={name: size for name, (_, size) in axes.items()},
+            target=save.target,
+            step=self.step,
+        )
+        coordinate = tuple([position for position, _ in axes.values()])
+        plan = LocalPlan(rank, (), b"", coordinate, statement=statement.packed())
+        return self._with_holding(plan)
+
+    def _with_holding(self, plan: LocalPlan) -> LocalPlan:
+        """Return a plan with the keys, boxes and digests of what this rank holds."""
+        save = self._run
+        digests = held_digests(
+            save.holding,
+            self.digests,
+            world=world_size(),
+            lookup=self.lookup_object,
+            exact=self._exact,
+        )
+        save.objects = digests.objects
+        return plan._replace(
+            tables=tuple([table.packed() for table in save.holding.tables]),
+            boxes=packed_boxes(save.holding.boxes),
+            digest_kind=self.digests,
+            digests=digests.vector,
+            is_folded=digests.is_folded,
+            stored_digests=digests.stored,
+        )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plans with each element once, and the metadata. Called on the coordinator.
@@ -227,37 +265,31 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.
             alone = len(all_plans) == 1 and world_size() > 1
             raise_faults("the ranks do not save together", foreign_plans(all_plans))
-            sent = {plan.planner_data.rank: plan.planner_data.faults for plan in all_plans}
-            raise_faults_of_ranks(REFUSED, sent)
-            coordinator = Coordinator(
-                [plan.planner_data for plan in all_plans], world=world_size(), complete=not alone
+            sent: list[LocalPlan] = [plan.planner_data for plan in all_plans]
+            raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
+            if alone and not self.is_coordinator:
+                # With a coordinator of its own (no_dist=True) a rank saves all that it has.
+                left = left_to_others(save.placing.placed.values())
+                if left:
+                    save.hold(left)
+                    sent = [self._with_holding(sent[0])]
+            coordinator = Coordinator(sent, world=world_size(), complete=not alone)
+            assignments = coordinator.plan(
+                lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
             )
-            # A rank that has no coordinator of its own (no_dist=True) saves for itself alone.
-            left = (
-                left_to_others(save.placing.placed.values())
-                if alone and not self.is_coordinator
-                else ()
-            )
-            world_plan = coordinator.plan(
-                left=left, lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
-            )
-            if not alone:
-                ranks = [plan.rank for plan in coordinator.plans]
-                tables = coordinator.cohorts.tables
-                world_plan.faults += numbering_faults(ranks, coordinator.statements, tables)
-                world_plan.faults += step_faults(ranks, coordinator.statements)
-                world_plan.notes += directory_notes(ranks, coordinator.statements)
-            save.report = judged(
-                world_plan, coordinator.statements, self.waive, strict=self.on_conflict == "error"
-            )
-            assignments = self._with_shadows(coordinator, alone)
-            described = world_plan.metadata
+            strict = self.on_conflict == "error"
+            save.report = judged(coordinator, self.waive, strict=strict)
+            if self.shadows is not None and not alone:
+                unlike = unlike_objects(coordinator.pieces.all, self.digests)
+                shadowing = Shadowing(self.shadows, unlike)
+                assignments = [one._replace(shadows=shadowing) for one in assignments]
             # What a writer put into a local plan stays in it: without collectives, its file names.
             outlines = Outlines()
             self.global_plan = [
-                _assigned(plan, assignment, coordinator, outlines)
-                for plan, assignment in zip(all_plans, assignments, strict=True)
+                _assigned(plan, local_plan, assignment, coordinator.cohorts, outlines)
+                for plan, local_plan, assignment in zip(all_plans, sent, assignments, strict=True)
             ]
+            described = coordinator.metadata
             # In the order of this rank's state dict, then what only other ranks hold.
             first = {key: described[key] for key in save.state_dict if key in described}
             self.metadata = Metadata(
@@ -308,27 +340,16 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         data = self._run.data(index)
         return super().lookup_object(index) if data is None else data
 
-    def _with_shadows(self, coordinator: Coordinator, alone: bool) -> Sequence[Assignment]:
-        """Return the assignments with what they say of shadows."""
-        assignments = coordinator.world_plan.assignments
-        if self.shadows is None or alone:
-            return assignments
-        unlike = unlike_objects(coordinator.pieces.all, self.digests)
-        shadowing = Shadowing(self.shadows, unlike)
-        return [dataclasses.replace(one, shadows=shadowing) for one in assignments]
-
     def _planner_data(
         self, coordinator: Coordinator, assignments: Sequence[Assignment], alone: bool
     ) -> dict[str, Any]:
-        cohorts = coordinator.cohorts
+        cohorts, statements = coordinator.cohorts, coordinator.statements
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
             for table in cohorts.tables:
                 data.update(table.paths_of_keys())
         provenance = identity(assignments[0].save_id, world_size=len(assignments), step=self.step)
-        provenance |= cuts_and_renames(
-            cohorts, coordinator.statements, coordinator.world_plan.metadata
-        )
+        provenance |= cuts_and_renames(cohorts, statements, coordinator.metadata)
         options = {
             "digests": self.digests,
             "on_conflict": self.on_conflict,
@@ -340,10 +361,9 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             # Replicas are compared when the metadata of the ranks are merged.
             provenance["options"] = options
             if self.digests != "off":
-                keys = coordinator.world_plan.metadata
-                provenance[SAMPLED] = digests_by_chunk(self._run.holding, keys, self.lookup_object)
+                provenance[SAMPLED] = digests_by_chunk(self._run.holding, self.lookup_object)
         if self.digests == "full" or self.shadows is not None:
-            provenance |= making(cohorts, coordinator.statements, options)
+            provenance |= making(cohorts, statements, options)
             if self.digests == "full":
                 provenance["digests"] = written_digests(cohorts, assignments)
             if self.shadows is not None:
@@ -353,17 +373,15 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
 
 
 def _assigned(
-    plan: SavePlan, assignment: Assignment, coordinator: Coordinator, outlines: Outlines
+    plan: SavePlan, sent: LocalPlan, assignment: Assignment, cohorts: Cohorts, outlines: Outlines
 ) -> SavePlan:
-    sent = plan.planner_data
-
     def items() -> list[WriteItem]:
-        holding = sent_holding(sent, coordinator.cohorts.tables_of(sent))
-        return assigned_items(holding, assignment)
+        return assigned_items(cohorts.holding(sent), assignment)
 
     def outline() -> Outline:
-        tables = coordinator.cohorts.tables_of(sent)
-        return outlines.of_plan(sent.boxes, tables, assignment, sent.tables)
+        tables = cohorts.tables_of(sent)
+        groups = [group for table in tables for group in table.groups]
+        return outlines.of(tables, unpacked_boxes(sent.boxes, groups), assignment, sent.tables)
 
     lazy = LazyItems(items, None if assignment.shadows else outline)
     # dataclasses.replace takes several times as long, and there is one plan per rank.

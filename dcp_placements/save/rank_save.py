@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dcp_placements._torch import Metadata, MetadataIndex, SavePlan, WriteItem, WriteItemType
+from dcp_placements._torch import (
+    Metadata,
+    MetadataIndex,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+    global_rank,
+)
 from dcp_placements.bind.placed import Placing
 from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
@@ -20,21 +27,11 @@ from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, checkpoint_path, rename_keys
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.save.held_digests import Objects, add_digests
+from dcp_placements.save.held_digests import Objects
 from dcp_placements.save.items import Assignment, assigned_items
-from dcp_placements.save.local_plan import (
-    Holding,
-    LocalPlan,
-    chunk_data,
-    held_chunks,
-    holding_of,
-)
-from dcp_placements.save.rank_notes import statement_of
-from dcp_placements.save.repeated_boxes import repeat_faults
+from dcp_placements.save.local_plan import Holding, chunk_data, held_chunks, holding_of
 from dcp_placements.save.shadows import pack_items, packs_of
 from dcp_placements.storage.metadata.shadow_records import OBJECTS_NBYTES, packed_objects
-
-Lookup = Callable[[MetadataIndex], Any]
 
 REFUSED = "cannot be placed in the checkpoint"
 
@@ -50,6 +47,8 @@ class RankSave:
         global_plan: Coordinator only: the plans of all ranks.
         metadata: Coordinator only: the checkpoint's.
         placing: Its tensors' places.
+        paths: By key, where it stands in the nested dict of the checkpoint; empty where the state
+            dict was not flattened.
         holding: What it holds, by group.
         objects: Objects as files will hold them, where they were needed before.
         packs: The keys of its shadows, by pack.
@@ -66,6 +65,7 @@ class RankSave:
     global_plan: list[SavePlan] = field(default_factory=list)
     metadata: Metadata | None = None
     placing: Placing = field(default_factory=Placing)
+    paths: Mapping[str, Path] = field(default_factory=dict)
     holding: Holding = field(default_factory=Holding)
     objects: Objects = field(default_factory=dict)
     packs: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -86,13 +86,12 @@ class RankSave:
         self.state_dict, self.mappings = rename_keys(local, self.mappings, rename)
         self.renames = renames_in_force(rename, local, self.state_dict)
 
-    def place(self, rules: Rules | None, rename: Rename | None, rank: int, *, flat: bool) -> None:
+    def place(self, rules: Rules | None, rename: Rename | None, *, flat: bool) -> None:
         """Work out where the tensors lie, and what the rank holds.
 
         Args:
             rules: The user's rules.
             rename: The user's renaming.
-            rank: The global rank, for messages.
             flat: Whether the state dict was flattened, so that ``mappings`` holds paths.
 
         Raises:
@@ -105,57 +104,18 @@ class RankSave:
         faults = self.placing.faults
         faults += counted_faults(self.state_dict, self.placing, rename)
         if faults:
-            raise RankFaults(f"rank {rank} {REFUSED}", faults)
-        paths = self.mappings if flat else None
-        if flat and rename is not None:
-            paths = {key: checkpoint_path(key, path) for key, path in self.mappings.items()}
-        self.holding = holding_of(self.state_dict, self.placing, paths)
+            raise RankFaults(f"rank {global_rank()} {REFUSED}", faults)
+        if flat:
+            self.paths = self.mappings
+            if rename is not None:
+                self.paths = {key: checkpoint_path(key, at) for key, at in self.mappings.items()}
+        self.hold()
         self.is_planned = True
 
-    def local_plan(
-        self,
-        *,
-        rank: int,
-        world: int,
-        rules: Rules | None,
-        rename: Rename | None,
-        waived: Mapping[str, str],
-        digests: str,
-        strict: bool,
-        exact: bool,
-        lookup: Lookup,
-        step: int | None,
-    ) -> LocalPlan:
-        """Return what is sent to the coordinator.
-
-        Raises:
-            RankFaults: With ``strict``, copies on this rank alone that differ.
-        """
-        repeats = repeat_faults(self.placing.placed.values(), digests=digests)
-        if strict and repeats:
-            raise RankFaults(f"rank {rank} {REFUSED}", repeats)
-        statement, coordinate = statement_of(
-            self.state_dict,
-            self.placing,
-            rules=rules,
-            rename=rename,
-            renames=self.renames,
-            waived=waived,
-            notes=repeats,
-            target=self.target,
-            step=step,
-        )
-        plan = LocalPlan(
-            rank=rank,
-            tables=tuple([table.packed() for table in self.holding.tables]),
-            boxes=self.holding.packed_boxes(),
-            coordinate=coordinate,
-            statement=statement.packed(),
-        )
-        self.objects = add_digests(
-            plan, self.holding, digests, world=world, lookup=lookup, exact=exact
-        )
-        return plan
+    def hold(self, left: Collection[str] = ()) -> None:
+        """Take all keys for what the rank holds, but for those that are left to other ranks."""
+        kept = {fqn: value for fqn, value in self.state_dict.items() if fqn not in left}
+        self.holding = holding_of(kept, self.placing, self.paths)
 
     def items(self, assignment: Assignment) -> list[WriteItem]:
         """Return what the rank writes, shadows last."""

@@ -26,7 +26,7 @@ from dcp_placements.save.coordinator.contents import differing_objects
 from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.items import Assignment, chunk_metadata, tensor_properties
 from dcp_placements.save.key_table import OBJECT, Group
-from dcp_placements.save.local_plan import Holding, sent_boxes, sent_holding
+from dcp_placements.save.local_plan import Boxes, Holding, unpacked_boxes
 from dcp_placements.storage.metadata.shadow_records import PACK_NBYTES, PREFIX
 
 Wanted = int | tuple[str, ...]
@@ -81,10 +81,10 @@ class Pack:
     key: str
     group: Group
     fqns: tuple[str, ...]
-    boxes: tuple[Box, ...]
+    boxes: Boxes
 
 
-Candidate = tuple[int, str, Group, tuple[Box, ...]]
+Candidate = tuple[int, str, Group, Boxes]
 """Bytes, key, what it has in common with others, and the boxes that others write."""
 
 
@@ -94,9 +94,11 @@ def packs_of(holding: Holding, assignment: Assignment) -> list[Pack]:
     if shadowing is None:
         return []
     candidates: list[Candidate] = []
-    for held, written in assignment.by_key(holding):
-        group = holding.tables[held.table].groups[held.group]
-        others = tuple([box for box, mine in written if not mine])
+    is_written = assignment.is_written(holding)
+    for held in holding.keys:
+        group = held.group
+        chunks = enumerate(held.boxes, held.first_chunk)
+        others = tuple([box for chunk, box in chunks if not is_written[chunk]])
         nbytes = sum(box.numel for box in others) * group.itemsize
         if group.kind == OBJECT:
             wanted = shadowing.unlike is not None and held.fqn not in shadowing.unlike
@@ -104,7 +106,7 @@ def packs_of(holding: Holding, assignment: Assignment) -> list[Pack]:
             wanted = nbytes > 0 and group.layout == "strided"
         if others and wanted:
             candidates.append((nbytes, held.fqn, group, others))
-    alike: dict[tuple[Group, tuple[Box, ...]], list[str]] = {}
+    alike: dict[tuple[Group, Boxes], list[str]] = {}
     for _, fqn, group, boxes in _chosen(candidates, shadowing.wanted):
         alike.setdefault((Group(*group[:5]), boxes), []).append(fqn)
     packs = []
@@ -133,12 +135,7 @@ def _chosen(found: list[Candidate], wanted: Wanted) -> list[Candidate]:
 
 
 def pack_items(packs: Sequence[Pack], place: int) -> list[WriteItem]:
-    """Return the shadows that one rank writes.
-
-    Args:
-        packs: Its packs.
-        place: The number of the rank in the names of its files.
-    """
+    """Return the shadows that one rank writes; ``place`` is its number in the names of files."""
     items = []
     for pack in packs:
         for box in pack.boxes:
@@ -168,24 +165,20 @@ def all_packs(cohorts: Cohorts, assignments: Sequence[Assignment]) -> dict[str, 
     """Return the keys of every pack that is written."""
     found: dict[str, tuple[str, ...]] = {}
     seen: set[Any] = set()
-    for cohort in cohorts.cohorts:
-        tables = [cohorts.tables[table] for table in cohort.tables]
-        for at in cohort.plans.tolist():
-            plan, assignment = cohorts.plans[at], assignments[at]
-            boxes = sent_boxes(plan, tables)
-            # Packs are a function of these values: where its boxes begin does not matter, but for
-            # which of them are the same.
-            same: dict[Box, int] = {}
-            sizes = tuple(
-                [
-                    tuple([(same.setdefault(box, len(same)), box.sizes) for box in held])
-                    for groups in boxes
-                    for held in groups
-                ]
-            )
-            key = (cohort.tables, sizes, assignment.runs, assignment.pieces)
-            if key not in seen:
-                seen.add(key)
-                for pack in packs_of(sent_holding(plan, tables), assignment):
-                    found[pack.key] = pack.fqns
+    for plan, assignment in zip(cohorts.plans, assignments, strict=True):
+        groups = [group for table in cohorts.tables_of(plan) for group in table.groups]
+        # Packs are a function of these values: where its boxes begin does not matter, but for
+        # which of them are the same.
+        same: dict[Box, int] = {}
+        sizes = tuple(
+            [
+                tuple([(same.setdefault(box, len(same)), box.sizes) for box in boxes])
+                for boxes in unpacked_boxes(plan.boxes, groups)
+            ]
+        )
+        key = plan.tables, sizes, assignment.runs, assignment.pieces
+        if key not in seen:
+            seen.add(key)
+            for pack in packs_of(cohorts.holding(plan), assignment):
+                found[pack.key] = pack.fqns
     return found

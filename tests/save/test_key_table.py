@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from strategies import examples
 
 from dcp_placements.layout.sharding import Cut, Pick, Sharding
+from dcp_placements.save.digest_folding import has_number
 from dcp_placements.save.key_table import (
     OBJECT,
     PLAIN,
@@ -164,7 +165,7 @@ def test_what_a_group_is_changes_the_bytes() -> None:
     ],
 )
 def test_a_number_is_a_component_by_itself(key: str, has: bool) -> None:
-    assert table({GROUPS[1]: [key, "embed"]}).numbered_of(0) == [has, False]
+    assert has_number(key) == has
 
 
 PATH = st.lists(st.one_of(st.integers(0, 20), KEYS.filter(bool)), min_size=1, max_size=5)

@@ -15,7 +15,7 @@ from dcp_placements.save.coordinator.global_plan import Coordinator
 from dcp_placements.save.coordinator.pieces import pieces_of
 from dcp_placements.save.items import assigned_items
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group, KeyTable
-from dcp_placements.save.local_plan import Holding, LocalPlan, sent_holding
+from dcp_placements.save.local_plan import LocalPlan, packed_boxes
 
 WIDE = Group(PLAIN, (4, 1 << 16), torch.float32)
 SHORT = Group(PLAIN, (3,), torch.float32)
@@ -33,9 +33,8 @@ def table(groups: dict[Group, str]) -> KeyTable:
 
 def plan(rank: int, *tables: KeyTable) -> LocalPlan:
     """Return the plan of a rank that has all that its tables name, whole."""
-    boxes = [[(Box((0,) * len(g.shape), g.shape),) for g in one.groups] for one in tables]
-    holding = Holding(list(tables), boxes)
-    return LocalPlan(rank, tuple([one.packed() for one in tables]), holding.packed_boxes())
+    boxes = [(Box((0,) * len(g.shape), g.shape),) for one in tables for g in one.groups]
+    return LocalPlan(rank, tuple([one.packed() for one in tables]), packed_boxes(boxes))
 
 
 def coordinator(*plans: LocalPlan) -> Coordinator:
@@ -45,24 +44,25 @@ def coordinator(*plans: LocalPlan) -> Coordinator:
 def pieces(*tables: KeyTable) -> list[tuple[list[str], list[tuple[int, int]]]]:
     """Return the keys of each piece, and the table and group that has them."""
     cohorts = Cohorts([plan(rank, one) for rank, one in enumerate(tables)], len(tables))
-    found = pieces_of(cohorts)
-    for piece in found.all:
+    found = []
+    for piece in pieces_of(cohorts).all:
+        places = []
         for source in piece.sources:
-            keys = cohorts.tables[source.table].keys(source.group)
-            assert [keys[at] for at in source.positions] == piece.fqns
-    return [(piece.fqns, [(s.table, s.group) for s in piece.sources]) for piece in found.all]
+            one = cohorts.tables[source.table]
+            number = one.groups.index(source.group)
+            assert [one.keys(number)[at] for at in source.positions] == piece.fqns
+            places.append((source.table, number))
+        found.append((piece.fqns, places))
+    return found
 
 
 def written(made: Coordinator, lowest_rank: bool = False) -> list[list[str]]:
     """Return the keys that each rank writes."""
-    world = made.plan(lowest_rank=lowest_rank)
-    assert not world.faults
+    assignments = made.plan(lowest_rank=lowest_rank)
+    assert not made.faults
     return [
-        [
-            item.index.fqn
-            for item in assigned_items(sent_holding(one, made.cohorts.tables_of(one)), assignment)
-        ]
-        for one, assignment in zip(made.plans, world.assignments, strict=True)
+        [item.index.fqn for item in assigned_items(made.cohorts.holding(one), assignment)]
+        for one, assignment in zip(made.plans, assignments, strict=True)
     ]
 
 
@@ -91,12 +91,6 @@ def test_keys_in_another_order_are_pieces_one_by_one() -> None:
     found = pieces(table({WIDE: "a b c own"}), table({WIDE: "b a c"}))
     assert [keys for keys, _ in found] == [["a"], ["b"], ["c"], ["own"]]
     assert found[0][1] == [(0, 0), (1, 0)]
-
-
-def test_keys_apart_are_pieces_of_their_own() -> None:
-    cohorts = Cohorts([plan(0, table({WIDE: "a b c"}))], 1)
-    found = pieces_of(cohorts, apart={"b"})
-    assert [piece.fqns for piece in found.all] == [["a", "c"], ["b"]]
 
 
 def test_equal_tables_are_unpacked_once() -> None:
@@ -135,12 +129,12 @@ def test_each_key_is_written_once_whatever_tables_share(lowest_rank: bool) -> No
         having = {fqn for one in plans for t in made.cohorts.tables_of(one) for fqn in t.fqns}
         found = written(made, lowest_rank)
         assert Counter(fqn for keys in found for fqn in keys) == Counter(having)
-        assert set(made.world_plan.metadata) == having
+        assert set(made.metadata) == having
         for fqn in having:
             ranks = [
                 one.rank for one in plans if any(fqn in t.fqns for t in made.cohorts.tables_of(one))
             ]
-            expected = made.world_plan.partial.get(fqn, tuple(range(len(plans))))
+            expected = made.partial.get(fqn, tuple(range(len(plans))))
             assert expected == tuple(ranks)
             (writer,) = [rank for rank, keys in enumerate(found) if fqn in keys]
             assert writer in ranks
@@ -151,7 +145,7 @@ def test_each_key_is_written_once_whatever_tables_share(lowest_rank: bool) -> No
 def test_a_key_of_another_shape_in_another_table_is_refused_alone() -> None:
     made = coordinator(plan(0, table({WIDE: "a b c"})), plan(1, table({WIDE: "a", SHORT: "b"})))
     made.check()
-    (fault,) = made.world_plan.faults
+    (fault,) = made.faults
     assert fault.fqn == "b"
     assert "the ranks do not agree on the shape of the whole tensor" in str(fault)
 
@@ -159,17 +153,16 @@ def test_a_key_of_another_shape_in_another_table_is_refused_alone() -> None:
 def test_a_tensor_here_and_an_object_there_is_refused() -> None:
     made = coordinator(plan(0, table({WIDE: "a"})), plan(1, table({THING: "a"})))
     made.check()
-    (fault,) = made.world_plan.faults
+    (fault,) = made.faults
     assert "is a tensor on rank 0, but another object on rank 1" in str(fault)
 
 
 def test_objects_are_written_as_objects() -> None:
     made = coordinator(plan(0, table({THING: "lr", WIDE: "w"})), plan(1, table({THING: "lr"})))
-    (one, two) = made.plan().assignments
-    holding = sent_holding(made.plans[0], made.cohorts.tables_of(made.plans[0]))
-    kinds = {item.index.fqn: item.type for item in assigned_items(holding, one)}
-    assert kinds == {"lr": WriteItemType.BYTE_IO, "w": WriteItemType.TENSOR}
-    assert (
-        assigned_items(sent_holding(made.plans[1], made.cohorts.tables_of(made.plans[1])), two)
-        == []
+    one, two = (
+        assigned_items(made.cohorts.holding(plan), assignment)
+        for plan, assignment in zip(made.plans, made.plan(), strict=True)
     )
+    kinds = {item.index.fqn: item.type for item in one}
+    assert kinds == {"lr": WriteItemType.BYTE_IO, "w": WriteItemType.TENSOR}
+    assert two == []

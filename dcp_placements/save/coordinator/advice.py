@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from dcp_placements.bind.lint import NUMBERED_EXPERT
 from dcp_placements.names.optimizer_state import possible_parameters
-from dcp_placements.save.coordinator.claims import RANDOM
 from dcp_placements.save.key_table import Group
 from dcp_placements.storage.metadata.record import ROWS
 
 _WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
+
+_RANDOM_STATE = re.compile(r"(?i)(\.|_|^)(rng|random|seed)(s?_?states?)?(_|\.|$)")
 
 
 def renumber_of(fqn: str) -> str | None:
@@ -50,7 +51,7 @@ def content_advice(
     counted = "rename= where the name counts from 0 on every rank (experts, layers)"
     renumber = renumber_of(fqn)
     ways = [shard]
-    if not group.shape or RANDOM.search(fqn):
+    if not group.shape or _RANDOM_STATE.search(fqn):
         yield "likely:      a number or random state of each rank's own, under one name"
         ways = ["a name per rank (f'rng.{rank}'), or one value for all ranks"]
     elif renumber is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +11,6 @@ from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.contents import own_digests
 from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.key_table import Group
-
-RANDOM = re.compile(r"(?i)(\.|_|^)(rng|random|seed)(s?_?states?)?(_|\.|$)")
-"""In the key of a random state."""
 
 Plans = list[int]
 """Positions of local plans."""
@@ -50,8 +46,8 @@ class Claims:
 def claims_of(cohorts: Cohorts, piece: Piece, position: int) -> Claims:
     """Return what the ranks claim of one key of a piece."""
     claims = Claims(piece.fqns[position])
-    for source, group in zip(piece.sources, piece.groups, strict=True):
-        claims.groups.setdefault(group, []).extend(cohorts.members[source.table].tolist())
+    for source in piece.sources:
+        claims.groups.setdefault(source.group, []).extend(cohorts.members[source.table].tolist())
     # Row by row: tables may disagree on the number of dims.
     rows = [row for held in piece.rows for row in held.boxes.tolist()]
     digests = own_digests(piece, [position])[:, 0].tolist()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
 from dcp_placements.save.digest_folding import Digests, Slots, may_have_replicas
 from dcp_placements.save.key_table import KeyTable, unpacked_table
-from dcp_placements.save.local_plan import LocalPlan
+from dcp_placements.save.local_plan import Holding, LocalPlan, sent_holding
 from dcp_placements.save.packing import Ints, unpacked_ints
 
 
@@ -77,13 +78,13 @@ class Cohorts:
         self.cohorts: list[Cohort] = []
         self.rows: list[list[list[Rows]]] = []
         self._numbers: dict[bytes, int] = {}
-        self._slots: dict[tuple[int, int, int], Slots] = {}
-        alike: dict[tuple[tuple[bytes, ...], int, int], list[int]] = {}
+        self._slots_of = cache(self._slots)
+        alike: dict[tuple[tuple[bytes, ...], str, bool], list[int]] = {}
         for at, plan in enumerate(plans):
-            alike.setdefault((plan.tables, plan.buckets, len(plan.digests)), []).append(at)
-        for (packed_tables, buckets, _), members in alike.items():
+            alike.setdefault((plan.tables, plan.digest_kind, plan.is_folded), []).append(at)
+        for (packed_tables, _, is_folded), members in alike.items():
             tables = tuple([self._number(packed) for packed in packed_tables])
-            self._add(tables, members, buckets)
+            self._add(tables, members, is_folded)
         having: list[list[Ints]] = [[] for _ in self.tables]
         for cohort in self.cohorts:
             for table in cohort.tables:
@@ -94,6 +95,10 @@ class Cohorts:
         """Return the key tables of a plan, unpacked."""
         return [self.tables[self._numbers[packed]] for packed in plan.tables]
 
+    def holding(self, plan: LocalPlan) -> Holding:
+        """Return what the rank of a plan holds."""
+        return sent_holding(plan, self.tables_of(plan))
+
     def _number(self, packed: bytes) -> int:
         """Return the position of a table, unpacking it where it is new."""
         number = self._numbers.setdefault(packed, len(self.tables))
@@ -102,7 +107,7 @@ class Cohorts:
             self.rows.append([[] for _ in self.tables[-1].groups])
         return number
 
-    def _add(self, tables: tuple[int, ...], members: list[int], buckets: int) -> None:
+    def _add(self, tables: tuple[int, ...], members: list[int], is_folded: bool) -> None:
         """Make cohorts of plans with the same tables."""
         width = sum(len(self.tables[table].groups) for table in tables)
         unpacked: dict[bytes, Ints] = {}
@@ -119,9 +124,9 @@ class Cohorts:
             cohort = Cohort(len(self.cohorts), tables, np.array(plans, np.int64))
             self.cohorts.append(cohort)
             per_group: list[int] = np.frombuffer(counts, np.int64).tolist()
-            self._add_rows(cohort, per_group, np.stack(boxes), buckets)
+            self._add_rows(cohort, per_group, np.stack(boxes), is_folded)
 
-    def _add_rows(self, cohort: Cohort, counts: list[int], boxes: Ints, buckets: int) -> None:
+    def _add_rows(self, cohort: Cohort, counts: list[int], boxes: Ints, is_folded: bool) -> None:
         """Append what a cohort holds to the rows of each of its groups."""
         plans = [self.plans[at] for at in cohort.plans.tolist()]
         digests = _side_by_side([plan.digests for plan in plans])
@@ -139,7 +144,7 @@ class Cohorts:
             of_row = cohort.plans if count == 1 else np.repeat(cohort.plans, count)
             rows = Rows(cohort.number, of_row, held.reshape(len(of_row), width))
             if count and digests is not None and may_have_replicas(group, self.world):
-                slots = rows.slots = self._slots_of(table, number, buckets)
+                slots = rows.slots = self._slots_of(table, number, is_folded)
                 mine = digests[:, slot : slot + slots.count * count]
                 mine = mine.reshape(-1, slots.count, count).transpose(0, 2, 1)
                 rows.digests = mine.reshape(-1, slots.count)
@@ -150,12 +155,8 @@ class Cohorts:
                 item += items
             self.rows[table][number].append(rows)
 
-    def _slots_of(self, table: int, group: int, buckets: int) -> Slots:
-        """Return which keys of a group have digests of their own."""
-        key = table, group, buckets
-        if key not in self._slots:
-            self._slots[key] = Slots(self.tables[table].numbered_of(group), buckets)
-        return self._slots[key]
+    def _slots(self, table: int, group: int, is_folded: bool) -> Slots:
+        return Slots(self.tables[table].keys(group), is_folded)
 
 
 def _side_by_side(packed: list[bytes]) -> Digests | None:

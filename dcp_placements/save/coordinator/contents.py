@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,7 @@ _MOST = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def own_digests(piece: Piece, positions: Sequence[int]) -> Digests:
-    """Return digests by row and key; 0 where one is folded or there is none.
-
-    Args:
-        piece: The piece.
-        positions: Of the keys in it.
-    """
+    """Return digests by row and key of a piece; 0 where one is folded or there is none."""
     columns = []
     for source in piece.sources:
         keys = [source.positions[position] for position in positions]
@@ -51,73 +45,31 @@ def differing_keys(piece: Piece) -> list[int]:
     return positions
 
 
-@dataclass(frozen=True, slots=True)
-class Suspects:
-    """Keys of which one or more differ; folded digests do not show which.
-
-    Attributes:
-        fqns: The keys.
-        plans: Positions of the plans that hold the first box that differs.
-    """
-
-    fqns: list[str]
-    plans: list[int]
-
-
-def differing_buckets(
+def suspects(
     held: Sequence[Rows], keys: Sequence[str], cover: Cover
-) -> Iterator[Suspects]:
-    """Yield the keys of a group whose folded digests differ between ranks that have its table.
+) -> tuple[list[str], list[int]]:
+    """Return the keys of a group one or more of which differ, by the buckets of their digests.
 
-    Args:
-        held: What each cohort holds of the group.
-        keys: The keys of the group.
-        cover: Of the group's boxes on those ranks.
+    Returns:
+        The keys, and positions of the plans that hold the first box that differs. No keys where
+        none differs, or none is folded.
     """
-    kinds = {rows.slots.buckets: rows.slots for rows in held if rows.slots is not None}
-    folding = [kinds[buckets] for buckets in sorted(kinds) if kinds[buckets].folded]
-    if not cover.has_replicas or not folding:
-        return
-    has_suspects = False
-    for slots in folding:
-        columns = [rows.digests if rows.slots is slots else None for rows in held]
-        differing = _differing(_stacked(held, columns, slots.count), cover)
-        differing[:, : len(slots.own)] = False
-        if differing.any():
-            has_suspects = True
-            yield _suspects(differing, slots.suspects, keys, cover)
-    # Ranks with other keys beside these have another number of buckets; they are compared, too.
-    if not has_suspects and len(kinds) > 1:
-        fewest = folding[0]
-        columns = [
-            None if rows.slots is None else rows.slots.first_row(rows.digests, fewest)
-            for rows in held
-        ]
-        differing = _differing(_stacked(held, columns, fewest.buckets), cover)
-        if differing.any():
-            yield _suspects(differing, fewest.suspects_of_first_row, keys, cover)
-
-
-def _stacked(held: Sequence[Rows], columns: Sequence[Digests | None], width: int) -> Digests:
-    """Return the columns of all cohorts by row; 0 where there are none."""
-    return np.concatenate(
-        [
-            np.zeros((len(rows.plans), width), np.uint64) if column is None else column
-            for rows, column in zip(held, columns, strict=True)
-        ]
-    )
-
-
-def _suspects(
-    differing: Bools,
-    positions_of: Callable[[Sequence[int]], list[int]],
-    keys: Sequence[str],
-    cover: Cover,
-) -> Suspects:
-    """Return the keys that differing slots stand for, and who holds the first box that differs."""
-    positions = positions_of(np.flatnonzero(differing.any(axis=0)).tolist())
+    folding = next((rows.slots for rows in held if rows.slots and rows.slots.folded), None)
+    if folding is None or not cover.has_replicas:
+        return [], []
+    # Ranks with few other keys beside these have not folded them.
+    columns = [
+        rows.digests if rows.slots is folding else folding.vector(rows.digests.T).T
+        for rows in held
+        if rows.slots is not None
+    ]
+    differing = _differing(np.concatenate(columns), cover)
+    differing[:, : len(folding.own)] = False
+    if not differing.any():
+        return [], []
+    positions = folding.suspects(np.flatnonzero(differing.any(axis=0)).tolist())
     box = int(differing.any(axis=1).argmax())
-    return Suspects([keys[at] for at in positions], cover.holders(box).tolist())
+    return [keys[at] for at in positions], cover.holders(box).tolist()
 
 
 def uncompared(piece: Piece) -> int:
@@ -144,7 +96,7 @@ def uncompared(piece: Piece) -> int:
 def held_beside_its_own(piece: Piece, world: int) -> int | None:
     """Return a box that several ranks hold, one of them by a mesh with a part for every rank."""
     cover = piece.cover
-    alone = [not may_have_replicas(group, world) for group in piece.groups]
+    alone = [not may_have_replicas(source.group, world) for source in piece.sources]
     if not any(alone) or not cover.has_replicas:
         return None
     is_alone = np.maximum.reduceat(piece.by_row(alone)[cover.order], cover.starts[:-1]) > 0

@@ -62,11 +62,7 @@ NOTHING = Cover(
 
 
 class Covers:
-    """Makes covers; ranks that hold equal boxes in the same order share one but for ``ranks``.
-
-    Args:
-        complete: Whether the ranks are all there are.
-    """
+    """Makes covers; ranks that hold equal boxes in the same order share one but for ``ranks``."""
 
     def __init__(self, complete: bool) -> None:
         self.complete = complete
@@ -87,13 +83,7 @@ class Covers:
 
 
 def cover_of(ranks: Ints, boxes: Ints, shape: tuple[int, ...]) -> Cover:
-    """Return who holds what.
-
-    Args:
-        ranks: By row, the rank.
-        boxes: By row, offsets and sizes.
-        shape: Of the whole tensor.
-    """
+    """Return who holds what: by row the rank, and offsets and sizes in a tensor of that shape."""
     ndim = len(shape)
     # One number per offset sorts many times faster than rows do.
     place = np.zeros(len(boxes), np.int64)
@@ -117,13 +107,7 @@ def cover_of(ranks: Ints, boxes: Ints, shape: tuple[int, ...]) -> Cover:
 
 
 def makes_whole(cover: Cover, shape: tuple[int, ...], *, complete: bool) -> bool:
-    """Whether the boxes tile the whole tensor, each element once.
-
-    Args:
-        cover: The boxes.
-        shape: Of the whole tensor.
-        complete: Whether every element must be there; otherwise no two boxes may overlap.
-    """
+    """Whether the boxes tile the whole tensor; if not ``complete``, whether none overlap."""
     if 0 in shape:
         return True
     boxes = cover.boxes

@@ -11,7 +11,6 @@ from dcp_placements.layout.tiling import format_box, overlaps, uncovered
 from dcp_placements.save.coordinator.advice import content_advice, hole_advice, renumber_of
 from dcp_placements.save.coordinator.claims import Claims, Plans, claims_of, plans_by_digest
 from dcp_placements.save.coordinator.cohorts import Cohorts
-from dcp_placements.save.coordinator.contents import Suspects
 from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.key_table import OBJECT, Group
 from dcp_placements.save.local_plan import LocalPlan
@@ -20,13 +19,7 @@ from dcp_placements.storage.metadata.record import ROWS
 
 
 class Faults:
-    """Puts what is wrong with a piece into words.
-
-    Args:
-        cohorts: All local plans.
-        statements: What each rank says beside its keys.
-        complete: Whether these ranks are all there are.
-    """
+    """Puts what is wrong with a piece into words."""
 
     def __init__(self, cohorts: Cohorts, statements: Sequence[Statement], complete: bool) -> None:
         self.cohorts = cohorts
@@ -36,7 +29,8 @@ class Faults:
 
     def disagreement(self, piece: Piece) -> list[Fault]:
         """Return that tables say different things of the keys of a piece, if they do."""
-        if len({(g.kind == OBJECT, g.shape, g.dtype) for g in piece.groups}) == 1:
+        groups = [source.group for source in piece.sources]
+        if len({(g.kind == OBJECT, g.shape, g.dtype) for g in groups}) == 1:
             return []
         return [
             self._disagreement(claims_of(self.cohorts, piece, at)) for at in range(len(piece.fqns))
@@ -97,15 +91,14 @@ class Faults:
             (f"place:       {format_box(box, shape)} of {shape}{more}",),
         )
 
-    def suspicion(self, suspects: Suspects) -> Fault:
-        """Return that one or more of some keys have different contents."""
+    def suspicion(self, fqns: Sequence[str], plans: Sequence[int]) -> Fault:
+        """Return that one or more of some keys have different contents on some ranks."""
         return Fault(
-            suspects.fqns[0],
-            f"different contents on {self._ranks(suspects.plans)}, which claim to be replicas",
+            fqns[0],
+            f"different contents on {self._ranks(plans)}, which claim to be replicas",
             (
-                *_one_or_more(suspects.fqns),
-                f"likely:      {_lacking(suspects.fqns[0])} is missing; or the replicas have "
-                "drifted apart",
+                *_one_or_more(fqns),
+                f"likely:      {_lacking(fqns[0])} is missing; or the replicas have drifted apart",
                 "way out:     dcp_placements.check(state_dict, rules) compares key by key",
                 'by rule:     on_conflict="warn" saves one of the copies anyway',
             ),
@@ -133,26 +126,11 @@ class Faults:
         groups = plans_by_digest([one for held in claims.boxes.values() for one in held])
         holders = "; ".join(self._ranks(plans) for plans in list(groups.values())[:4])
         more = f" and {len(groups) - 4} more groups" if len(groups) > 4 else ""
-        return Fault(
-            claims.fqn,
-            f"this object differs between {holders}{more}; one of them is kept",
-            ("way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",),
-        )
+        return _object_fault([claims.fqn], holders + more)
 
-    def object_suspicion(self, suspects: Suspects) -> Fault:
+    def object_suspicion(self, fqns: Sequence[str], plans: Sequence[int]) -> Fault:
         """Return that one or more of some objects differ between ranks."""
-        between = f"between {self._ranks(suspects.plans)}; one of"
-        alone = len(suspects.fqns) == 1
-        return Fault(
-            suspects.fqns[0],
-            f"this object differs {between} them is kept"
-            if alone
-            else f"this object, or others, differ {between} each is kept",
-            (
-                *_one_or_more(suspects.fqns),
-                "way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')",
-            ),
-        )
+        return _object_fault(fqns, self._ranks(plans))
 
     def _disagreement(self, claims: Claims) -> Fault:
         kinds: dict[bool, Plans] = {}
@@ -329,6 +307,16 @@ def _lacking(fqn: str) -> str:
     shard = "a rule with Shard on an axis"
     renumber = renumber_of(fqn)
     return shard if renumber is None else f"{renumber}, or {shard},"
+
+
+def _object_fault(fqns: Sequence[str], ranks: str) -> Fault:
+    which = (
+        f"this object differs between {ranks}; one of them is kept"
+        if len(fqns) == 1
+        else f"this object, or others, differ between {ranks}; one of each is kept"
+    )
+    way_out = "way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')"
+    return Fault(fqns[0], which, (*_one_or_more(fqns), way_out))
 
 
 def _one_or_more(fqns: Sequence[str]) -> Iterable[str]:

@@ -7,8 +7,7 @@ the run of keys that it writes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from functools import cache
 from math import prod
 from typing import Any
@@ -17,18 +16,24 @@ import numpy as np
 import torch
 
 from dcp_placements._torch import BytesStorageMetadata, TensorStorageMetadata
-from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.errors import Fault
 from dcp_placements.report import KeyReport, key_report
+from dcp_placements.save.coordinator.agreement import (
+    numbering_faults,
+    unlike_digests,
+    unlike_directories,
+    unlike_steps,
+)
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.contents import (
-    differing_buckets,
     differing_keys,
     held_beside_its_own,
+    suspects,
     uncompared,
 )
 from dcp_placements.save.coordinator.cover import Covers
 from dcp_placements.save.coordinator.faults import Faults
-from dcp_placements.save.coordinator.owners import BALANCE, SMALL_NBYTES, divide
+from dcp_placements.save.coordinator.owners import runs_of
 from dcp_placements.save.coordinator.pieces import Piece, Pieces, pieces_of
 from dcp_placements.save.items import Assignment, tensor_properties
 from dcp_placements.save.key_table import OBJECT
@@ -37,33 +42,8 @@ from dcp_placements.save.packing import Ints, packed_ints
 from dcp_placements.save.rank_notes import Statement
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 
-
-@dataclass(slots=True)
-class WorldPlan:
-    """One plan of all ranks.
-
-    Attributes:
-        assignments: One per rank.
-        metadata: By key.
-        keys: The report on each tensor.
-        objects: Keys that are no tensors.
-        partial: Ranks that have a key, where not all have it.
-        uncompared: Keys of which replicas were not compared, because their digests are folded and
-            the ranks that hold them have other keys beside them.
-        faults: What cannot be saved.
-        conflicts: Replicas that differ.
-        notes: What is saved with a warning.
-    """
-
-    assignments: list[Assignment] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    keys: dict[str, KeyReport] = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
-    partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    uncompared: int = 0
-    faults: list[Fault] = field(default_factory=list)
-    conflicts: list[Fault] = field(default_factory=list)
-    notes: list[Fault] = field(default_factory=list)
+_MOST_NAMED = 8
+"""Keys that an assignment names of those which some files cannot hold."""
 
 
 class Coordinator:
@@ -75,84 +55,87 @@ class Coordinator:
         complete: Whether the plans are all there are.
 
     Attributes:
-        world_plan: The plan that they make.
+        plans: The same.
+        complete: The same.
         statements: By plan, what the rank sends beside its keys.
         cohorts: The plans side by side.
         pieces: The groups of all ranks.
+        faults: What cannot be saved.
+        conflicts: Replicas that differ.
+        notes: What is saved with a warning.
+        uncompared: Keys of which replicas were not compared, because their digests are folded and
+            the ranks that hold them have other keys beside them.
+        metadata: By key.
+        keys: The report on each tensor.
+        objects: Keys that are no tensors.
+        partial: Ranks that have a key, where not all have it.
     """
 
     def __init__(self, plans: Sequence[LocalPlan], *, world: int, complete: bool) -> None:
         self.plans = plans
         self.complete = complete
-        self.world_plan = WorldPlan()
         unpacked = cache(Statement.unpacked)
         self.statements = [unpacked(plan.statement) for plan in plans]
         self.cohorts = Cohorts(plans, world)
         self.pieces = Pieces()
+        self.faults: list[Fault] = []
+        self.conflicts: list[Fault] = []
+        self.notes: list[Fault] = []
+        self.uncompared = 0
+        self.metadata: dict[str, Any] = {}
+        self.keys: dict[str, KeyReport] = {}
+        self.objects: list[str] = []
+        self.partial: dict[str, tuple[int, ...]] = {}
         self._covers = Covers(complete)
 
-    def plan(
-        self, *, left: Collection[str] = (), lowest_rank: bool = False, save_id: bytes = b""
-    ) -> WorldPlan:
-        """Return the plan of a save: who writes what, and the metadata; or what is wrong.
+    def plan(self, *, lowest_rank: bool = False, save_id: bytes = b"") -> list[Assignment]:
+        """Return what each rank writes, with the metadata made; nothing where there are faults.
 
         Args:
-            left: For a rank that plans alone: keys that it leaves to other ranks.
             lowest_rank: Leave every replica to its lowest rank.
             save_id: Names the save.
         """
-        self.check(left)
-        if not self.world_plan.faults:
-            self.describe(left)
-            self.assign(lowest_rank=lowest_rank, left=left, save_id=save_id)
-        return self.world_plan
+        self.check()
+        if self.faults:
+            return []
+        self.describe()
+        return self.assign(lowest_rank=lowest_rank, save_id=save_id)
 
-    def check(self, left: Collection[str] = ()) -> None:
+    def check(self) -> None:
         """Prove that the plans make a checkpoint, and compare replicas."""
-        unlike = self._unlike_digests()
-        if unlike is not None:
-            self.world_plan.faults.append(unlike)
+        self.faults += unlike_digests(self.plans)
+        if self.faults:
             return
-        self.pieces = pieces_of(self.cohorts, left)
+        if self.complete:
+            self.faults += numbering_faults(self.plans, self.statements, self.cohorts.tables)
+            self.faults += unlike_steps(self.plans, self.statements)
+            self.notes += unlike_directories(self.plans, self.statements)
+        self.pieces = pieces_of(self.cohorts)
         faults = Faults(self.cohorts, self.statements, self.complete)
         for piece in self.pieces.all:
             disagreement = faults.disagreement(piece)
             if disagreement:
-                self.world_plan.faults += disagreement
+                self.faults += disagreement
                 continue
-            piece.cover, whole = self._covers.of(piece.plans, piece.boxes, piece.group.shape)
-            if not whole:
-                self.world_plan.faults += faults.tiling(piece)
+            piece.cover, is_whole = self._covers.of(piece.plans, piece.boxes, piece.group.shape)
+            if not is_whole:
+                self.faults += faults.tiling(piece)
             self._compare(piece, faults)
-        self._compare_buckets(faults)
-
-    def _unlike_digests(self) -> Fault | None:
-        kinds: dict[str, list[int]] = {}
-        for plan in self.plans:
-            kinds.setdefault(plan.digest_kind, []).append(plan.rank)
-        if len(kinds) < 2:
-            return None
-        text = "; ".join(f"{kind!r} on {format_ranks(ranks)}" for kind, ranks in kinds.items())
-        return Fault(
-            "this save",
-            f"the ranks do not agree on digests=: {text}",
-            ("way out:     give every rank's PlacementSavePlanner the same options",),
-        )
+        self._compare_folded(faults)
 
     def _compare(self, piece: Piece, faults: Faults) -> None:
-        world_plan, group = self.world_plan, piece.group
         box = held_beside_its_own(piece, self.cohorts.world)
-        if box is not None and 0 not in group.shape:
-            world_plan.faults.append(faults.same_coordinate(piece, box))
+        if box is not None and 0 not in piece.group.shape:
+            self.faults.append(faults.same_coordinate(piece, box))
             return
-        world_plan.uncompared += uncompared(piece)
+        self.uncompared += uncompared(piece)
         for position in differing_keys(piece):
-            if group.kind == OBJECT:
-                world_plan.notes.append(faults.object_note(piece, position))
+            if piece.group.kind == OBJECT:
+                self.notes.append(faults.object_note(piece, position))
             else:
-                world_plan.conflicts.append(faults.conflict(piece, position))
+                self.conflicts.append(faults.conflict(piece, position))
 
-    def _compare_buckets(self, faults: Faults) -> None:
+    def _compare_folded(self, faults: Faults) -> None:
         """Compare the keys that have no digests of their own, group by group."""
         for table, by_group in zip(self.cohorts.tables, self.cohorts.rows, strict=True):
             for number, (group, held) in enumerate(zip(table.groups, by_group, strict=True)):
@@ -161,30 +144,24 @@ class Coordinator:
                 plans = np.concatenate([rows.plans for rows in held])
                 boxes = np.concatenate([rows.boxes for rows in held])
                 cover, _ = self._covers.of(plans, boxes, group.shape)
-                for suspects in differing_buckets(held, table.keys(number), cover):
-                    if group.kind == OBJECT:
-                        self.world_plan.notes.append(faults.object_suspicion(suspects))
-                    else:
-                        self.world_plan.conflicts.append(faults.suspicion(suspects))
+                fqns, holders = suspects(held, table.keys(number), cover)
+                if fqns and group.kind == OBJECT:
+                    self.notes.append(faults.object_suspicion(fqns, holders))
+                elif fqns:
+                    self.conflicts.append(faults.suspicion(fqns, holders))
 
-    def describe(self, left: Collection[str] = ()) -> None:
+    def describe(self) -> None:
         """Make the metadata and the report of all keys."""
-        world_plan = self.world_plan
-        lists: dict[Hashable, Any] = {}
-        partial: dict[tuple[int, ...], tuple[int, ...] | None] = {}
+        lists: dict[Hashable, ChunkList] = {}
+        ranks_of = cache(self._ranks_if_partial)
         for piece in self.pieces.all:
-            if piece.fqns[0] in left:
-                continue
-            tables = tuple([source.table for source in piece.sources])
-            if tables not in partial:
-                partial[tables] = self._ranks_if_partial(tables)
-            ranks = partial[tables]
-            if ranks is not None:
-                world_plan.partial.update(dict.fromkeys(piece.fqns, ranks))
             group, cover = piece.group, piece.cover
+            ranks = ranks_of(tuple([source.table for source in piece.sources]))
+            if ranks is not None:
+                self.partial.update(dict.fromkeys(piece.fqns, ranks))
             if group.kind == OBJECT:
-                world_plan.metadata.update({fqn: BytesStorageMetadata() for fqn in piece.fqns})
-                world_plan.objects += piece.fqns
+                self.metadata.update({fqn: BytesStorageMetadata() for fqn in piece.fqns})
+                self.objects += piece.fqns
                 continue
             # Without their shape, no boxes are the same bytes as that of a scalar.
             key = cover.boxes.shape, cover.boxes.tobytes()
@@ -192,13 +169,15 @@ class Coordinator:
                 ndim = len(group.shape)
                 lists[key] = ChunkList(cover.boxes[:, :ndim], cover.boxes[:, ndim:])
             stored = TensorStorageMetadata(
-                tensor_properties(group), torch.Size(group.shape), lists[key]
+                tensor_properties(group),
+                torch.Size(group.shape),
+                lists[key],  # type: ignore[arg-type]
             )
             unique = prod(group.shape) if self.complete else int(cover.numel.sum())
             held = int(cover.numel[cover.box_of].sum())
             report = key_report(group.shape, group.dtype, len(lists[key]), unique, held)
-            world_plan.metadata.update(dict.fromkeys(piece.fqns, stored))
-            world_plan.keys.update(dict.fromkeys(piece.fqns, report))
+            self.metadata.update(dict.fromkeys(piece.fqns, stored))
+            self.keys.update(dict.fromkeys(piece.fqns, report))
 
     def _ranks_if_partial(self, tables: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the ranks that have any of some tables; None where all have."""
@@ -209,17 +188,17 @@ class Coordinator:
             return None
         return tuple([self.plans[at].rank for at in having.tolist()])
 
-    def assign(self, *, lowest_rank: bool, left: Collection[str], save_id: bytes) -> None:
-        """Assign to every rank what it writes."""
-        runs = self._runs(lowest_rank, left)
+    def assign(self, *, lowest_rank: bool, save_id: bytes) -> list[Assignment]:
+        """Return what each rank writes."""
+        runs = runs_of(self.pieces.all, len(self.plans), lowest_rank=lowest_rank)
         writes = np.zeros(len(self.plans), bool)
         for piece, piece_runs in zip(self.pieces.all, runs, strict=True):
             writes[piece.plans[piece_runs[:, 0] < piece_runs[:, 1]]] = True
         packed = self._packed_runs(runs)
         in_chunks = self._in_chunks(runs)
         writers = int(writes.sum())
-        objects = tuple(self.world_plan.objects[:_MOST_NAMED])
-        split = [packed_ints(split) if split else b"" for split in self.pieces.split]
+        objects = tuple(self.objects[:_MOST_NAMED])
+        split = [packed_ints(pieces) if pieces else b"" for pieces in self.pieces.split]
         assignments: list[Any] = [None] * len(self.plans)
         for cohort in self.cohorts.cohorts:
             pieces = tuple([split[table] for table in cohort.tables])
@@ -228,61 +207,7 @@ class Coordinator:
                 assignments[plan] = Assignment(
                     packed[plan], pieces, writers, in_chunks, objects, save_id, place=plan
                 )
-        self.world_plan.assignments = assignments
-
-    def _runs(self, lowest_rank: bool, left: Collection[str]) -> list[Ints]:
-        """Return for each piece, by row, the run of keys that the rank writes of the box."""
-        pieces = self.pieces.all
-        covers = [piece.cover for piece in pieces]
-        ends = np.cumsum([len(cover.ranks) for cover in covers])
-        # Rows and boxes of all pieces, one after another.
-        ranks = np.concatenate([_NO_INTS, *[cover.ranks for cover in covers]])
-        order = np.concatenate(
-            [
-                _NO_INTS,
-                *[
-                    cover.order + end - len(cover.order)
-                    for cover, end in zip(covers, ends, strict=True)
-                ],
-            ]
-        )
-        holders = np.concatenate([_NO_INTS, *[np.diff(cover.starts) for cover in covers]])
-        starts = np.cumsum(holders) - holders
-        of_piece = np.repeat(np.arange(len(pieces)), [len(cover.boxes) for cover in covers])
-        of_key = [
-            cover.numel * piece.group.itemsize for piece, cover in zip(pieces, covers, strict=True)
-        ]
-        nbytes = np.concatenate([_NO_INTS, *of_key])
-        is_left = np.array([piece.fqns[0] in left for piece in pieces], bool)[of_piece]
-        is_object = np.array([piece.group.kind == OBJECT for piece in pieces], bool)[of_piece]
-        counts = np.where(is_left, 0, np.array([len(p.fqns) for p in pieces], np.int64)[of_piece])
-        runs = np.zeros((len(ranks), 2), np.int64)
-        load = np.zeros(len(self.plans), np.int64)
-        alone = (holders == 1) | lowest_rank | is_object
-        first = order[starts[alone]]
-        runs[first, 1] = counts[alone]
-        np.add.at(load, ranks[first], (counts * nbytes)[alone])
-        mean = int((counts * nbytes).sum()) / max(len(self.plans), 1)
-        limit = max(BALANCE * mean, float(load.max(initial=0)), SMALL_NBYTES)
-        shared: dict[bytes, list[int]] = {}
-        in_order = ranks[order]
-        for box in np.flatnonzero(~alone & ~is_left).tolist():
-            group = in_order[starts[box] : starts[box] + holders[box]]
-            shared.setdefault(group.tobytes(), []).append(box)
-        divided = cache(divide)
-        # The smaller a group of replicas, the fewer ranks can make up for what it writes.
-        for key in sorted(shared, key=len):
-            group = np.frombuffer(key, np.int64)
-            boxes = np.array(shared[key])
-            # The smallest stay together, with the lowest rank.
-            boxes = boxes[np.argsort(nbytes[boxes], kind="stable")]
-            shares = tuple(zip(counts[boxes].tolist(), nbytes[boxes].tolist(), strict=True))
-            cuts = np.array(divided(shares, tuple(load[group].tolist()), limit))
-            rows = order[starts[boxes][:, None] + np.arange(cuts.shape[1] - 1)]
-            runs[rows, 0] = cuts[:, :-1]
-            runs[rows, 1] = cuts[:, 1:]
-            load[group[: cuts.shape[1] - 1]] += nbytes[boxes] @ np.diff(cuts, axis=1)
-        return np.split(runs, ends[:-1]) if pieces else []
+        return assignments
 
     def _packed_runs(self, runs: list[Ints]) -> list[bytes]:
         """Return for each rank the runs of its tables, table after table, piece after piece."""
@@ -309,25 +234,18 @@ class Coordinator:
         return packed
 
     def _in_chunks(self, runs: list[Ints]) -> tuple[tuple[str, int, int], ...]:
-        """Return some keys of which one rank writes several chunks."""
-        named = []
+        """Return some keys of which one rank writes several chunks, with the rank and how many."""
+        named: list[tuple[str, int, int]] = []
         for piece, piece_runs in zip(self.pieces.all, runs, strict=True):
-            written = piece_runs[:, 0] < piece_runs[:, 1]
-            if not written.any():
-                continue
-            counts = np.bincount(piece.plans[written])
+            is_written = piece_runs[:, 0] < piece_runs[:, 1]
+            counts = np.bincount(piece.plans[is_written], minlength=1)
             most = int(counts.argmax())
-            if counts[most] > 1:
-                mine = piece_runs[written & (piece.plans == most)]
-                for position in range(int(mine[:, 0].min()), int(mine[:, 1].max())):
-                    inside = int(((mine[:, 0] <= position) & (position < mine[:, 1])).sum())
-                    if inside > 1:
-                        named.append((piece.fqns[position], self.plans[most].rank, inside))
-                        break
-            if len(named) == _MOST_NAMED:
-                break
+            if counts[most] > 1 and len(named) < _MOST_NAMED:
+                start, stop = piece_runs[is_written & (piece.plans == most)].T[:, :, None]
+                positions = np.arange(len(piece.fqns))
+                chunks = ((start <= positions) & (positions < stop)).sum(axis=0)
+                position = int(chunks.argmax())
+                if chunks[position] > 1:
+                    rank = self.plans[most].rank
+                    named.append((piece.fqns[position], rank, int(chunks[position])))
         return tuple(named)
-
-
-_MOST_NAMED = 8
-_NO_INTS = np.zeros(0, np.int64)

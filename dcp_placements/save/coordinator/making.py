@@ -7,8 +7,7 @@ from typing import Any
 
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.items import Assignment
-from dcp_placements.save.key_table import OBJECT
-from dcp_placements.save.local_plan import sent_boxes, sent_holding
+from dcp_placements.save.key_table import OBJECT, Group
 from dcp_placements.save.rank_notes import Statement
 from dcp_placements.storage.hashing import FULL_NBYTES
 from dcp_placements.storage.metadata.provenance import StoredDigests
@@ -18,13 +17,7 @@ from dcp_placements.storage.metadata.record import ROWS, Cuts, packed_record
 def cuts_and_renames(
     cohorts: Cohorts, statements: Sequence[Statement], keys: Collection[str]
 ) -> dict[str, Any]:
-    """Return what a checkpoint is to keep of its cuts and renames: plain values.
-
-    Args:
-        cohorts: All local plans.
-        statements: What each rank says.
-        keys: The checkpoint's.
-    """
+    """Return what a checkpoint with these keys is to keep of cuts and renames: plain values."""
     numbers: dict[Cuts, int] = {(): 0}
     group_of: dict[str, int] = {}
     for table in cohorts.tables:
@@ -53,19 +46,14 @@ def making(
             if (rule := table.rules[at]) is not None:
                 rules[fqn] = rule
     row_maps: dict[str, dict[int, tuple[int, ...]]] = {}
-    for cohort in cohorts.cohorts:
-        tables = [cohorts.tables[table] for table in cohort.tables]
-        dims = [[_listed_dim(group.cuts) for group in table.groups] for table in tables]
-        if all(dim is None for table_dims in dims for dim in table_dims):
-            continue
-        for at in cohort.plans.tolist():
-            boxes = sent_boxes(cohorts.plans[at], tables)
-            for table, held, table_dims in zip(tables, boxes, dims, strict=True):
-                for group, dim in enumerate(table_dims):
-                    if dim is not None:
-                        rows = tuple(dict.fromkeys(box.offsets[dim] for box in held[group]))
-                        for fqn in table.keys(group):
-                            row_maps.setdefault(fqn, {})[cohorts.plans[at].rank] = rows
+    for plan in cohorts.plans:
+        tables = cohorts.tables_of(plan)
+        if any(_listed_dim(group) is not None for table in tables for group in table.groups):
+            for keys in cohorts.holding(plan).groups:
+                if (dim := _listed_dim(keys[0].group)) is not None:
+                    rows = tuple(dict.fromkeys(box.offsets[dim] for box in keys[0].boxes))
+                    for held in keys:
+                        row_maps.setdefault(held.fqn, {})[plan.rank] = rows
     return {
         "axes": {
             name: size for statement in statements for name, size in statement.axis_sizes.items()
@@ -76,27 +64,22 @@ def making(
     }
 
 
-def _listed_dim(cuts: Sequence[Any]) -> int | None:
+def _listed_dim(group: Group) -> int | None:
     """Return the dim whose rows ranks list; None where there is none, or several."""
-    dims = {cut.dim for cut in cuts if cut.kind == ROWS}
+    dims = {cut.dim for cut in group.cuts if cut.kind == ROWS}
     return dims.pop() if len(dims) == 1 else None
 
 
 def written_digests(cohorts: Cohorts, assignments: Sequence[Assignment]) -> StoredDigests:
     """Return the digests of what is written."""
     found: StoredDigests = {}
-    for cohort in cohorts.cohorts:
-        tables = [cohorts.tables[table] for table in cohort.tables]
-        for at in cohort.plans.tolist():
-            stored = cohorts.plans[at].stored_digests
-            holding = sent_holding(cohorts.plans[at], tables)
-            item = 0
-            for held, boxes in assignments[at].by_key(holding):
-                is_object = tables[held.table].groups[held.group].kind == OBJECT
-                for box, written in boxes:
-                    digest = stored[item * FULL_NBYTES : (item + 1) * FULL_NBYTES]
-                    if written and any(digest):
-                        place = None if is_object else box.offsets
-                        found.setdefault(held.fqn, {})[place] = digest
-                    item += 1
+    for plan, assignment in zip(cohorts.plans, assignments, strict=True):
+        holding = cohorts.holding(plan)
+        is_written = assignment.is_written(holding)
+        for held in holding.keys:
+            for chunk, box in enumerate(held.boxes, held.first_chunk):
+                digest = plan.stored_digests[chunk * FULL_NBYTES : (chunk + 1) * FULL_NBYTES]
+                if is_written[chunk] and any(digest):
+                    place = None if held.group.kind == OBJECT else box.offsets
+                    found.setdefault(held.fqn, {})[place] = digest
     return found

@@ -10,16 +10,76 @@ Objects go to the lowest rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import accumulate
+
+import numpy as np
 
 from dcp_placements.bind.placed import Placed
 from dcp_placements.rules.mesh import mesh_axes
+from dcp_placements.save.coordinator.pieces import Piece
+from dcp_placements.save.key_table import OBJECT
+from dcp_placements.save.packing import Ints
 
 BALANCE = 1.05
 """What a rank may write, as a multiple of the mean, before another takes a share."""
 
 SMALL_NBYTES = 64 << 10
 """What a rank may write in any case: a file more to open costs a load more than that."""
+
+
+def runs_of(pieces: Sequence[Piece], ranks: int, *, lowest_rank: bool) -> list[Ints]:
+    """Return for each piece, by row, the run of keys that the rank writes of the box.
+
+    Args:
+        pieces: All pieces.
+        ranks: Number of ranks.
+        lowest_rank: Whether every replica is left to its lowest rank.
+    """
+    if not pieces:
+        return []
+    covers = [piece.cover for piece in pieces]
+    # Rows and boxes of all pieces, one after another.
+    ends = np.cumsum([len(cover.ranks) for cover in covers])
+    rank_of = np.concatenate([cover.ranks for cover in covers])
+    order = np.concatenate(
+        [c.order + end - len(c.order) for c, end in zip(covers, ends, strict=True)]
+    )
+    holders = np.concatenate([np.diff(cover.starts) for cover in covers])
+    starts = np.cumsum(holders) - holders
+    of_box = np.repeat(np.arange(len(pieces)), [len(cover.boxes) for cover in covers])
+    itemsizes = np.array([piece.group.itemsize for piece in pieces])
+    nbytes = np.concatenate([cover.numel for cover in covers]) * itemsizes[of_box]
+    counts = np.array([len(piece.fqns) for piece in pieces])[of_box]
+    is_object = np.array([piece.group.kind == OBJECT for piece in pieces])[of_box]
+
+    runs = np.zeros((len(rank_of), 2), np.int64)
+    load = np.zeros(ranks, np.int64)
+    is_alone = (holders == 1) | lowest_rank | is_object
+    first = order[starts[is_alone]]
+    runs[first, 1] = counts[is_alone]
+    np.add.at(load, rank_of[first], (counts * nbytes)[is_alone])
+    mean = int((counts * nbytes).sum()) / ranks
+    limit = max(BALANCE * mean, float(load.max()), SMALL_NBYTES)
+    shared: dict[bytes, list[int]] = {}
+    in_order = rank_of[order]
+    for box in np.flatnonzero(~is_alone).tolist():
+        group = in_order[starts[box] : starts[box] + holders[box]]
+        shared.setdefault(group.tobytes(), []).append(box)
+    divided = cache(divide)
+    # The smaller a group of replicas, the fewer ranks can make up for what it writes.
+    for key in sorted(shared, key=len):
+        group = np.frombuffer(key, np.int64)
+        boxes = np.array(shared[key])
+        # The smallest stay together, with the lowest rank.
+        boxes = boxes[np.argsort(nbytes[boxes], kind="stable")]
+        shares = tuple(zip(counts[boxes].tolist(), nbytes[boxes].tolist(), strict=True))
+        cuts = np.array(divided(shares, tuple(load[group].tolist()), limit))
+        rows = order[starts[boxes][:, None] + np.arange(cuts.shape[1] - 1)]
+        runs[rows, 0] = cuts[:, :-1]
+        runs[rows, 1] = cuts[:, 1:]
+        load[group[: cuts.shape[1] - 1]] += nbytes[boxes] @ np.diff(cuts, axis=1)
+    return np.split(runs, ends[:-1])
 
 
 def divide(pieces: Sequence[tuple[int, int]], held: Sequence[int], limit: float) -> list[list[int]]:

@@ -7,7 +7,7 @@ holds for one key of a piece holds for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -26,14 +26,14 @@ class Source:
 
     Attributes:
         table: Position in ``Cohorts.tables``.
-        group: Number of the group there.
+        group: What the keys have in common there.
         positions: Of the piece's keys among those of the group, in the piece's order.
         number: Which piece of the table it is.
         rows: What each cohort holds of the group.
     """
 
     table: int
-    group: int
+    group: Group
     positions: list[int]
     number: int
     rows: list[Rows]
@@ -46,19 +46,17 @@ class Piece:
     Attributes:
         fqns: The keys.
         sources: The tables that have them.
-        groups: By source, what the keys have in common.
         cover: Which ranks hold which box.
     """
 
     fqns: list[str]
     sources: list[Source] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
     cover: Cover = NOTHING
 
     @property
     def group(self) -> Group:
         """The group of the first source."""
-        return self.groups[0]
+        return self.sources[0].group
 
     @cached_property
     def rows(self) -> list[Rows]:
@@ -68,14 +66,12 @@ class Piece:
     @cached_property
     def plans(self) -> Ints:
         """By row, the position of the plan."""
-        plans = [rows.plans for rows in self.rows]
-        return plans[0] if len(plans) == 1 else np.concatenate(plans)
+        return np.concatenate([rows.plans for rows in self.rows])
 
     @cached_property
     def boxes(self) -> Ints:
         """By row, offsets and sizes; for groups of one number of dims."""
-        boxes = [rows.boxes for rows in self.rows]
-        return boxes[0] if len(boxes) == 1 else np.concatenate(boxes)
+        return np.concatenate([rows.boxes for rows in self.rows])
 
     def by_row(self, values: Sequence[int]) -> Ints:
         """Return values, one per source, by row."""
@@ -98,39 +94,30 @@ class Pieces:
     counts: list[int] = field(default_factory=list)
 
 
-def pieces_of(cohorts: Cohorts, apart: Collection[str] = ()) -> Pieces:
-    """Return the pieces of all tables.
-
-    Args:
-        cohorts: All local plans.
-        apart: Keys that are to be pieces of their own.
-    """
+def pieces_of(cohorts: Cohorts) -> Pieces:
+    """Return the pieces of all tables."""
     shared = _shared_keys(cohorts.tables)
     pieces = Pieces()
-    by_kind: dict[object, Piece] = {}
+    by_kind: dict[Hashable, Piece] = {}
     for at, table in enumerate(cohorts.tables):
-        is_whole = not apart and shared.keys().isdisjoint(table.fqns)
+        is_whole = shared.keys().isdisjoint(table.fqns)
         split: list[int] = []
         count = 0
         for number, group in enumerate(table.groups):
             fqns = table.keys(number)
-            by_piece: dict[object, list[int]] = {}
+            positions_of: dict[Hashable, list[int]] = {}
             if is_whole:
-                by_piece[at, number] = list(range(len(fqns)))
+                positions_of[at, number] = list(range(len(fqns)))
             else:
                 for position, fqn in enumerate(fqns):
-                    kind = shared.get(fqn, (at, number))
-                    kind = (kind, fqn) if fqn in apart else kind
-                    by_piece.setdefault(kind, []).append(position)
-            piece_of = [count] * len(fqns)
-            for kind, positions in by_piece.items():
-                piece = by_kind.get(kind)
-                if piece is None:
-                    piece = by_kind[kind] = Piece([fqns[position] for position in positions])
-                    pieces.all.append(piece)
+                    positions_of.setdefault(shared.get(fqn, (at, number)), []).append(position)
+            piece_of = [0] * len(fqns)
+            for kind, positions in positions_of.items():
+                if kind not in by_kind:
+                    by_kind[kind] = Piece([fqns[position] for position in positions])
+                    pieces.all.append(by_kind[kind])
                 rows = cohorts.rows[at][number]
-                piece.sources.append(Source(at, number, positions, count, rows))
-                piece.groups.append(group)
+                by_kind[kind].sources.append(Source(at, group, positions, count, rows))
                 for position in positions:
                     piece_of[position] = count
                 count += 1
@@ -140,7 +127,7 @@ def pieces_of(cohorts: Cohorts, apart: Collection[str] = ()) -> Pieces:
     return pieces
 
 
-def _shared_keys(tables: list[KeyTable]) -> dict[str, object]:
+def _shared_keys(tables: list[KeyTable]) -> dict[str, Hashable]:
     """Return the keys that several tables have, each with what makes its piece."""
     seen: set[str] = set()
     several: set[str] = set()
@@ -158,7 +145,7 @@ def _shared_keys(tables: list[KeyTable]) -> dict[str, object]:
     alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for fqn, where in places.items():
         alike.setdefault(tuple([place[:2] for place in where]), []).append(fqn)
-    shared: dict[str, object] = {}
+    shared: dict[str, Hashable] = {}
     for kind, fqns in alike.items():
         # Runs are positions: where two tables have the keys in another order, one by one.
         orders = {tuple(sorted(fqns, key=lambda fqn: places[fqn][i][2])) for i in range(len(kind))}
