@@ -94,7 +94,7 @@ class Slots:
 
     def suspects(self, differing: Collection[int]) -> list[int]:
         """Return positions of the keys that may differ, where these slots do."""
-        found = [key for slot, key in enumerate(self.own) if slot in differing]
+        found = [self.own[slot] for slot in differing if slot < len(self.own)]
         hit = np.isin(self._buckets + len(self.own), list(differing))
         found += [self.folded[at] for at in np.flatnonzero(hit.all(axis=0)).tolist()]
         return sorted(found)

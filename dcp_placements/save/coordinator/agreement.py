@@ -29,8 +29,8 @@ _MOST_SHOWN = 4
 
 def unlike_digests(plans: Sequence[LocalPlan]) -> list[Fault]:
     """Return that ranks were given different ``digests=``, if they were."""
-    kinds = _ranks_by((plan.digest_kind, plan.rank) for plan in plans)
-    if len(kinds) < 2:
+    kinds = _ranks_by([plan.digest_kind for plan in plans], plans)
+    if not kinds:
         return []
     return [
         Fault(
@@ -43,11 +43,8 @@ def unlike_digests(plans: Sequence[LocalPlan]) -> list[Fault]:
 
 def unlike_steps(plans: Sequence[LocalPlan], statements: Sequence[Statement]) -> list[Fault]:
     """Return that the ranks save different training steps, if they do."""
-    steps = _ranks_by(
-        (statement.step, plan.rank)
-        for plan, statement in zip(plans, statements, strict=True)
-        if statement.step is not None
-    )
+    by_step = _ranks_by([statement.step for statement in statements], plans)
+    steps = {step: ranks for step, ranks in by_step.items() if step is not None}
     if len(steps) < 2:
         return []
     return [
@@ -64,10 +61,8 @@ def unlike_steps(plans: Sequence[LocalPlan], statements: Sequence[Statement]) ->
 
 def unlike_directories(plans: Sequence[LocalPlan], statements: Sequence[Statement]) -> list[Fault]:
     """Return that ranks write into directories of different names, if they do."""
-    targets = _ranks_by(
-        (statement.target, plan.rank) for plan, statement in zip(plans, statements, strict=True)
-    )
-    if len(targets) < 2:
+    targets = _ranks_by([statement.target for statement in statements], plans)
+    if not targets:
         return []
     shown = "; ".join(map(format_ranks, list(targets.values())[:_MOST_SHOWN]))
     more = "; ..." if len(targets) > _MOST_SHOWN else ""
@@ -85,11 +80,12 @@ def unlike_directories(plans: Sequence[LocalPlan], statements: Sequence[Statemen
     ]
 
 
-def _ranks_by(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
-    """Return the ranks by value."""
+def _ranks_by(values: Sequence[T], plans: Sequence[LocalPlan]) -> dict[T, list[int]]:
+    """Return the ranks by value; nothing where all have the same."""
     ranks_by: dict[T, list[int]] = {}
-    for value, rank in pairs:
-        ranks_by.setdefault(value, []).append(rank)
+    if len(set(values)) > 1:
+        for value, plan in zip(values, plans, strict=True):
+            ranks_by.setdefault(value, []).append(plan.rank)
     return ranks_by
 
 

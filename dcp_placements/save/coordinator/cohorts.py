@@ -110,21 +110,19 @@ class Cohorts:
     def _add(self, tables: tuple[int, ...], members: list[int], is_folded: bool) -> None:
         """Make cohorts of plans with the same tables."""
         width = sum(len(self.tables[table].groups) for table in tables)
-        unpacked: dict[bytes, Ints] = {}
-        by_counts: dict[bytes, tuple[list[int], list[Ints]]] = {}
+        unpacked = {
+            packed: unpacked_ints(packed) for packed in {self.plans[at].boxes for at in members}
+        }
+        counts_of = {packed: flat[:width].tobytes() for packed, flat in unpacked.items()}
+        by_counts: dict[bytes, list[int]] = {}
         for at in members:
-            packed = self.plans[at].boxes
-            flat = unpacked.get(packed)
-            if flat is None:
-                flat = unpacked[packed] = unpacked_ints(packed)
-            plans, boxes = by_counts.setdefault(flat[:width].tobytes(), ([], []))
-            plans.append(at)
-            boxes.append(flat[width:])
-        for counts, (plans, boxes) in by_counts.items():
+            by_counts.setdefault(counts_of[self.plans[at].boxes], []).append(at)
+        for counts, plans in by_counts.items():
             cohort = Cohort(len(self.cohorts), tables, np.array(plans, np.int64))
             self.cohorts.append(cohort)
             per_group: list[int] = np.frombuffer(counts, np.int64).tolist()
-            self._add_rows(cohort, per_group, np.stack(boxes), is_folded)
+            boxes = np.stack([unpacked[self.plans[at].boxes][width:] for at in plans])
+            self._add_rows(cohort, per_group, boxes, is_folded)
 
     def _add_rows(self, cohort: Cohort, counts: list[int], boxes: Ints, is_folded: bool) -> None:
         """Append what a cohort holds to the rows of each of its groups."""

@@ -38,11 +38,26 @@ def own_digests(piece: Piece, positions: Sequence[int]) -> Digests:
 
 def differing_keys(piece: Piece) -> list[int]:
     """Return positions of the keys of which two ranks hold one box with different contents."""
-    if not piece.cover.has_replicas or all(rows.slots is None for rows in piece.rows):
+    own = _own_positions(piece)
+    if not piece.cover.has_replicas or not own:
         return []
-    digests = own_digests(piece, range(len(piece.fqns)))
-    positions: list[int] = np.flatnonzero(_differing(digests, piece.cover).any(axis=0)).tolist()
-    return positions
+    positions = sorted(set.union(*own))
+    differing = _differing(own_digests(piece, positions), piece.cover).any(axis=0)
+    return [positions[at] for at in np.flatnonzero(differing).tolist()]
+
+
+def _own_positions(piece: Piece) -> list[set[int]]:
+    """Return by cohort and source positions of the keys with a digest of their own there."""
+    every = set(range(len(piece.fqns)))
+    found = []
+    for source in piece.sources:
+        for rows in source.rows:
+            if rows.slots is not None and rows.slots.folded:
+                own = set(rows.slots.own)
+                found.append({at for at, key in enumerate(source.positions) if key in own})
+            elif rows.slots is not None:
+                found.append(every)
+    return found
 
 
 def suspects(
@@ -84,13 +99,8 @@ def uncompared(piece: Piece) -> int:
     starts = cover.starts[:-1]
     if (np.maximum.reduceat(source_of, starts) == np.minimum.reduceat(source_of, starts)).all():
         return 0
-    folded: set[int] = set()
-    for source in piece.sources:
-        for rows in source.rows:
-            if rows.slots is not None:
-                own = set(rows.slots.own)
-                folded.update(i for i, at in enumerate(source.positions) if at not in own)
-    return len(folded)
+    own = _own_positions(piece)
+    return len(piece.fqns) - len(set.intersection(*own)) if own else 0
 
 
 def held_beside_its_own(piece: Piece, world: int) -> int | None:

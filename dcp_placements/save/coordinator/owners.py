@@ -61,20 +61,21 @@ def runs_of(pieces: Sequence[Piece], ranks: int, *, lowest_rank: bool) -> list[I
     np.add.at(load, rank_of[first], (counts * nbytes)[is_alone])
     mean = int((counts * nbytes).sum()) / ranks
     limit = max(BALANCE * mean, float(load.max()), SMALL_NBYTES)
-    shared: dict[bytes, list[int]] = {}
     in_order = rank_of[order]
+    # Of each group of replicas the boxes.
+    shared: dict[bytes, list[int]] = {}
     for box in np.flatnonzero(~is_alone).tolist():
         group = in_order[starts[box] : starts[box] + holders[box]]
         shared.setdefault(group.tobytes(), []).append(box)
-    divided = cache(divide)
+    divided = cache(lambda *group: np.array(divide(*group)))
+    key_counts, key_nbytes = counts.tolist(), nbytes.tolist()
     # The smaller a group of replicas, the fewer ranks can make up for what it writes.
     for key in sorted(shared, key=len):
         group = np.frombuffer(key, np.int64)
-        boxes = np.array(shared[key])
         # The smallest stay together, with the lowest rank.
-        boxes = boxes[np.argsort(nbytes[boxes], kind="stable")]
-        shares = tuple(zip(counts[boxes].tolist(), nbytes[boxes].tolist(), strict=True))
-        cuts = np.array(divided(shares, tuple(load[group].tolist()), limit))
+        boxes = sorted(shared[key], key=key_nbytes.__getitem__)
+        shares = tuple([(key_counts[box], key_nbytes[box]) for box in boxes])
+        cuts = divided(shares, tuple(load[group].tolist()), limit)
         rows = order[starts[boxes][:, None] + np.arange(cuts.shape[1] - 1)]
         runs[rows, 0] = cuts[:, :-1]
         runs[rows, 1] = cuts[:, 1:]
