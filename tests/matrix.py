@@ -6,6 +6,7 @@ import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -16,10 +17,10 @@ Pair = tuple[Topology, Topology]
 
 SINGLE = (
     Topology(),
-    *(Topology(**{axis: size}) for axis in ("tp", "pp", "cp", "fsdp", "hsdp") for size in (2, 4)),
+    *(Topology(**{axis: 2}) for axis in ("tp", "pp", "cp", "fsdp", "hsdp")),
     # Experts are cut over ranks that hold the rest as replicas, or cut it in other ways.
-    *(Topology(ep=size, hsdp=size) for size in (2, 4)),
-    *(Topology(etp=size, tp=size) for size in (2, 4)),
+    Topology(ep=2, hsdp=2),
+    Topology(etp=2, tp=2),
     Topology(fsdp=2, hsdp=2),
 )
 """One kind of parallelism at a time, as far as it can stand alone: all against all."""
@@ -29,19 +30,25 @@ SMALL = 4
 
 
 def pairs(*, every: bool = False) -> list[Pair]:
-    """Return what is run: all of the single ones; each small or covering one into another.
+    """Return what is saved and loaded: all of the single ones into all, and the rings."""
+    return list(dict.fromkeys([*itertools.product(SINGLE, SINGLE), *rings(every=every)]))
 
-    The rest are sources once and targets once, in a shuffled ring. Of topologies with more ranks
-    those are taken that show every two sizes of every two axes; with ``every`` all of them.
+
+@cache
+def rings(*, every: bool = False) -> tuple[Pair, ...]:
+    """Return pairs in which each small or covering topology is a source once and a target once.
+
+    Of topologies with more ranks those are taken that show every two sizes of every two axes; with
+    ``every`` all of them.
     """
     legal, _ = all_topologies()
     small = [known for known in legal if known.ranks <= SMALL]
     large = [known for known in legal if known.ranks > SMALL]
-    found = dict.fromkeys(itertools.product(SINGLE, SINGLE))
+    found: list[Pair] = []
     for ring in (small, large if every else covering(large)):
         Random(0).shuffle(ring)
-        found |= dict.fromkeys(zip(ring, ring[1:] + ring[:1], strict=True))
-    return list(found)
+        found += zip(ring, ring[1:] + ring[:1], strict=True)
+    return tuple(found)
 
 
 def covering(topologies: Sequence[Topology]) -> list[Topology]:
