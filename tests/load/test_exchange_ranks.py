@@ -175,5 +175,5 @@ def test_a_lost_rank_is_an_error_on_all_others_in_time(tmp_path: Path, how: str)
         assert text.startswith("the exchange was broken off")
         assert "ranks 0-3 could not exchange what they read" in text
         assert "likely:      a rank was killed" in text
-        # The process group's timeout is 8 s.
+        # The process group's timeout is 4 s.
         assert each["seconds"] < 40

@@ -445,7 +445,7 @@ def lost(out: Path, how: str) -> None:
     rank = dist.get_rank()
     wholes = {f"w{n}": arange(1024, 900, start=n) for n in range(8)}
     saved(wholes, out / "checkpoint")
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))
     state = {name: torch.zeros(1024, 900) for name in wholes}
     planner = Losing(exchange=True)
     planner.how, planner.out = how if rank == 3 else "", out

@@ -23,6 +23,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+# What imports torch._dynamo when it is first called: seconds, in each rank.
+LATE = ("fully_shard", "torch.optim", "distribute_tensor")
+
 
 def fork(work: Callable[[], object], **environment: str) -> int:
     """Return the process id of a child that calls ``work``, and does nothing else."""
@@ -44,23 +47,27 @@ def fork(work: Callable[[], object], **environment: str) -> int:
         os._exit(code)
 
 
-def imported(program: Path) -> list[str]:
-    """Return the modules that a program imports at its top."""
-    modules = []
+def import_what(program: Path) -> None:
+    """Import what a program imports at its top, and the names that modules import when asked."""
     for node in ast.parse(program.read_text()).body:
         if isinstance(node, ast.Import):
-            modules += [alias.name for alias in node.names]
+            for alias in node.names:
+                import_module(alias.name)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.append(node.module)
-    return modules
+            module = import_module(node.module)
+            for alias in node.names:
+                getattr(module, alias.name, None)
 
 
 def main() -> int:
     sys.argv.pop(0)
     ranks, modules, program = int(sys.argv.pop(0)), sys.argv.pop(0), Path(sys.argv[0])
     sys.path[:0] = [str(program.parent), *map(str, Path(__file__).resolve().parents[1:3])]
-    for module in [*imported(program), *filter(None, modules.split(","))]:
+    import_what(program)
+    for module in filter(None, modules.split(",")):
         import_module(module)
+    if any(word in program.read_text() for word in LATE):
+        import_module("torch._dynamo")
     work = partial(runpy.run_path, str(program), run_name="__main__")
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]

@@ -1,12 +1,12 @@
 """One of four gloo ranks: functions that take no planner save and load an expert-parallel model.
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 \\
-        tests/ranks/frameworks_worker.py OUT FRAMEWORK save|load
+        tests/ranks/frameworks_worker.py OUT save|load FRAMEWORK ...
 
-``save`` trains a model (expert parallel 2, FSDP2 2), saves it by the framework inside ``installed``
-and again without, and writes what each rank holds to ``OUT/held_<rank>.pt``. ``load`` makes the
-model anew with other weights, loads both, and writes ``OUT/ours_<rank>.pt`` and
-``OUT/stock_<rank>.pt``. ``test_frameworks.py`` compares them.
+For each framework ``save`` trains a model (expert parallel 2, FSDP2 2), saves it by the framework
+inside ``installed`` and again without, and writes what each rank holds to
+``OUT/FRAMEWORK/held_<rank>.pt``. ``load`` makes the model anew with other weights, loads both, and
+writes ``ours_<rank>.pt`` and ``stock_<rank>.pt`` there. ``test_frameworks.py`` compares them.
 """
 
 from __future__ import annotations
@@ -184,10 +184,11 @@ FRAMEWORKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def main(out: Path, name: str, act: str) -> None:
+def run(out: Path, name: str, act: str) -> None:
     framework = FRAMEWORKS[name]()
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    out.mkdir(exist_ok=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
     world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
     model = model_on(mesh, world, seed=1 if act == "save" else 2)
@@ -211,5 +212,7 @@ def main(out: Path, name: str, act: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    _, folder, act, *names = sys.argv
+    for name in names:
+        run(Path(folder) / name, name, act)
     leave()

@@ -37,7 +37,7 @@ Ranks = list[dict[str, Any]]
 
 def start(out: Path, url: str, *chosen: str) -> Ranks:
     """Return what each rank reports of all scenarios."""
-    done = forked(WORKER, out, url, *chosen)
+    done = forked(WORKER, out, url, *chosen, modules="s3fs")
     assert done.returncode == 0, tail(done)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
 
@@ -115,7 +115,7 @@ def test_what_ranks_saved_is_exported(outcomes: Ranks, url: str, run: Run) -> No
 def test_a_rank_that_is_killed_while_it_uploads_leaves_the_older_step(
     s3: str, tmp_path: Path, run: Run
 ) -> None:
-    done = forked(WORKER, tmp_path, s3, "killed")
+    done = forked(WORKER, tmp_path, s3, "killed", modules="s3fs")
     assert done.returncode == 1, tail(done)
     assert_whole(s3, 1)
     assert run("verify", s3, "--digests").code == 0
