@@ -1,9 +1,6 @@
-"""What the presets share: the table of patterns that many FQNs come to, and when it is imported."""
+"""What the presets share: the table of patterns that many FQNs come to."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -23,7 +20,7 @@ TOPS = st.sampled_from(["decoder", "embedding", "layers"])
 FQNS = st.tuples(TOPS, st.lists(COMPONENTS, max_size=4)).map(lambda t: ".".join((t[0], *t[1])))
 
 
-@examples(200)
+@examples(80)
 @given(st.dictionaries(FQNS, st.sampled_from(KINDS), min_size=1, max_size=12))
 def test_a_table_says_of_each_fqn_what_was_said_of_it(
     placements: dict[str, CheckpointPlacement | None],
@@ -45,17 +42,6 @@ def test_layers_that_lie_alike_share_a_pattern() -> None:
         "layers.4.experts.w.weight4",
         "layers.*.experts.w.weight*",
     )
-
-
-def test_the_package_does_not_import_them_by_itself() -> None:
-    program = (
-        "import sys, dcp_placements, dcp_placements.save.planner\n"
-        "assert not any(name.startswith('dcp_placements.presets') for name in sys.modules)\n"
-        "from dcp_placements import presets\n"
-        "assert presets.megatron_lite.__module__ == 'dcp_placements.presets.megatron_lite'\n"
-        "assert not {'transformers', 'megatron'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 @pytest.mark.parametrize("rank", [-1, 8])
