@@ -55,7 +55,7 @@ def fused(draw: st.DrawFn, dim: int, ranks: int, *, even: bool) -> tuple[int, Fu
 
 
 @given(st.data())
-@examples(25)
+@examples(10)
 def test_fused_dims_under_tp_then_fsdp_are_in_canonical_order(data: st.DataObject) -> None:
     """torch's own DTensors over fsdp alone, or over both; loaded by ranks of other numbers."""
     has_tp = data.draw(st.booleans(), "the DTensor has tp")
@@ -80,7 +80,7 @@ def test_fused_dims_under_tp_then_fsdp_are_in_canonical_order(data: st.DataObjec
 
 
 @given(st.data())
-@examples(25)
+@examples(10)
 def test_fused_experts_under_ep_and_etp_then_edp_are_in_canonical_order(
     data: st.DataObject,
 ) -> None:
@@ -278,7 +278,6 @@ def test_replicas_share_the_bytes_or_leave_them_to_the_lowest_rank(
         Topology(pp=2, tp=2),
         Topology(ep=2, etp=2, hsdp=4),
         Topology(tp=2, pp=2, ep=2, fsdp=2),
-        Topology(tp=2, ep=2, cp=2, fsdp=2, hsdp=2),
     ],
     ids=str,
 )

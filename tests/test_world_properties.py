@@ -264,7 +264,7 @@ def slices(offsets: Any, sizes: Any) -> tuple[slice, ...]:
 
 
 @given(st.data())
-@examples(50)
+@examples(25)
 def test_what_any_world_saves_torch_reads_back_whole(data: st.DataObject) -> None:
     whole = data.draw(wholes())
     topology = data.draw(topologies(shapes_of(whole)))
@@ -276,7 +276,7 @@ def test_what_any_world_saves_torch_reads_back_whole(data: st.DataObject) -> Non
 
 
 @given(st.data())
-@examples(35)
+@examples(15)
 def test_every_element_is_written_exactly_once(data: st.DataObject) -> None:
     whole = data.draw(wholes())
     topology = data.draw(topologies(shapes_of(whole)))
@@ -288,7 +288,7 @@ def test_every_element_is_written_exactly_once(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@examples(50)
+@examples(25)
 def test_any_world_loads_what_any_other_saved(data: st.DataObject) -> None:
     whole = data.draw(wholes())
     saved = data.draw(topologies(shapes_of(whole)))
@@ -318,7 +318,7 @@ def test_any_world_loads_what_any_other_saved(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@examples(35)
+@examples(15)
 def test_any_world_loads_what_one_process_saved_with_torch(data: st.DataObject) -> None:
     whole = data.draw(wholes())
     loading = data.draw(topologies(shapes_of(whole)))
@@ -343,7 +343,7 @@ def test_any_world_loads_what_one_process_saved_with_torch(data: st.DataObject) 
 
 
 @given(st.data())
-@examples(35)
+@examples(15)
 def test_write_items_are_views_of_the_local_tensors(data: st.DataObject) -> None:
     whole = data.draw(wholes())
     topology = data.draw(topologies(shapes_of(whole)))
@@ -371,7 +371,7 @@ def test_write_items_are_views_of_the_local_tensors(data: st.DataObject) -> None
 
 
 @given(st.data())
-@examples(35)
+@examples(15)
 def test_loads_land_in_the_storage_that_the_tensors_had(data: st.DataObject) -> None:
     whole = data.draw(wholes())
     loading = data.draw(topologies(shapes_of(whole)))
@@ -405,7 +405,7 @@ def _local(value: Any) -> torch.Tensor:
 
 
 @given(st.data())
-@examples(30)
+@examples(15)
 def test_padding_is_not_stored_and_keeps_what_it_has(data: st.DataObject) -> None:
     """A padded vocabulary over tp, and FSDP inside."""
     tp, fsdp = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
@@ -453,7 +453,7 @@ def test_padding_is_not_stored_and_keeps_what_it_has(data: st.DataObject) -> Non
 
 
 @given(st.data())
-@examples(30)
+@examples(15)
 def test_rows_of_an_expert_map_are_saved_once_and_found_again(data: st.DataObject) -> None:
     """Any rows on any rank, in any order, some of them more than once: together they hold all."""
     experts, ranks = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 4))

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import digest_budget
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from strategies import examples
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import Shard
@@ -164,7 +165,7 @@ def drawn(data: st.DataObject, sizes: tuple[int, int], dims: tuple[int, int], na
 
 
 @pytest.mark.filterwarnings("ignore:look at this load .1 note.\\nverify='digests'")
-@settings(max_examples=25, deadline=None)
+@examples(10)
 @given(st.data())
 def test_whatever_experts_a_rank_has_of_each_layer_the_bytes_are_right(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -81,7 +81,7 @@ def cases(draw: st.DrawFn) -> tuple[Any, ...]:
     return tuple(shape), split, rows, tp, draw(st.integers(0, len(shape) - 1))
 
 
-@examples(40)
+@examples(15)
 @given(case=cases())
 def test_parts_are_those_of_slicing_and_come_back(
     case: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory

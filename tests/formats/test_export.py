@@ -236,7 +236,7 @@ def fused(draw: st.DrawFn) -> tuple[Any, ...]:
     return tuple(shape), dim, rows, sizes, groups, draw(st.integers(0, len(shape) - 1))
 
 
-@examples(40)
+@examples(20)
 @given(case=fused())
 def test_whatever_is_taken_apart_is_what_slicing_gives(
     case: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory

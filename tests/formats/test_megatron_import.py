@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from strategies import examples
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_placements import (
@@ -130,9 +131,7 @@ def test_every_layout_becomes_the_whole_model(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "out"]
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_sizes_become_the_whole_model(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -55,19 +55,19 @@ def assert_parity(case: Case) -> int:
 
 
 @given(cases(max_axes=3, max_ranks=32, fused=False, strided=False))
-@examples(80)
+@examples(25)
 def test_sharded_and_replicated_axes_agree_with_torch(case: Case) -> None:
     assert_parity(case)
 
 
 @given(cases(max_axes=3, max_ranks=16, fused=False))
-@examples(40)
+@examples(25)
 def test_strided_axes_agree_with_torch(case: Case) -> None:
     assert_parity(case)
 
 
 @given(st.integers(0, 13), st.integers(1, 4), st.integers(1, 4))
-@examples(40)
+@examples(25)
 def test_fsdp_beside_tp_on_one_dim_is_one_box_as_torch_says(size: int, fsdp: int, tp: int) -> None:
     """``_StridedShard`` with tp's size, then ``Shard``: what FSDP2 writes for a tp parameter."""
     placements = (_StridedShard(0, split_factor=tp), Shard(0))

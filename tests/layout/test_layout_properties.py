@@ -69,7 +69,7 @@ def counts(shape: tuple[int, ...], boxes: set[Box]) -> torch.Tensor:
 
 
 @given(cases())
-@examples(100)
+@examples(50)
 def test_chunks_put_every_element_where_slicing_finds_it(case: Case) -> None:
     whole = arange(case.shape)
     sharding = sharding_of(case)
@@ -82,7 +82,7 @@ def test_chunks_put_every_element_where_slicing_finds_it(case: Case) -> None:
 
 
 @given(cases())
-@examples(100)
+@examples(50)
 def test_chunks_are_non_empty_disjoint_and_inside(case: Case) -> None:
     sharding = sharding_of(case)
     for coordinate in coordinates(case.sizes):
@@ -102,7 +102,7 @@ def test_chunks_are_non_empty_disjoint_and_inside(case: Case) -> None:
 
 
 @given(cases())
-@examples(100)
+@examples(50)
 def test_distinct_chunks_of_all_coordinates_tile_the_whole(case: Case) -> None:
     sharding = sharding_of(case)
     boxes = {
@@ -124,7 +124,7 @@ def test_distinct_chunks_of_all_coordinates_tile_the_whole(case: Case) -> None:
 
 
 @given(cases(max_axes=3, max_ranks=16), st.data())
-@examples(60)
+@examples(30)
 def test_axes_of_size_one_change_nothing(case: Case, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, len(case.sizes)))
     dim = data.draw(st.integers(0, len(case.shape) - 1))
@@ -137,7 +137,7 @@ def test_axes_of_size_one_change_nothing(case: Case, data: st.DataObject) -> Non
 
 
 @given(cases(max_axes=3, max_ranks=16), st.data())
-@examples(60)
+@examples(30)
 def test_replicas_have_equal_layouts(case: Case, data: st.DataObject) -> None:
     copies = data.draw(st.integers(2, 4))
     position = data.draw(st.integers(0, len(case.sizes)))
@@ -150,7 +150,7 @@ def test_replicas_have_equal_layouts(case: Case, data: st.DataObject) -> None:
 
 
 @given(shapes(), st.data())
-@examples(60)
+@examples(30)
 def test_listed_rows_are_those_that_index_select_gives(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
@@ -171,7 +171,7 @@ def test_listed_rows_are_those_that_index_select_gives(
 
 
 @given(cases(max_axes=3, max_ranks=32), st.data())
-@examples(80)
+@examples(40)
 def test_padding_is_in_no_chunk(case: Case, data: st.DataObject) -> None:
     """The padded shape is what is cut; the rows beyond the real one stay out of the chunks."""
     logical = tuple(data.draw(st.integers(0, size)) for size in case.shape)
@@ -208,7 +208,7 @@ def bound(
 
 
 @given(st.data())
-@examples(100)
+@examples(50)
 def test_rule_cuts_first_then_the_tensor_s_own_placements(data: st.DataObject) -> None:
     """Whatever position the tensor's own axes have in the checkpoint's mesh."""
     sizes = data.draw(mesh_sizes(max_ranks=32))
@@ -245,7 +245,7 @@ def test_rule_cuts_first_then_the_tensor_s_own_placements(data: st.DataObject) -
 
 
 @given(cases(max_axes=3, max_ranks=32, fused=False))
-@examples(60)
+@examples(30)
 def test_without_a_rule_the_tensor_s_own_placements_speak(case: Case) -> None:
     names = NAMES[: len(case.sizes)]
     whole = arange(case.shape)
@@ -258,7 +258,7 @@ def test_without_a_rule_the_tensor_s_own_placements_speak(case: Case) -> None:
 
 
 @given(cases(max_axes=3, max_ranks=16))
-@examples(40)
+@examples(20)
 def test_a_mesh_is_seen_alike_by_coordinate_and_by_rank(case: Case) -> None:
     """``MeshCoordinate`` gives what a mesh on that rank gives."""
     names = NAMES[: len(case.sizes)]
@@ -279,7 +279,7 @@ def test_a_mesh_is_seen_alike_by_coordinate_and_by_rank(case: Case) -> None:
 
 
 @given(st.data())
-@examples(60)
+@examples(30)
 def test_fused_rule_makes_the_tensor_s_own_cut_of_that_axis_more_exact(data: st.DataObject) -> None:
     """A DTensor over tp says ``Shard``; that what it cuts is gate|up only the rule knows.
 
@@ -309,14 +309,14 @@ def padded_shardings(draw: st.DrawFn) -> Sharding:
 
 
 @given(st.one_of(cases().map(sharding_of), padded_shardings()))
-@examples(200)
+@examples(100)
 def test_the_boxes_of_all_coordinates_hold_each_element_once(sharding: Sharding) -> None:
     boxes = {chunk.box for at in sharding.coordinates() for chunk in sharding.at(at).chunks()}
     assert (counts(sharding.global_shape, boxes) == 1).all()
 
 
 @given(st.one_of(cases().map(sharding_of), padded_shardings()), st.data())
-@examples(100)
+@examples(50)
 def test_boxes_of_all_ranks_side_by_side_make_the_whole(
     sharding: Sharding, data: st.DataObject
 ) -> None:

@@ -25,7 +25,7 @@ def whole_of(shape: tuple[int, ...]) -> Box:
 
 
 @given(SMALL_SHAPES, st.data())
-@examples(120)
+@examples(50)
 def test_boxes_tile_when_every_element_is_in_exactly_one(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
@@ -34,7 +34,7 @@ def test_boxes_tile_when_every_element_is_in_exactly_one(
 
 
 @given(SMALL_SHAPES, st.data())
-@examples(120)
+@examples(50)
 def test_cut_boxes_tile_and_lose_that_with_any_of_them(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
@@ -51,7 +51,7 @@ def test_cut_boxes_tile_and_lose_that_with_any_of_them(
 
 
 @given(SMALL_SHAPES, st.data())
-@examples(120)
+@examples(50)
 def test_holes_are_the_elements_in_no_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     boxes = data.draw(boxes_in(shape))
     holes = uncovered(whole_of(shape), boxes, limit=1000)
@@ -59,7 +59,7 @@ def test_holes_are_the_elements_in_no_box(shape: tuple[int, ...], data: st.DataO
 
 
 @given(SMALL_SHAPES, st.data())
-@examples(120)
+@examples(50)
 def test_overlaps_are_the_pairs_that_share_elements(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
@@ -77,7 +77,7 @@ def test_overlaps_are_the_pairs_that_share_elements(
 
 
 @given(SMALL_SHAPES, st.data())
-@examples(100)
+@examples(50)
 def test_intersection_is_what_both_count(shape: tuple[int, ...], data: st.DataObject) -> None:
     boxes = data.draw(boxes_in(shape, max_count=2))
     if len(boxes) < 2:

@@ -53,7 +53,7 @@ def ask(
 
 
 @given(st.data())
-@examples(150)
+@examples(50)
 def test_tensors_that_lie_alike_are_judged_each_for_itself(data: st.DataObject) -> None:
     """Lists of chunks that are shared, equal, in another order, incomplete or of another cut."""
     cuts = [data.draw(tilings(SHAPE)), [Box((0, 0), SHAPE)]]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import examples
 
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline import CannotLook, diff, to_json, verify
@@ -41,8 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LAYOUTS = ["ep2", "ep4", "plain", "hf", "unmerged"]
 
 
-@pytest.mark.parametrize("a", LAYOUTS)
-@pytest.mark.parametrize("b", LAYOUTS)
+@pytest.mark.parametrize(("a", "b"), [*combinations_with_replacement(LAYOUTS, 2)])
 @pytest.mark.parametrize("memory", ["2GiB", "160"])
 def test_equal_contents_are_the_same_in_any_layout_and_format(
     saved: Path, run: Run, a: str, b: str, memory: str
@@ -127,7 +128,7 @@ def test_nans_and_infinities(tmp_path: Path) -> None:
     assert found.differing == 2
 
 
-@settings(deadline=None)
+@examples(30)
 @given(st.data())
 def test_tolerances_are_those_of_torch(data: st.DataObject) -> None:
     numbers = st.lists(
@@ -270,7 +271,7 @@ def test_transforms_that_nobody_here_can_undo_are_unreadable(tmp_path: Path) -> 
     assert fault.kind == "wrong_record"
 
 
-@settings(deadline=None)
+@examples(30)
 @given(st.data())
 def test_boxes_are_read_as_the_whole_is_cut(saved: Path, data: st.DataObject) -> None:
     layout = data.draw(st.sampled_from(LAYOUTS))
@@ -286,7 +287,7 @@ def test_boxes_are_read_as_the_whole_is_cut(saved: Path, data: st.DataObject) ->
     assert same(found, whole[tuple(slice(a, a + n) for a, n in spans)])
 
 
-@settings(deadline=None)
+@examples(30)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=4),
     st.integers(1, 40),

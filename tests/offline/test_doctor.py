@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import examples
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
@@ -122,7 +123,7 @@ def assert_true(path: Path, found: Diagnosis) -> None:
                 assert numbers == {survivor.expert}
 
 
-@settings(max_examples=16, deadline=None)
+@examples(8)
 @given(
     st.sampled_from(
         [{"ep": 2, "edp": 2}, {"edp": 2, "ep": 3}, {"ep": 4, "edp": 1}, {"ep": 6, "edp": 3}]

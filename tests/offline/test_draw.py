@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import examples
 
 from dcp_placements.layout.sharding import Box, Cut, Sharding
 from dcp_placements.offline import draw, save_figure
@@ -125,7 +126,7 @@ def test_labels_stay_inside_their_chunks() -> None:
         assert y0 - 2 <= box.y0 < box.y1 <= y1 + 2, text.get_text()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(25)
 @given(
     st.lists(st.integers(1, 6), min_size=0, max_size=4),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=3),

@@ -77,21 +77,17 @@ def rules_of(topology: Topology) -> Callable[[MeshCoordinate], Placements]:
 
 
 LARGE = Topology(fsdp=2, hsdp=2, ep=2, etp=2)
-TARGETS = (
-    Topology(),
-    Topology(tp=4),
-    Topology(pp=2),
-    Topology(ep=2, hsdp=2),
-    Topology(tp=2, pp=2, fsdp=2),
-    LARGE,
-)
+TARGETS = {
+    Topology(etp=2, tp=2): (Topology(), Topology(tp=4), Topology(ep=2, hsdp=2)),
+    LARGE: (Topology(pp=2), Topology(tp=2, pp=2, fsdp=2), LARGE),
+}
 
 
-@pytest.mark.parametrize("source", [Topology(etp=2, tp=2), LARGE], ids=str)
+@pytest.mark.parametrize("source", TARGETS, ids=str)
 def test_any_topology_is_rewritten_for_any_other(source: Topology, tmp_path: Path) -> None:
     save_and_check(tmp_path / "source", Ranks(source))
     whole = wholes()
-    for target in TARGETS:
+    for target in TARGETS[source]:
         out = tmp_path / str(target)
         reshard(tmp_path / "source", out, rules_of(target), {"rank": target.ranks})
         read = read_whole(out)

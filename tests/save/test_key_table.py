@@ -43,7 +43,7 @@ KEYS = st.lists(WORDS, max_size=5).map(".".join)
 @example(["12345678901234567890"])
 @example(["²", "٣"])
 @example(["50%d.7", "50%d.9", "%s.0", "w", "50%d.8"])
-@examples(200)
+@examples(80)
 def test_any_keys_come_back(keys: list[str]) -> None:
     assert unpacked_keys(pickle.loads(pickle.dumps(packed_keys(keys)))) == keys
 
@@ -172,7 +172,7 @@ PATH = st.lists(st.one_of(st.integers(0, 20), KEYS.filter(bool)), min_size=1, ma
 
 
 @given(st.lists(PATH.map(tuple), max_size=20, unique_by=lambda path: ".".join(map(str, path))))
-@examples(100)
+@examples(50)
 def test_a_table_knows_where_its_keys_stand(paths: list[tuple[str | int, ...]]) -> None:
     counts = list(dict.fromkeys(map(path_counts, paths)))
     found = KeyTable([Group(PLAIN)], sizes=[len(paths)], rules=[None], paths=counts)

@@ -209,7 +209,7 @@ def read_plainly(path: Path, truth: dict[str, torch.Tensor]) -> dict[str, torch.
     return read
 
 
-@examples(120)
+@examples(40)
 @given(scene=scenes(), digests=st.sampled_from(["sampled", "full", "off"]))
 @example(Scene(3, (((0, 1), (2,)), ((0,), (1, 2))), drift=(0, 1, 0), dp=2), "sampled")
 @example(Scene(3, (((0, 1), (1,)),)), "sampled")
@@ -242,7 +242,7 @@ def test_rows_are_saved_or_refused_as_their_elements_say(scene: Scene, digests: 
                         assert stored[fqn][offsets] == full_digest(read[fqn][at])
 
 
-@examples(60)
+@examples(20)
 @given(scene=scenes())
 @example(Scene(2, (((0, 1), (1, 0)),) * 3, drift=(0, 1, 0)))
 def test_rows_are_saved_whatever_is_folded(scene: Scene) -> None:

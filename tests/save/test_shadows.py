@@ -28,7 +28,7 @@ from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.shadow_records import PREFIX
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 from tests.storage_scenes import data_file
-from tests.strategies import arange
+from tests.strategies import arange, examples
 
 WORLD = World(4)
 OBJECTS = {"lr": 0.5, "betas": (0.9, 0.95), "name": "adamw"}
@@ -119,10 +119,10 @@ def test_with_shadows_a_rank_opens_its_own_file_alone(
     verify = "digests" if digests == "full" else "off"
     _, readers = load_and_check(tmp_path, axes, verify=verify)
     assert [reader.opens for reader in readers] == [1] * len(readers)
-    # Readers that know nothing of it, and other topologies, find the tensors as ever.
+    # Readers that know nothing of it, and another topology, find the tensors as ever.
     load_and_check(tmp_path, axes, FileSystemReader, verify=verify)
-    for other in TOPOLOGIES:
-        _, readers = load_and_check(tmp_path, other, verify=verify)
+    other = TOPOLOGIES[TOPOLOGIES.index(axes) - 1]
+    load_and_check(tmp_path, other, verify=verify)
     found = {fqn: torch.zeros_like(whole) for fqn, whole in wholes().items()}
     dcp.load(found, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
     assert all(torch.equal(found[fqn], whole) for fqn, whole in wholes().items())
@@ -383,7 +383,7 @@ def test_files_by_name_cannot_hold_shadows(tmp_path: Path) -> None:
 dims = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(examples(12), suppress_health_check=list(HealthCheck))
 @given(
     shapes=st.lists(dims, min_size=1, max_size=6),
     grid=st.sampled_from([(2, 2), (1, 4), (4, 1), (2, 3)]),

@@ -160,7 +160,7 @@ def long_number(number: int) -> bytes:
     return b"\x8a\x10" + number.to_bytes(16, "little", signed=True)
 
 
-HASHED = range(60_000)
+HASHED = range(30_000)
 MODULUS = (1 << 61) - 1
 
 BOMBS = {

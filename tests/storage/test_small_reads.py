@@ -163,7 +163,7 @@ def test_into_other_dtypes_and_strides(tmp_path: Path) -> None:
         assert torch.equal(loaded[key], whole.to(loaded[key].dtype))
 
 
-@examples(100)
+@examples(40)
 @given(
     st.lists(
         st.tuples(

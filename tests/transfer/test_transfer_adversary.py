@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import examples
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
@@ -42,7 +43,7 @@ PLACEMENTS = [Shard(0), Shard(1), Replicate(), FusedShard(0, 2)]
     shift=st.integers(0, 9),
     hosts=st.sampled_from([None, 1, 2, 4]),
 )
-@settings(max_examples=60, deadline=None)
+@examples(25)
 def test_only_what_a_target_lacks_is_sent_wherever_the_worlds_overlap(
     shape: tuple[int, int],
     placements: Sequence[Any],
@@ -96,7 +97,7 @@ def has(held: torch.Tensor, shape: tuple[int, int], box: Any) -> bool:
     tensors=st.integers(1, 5),
     together=st.booleans(),
 )
-@settings(max_examples=50, deadline=None)
+@examples(25)
 def test_replicas_send_equal_bytes_but_for_one_box(
     replicas: int, rows: int, receivers: int, tensors: int, together: bool
 ) -> None:
@@ -322,7 +323,7 @@ def test_an_unstacked_key_beyond_the_rows_is_named() -> None:
     padding=st.integers(0, 9),
     axes=st.lists(st.integers(1, 5), min_size=0, max_size=3),
 )
-@settings(max_examples=80, deadline=None)
+@examples(30)
 def test_positions_cut_at_once_are_those_cut_one_by_one(
     size: int, padding: int, axes: Sequence[int]
 ) -> None:

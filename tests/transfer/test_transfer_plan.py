@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import examples
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
@@ -132,7 +133,7 @@ def test_every_kind_of_cut_fills_every_other(source: str, target: str) -> None:
     sizes=st.tuples(*[st.integers(1, 3)] * 4),
     together=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@examples(30)
 def test_any_two_meshes(
     shape: tuple[int, int], dims: Sequence[int], sizes: Sequence[int], together: bool
 ) -> None:
