@@ -153,17 +153,21 @@ class _Builder:
         for (dims, _), group in self.groups.items():
             self.finish_group(group, dims)
         fqns = tuple(self.numbers)
-        pairs: list[tuple[int, int]] = []
         places: dict[Hashable, tuple[int, Places]] = {}
         numbers: dict[Hashable, int] = {}
-        for key, rows in _rows_by_key(groups):
+        lists = [] if entries is None else entries.list_numbers()
+        keys, starts, rows = _rows_by_key(groups)
+        content, nbytes = rows.tobytes(), rows.itemsize * rows.shape[1]
+        of_keys: list[int] = []
+        for key, start, stop in zip(keys, starts, [*starts, len(rows)][1:], strict=True):
             # Keys whose lists of chunks differ have places of their own, in the order of each.
-            listed = None if entries is None else entries.list_of(key)
-            signature = rows.tobytes(), None if listed is None else listed[0]
+            number = lists[key] if key < len(lists) else -1
+            signature = content[start * nbytes : stop * nbytes], number
             if signature not in numbers:
-                held = _places(groups, rows, listed)
+                listed = entries.lists[number].offsets if entries and number >= 0 else None
+                held = _places(groups, rows[start:stop], number, listed)
                 numbers[signature] = places.setdefault(held.content, (len(places), held))[0]
-            pairs.append((key, numbers[signature]))
+            of_keys.append(numbers[signature])
         of_writer = np.array(self.of_writer, np.int64).reshape(-1, 2)
         templates = np.zeros(len(of_writer), np.int64)
         for group in groups:
@@ -176,7 +180,7 @@ class _Builder:
             [template for _, template in self.templates.values()],
             [held for _, held in places.values()],
             np.array([len(held.writers) for _, held in places.values()], np.int64),
-            np.array(pairs, np.int64).reshape(-1, 2).T,
+            np.array([keys, of_keys], np.int64),
             entries,
         )
 
@@ -195,8 +199,12 @@ def build_index(written: Iterable[Written], entries: Entries | None = None) -> R
     return builder.finish(entries)
 
 
-def _rows_by_key(groups: Sequence[_Group]) -> Iterator[tuple[int, Ints]]:
-    """Yield ``(key, rows)``: for each row of the key in a template number, ordinal, slot, dims."""
+def _rows_by_key(groups: Sequence[_Group]) -> tuple[list[int], list[int], Ints]:
+    """Return keys, in order; where the rows of each begin; and the rows of all.
+
+    A row has the number of its group, ordinal, slot and dims. Rows of other dims of one key are as
+    of another one.
+    """
     columns = [np.zeros((0, 5), np.int64)]
     for number, group in enumerate(groups):
         dims = np.array([-1 if o is None else o.shape[1] for o in group.offsets], np.int64)
@@ -208,14 +216,18 @@ def _rows_by_key(groups: Sequence[_Group]) -> Iterator[tuple[int, Ints]]:
     rows = rows[np.lexsort(rows.T[::-1])]
     changes = np.diff(rows[:, :2], axis=0, prepend=-2).any(axis=1)
     starts = np.flatnonzero(changes).tolist()
-    keys = rows[starts, 0].tolist()
-    rest = np.ascontiguousarray(rows[:, [2, 3, 4, 1]])
-    for key, start, stop in zip(keys, starts, [*starts, len(rows)][1:], strict=True):
-        yield key, rest[start:stop]
+    return rows[starts, 0].tolist(), starts, np.ascontiguousarray(rows[:, [2, 3, 4, 1]])
 
 
-def _places(groups: Sequence[_Group], rows: Ints, listed: tuple[int, Ints] | None) -> Places:
-    """Return the places of keys with these rows, in the order of the chunks that are listed."""
+def _places(groups: Sequence[_Group], rows: Ints, chunks: int, listed: Ints | None) -> Places:
+    """Return the places of keys with these rows, in the order of the chunks that are listed.
+
+    Args:
+        groups: Of writers.
+        rows: Of ``_rows_by_key``.
+        chunks: The number of the list of chunks.
+        listed: The offsets of these; None for no list.
+    """
     parts, writers, ordinals = [], [], []
     for number, ordinal, slot, _ in rows.tolist():
         group = groups[number]
@@ -234,9 +246,9 @@ def _places(groups: Sequence[_Group], rows: Ints, listed: tuple[int, Ints] | Non
     if int(rows[0, 3]) < 0:
         return Places(None, by, numbers)
     if listed is not None:
-        in_order = matching_order(offsets, listed[1])
+        in_order = matching_order(offsets, listed)
         if in_order is not None:
-            return Places(listed[1], by[in_order], numbers[in_order], listed[0])
+            return Places(listed, by[in_order], numbers[in_order], chunks)
     order = order if len(kept) == len(order) else np.arange(len(offsets))
     return Places(np.ascontiguousarray(offsets[order]), by[order], numbers[order])
 

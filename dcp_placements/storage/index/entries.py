@@ -56,14 +56,10 @@ class Entries:
     others: Sequence[Any] = ()
     list_counts: Sequence[int] = ()
 
-    def list_of(self, key: int) -> tuple[int, Ints] | None:
-        """Return number and offsets of the list of chunks of a key; None where it has none."""
-        if key >= len(self.form_of):
-            return None
-        form = self.forms[int(self.form_of[key])]
-        if form.properties < 0:
-            return None
-        return form.chunks, self.lists[form.chunks].offsets
+    def list_numbers(self) -> list[int]:
+        """Return by key the number of its list of chunks; -1 where it has none."""
+        chunks = [form.chunks if form.properties >= 0 else -1 for form in self.forms]
+        return [chunks[form] for form in self.form_of]
 
 
 def build_entries(

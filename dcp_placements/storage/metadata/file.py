@@ -62,8 +62,9 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
         index = metadata.storage_data.index_for(entries)
         buffer = io.BytesIO()
         properties = list(map(torch_properties, entries.properties))
-        portable_pickler(buffer).dump((plain_metadata(metadata), properties, list(entries.others)))
-        head, memo = pickled_head(metadata, entries, index) if stock_metadata else (b"", None)
+        plain = plain_metadata(metadata)
+        portable_pickler(buffer).dump((plain, properties, list(entries.others)))
+        head, memo = pickled_head(plain, entries, index) if stock_metadata else (b"", None)
         values = buffer.getvalue()
         blocks, end, digest = packed_index(values, entries, index, head_nbytes=len(head))
         pieces = (

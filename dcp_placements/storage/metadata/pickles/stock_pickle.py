@@ -51,8 +51,12 @@ def plain_metadata(metadata: Metadata) -> Metadata:
         rest.storage_meta = _portable_meta(metadata.storage_meta)
     if type(metadata.planner_data) is dict:
         # The path of most keys is the key alone: one text, which is pickled once.
-        paths = metadata.planner_data.items()
-        rest.planner_data = {fqn: (fqn,) if _is_alone(path, fqn) else path for fqn, path in paths}
+        rest.planner_data = {
+            fqn: (fqn,)
+            if type(path) is tuple and len(path) == 1 and type(path[0]) is str and path[0] == fqn
+            else path
+            for fqn, path in metadata.planner_data.items()
+        }
     return rest
 
 
@@ -70,13 +74,13 @@ def portable_pickler(buffer: io.BytesIO) -> pickle.Pickler:
     return pickler
 
 
-def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple[bytes, Memo]:
+def pickled_head(plain: Metadata, entries: Entries, index: RowIndex) -> tuple[bytes, Memo]:
     """Return the pickle from the marker to the records, and the memo; the stack has the metadata.
 
     Args:
-        metadata: Its ``state_dict_metadata`` and ``storage_data`` are ignored.
-        entries: Written in place of the former.
-        index: Written in place of the latter.
+        plain: Of ``plain_metadata``.
+        entries: Written as its ``state_dict_metadata``.
+        index: Written as its ``storage_data``.
     """
     buffer = io.BytesIO()
     pickler = portable_pickler(buffer)
@@ -86,7 +90,7 @@ def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple
     parts = [buffer.getvalue()[2:-1], b"0"]
     dumped = []
     listed = map(torch_properties, entries.properties)
-    for value in (*listed, *entries.others, plain_metadata(metadata)):
+    for value in (*listed, *entries.others, plain):
         start = buffer.tell()
         pickler.dump(value)
         dumped.append(buffer.getvalue()[start:-1])
@@ -102,10 +106,6 @@ def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> tuple
 def _portable(properties: TensorProperties) -> tuple[Any, ...]:
     """Return how to pickle properties: as ``pickle`` does, with fewer fields."""
     return copyreg.__newobj__, (TensorProperties,), portable_state(properties)  # type: ignore[attr-defined]
-
-
-def _is_alone(path: Any, fqn: str) -> bool:
-    return type(path) is tuple and len(path) == 1 and type(path[0]) is str and path[0] == fqn
 
 
 def _portable_meta(meta: StorageMeta) -> StorageMeta:
