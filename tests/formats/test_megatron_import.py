@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -477,6 +478,28 @@ def test_a_hostile_file_is_refused_and_nothing_runs(tmp_path: Path, run: Run) ->
     ran = run("import", folder, tmp_path / "out", "--from", "megatron")
     assert ran.code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [b"\x80\x02a.", b"\x80\x02K\x01Q.", b"\x80\x02h\x05.", b"\x80\x02(lp", b"\x80\x02Ncx"],
+)
+def test_a_pickle_that_raises_anything_is_one_message(
+    tmp_path: Path, run: Run, pickled: bytes
+) -> None:
+    folder = write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2))
+    file = folder / "mp_rank_01" / "model_optim_rng.pt"
+    with zipfile.ZipFile(file) as before:
+        records = {info.filename: before.read(info) for info in before.infolist()}
+    with zipfile.ZipFile(file, "w") as after:
+        for name, record in records.items():
+            after.writestr(name, pickled if name.endswith("data.pkl") else record)
+    with pytest.raises(PlacementError, match="mp_rank_01"):
+        import_megatron(folder, tmp_path / "out")
+    ran = run("import", folder, tmp_path / "out", "--from", "megatron")
+    assert ran.code in (1, 2)
+    assert "Traceback" not in ran.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_reports(tmp_path: Path, run: Run) -> None:

@@ -98,7 +98,8 @@ def load_torch_file(path: Path) -> Any:
             f"{path}: refused, it is not a pickle of tensors and plain values\n"
             f"    torch says:  {_first_line(error)}"
         ) from None
-    except (OSError, ValueError, RuntimeError, EOFError) as error:
+    except Exception as error:
+        # A broken or hostile pickle can raise anything.
         raise UnreadableFile(path, _first_line(error)) from None
     raise RefusedFile(
         f"{path}: refused, nothing of it was executed\n"
