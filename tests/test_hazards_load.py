@@ -344,6 +344,28 @@ def test_m20_an_object_that_was_changed_is_detected(tmp_path: Path) -> None:
     refusal.says("rng: ", ".distcp")
 
 
+class Gone:
+    """A class that a later version of a trainer lacks."""
+
+
+def test_m20_an_object_that_is_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(ONE, tmp_path, lambda rank: {"state": Gone(), "step": 3, "w": arange(3)})
+    monkeypatch.delattr(f"{__name__}.Gone")
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: {"state": None, "w": torch.zeros(3)})
+    refusal.says("state: AttributeError: ", "way out:     make the class importable")
+    stored = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    place = next(info for index, info in stored.items() if index.fqn == "step")
+    with (tmp_path / place.relative_path).open("r+b") as file:
+        file.seek(place.offset)
+        file.write(b"<html>not there</html>"[: place.length])
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: {"step": 0, "w": torch.zeros(3)})
+    refusal.says("step: UnpicklingError: invalid load key", "the file was damaged")
+
+
 def test_m20_an_untouched_checkpoint_verifies_in_any_layout(tmp_path: Path) -> None:
     whole = arange(64, 16)
     save_rows(tmp_path, whole, digests="full")

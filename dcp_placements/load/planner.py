@@ -21,7 +21,7 @@ from dcp_placements._torch import (
     leaves,
     world_size,
 )
-from dcp_placements.errors import PlacementError, RankFaults, raise_faults
+from dcp_placements.errors import Fault, PlacementError, RankFaults, format_faults, raise_faults
 from dcp_placements.load.casting import CASTS
 from dcp_placements.load.exchange.shares import Verdict, verdicts
 from dcp_placements.load.message import LoadMessage
@@ -40,6 +40,7 @@ from dcp_placements.rules.options import (
 )
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.metadata.save_ids import MIXED
+from dcp_placements.storage.record_contents import DAMAGED
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +260,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         """Put an object into the state dict. Called on every rank.
 
         Raises:
-            PlacementError: Bytes that are not those that were saved.
+            PlacementError: Bytes that are not those that were saved, or no object.
         """
         load = self._run
         if (record := load.ids.get(read_item.storage_index)) is not None:
@@ -267,7 +268,12 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             return
         if load.verification is not None:
             load.verification.check_object(read_item, value)
-        super().load_bytes(read_item, value)
+        try:
+            super().load_bytes(read_item, value)
+        except Exception as error:
+            # Of any type, by what is in the pickle.
+            text = format_faults("an object cannot be loaded", [_unreadable(read_item, error)])
+            raise PlacementError(text) from error
         if self.flatten_state_dict:
             load.take_object(read_item.dest_index.fqn)
 
@@ -285,6 +291,17 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             exchange.finish(error, self.lookup_tensor, self.report)
         elif error is not None:
             raise error
+
+
+def _unreadable(item: ReadItem, error: Exception) -> Fault:
+    if isinstance(error, ImportError | AttributeError):
+        details = (
+            "likely:      its class is not there under the name that it had when it was saved",
+            "way out:     make the class importable; or leave this key out of the state dict",
+        )
+    else:
+        details = DAMAGED
+    return Fault(item.storage_index.fqn, f"{type(error).__name__}: {error}", details)
 
 
 def _without_tensors(value: Any) -> Any:
