@@ -231,6 +231,15 @@ def format_name(name: object) -> str:
     return "".join([c if c.isprintable() else ascii(c)[1:-1] for c in text])
 
 
+def format_count(count: int, noun: str) -> str:
+    """Return a number and what it counts.
+
+    >>> format_count(1, "chunk"), format_count(2000, "chunk")
+    ('1 chunk', '2,000 chunks')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_nbytes(nbytes: int) -> str:
     """Return a byte count as short text, in binary units.
 

@@ -1,7 +1,6 @@
 """All commands, and the exit codes of their errors.
 
-A command's module, and torch with it, is imported when the command runs: help and completion of
-commands need neither.
+The modules of commands import torch where they call something: help and completion need none.
 """
 
 from __future__ import annotations
@@ -10,19 +9,30 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import wraps
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from dcp_placements.cli.arguments import STORAGE_OPTIONS
+from dcp_placements.cli.commands.differing import diff_command
+from dcp_placements.cli.commands.doctoring import doctor_command
+from dcp_placements.cli.commands.drawing import draw_command
+from dcp_placements.cli.commands.explaining import explain_command
+from dcp_placements.cli.commands.exporting import export_command
+from dcp_placements.cli.commands.importing import import_command
+from dcp_placements.cli.commands.inspecting import inspect_command
+from dcp_placements.cli.commands.megatron import megatron_command
+from dcp_placements.cli.commands.merging import merge_metadata_command
+from dcp_placements.cli.commands.rehearsing import rehearse_command, reshard_command
+from dcp_placements.cli.commands.transferring import transfer_command
+from dcp_placements.cli.commands.verifying import verify_command
 from dcp_placements.cli.printing import print_error, print_json_error, readers_may_stop
-from dcp_placements.cli.progress import progress
 from dcp_placements.errors import CannotLook, PlacementError, format_name
+from dcp_placements.storage.metadata.provenance import own_version
+from dcp_placements.storage.remote.urls import default_options, is_url
 
 PROGRAM = "dcp-placements"
 DEBUG = "DCP_PLACEMENTS_DEBUG"
@@ -31,106 +41,30 @@ DEBUG = "DCP_PLACEMENTS_DEBUG"
 MAX_MESSAGE = 500
 """Characters of an unexpected error's message."""
 
-EXAMINE, COMPARE, REPAIR, CONVERT = (
-    "Examine a checkpoint",
-    "Check and compare",
-    "Repair",
-    "Convert and move",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class CommandSummary:
-    """A command, as the list of commands has it.
-
-    Attributes:
-        function: ``module:function`` in ``dcp_placements.cli.commands``; it returns the exit code.
-        purpose: The heading above it.
-        text: The first paragraph of the function's docstring.
-    """
-
-    function: str
-    purpose: str
-    text: str
-
-    def load(self) -> Callable[..., int]:
-        """Import the function."""
-        module, _, name = self.function.partition(":")
-        function: Callable[..., int] = getattr(
-            import_module(f"dcp_placements.cli.commands.{module}"), name
-        )
-        return function
-
-
-COMMANDS = {
-    "inspect": CommandSummary(
-        "inspecting:inspect_command",
-        EXAMINE,
-        "Sum up tensors, small objects with their values, and the record of the save.",
-    ),
-    "explain": CommandSummary(
-        "explaining:explain_command",
-        EXAMINE,
-        "Follow one tensor from its rule to axes, chunks, files and byte ranges.",
-    ),
-    "draw": CommandSummary(
-        "drawing:draw_command",
-        EXAMINE,
-        "Draw a tensor's chunks by writer rank, or the bytes that each rank wrote.",
-    ),
-    "megatron": CommandSummary(
-        "megatron:megatron_command",
-        EXAMINE,
-        "Report which ranks wrote mp_rank_* files, and what is missing or does not fit.",
-    ),
-    "verify": CommandSummary(
-        "verifying:verify_command",
-        COMPARE,
-        "Find holes, overlaps, missing and damaged files, mixed saves.",
-    ),
-    "diff": CommandSummary(
-        "differing:diff_command",
-        COMPARE,
-        "Compare two checkpoints element by element; --rename maps A's keys to B's.",
-    ),
-    "rehearse": CommandSummary(
-        "rehearsing:rehearse_command",
-        COMPARE,
-        "Plan a load on every rank of a mesh that need not exist. No data is read.",
-    ),
-    "doctor": CommandSummary(
-        "doctoring:doctor_command",
-        REPAIR,
-        "Report which experts survived a save that took them for replicas, and who wrote them.",
-    ),
-    "merge-metadata": CommandSummary(
-        "merging:merge_metadata_command",
-        REPAIR,
-        "Write .metadata for plain DCP, after a save without collectives or without stock "
-        "metadata.",
-    ),
-    "import": CommandSummary(
-        "importing:import_command",
-        CONVERT,
-        "Turn Megatron's mp_rank_* files, or safetensors, into a DCP checkpoint that loads "
-        "anywhere.",
-    ),
-    "export": CommandSummary(
-        "exporting:export_command",
-        CONVERT,
-        "Write a checkpoint as the files that from_pretrained reads, or as one torch file.",
-    ),
-    "reshard": CommandSummary(
-        "rehearsing:reshard_command",
-        CONVERT,
-        "Rewrite a checkpoint for the mesh that will load it: each rank's bytes in one file.",
-    ),
-    "transfer": CommandSummary(
-        "transferring:transfer_command",
-        CONVERT,
-        "Plan which rank of one world sends which bytes to which of another. No data is read.",
-    ),
+PURPOSES: dict[str, dict[str, Callable[..., int]]] = {
+    "Examine a checkpoint": {
+        "inspect": inspect_command,
+        "explain": explain_command,
+        "draw": draw_command,
+        "megatron": megatron_command,
+    },
+    "Check and compare": {
+        "verify": verify_command,
+        "diff": diff_command,
+        "rehearse": rehearse_command,
+    },
+    "Repair": {
+        "doctor": doctor_command,
+        "merge-metadata": merge_metadata_command,
+    },
+    "Convert and move": {
+        "import": import_command,
+        "export": export_command,
+        "reshard": reshard_command,
+        "transfer": transfer_command,
+    },
 }
+"""The commands by purpose; each function returns the exit code."""
 
 PRESETS = {
     "dcp_placements.presets": "megatron_core, megatron_lite, transformers, veomni",
@@ -140,27 +74,20 @@ PRESETS = {
 
 
 class CommandGroup(TyperGroup):
-    """The commands by purpose. A command's own options are there once it is to run."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the command with its options, and the other arguments."""
-        name, command, rest = super().resolve_command(ctx, args)
-        if name is not None:
-            # Most commands import torch. A shell that completes words must not be drawn over.
-            completing = ctx.resilient_parsing
-            with nullcontext() if completing else progress(f"{PROGRAM} {name}"):
-                command = _load_command(name)
-        return name, command, rest
+    """The commands by purpose."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the lists of commands and presets."""
-        for purpose in dict.fromkeys(command.purpose for command in COMMANDS.values()):
+        for purpose, commands in PURPOSES.items():
             with formatter.section(purpose):
-                formatter.write_dl(
-                    [(name, c.text) for name, c in COMMANDS.items() if c.purpose == purpose]
-                )
+                formatter.write_dl([(name, _summary(c)) for name, c in commands.items()])
         with formatter.section("Presets, for a trainer's rules and for --rename MODULE:FUNC"):
             formatter.write_dl(list(PRESETS.items()))
+
+
+def _summary(command: Callable[..., int]) -> str:
+    """Return the first paragraph of a command's docstring."""
+    return " ".join((command.__doc__ or "").partition("\n\n")[0].split())
 
 
 app = typer.Typer(
@@ -175,20 +102,8 @@ app = typer.Typer(
 )
 
 
-def _placeholder() -> None:
-    """Do nothing: ``CommandGroup`` puts the command in its place."""
-
-
-for _name, _summary in COMMANDS.items():
-    app.command(_name, short_help=_summary.text)(_placeholder)
-
-
-def _load_command(name: str) -> Any:
-    """Return a command with its options."""
-    from dcp_placements.cli.arguments import STORAGE_OPTIONS
-    from dcp_placements.storage.remote.urls import default_options, is_url
-
-    function = COMMANDS[name].load()
+def _exiting(function: Callable[..., int]) -> Callable[..., None]:
+    """Return a command that takes the options of URLs, too, and exits with the function's code."""
 
     @wraps(function)
     def command(storage_option: list[Any] | None = None, **kwargs: Any) -> None:
@@ -202,31 +117,24 @@ def _load_command(name: str) -> Any:
 
     signature = inspect.signature(function, eval_str=True)
     option = inspect.Parameter(
-        "storage_option",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=STORAGE_OPTIONS,
+        "storage_option", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=STORAGE_OPTIONS
     )
     command.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*signature.parameters.values(), option]
     )
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    alone.command(name)(command)
-    return typer.main.get_command(alone)
+    return command
+
+
+COMMANDS = {name: function for commands in PURPOSES.values() for name, function in commands.items()}
+for _name, _function in COMMANDS.items():
+    app.command(_name)(_exiting(_function))
 
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        # Without an import: that of torch takes seconds.
-        print(f"{PROGRAM} {_version(PROGRAM)}, torch {_version('torch')}")
+        # Without an import of torch, which takes seconds.
+        print(f"{PROGRAM} {own_version()}, torch {version('torch')}")
         raise typer.Exit
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"
 
 
 @app.callback()

@@ -26,6 +26,12 @@ Fqn = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write; must not exist.")]
+
+
+def number(help_text: str) -> Any:
+    """Return an option that is a number from 1 up."""
+    return typer.Option(metavar="N", min=1, help=help_text)
 
 
 def parse_nbytes(text: str | int) -> int:

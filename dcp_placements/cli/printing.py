@@ -127,12 +127,3 @@ def ranges(numbers: Iterable[int]) -> str:
     """
     listed = list(numbers)
     return format_ranks(listed).partition(" ")[2] if listed else "-"
-
-
-def counted(value: int, noun: str) -> str:
-    """Return a number and what it counts.
-
-    >>> counted(1, "chunk"), counted(2000, "chunk")
-    ('1 chunk', '2,000 chunks')
-    """
-    return f"{value:,} {noun}{'' if value == 1 else 's'}"

@@ -13,9 +13,12 @@ from dcp_placements.errors import CannotLook, PlacementError, format_names
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules, Rules, compile_pattern
 
-Rename = Callable[[str], str]
+Rename = Callable[[str], Any]
 MeshAxes = dict[str, int]
 """Axis name to size, the outermost first."""
+
+Progress = Callable[[int, int], None]
+"""``(done, total)``, in bytes where nothing else is stated."""
 
 
 def resolve(spec: str) -> Callable[..., Any]:
@@ -96,6 +99,11 @@ def parse_mesh(text: str) -> MeshAxes:
             raise CannotLook(f"{text!r} is no mesh: write axis=size,..., as in ep=8,edp=2")
         axes[match[1]] = int(match[2])
     return axes
+
+
+def format_mesh_axes(axes: Mapping[str, int]) -> str:
+    """Return axes as text: ``ep=8, edp=2``."""
+    return ", ".join(f"{name}={size}" for name, size in axes.items())
 
 
 def mesh_at(axes: MeshAxes, rank: int) -> MeshCoordinate:

@@ -15,47 +15,39 @@ import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.sharding import Cut, LayoutError, Sharding, dim_pieces
-from dcp_placements.names.rename_record import Numbers, held_numbers
+from dcp_placements.names.rename_record import Numbers, held_numbers, number_in
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Renames
-from dcp_placements.offline.declared import mesh_at, rules_at
-from dcp_placements.offline.views.cutting import fsdp_axes, in_mesh_order, whole_sharding
+from dcp_placements.offline.declared import matcher, mesh_at, rules_at
+from dcp_placements.offline.views.cutting import (
+    cut_signature,
+    fsdp_axes,
+    in_mesh_order,
+    whole_sharding,
+)
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.metadata.table import Array
-from dcp_placements.transfer.joins import expanded
-from dcp_placements.transfer.keys_held import KeysHeld
+from dcp_placements.transfer.joins import distinct_rows, expanded
 from dcp_placements.transfer.names import Named, named_tensors, split_rename
 from dcp_placements.transfer.world import TransferWorld
 
 
 class Boxes(NamedTuple):
-    """Boxes that ranks hold, one per row.
+    """Boxes that ranks hold, one per row."""
 
-    Attributes:
-        ranks: The global rank, ``[boxes]``.
-        local: The start in the rank's local tensor, ``[boxes, dims]``.
-        offsets: The start in the whole tensor, ``[boxes, dims]``.
-        sizes: The sizes in elements, ``[boxes, dims]``.
-    """
-
-    ranks: Array
-    local: Array
-    offsets: Array
-    sizes: Array
+    ranks: Array  # the global rank, ``[boxes]``
+    local: Array  # the start in the rank's local tensor, ``[boxes, dims]``
+    offsets: Array  # the start in the whole tensor, ``[boxes, dims]``
+    sizes: Array  # the sizes in elements, ``[boxes, dims]``
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Tensors of a world that have one shape and lie alike.
+    """Tensors of a world that have one shape and lie alike."""
 
-    Attributes:
-        tensors: They, in the order of the world.
-        boxes: What each rank holds of each of them.
-    """
-
-    tensors: list[Named]
-    boxes: Boxes
+    tensors: list[Named]  # they, in the order of the world
+    boxes: Boxes  # what each rank holds of each of them
 
 
 class _Rank(NamedTuple):
@@ -112,17 +104,11 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
 
 
 class _Alike(NamedTuple):
-    """Tensors that lie alike.
-
-    Attributes:
-        tensors: They, in the order of the world.
-        labels: What determines how each rank's rules cut them.
-        held: Whether each rank has them, ``[ranks]``.
-    """
+    """Tensors that lie alike, what determines how each rank's rules cut them, who has them."""
 
     tensors: list[Named]
     labels: tuple[Hashable, ...]
-    held: Array
+    held: Array  # whether each rank does, [ranks]
 
 
 def _alike(named: Sequence[Named], ranks: Sequence[_Rank]) -> Iterator[_Alike]:
@@ -133,7 +119,7 @@ def _alike(named: Sequence[Named], ranks: Sequence[_Rank]) -> Iterator[_Alike]:
         # What any other function answers may differ from rank to rank.
         alike = rules.patterns if isinstance(rules, PlacementRules) else rank.place
         by_rules.setdefault(alike, rules)
-    holds = KeysHeld([(rank.numbers, rank.absent) for rank in ranks])
+    holds = _KeysHeld(ranks)
     groups: dict[Hashable, _Alike] = {}
     for tensor in named:
         number, held = holds(tensor.key)
@@ -153,44 +139,63 @@ def _label(rules: Rules, tensor: Named) -> Hashable:
         return rules.pattern_of(tensor.rule_name)
     placement = rules(tensor.rule_name, tensor.probe())
     place = None if placement is None else placement.mesh.get_coordinate()
-    return _signature(placement), None if place is None else tuple(place)
+    return cut_signature(placement), None if place is None else tuple(place)
 
 
-def _signature(placement: CheckpointPlacement | None) -> Hashable:
-    """Return what decides how a placement cuts, whatever its rank."""
-    if placement is None:
-        return None
-    mesh = placement.mesh
-    shapes = placement.global_shape, placement.padded_shape
-    return placement.placements, tuple(mesh.shape), mesh.mesh_dim_names, shapes
+class _KeysHeld:
+    """Which ranks have a key; keys with the same numbers are looked up once, not rank by rank."""
+
+    def __init__(self, ranks: Sequence[_Rank]) -> None:
+        # By pattern the different sets of numbers, and which of them each rank has.
+        sets: dict[str, dict[tuple[tuple[str, frozenset[int]], ...], int]] = {}
+        absent: dict[str, list[int]] = {}
+        self._size = len(ranks)
+        self._set_of: dict[str, Array] = {}
+        for rank, declared in enumerate(ranks):
+            for pattern, by_selector in declared.numbers:
+                found = sets.setdefault(pattern, {})
+                column = self._set_of.setdefault(pattern, np.full(self._size, -1))
+                column[rank] = found.setdefault(by_selector, len(found))
+            for pattern in declared.absent:
+                absent.setdefault(pattern, []).append(rank)
+        self._sets = {pattern: [dict(one) for one in found] for pattern, found in sets.items()}
+        self._absent = [(matcher(pattern), on) for pattern, on in absent.items()]
+        self._by_token: dict[Hashable, bytes] = {}
+        self._by_content: dict[bytes, tuple[int, Array]] = {}
+
+    def __call__(self, key: str) -> tuple[int, Array]:
+        """Return a mask of the ranks that have a key, ``[ranks]``, and a number of its content."""
+        at = tuple([number_in(pattern, key) for pattern in self._sets])
+        token = at, tuple([matches(key) for matches, _ in self._absent])
+        content = self._by_token.get(token)
+        if content is None:
+            held = self._held(*token)
+            content = self._by_token[token] = np.packbits(held).tobytes()
+            self._by_content.setdefault(content, (len(self._by_content), held))
+        return self._by_content[content]
+
+    def _held(
+        self, numbers: tuple[tuple[str, int] | None, ...], is_absent: tuple[bool, ...]
+    ) -> Array:
+        held = np.ones(self._size, bool)
+        for at, (pattern, sets) in zip(numbers, self._sets.items(), strict=True):
+            if at is not None:
+                has = [at[1] in numbers_by.get(at[0], ()) for numbers_by in sets]
+                # The last is for ranks without this pattern.
+                held &= np.array([*has, True])[self._set_of[pattern]]
+        for absent, (_, ranks) in zip(is_absent, self._absent, strict=True):
+            if absent:
+                held[ranks] = False
+        return held
 
 
 class _Placed(NamedTuple):
-    """Ranks whose placements differ only in the coordinate.
-
-    Attributes:
-        placement: That of the first of them.
-        first: The first of them.
-        places: Their places in the mesh of the world, ``[ranks]``.
-        coordinates: Theirs in the mesh of the placement, ``[ranks, axes]``.
-    """
+    """Ranks whose placements differ only in the coordinate; the placement is the first one's."""
 
     placement: CheckpointPlacement | None
     first: _Rank
-    places: Array
-    coordinates: Array
-
-
-class _Cut(NamedTuple):
-    """How the ranks of one signature cut a group.
-
-    Attributes:
-        sharding: Of the shape that the rules cut; its last axis is FSDP's.
-        own: The axes of FSDP.
-    """
-
-    sharding: Sharding
-    own: list[str]
+    places: Array  # in the mesh of the world, [ranks]
+    coordinates: Array  # in the mesh of the placement, [ranks, axes]
 
 
 class _Cutter:
@@ -240,7 +245,7 @@ class _Cutter:
             place = () if placement is None else placement.mesh.get_coordinate()
             if place is None:
                 continue  # no part of the rule's mesh: it holds nothing
-            signature = _signature(placement)
+            signature = cut_signature(placement)
             placements.setdefault(signature, placement)
             members, coordinates = by_signature.setdefault(signature, ([], []))
             members.append(rank)
@@ -250,8 +255,10 @@ class _Cutter:
             table = np.array(coordinates, np.int64).reshape(len(members), -1)
             yield _Placed(placements[signature], members[0], places, table)
 
-    def _cut(self, tensor: Named, placement: CheckpointPlacement | None) -> _Cut:
-        """Return how a tensor is cut: by its rule, without the dims that it lacks, then by FSDP."""
+    def _cut(
+        self, tensor: Named, placement: CheckpointPlacement | None
+    ) -> tuple[Sharding, list[str]]:
+        """Return how a tensor is cut, by its rule and then by FSDP, and the axes of FSDP."""
         own = fsdp_axes(tensor.shape, placement, self._fsdp)
         sharding = whole_sharding(tensor.rule_shape, placement, self._axes, own)
         # Of a row of a stack FSDP cuts dim 0, not the dim of the stack.
@@ -259,7 +266,7 @@ class _Cutter:
         cuts = [cut for cut in rule_cuts if cut.dim in tensor.rule_dims]
         if own:
             cuts.append(Cut(tensor.rule_dims[0], len(sharding.axis_sizes) - 1))
-        return _Cut(replace(sharding, cuts=tuple(cuts)), own)
+        return replace(sharding, cuts=tuple(cuts)), own
 
     def _fsdp_position(self, places: Array, own: Sequence[str]) -> Array:
         position = np.zeros(len(places), np.int64)
@@ -270,17 +277,11 @@ class _Cutter:
 
 
 class _HeldDim(NamedTuple):
-    """What ranks hold of one dim.
+    """The pieces that ranks hold of one dim."""
 
-    Attributes:
-        first: The first piece of each rank, an index of ``pieces``.
-        counts: How many pieces it has.
-        pieces: ``(start in the local tensor, start in the whole, size)``, ``[pieces, 3]``.
-    """
-
-    first: Array
-    counts: Array
-    pieces: Array
+    first: Array  # the first piece of each rank, an index of ``pieces``
+    counts: Array  # how many it has
+    pieces: Array  # (start in the local tensor, start in the whole, size), [pieces, 3]
 
 
 def _held_dims(tensor: Named, sharding: Sharding, coordinates: Array) -> list[_HeldDim]:
@@ -292,14 +293,8 @@ def _held_dims(tensor: Named, sharding: Sharding, coordinates: Array) -> list[_H
     for dim, size in zip(tensor.rule_dims, tensor.shape, strict=True):
         cuts = [cut for cut in sharding.cuts if cut.dim == dim]
         axes = sorted({cut.axis for cut in cuts if isinstance(cut, Cut)})
-        used = coordinates[:, axes]
-        order = np.lexsort(used.T[::-1]) if axes else np.arange(len(used))
-        is_first = np.zeros(len(used), bool)
-        is_first[:1] = True
-        is_first[1:] = (used[order][1:] != used[order][:-1]).any(1)
-        which = np.empty(len(used), np.int64)
-        which[order] = np.cumsum(is_first) - 1
-        positions = coordinates[order[is_first]]
+        first, which = distinct_rows(coordinates[:, axes])
+        positions = coordinates[first]
         if all(isinstance(cut, Cut) and cut.parts == 1 for cut in cuts):
             counts, table = _plain_pieces(sharding, dim, size, positions)
         else:

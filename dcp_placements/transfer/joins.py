@@ -1,4 +1,4 @@
-"""Boxes in arrays: equal ones as one, and which of two lists share elements.
+"""Rows of arrays: equal ones as one; and which boxes of two lists share elements.
 
 Boxes are two integer arrays ``[boxes, dims]``: offsets and sizes, in elements.
 """
@@ -10,19 +10,17 @@ import numpy as np
 from dcp_placements.storage.metadata.table import Array
 
 
-def distinct(offsets: Array, sizes: Array) -> tuple[Array, Array, Array]:
-    """Return the distinct boxes, sorted, and for each box given the index of its equal there."""
-    dims = offsets.shape[1]
-    if not dims or not len(offsets):
-        return offsets[:1], sizes[:1], np.zeros(len(offsets), np.int64)
-    rows = np.concatenate([offsets, sizes], 1)
+def distinct_rows(rows: Array) -> tuple[Array, Array]:
+    """Return where each distinct row is first, sorted by rows, and each row's number there."""
+    if not rows.shape[1]:
+        return np.arange(min(len(rows), 1)), np.zeros(len(rows), np.int64)
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     is_first = np.ones(len(rows), bool)
     is_first[1:] = (ordered[1:] != ordered[:-1]).any(1)
-    index = np.empty(len(rows), np.int64)
-    index[order] = np.cumsum(is_first) - 1
-    return ordered[is_first, :dims], ordered[is_first, dims:], index
+    number = np.empty(len(rows), np.int64)
+    number[order] = np.cumsum(is_first) - 1
+    return order[is_first], number
 
 
 def meeting(

@@ -37,11 +37,6 @@ class _RowOf(NamedTuple):
 class Matcher:
     """Matches the tensors of two worlds.
 
-    Args:
-        sources: The tensors of the world that sends.
-        targets: The tensors of the world that receives.
-        hosts: For the choice of near senders.
-
     Attributes:
         faults: Why the target tensors cannot be filled, after ``routes``.
         used: Keys of the source that a target tensor needs.

@@ -29,25 +29,15 @@ MAX_NBYTES = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A tensor of a world under its names.
+    """A tensor of a world under its names."""
 
-    Attributes:
-        key: Its key in the world.
-        shape: Its whole shape, in elements.
-        dtype: Of its elements.
-        rule_name: The key that the world's rules see.
-        rule_shape: The shape that the world's rules cut: that of the stack for one of its rows.
-        rule_dims: For each dim of ``shape`` that of ``rule_shape``.
-        targets: The common tensors that it is, or is a part of.
-    """
-
-    key: str
-    shape: Shape
-    dtype: torch.dtype
-    rule_name: str
-    rule_shape: Shape
-    rule_dims: tuple[int, ...]
-    targets: tuple[Target, ...]
+    key: str  # its key in the world
+    shape: Shape  # its whole shape, in elements
+    dtype: torch.dtype  # of its elements
+    rule_name: str  # the key that the world's rules see
+    rule_shape: Shape  # the shape that the world's rules cut: that of the stack for one of its rows
+    rule_dims: tuple[int, ...]  # for each dim of ``shape`` that of ``rule_shape``
+    targets: tuple[Target, ...]  # the common tensors that it is, or is a part of
 
     def probe(self) -> torch.Tensor:
         """Return a tensor without data for rules that are a function."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from dcp_placements.errors import format_nbytes
+from dcp_placements.errors import format_count, format_nbytes
+from dcp_placements.offline.declared import format_mesh_axes
 from dcp_placements.offline.views.picture import (
     DARK,
     FEW,
@@ -16,7 +17,6 @@ from dcp_placements.offline.views.picture import (
     Style,
     add_title,
     new_figure,
-    plural,
 )
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.plan import TransferPlan
@@ -67,11 +67,13 @@ def transfer_figure(plan: TransferPlan) -> Any:
     axes.tick_params(axis="x", labelrotation=90 if len(columns) > MAX_LABELS else 0)
     copied_nbytes = int(pairs.nbytes[is_copy].sum())
     sent_nbytes = int(pairs.nbytes.sum()) - copied_nbytes
-    facts = [f"{format_nbytes(sent_nbytes)} sent, in {plural(int((~is_copy).sum()), 'pair')}"]
+    facts = [f"{format_nbytes(sent_nbytes)} sent, in {format_count(int((~is_copy).sum()), 'pair')}"]
     if copied_nbytes:
         facts.append(f"{format_nbytes(copied_nbytes)} copied within a rank (outlined)")
     add_title(
-        figure, f"{_format_axes(plan.source.axes)} to {_format_axes(plan.target.axes)}", facts
+        figure,
+        f"{format_mesh_axes(plan.source.axes)} to {format_mesh_axes(plan.target.axes)}",
+        facts,
     )
     return figure
 
@@ -120,7 +122,3 @@ def _outline(axes: Any, cells: Sequence[Sequence[int]]) -> None:
     for row, column in cells:
         style: Style = {"facecolor": "none", "edgecolor": FEW[1], "linewidth": 1.4}
         axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **style))
-
-
-def _format_axes(axes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in axes.items())

@@ -21,19 +21,12 @@ from dcp_placements.transfer.world import TransferWorld
 
 @dataclass(frozen=True, slots=True)
 class TransferPart:
-    """What one rank does in a transfer.
+    """What one rank does in a transfer."""
 
-    Attributes:
-        rank: The global rank.
-        sends: What it sends to other ranks.
-        receives: What other ranks send to it.
-        copies: What it has already, and copies into its target tensors.
-    """
-
-    rank: int
-    sends: Transfers
-    receives: Transfers
-    copies: Transfers
+    rank: int  # the global rank
+    sends: Transfers  # what it sends to other ranks
+    receives: Transfers  # what other ranks send to it
+    copies: Transfers  # what it has already, and copies into its target tensors
 
 
 class Pairs(NamedTuple):
@@ -142,14 +135,11 @@ def _routes_of(by_rank: tuple[Array, Array], rank: int) -> list[int]:
 
 def _summed(key: Array, nbytes: Array, counts: Array) -> tuple[Array, Array, Array]:
     """Return the distinct keys, sorted, with the sums of both values."""
-    order = np.argsort(key, kind="stable")
-    ordered = key[order]
-    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(key) else order
-    return (
-        ordered[starts],
-        np.add.reduceat(nbytes[order], starts) if len(key) else nbytes,
-        np.add.reduceat(counts[order], starts) if len(key) else counts,
-    )
+    keys, at = np.unique(key, return_inverse=True)
+    totals = np.zeros((2, len(keys)), np.int64)
+    np.add.at(totals[0], at, nbytes)
+    np.add.at(totals[1], at, counts)
+    return keys, totals[0], totals[1]
 
 
 def transfer_plan(

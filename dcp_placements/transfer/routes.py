@@ -20,7 +20,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.names.boxes import Target
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.holding import Boxes
-from dcp_placements.transfer.joins import distinct, expanded, meeting
+from dcp_placements.transfer.joins import distinct_rows, expanded, meeting
 from dcp_placements.transfer.names import Named
 from dcp_placements.transfer.world import TransferWorld
 
@@ -30,10 +30,6 @@ ROWS = 1 << 20
 
 class Hosts:
     """The host of every global rank, for the choice of a near sender.
-
-    Args:
-        source: The world that sends.
-        target: The world that receives.
 
     Attributes:
         size: One more than the highest global rank of both.
@@ -64,11 +60,6 @@ class Hosts:
 class Holders:
     """The distinct boxes of a common tensor, and who holds them.
 
-    Args:
-        held: What ranks hold of the world's tensor.
-        target: The world's tensor as the common tensor.
-        hosts: Sorts the holders of a box.
-
     Attributes:
         offsets: Of the distinct boxes, in the common tensor, ``[boxes, dims]``.
         sizes: Their sizes.
@@ -81,7 +72,8 @@ class Holders:
 
     def __init__(self, held: Boxes, target: Target, hosts: Hosts) -> None:
         ranks, local, offsets, sizes = _as_common(held, target)
-        self.offsets, self.sizes, box = distinct(offsets, sizes)
+        first, box = distinct_rows(np.concatenate([offsets, sizes], 1))
+        self.offsets, self.sizes = offsets[first], sizes[first]
         key = hosts.key(box, hosts.source[ranks], ranks)
         order = np.argsort(key, kind="stable")
         self.box, self.rank, self.local, self.key = (
@@ -123,20 +115,13 @@ class Messages(NamedTuple):
     """Messages of one route, in columns: a row is one box of one or more pairs of tensors.
 
     Replicas take turns tensor by tensor, so a row has every ``step``-th pair of the route.
-
-    Attributes:
-        piece: The box, as an index of ``Route.offsets``.
-        sender: A holder of it, as an index of ``Route.source``.
-        receiver: Who gets it, as an index of ``Route.target``.
-        first: The first pair of tensors that goes this way, as an index of ``Route.members``.
-        step: The pairs are ``members[first::step]``.
     """
 
-    piece: Array
-    sender: Array
-    receiver: Array
-    first: Array
-    step: Array
+    piece: Array  # the box, as an index of ``Route.offsets``
+    sender: Array  # a holder of it, as an index of ``Route.source``
+    receiver: Array  # who gets it, as an index of ``Route.target``
+    first: Array  # the first pair of tensors that goes this way, as an index of ``Route.members``
+    step: Array  # the pairs are ``members[first::step]``
 
     def kept(self, mask: Array) -> Messages:
         """Return the rows where ``mask`` is true."""
@@ -145,24 +130,15 @@ class Messages(NamedTuple):
 
 @dataclass(eq=False)
 class Route:
-    """From alike source tensors to alike target tensors.
+    """From alike source tensors to alike target tensors."""
 
-    Attributes:
-        source: Who holds what of the source tensors.
-        target: The same of the target tensors.
-        source_as: A source tensor as the common tensor, for the dims.
-        target_as: A target tensor as the common tensor.
-        hosts: For the choice of near senders.
-        start: Where the rotation over replicas begins.
-        members: The pairs of tensors and the key of the common one.
-    """
-
-    source: Holders
-    target: Holders
-    source_as: Target
-    target_as: Target
-    hosts: Hosts
-    start: int
+    source: Holders  # who holds what of the source tensors
+    target: Holders  # the same of the target tensors
+    source_as: Target  # a source tensor as the common tensor, for the dims
+    target_as: Target  # a target tensor as the common tensor
+    hosts: Hosts  # for the choice of near senders
+    start: int  # where the rotation over replicas begins
+    # The pairs of tensors and the key of the common one
     members: list[tuple[Named, Named, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

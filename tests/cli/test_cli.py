@@ -15,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements import presets
-from dcp_placements.cli.app import COMMANDS as SUMMARIES
 from dcp_placements.cli.app import PRESETS, app
 from dcp_placements.names.renames import Renames
 from dcp_placements.offline import Checkpoint
@@ -142,12 +141,6 @@ def test_help_fits_80_columns(command: str, run: Run, monkeypatch: pytest.Monkey
     assert max(map(len, result.splitlines())) <= 80
     # Bytes are printed with units.
     assert re.search(r"\d{7}", result) is None
-
-
-def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
-    for summary in SUMMARIES.values():
-        first_paragraph = (summary.load().__doc__ or "").partition("\n\n")[0]
-        assert summary.text == " ".join(first_paragraph.split())
 
 
 def test_help_names_the_presets(run: Run) -> None:

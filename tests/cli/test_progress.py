@@ -80,7 +80,7 @@ def test_every_command_has_a_bar_that_ends_at_all_of_it(
     monkeypatch.setattr(progress_bars, "_Bar", Recorder)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert run(command, *ARGUMENTS[command]).code == 0
-    assert [label for label, _ in bars] == [f"dcp-placements {command}", command]
+    assert [label for label, _ in bars] == [command]
     steps = bars[-1][1]
     assert bool(steps) == (command in COUNTED)
     assert all(done <= total for done, total in steps)

@@ -1,4 +1,1 @@
-"""One module per command of the command line.
-
-Each reads arguments, calls ``offline`` or ``formats``, and prints what that returns.
-"""
+"""One module per command of the command line."""

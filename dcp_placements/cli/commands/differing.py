@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import MEMORY, Fqn, Json, Memory, rename_option
-from dcp_placements.cli.printing import counted, print_lines, show
+from dcp_placements.cli.printing import print_lines, show
 from dcp_placements.cli.progress import progress
-from dcp_placements.errors import format_nbytes
+from dcp_placements.errors import format_count, format_nbytes
 from dcp_placements.offline.declared import Rename
-from dcp_placements.offline.differences.difference import Diff
+
+if TYPE_CHECKING:
+    from dcp_placements.offline.differences.difference import Diff
 
 MAX_FAMILIES = 15
 """Families of keys that are printed without ``--all``: two lines each."""
@@ -41,11 +43,11 @@ def diff_command(
 
 
 def _print(diff: Diff, *, all_families: bool) -> None:
-    result = "same" if diff.same else counted(len(diff.differences), "difference")
+    result = "same" if diff.same else format_count(len(diff.differences), "difference")
     kinds = Counter(difference.kind for difference in diff.differences)
     if len(kinds) > 1:
         result += ": " + ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
-    compared = f"{counted(diff.tensors, 'tensor')}, {format_nbytes(diff.nbytes)} compared"
+    compared = f"{format_count(diff.tensors, 'tensor')}, {format_nbytes(diff.nbytes)} compared"
     print_lines(f"{result} ({compared})")
     found = diff.families
     shown = found if all_families else found[:MAX_FAMILIES]
@@ -55,7 +57,7 @@ def _print(diff: Diff, *, all_families: bool) -> None:
         print_lines(f"{family.name}: {family.kind}{number}", f"    {first}{family.first.message}")
     rest = found[len(shown) :]
     if rest:
-        number = counted(sum(family.keys for family in rest), "more difference")
+        number = format_count(sum(family.keys for family in rest), "more difference")
         print_lines(f"... and {number}; --all")
     for note in diff.notes:
         print_lines(f"note: {note}")

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import CheckpointPath, Json, Mesh
-from dcp_placements.cli.printing import (
-    counted,
-    print_lines,
-    print_table,
-    ranges,
-    short,
-    show,
-)
+from dcp_placements.cli.arguments import CheckpointPath, Json, Mesh, number
+from dcp_placements.cli.printing import print_lines, print_table, ranges, short, show
 from dcp_placements.cli.progress import progress
-from dcp_placements.errors import format_names, format_nbytes, format_ranks
+from dcp_placements.errors import format_count, format_names, format_nbytes, format_ranks
 from dcp_placements.offline.as_json import to_json
-from dcp_placements.offline.repairs.rescue import LIST, Rescue
-from dcp_placements.offline.repairs.surviving_experts import (
-    OVERWRITTEN,
-    UNCLEAR,
-    Diagnosis,
-    ExpertTensor,
-)
+
+if TYPE_CHECKING:
+    from dcp_placements.offline.repairs.rescue import Rescue
+    from dcp_placements.offline.repairs.surviving_experts import Diagnosis, ExpertTensor
 
 
 def doctor_command(
     ckpt: CheckpointPath,
-    experts_per_layer: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="The number of experts in a layer.")
-    ] = None,
+    experts_per_layer: Annotated[int | None, number("The number of experts in a layer.")] = None,
     mesh: Mesh = None,
     rescue: Annotated[
         str | None, typer.Option(metavar="OUT", help="Write the sound tensors to a new checkpoint.")
@@ -62,7 +50,7 @@ def doctor_command(
 
 
 def _print(diagnosis: Diagnosis) -> None:
-    overwritten, unclear = diagnosis.of(OVERWRITTEN), diagnosis.of(UNCLEAR)
+    overwritten, unclear = diagnosis.of("overwritten"), diagnosis.of("unclear")
     if overwritten:
         print_table(
             ("tensor", "stored", "of", "survived"),
@@ -86,15 +74,15 @@ def _print(diagnosis: Diagnosis) -> None:
         for reason, fqns in by_reason.items():
             print_lines(f"unclear: {format_names(fqns, 3)}: {reason}")
         print_lines("    way out:     --experts-per-layer and --mesh of the run that saved", "")
-    print_lines(f"sound:     {counted(len(diagnosis.sound), 'key')} beside lost experts")
+    print_lines(f"sound:     {format_count(len(diagnosis.sound), 'key')} beside lost experts")
     if not diagnosis.tensors:
         print_lines("experts:   no key names any")
     elif diagnosis.healthy:
-        print_lines(f"experts:   all there, in {counted(len(diagnosis.tensors), 'tensor')}")
+        print_lines(f"experts:   all there, in {format_count(len(diagnosis.tensors), 'tensor')}")
         if recorded := sorted({t.reason for t in diagnosis.tensors.values() if t.reason}):
             print_lines(f"    saved as:    {short(recorded)}")
     elif overwritten:
-        number = counted(len(overwritten), "tensor")
+        number = format_count(len(overwritten), "tensor")
         print_lines(f"experts:   overwritten in {number}: others passed for replicas")
         if diagnosis.axes is None:
             way_out = "--mesh of the run that saved says which experts these rows are"
@@ -103,9 +91,9 @@ def _print(diagnosis: Diagnosis) -> None:
 
 def _print_rescue(rescued: Rescue) -> None:
     print_lines(
-        f"rescued:   {counted(len(rescued.copied), 'key')} as before, "
-        f"{counted(len(rescued.experts), 'expert tensor')}; {format_nbytes(rescued.nbytes)}",
-        f"{rescued.path}: written, what is left out stands in {LIST}",
+        f"rescued:   {format_count(len(rescued.copied), 'key')} as before, "
+        f"{format_count(len(rescued.experts), 'expert tensor')}; {format_nbytes(rescued.nbytes)}",
+        f"{rescued.path}: written, what is left out stands in rescue.json",
     )
 
 

@@ -26,8 +26,8 @@ def draw_command(
     json: Json = False,
 ) -> int:
     """Draw a tensor's chunks by writer rank, or the bytes that each rank wrote."""
-    offline.check_picture_name(output)
     with progress("draw"):
+        offline.check_picture_name(output)
         offline.save_figure(offline.draw(ckpt, fqn), output)
     document = {"path": ckpt, "fqn": fqn, "written": str(output)}
     return show(document, lambda: print_lines(f"{output}: written"), json=json)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import RULES, CheckpointPath, Fsdp, Json, Mesh
-from dcp_placements.cli.printing import counted, print_lines, print_table, show
+from dcp_placements.cli.printing import print_lines, print_table, show
 from dcp_placements.cli.progress import progress
-from dcp_placements.errors import format_nbytes
+from dcp_placements.errors import format_count, format_nbytes
 from dcp_placements.layout.tiling import format_box
-from dcp_placements.offline.declared import resolve
-from dcp_placements.offline.views.explanation import Explanation, RankPart
+from dcp_placements.offline.declared import format_mesh_axes, resolve
+
+if TYPE_CHECKING:
+    from dcp_placements.offline.views.explanation import Explanation, RankPart
 
 MAX_ROWS = 64
 
@@ -31,8 +33,8 @@ def explain_command(
     """Follow one tensor from its rule to axes, chunks, files and byte ranges."""
     if (rules is None) != (mesh is None):
         raise typer.BadParameter("--rules and --mesh go together")
-    function = None if rules is None else resolve(rules)
     with progress("explain"):
+        function = None if rules is None else resolve(rules)
         explanation = offline.explain(ckpt, fqn, rules=function, axes=mesh, fsdp=fsdp, rank=rank)
     return show(explanation, lambda: _print(explanation), json=json)
 
@@ -40,14 +42,13 @@ def explain_command(
 def _print(explanation: Explanation) -> None:
     print_lines(f"{explanation.fqn}: {explanation.shape} {explanation.dtype}")
     if explanation.saved_axes:
-        mesh = ", ".join(f"{name}={size}" for name, size in explanation.saved_axes.items())
         saved_rule = explanation.saved_rule
         rule = "no rule" if saved_rule is None else f"rule {saved_rule}"
-        print_lines(f"saved by {rule}, from a mesh of {mesh}")
+        print_lines(f"saved by {rule}, from a mesh of {format_mesh_axes(explanation.saved_axes)}")
     if explanation.saved_cuts:
         print_lines(f"saved with: {', then '.join(explanation.saved_cuts)}")
     chunks = explanation.chunks
-    print_lines("", f"stored in {counted(len(chunks), 'chunk')}:")
+    print_lines("", f"stored in {format_count(len(chunks), 'chunk')}:")
     print_table(
         ("chunk", "file", "rank", "record", "elements from"),
         [
@@ -100,4 +101,4 @@ def _part_cells(part: RankPart, shape: tuple[int, ...]) -> Iterator[tuple[str, .
 
 def _print_more(rows: Sequence[object], noun: str, hint: str) -> None:
     if len(rows) > MAX_ROWS:
-        print_lines(f"... and {counted(len(rows) - MAX_ROWS, f'more {noun}')}; {hint}")
+        print_lines(f"... and {format_count(len(rows) - MAX_ROWS, f'more {noun}')}; {hint}")

@@ -20,11 +20,10 @@ from dcp_placements.cli.arguments import (
 )
 from dcp_placements.cli.printing import print_text, show
 from dcp_placements.cli.progress import progress
-from dcp_placements.formats.huggingface.export import MEMORY_NBYTES, SHARD_NBYTES
 from dcp_placements.offline.declared import Rename
 
-SHARD_SIZE = Size(SHARD_NBYTES)
-MEMORY = Size(MEMORY_NBYTES)
+SHARD_SIZE = Size(5 << 30)
+MEMORY = Size(1 << 30)
 
 
 class Format(StrEnum):
@@ -81,10 +80,9 @@ def export_command(
         "optimizer": optimizer,
         "exclude": exclude or (),
     }
-    export = offline.export_torch
     if to is Format.hf:
         options |= {"max_shard_size": max_shard_size, "memory": memory}
-        export = offline.export_safetensors
     with progress("export") as step:
+        export = offline.export_safetensors if to is Format.hf else offline.export_torch
         exported = export(checkpoint, out, progress=step, **options)
     return show(exported, lambda: print_text(str(exported)), json=json)

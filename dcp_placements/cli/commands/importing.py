@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import Json, parse_nbytes, rename_option
+from dcp_placements.cli.arguments import Json, Out, number, parse_nbytes, rename_option
 from dcp_placements.cli.printing import print_text, show
 from dcp_placements.cli.progress import progress
 from dcp_placements.offline.declared import Rename
@@ -23,9 +23,7 @@ class Source(StrEnum):
 
 def import_command(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The directory to import.")],
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", help="The checkpoint to write; must not exist.")
-    ],
+    out: Out,
     from_: Annotated[
         Source, typer.Option("--from", help="Megatron's files, or Hugging Face's safetensors.")
     ],
@@ -33,10 +31,7 @@ def import_command(
         str, typer.Option(metavar="NAME", help="Megatron: the preset for the names of weights.")
     ] = "megatron_core",
     vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Megatron: rows without padding, if the files lack the number."
-        ),
+        int | None, number("Megatron: rows without padding, if the files lack the number.")
     ] = None,
     optimizer: Annotated[
         bool | None,
@@ -46,12 +41,10 @@ def import_command(
         ),
     ] = None,
     expert_parallel_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Megatron: if the files leave it open."),
+        int | None, number("Megatron: if the files leave it open.")
     ] = None,
     expert_tensor_parallel_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Megatron: if the files hold no arguments."),
+        int | None, number("Megatron: if the files hold no arguments.")
     ] = None,
     rename: Annotated[
         Rename | None,

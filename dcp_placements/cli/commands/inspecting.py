@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Fqn, Json
-from dcp_placements.cli.printing import counted, print_lines, print_table, ranges, short, show
+from dcp_placements.cli.printing import print_lines, print_table, ranges, short, show
 from dcp_placements.cli.progress import progress
-from dcp_placements.errors import format_nbytes
-from dcp_placements.offline.experts import ExpertLayer
+from dcp_placements.errors import format_count, format_nbytes
 from dcp_placements.offline.views.families import families, natural_key
-from dcp_placements.offline.views.inspection import Inspection, ObjectInfo
+
+if TYPE_CHECKING:
+    from dcp_placements.offline.experts import ExpertLayer
+    from dcp_placements.offline.views.inspection import Inspection, ObjectInfo
 
 MAX_GROUPS = 12
 """Groups of tensors, and of objects, that are printed without ``--keys``."""
@@ -76,7 +78,7 @@ def _print_groups(inspection: Inspection) -> None:
             right="keys bytes chunks",
         )
     if rest := len(groups) - len(largest):
-        print_lines(f"... and {counted(rest, 'smaller group')}; --keys lists every key")
+        print_lines(f"... and {format_count(rest, 'smaller group')}; --keys lists every key")
     _print_objects(inspection.objects)
 
 
@@ -92,7 +94,7 @@ def _print_objects(objects: Mapping[str, ObjectInfo]) -> None:
             rows.append((family.name, value, f"{len(family.keys):,}", format_nbytes(nbytes)))
         print_table(("object", "value", "keys", "bytes"), rows, right="keys bytes")
     if len(of_keys) > MAX_GROUPS:
-        rest = counted(len(of_keys) - MAX_GROUPS, "more group")
+        rest = format_count(len(of_keys) - MAX_GROUPS, "more group")
         print_lines(f"... and {rest}; --keys lists every key")
 
 
@@ -102,17 +104,18 @@ def _print_save(inspection: Inspection) -> None:
     missing = [name for name, file in files.items() if file.nbytes is None]
     print_lines(
         f"format:    {inspection.format}",
-        f"totals:    {counted(tensors, 'tensor')} in {counted(inspection.chunks, 'chunk')}, "
-        f"{format_nbytes(inspection.nbytes)}; {counted(objects, 'object')}",
-        f"files:     {counted(len(files), 'file')} of data, "
+        f"totals:    {format_count(tensors, 'tensor')} in "
+        f"{format_count(inspection.chunks, 'chunk')}, {format_nbytes(inspection.nbytes)}; "
+        f"{format_count(objects, 'object')}",
+        f"files:     {format_count(len(files), 'file')} of data, "
         f"{format_nbytes(sum(file.nbytes or 0 for file in files.values()))}"
         + (f"; missing: {short(missing)}" if missing else ""),
         f"ranks:     {ranges(inspection.ranks)}",
     )
     if shadows := inspection.shadows:
         print_lines(
-            f"shadows:   of {counted(shadows.keys, 'key')} in {counted(shadows.copies, 'record')}, "
-            f"{format_nbytes(shadows.nbytes)}"
+            f"shadows:   of {format_count(shadows.keys, 'key')} in "
+            f"{format_count(shadows.copies, 'record')}, {format_nbytes(shadows.nbytes)}"
         )
     if inspection.provenance is None:
         print_lines("save:      the checkpoint has no record of it")
@@ -126,7 +129,7 @@ def _print_save(inspection: Inspection) -> None:
         names = short([family.name for family in families(group.keys)])
         print_lines(f"saved with: {', then '.join(group.cuts)}: {names}")
     if len(inspection.cuts) > MAX_CUTS:
-        print_lines(f"... and {counted(len(inspection.cuts) - MAX_CUTS, 'more cut')}; --json")
+        print_lines(f"... and {format_count(len(inspection.cuts) - MAX_CUTS, 'more cut')}; --json")
     for rename in inspection.renames:
         print_lines(f"saved with: rename={rename}")
     print_lines(f"digests:   {f'{inspection.digests:,}' if inspection.digests else 'none'} stored")

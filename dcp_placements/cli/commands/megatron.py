@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import Json
+from dcp_placements.cli.arguments import Json, number
 from dcp_placements.cli.printing import print_text, show
 from dcp_placements.cli.progress import progress
 
@@ -19,15 +19,10 @@ Path = Annotated[
 def megatron_command(
     path: Path,
     expert_parallel_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Of the run that will load the files. It decides."),
+        int | None, number("Of the run that will load the files. It decides.")
     ] = None,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of the same run.")
-    ] = None,
-    pipeline_parallel_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of the same run.")
-    ] = None,
+    tensor_parallel_size: Annotated[int | None, number("Of the same run.")] = None,
+    pipeline_parallel_size: Annotated[int | None, number("Of the same run.")] = None,
     json: Json = False,
 ) -> int:
     """Report which ranks wrote mp_rank_* files, and what is missing or does not fit."""

@@ -8,8 +8,9 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Json
-from dcp_placements.cli.printing import counted, print_lines, show
+from dcp_placements.cli.printing import print_lines, show
 from dcp_placements.cli.progress import progress
+from dcp_placements.errors import format_count
 
 
 def merge_metadata_command(
@@ -25,5 +26,6 @@ def merge_metadata_command(
         metadata = offline.merge_metadata(ckpt, rewrite=rewrite)
     keys, chunks = len(metadata.state_dict_metadata), len(metadata.storage_data)
     document = {"path": ckpt, "written": ".metadata", "keys": keys, "chunks": chunks}
-    line = f"{ckpt}/.metadata: written, {counted(keys, 'key')} in {counted(chunks, 'record')}"
+    counts = f"{format_count(keys, 'key')} in {format_count(chunks, 'record')}"
+    line = f"{ckpt}/.metadata: written, {counts}"
     return show(document, lambda: print_lines(line), json=json)

@@ -5,27 +5,20 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import MESH, RULES, CheckpointPath, Fsdp, Json
-from dcp_placements.cli.printing import (
-    counted,
-    print_lines,
-    print_table,
-    print_text,
-    ranges,
-    short,
-    show,
-)
+from dcp_placements.cli.arguments import MESH, RULES, CheckpointPath, Fsdp, Json, Out
+from dcp_placements.cli.printing import print_lines, print_table, print_text, ranges, short, show
 from dcp_placements.cli.progress import progress
-from dcp_placements.errors import format_faults, format_nbytes
-from dcp_placements.offline import CannotLook
-from dcp_placements.offline.declared import MeshAxes, resolve
-from dcp_placements.offline.rehearsals.rehearsal import RankRehearsal, Rehearsal
-from dcp_placements.offline.rehearsals.saved_metadata import SavedMetadata
+from dcp_placements.errors import CannotLook, format_count, format_faults, format_nbytes
+from dcp_placements.offline.declared import MeshAxes, format_mesh_axes, resolve
+
+if TYPE_CHECKING:
+    from dcp_placements.offline.rehearsals.rehearsal import RankRehearsal, Rehearsal
+    from dcp_placements.offline.rehearsals.saved_metadata import SavedMetadata
 
 MAX_ROWS = 16
 MAX_RANKS_WIDTH = 16
@@ -55,9 +48,7 @@ def rehearse_command(
 
 def reshard_command(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to rewrite.")],
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", help="The checkpoint to write; must not exist.")
-    ],
+    out: Out,
     rules: Annotated[str, RULES],
     mesh: Annotated[MeshAxes, MESH],
     fsdp: Fsdp = "",
@@ -92,26 +83,26 @@ def _print(rehearsal: Rehearsal) -> None:
         _rows(rehearsal.ranks),
         right="wants reads stock records files",
     )
-    mesh = ", ".join(f"{name}={length}" for name, length in rehearsal.axes.items())
+    ranks = format_count(len(rehearsal.ranks), "rank")
     memory = max(rank.memory_nbytes for rank in rehearsal.ranks)
     ours = format_nbytes(sum(rank.slices_nbytes for rank in rehearsal.ranks))
     stock = format_nbytes(sum(rank.chunks_nbytes for rank in rehearsal.ranks))
     exchanged = format_nbytes(sum(rank.exchange_nbytes for rank in rehearsal.ranks))
     print_lines(
         "",
-        f"mesh:      {mesh}: {counted(len(rehearsal.ranks), 'rank')}",
+        f"mesh:      {format_mesh_axes(rehearsal.axes)}: {ranks}",
         f"memory:    {format_nbytes(memory)} at most, on a rank",
         f"in all:    {ours} read of {format_nbytes(rehearsal.unique_nbytes)}, stock {stock}",
         f"exchange:  {exchanged} read with exchange=True",
         f"resharded: {_resharded(rehearsal.ranks)}",
-        f"whole:     {counted(rehearsal.replicated, 'tensor')} that no rule cuts",
+        f"whole:     {format_count(rehearsal.replicated, 'tensor')} that no rule cuts",
         *_metadata_lines(rehearsal.metadata),
     )
     if rehearsal.unmatched:
         print_lines(f"unmatched: {short([repr(pattern) for pattern in rehearsal.unmatched])}")
     for label, keys in (("unread", rehearsal.unread), ("missing", rehearsal.missing)):
         if keys:
-            print_lines(f"{label + ':':<10} {counted(len(keys), 'key')}: {short(keys)}")
+            print_lines(f"{label + ':':<10} {format_count(len(keys), 'key')}: {short(keys)}")
     if rehearsal.notes:
         print_text(format_faults("a load would warn", rehearsal.notes, "note"))
     if rehearsal.faults:
@@ -152,7 +143,7 @@ def _resharded(ranks: Sequence[RankRehearsal]) -> str:
     """Return what each rank would read of the checkpoint that ``reshard`` writes for them."""
     files = max(rank.resharded_files for rank in ranks)
     nbytes = format_nbytes(sum(rank.wanted_nbytes for rank in ranks))
-    return f"{counted(files, 'file')} a rank at most, {nbytes} in all"
+    return f"{format_count(files, 'file')} a rank at most, {nbytes} in all"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from math import prod
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from dcp_placements import offline
 from dcp_placements.cli.arguments import (
     MESH,
     RULES,
@@ -18,15 +19,10 @@ from dcp_placements.cli.arguments import (
     TargetFsdp,
     rename_option,
 )
-from dcp_placements.cli.printing import counted, print_lines, print_table, short, show
+from dcp_placements.cli.printing import print_lines, print_table, short, show
 from dcp_placements.cli.progress import progress
-from dcp_placements.errors import format_nbytes
-from dcp_placements.offline import Checkpoint, check_picture_name, save_figure
+from dcp_placements.errors import format_count, format_nbytes
 from dcp_placements.offline.declared import MeshAxes, Rename, resolve
-from dcp_placements.transfer.picture import transfer_figure
-from dcp_placements.transfer.plan import transfer_plan
-from dcp_placements.transfer.summary import TransferSummary, summarize
-from dcp_placements.transfer.world import TransferWorld
 
 MAX_ROWS = 32
 
@@ -64,60 +60,79 @@ def transfer_command(
     json: Json = False,
 ) -> int:
     """Plan which rank of one world sends which bytes to which of another. No data is read."""
-    if output is not None:
-        check_picture_name(output)
     near = hosts or None
     size = prod(mesh.values())
     ranks = range(size, size + prod(target_mesh.values())) if apart else None
-    functions = resolve(rules), resolve(target_rules)
     with progress("transfer"):
-        wanted = None if target_tensors is None else Checkpoint(target_tensors).tensors
-        source = TransferWorld(mesh, functions[0], Checkpoint(ckpt).tensors, fsdp=fsdp, hosts=near)
+        from dcp_placements.transfer.picture import transfer_figure
+        from dcp_placements.transfer.plan import transfer_plan
+        from dcp_placements.transfer.world import TransferWorld
+
+        if output is not None:
+            offline.check_picture_name(output)
+        functions = resolve(rules), resolve(target_rules)
+        tensors = offline.Checkpoint(ckpt).tensors
+        wanted = None if target_tensors is None else offline.Checkpoint(target_tensors).tensors
+        source = TransferWorld(mesh, functions[0], tensors, fsdp=fsdp, hosts=near)
         target = TransferWorld(
             target_mesh, functions[1], wanted, fsdp=target_fsdp, ranks=ranks, hosts=near
         )
         plan = transfer_plan(source, target, rename=rename)
-        found = summarize(plan)
+        pairs = list(zip(*[column.tolist() for column in plan.pairs()], strict=True))
         if output is not None:
-            save_figure(transfer_figure(plan), output)
-    return show(found, lambda: _print(found), json=json)
+            offline.save_figure(transfer_figure(plan), output)
+    copied = sum(nbytes for sender, receiver, nbytes, _ in pairs if sender == receiver)
+    document = {
+        "source": mesh,
+        "target": target_mesh,
+        "sent_bytes": sum(nbytes for *_, nbytes, _ in pairs) - copied,
+        "copied_bytes": copied,
+        "unused": plan.unused,
+        "casts": list(plan.casts),
+        "pairs": [
+            dict(zip(("source", "target", "bytes", "messages"), pair, strict=True))
+            for pair in pairs
+        ],
+    }
+    return show(document, lambda: _print(document, pairs), json=json)
 
 
-def _print(found: TransferSummary) -> None:
-    pairs = sorted(found.pairs, key=lambda pair: -pair.nbytes)[:MAX_ROWS]
+def _print(document: dict[str, Any], pairs: list[tuple[Any, ...]]) -> None:
+    largest = sorted(pairs, key=lambda pair: -pair[2])[:MAX_ROWS]
     print_table(
         ("from", "to", "bytes", "messages", ""),
         [
             (
-                str(pair.source),
-                str(pair.target),
-                format_nbytes(pair.nbytes),
-                f"{pair.messages:,}",
-                "copied" if pair.source == pair.target else "",
+                str(sender),
+                str(receiver),
+                format_nbytes(nbytes),
+                f"{messages:,}",
+                "copied" if sender == receiver else "",
             )
-            for pair in (pairs if len(found.pairs) > MAX_ROWS else found.pairs)
+            for sender, receiver, nbytes, messages in (pairs if len(pairs) <= MAX_ROWS else largest)
         ],
         right="from to bytes messages",
     )
-    if len(found.pairs) > MAX_ROWS:
-        print_lines(f"... the largest {MAX_ROWS} of {len(found.pairs):,} pairs (--json has all)")
+    if len(pairs) > MAX_ROWS:
+        print_lines(f"... the largest {MAX_ROWS} of {len(pairs):,} pairs (--json has all)")
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
-    for pair in found.pairs:
-        if pair.source != pair.target:
-            sent[pair.source] += pair.nbytes
-            received[pair.target] += pair.nbytes
+    for sender, receiver, nbytes, _ in pairs:
+        if sender != receiver:
+            sent[sender] += nbytes
+            received[receiver] += nbytes
     print_lines(
         "",
-        f"in all:    {format_nbytes(found.sent_nbytes)} sent, "
-        f"{format_nbytes(found.copied_nbytes)} copied within a rank",
+        f"in all:    {format_nbytes(document['sent_bytes'])} sent, "
+        f"{format_nbytes(document['copied_bytes'])} copied within a rank",
     )
     for label, by_rank in (("sender:", sent), ("receiver:", received)):
         if by_rank:
             rank, most = by_rank.most_common(1)[0]
             print_lines(f"{label:<10} {format_nbytes(most)} at most, rank {rank}")
-    if found.unused:
-        print_lines(f"unused:    {counted(len(found.unused), 'tensor')}: {short(found.unused)}")
-    if found.casts:
-        tensors = counted(len(found.casts), "tensor")
-        print_lines(f"cast:      {tensors} of another dtype: {short(list(found.casts))}")
+    if unused := document["unused"]:
+        print_lines(f"unused:    {format_count(len(unused), 'tensor')}: {short(unused)}")
+    if casts := document["casts"]:
+        print_lines(
+            f"cast:      {format_count(len(casts), 'tensor')} of another dtype: {short(casts)}"
+        )

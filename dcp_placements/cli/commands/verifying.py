@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import MEMORY, CheckpointPath, Json, Memory
-from dcp_placements.cli.printing import counted, print_lines, short, show
+from dcp_placements.cli.printing import print_lines, short, show
 from dcp_placements.cli.progress import progress
-from dcp_placements.errors import format_nbytes
-from dcp_placements.offline.checks.structure import CheckpointFault
-from dcp_placements.offline.checks.verification import Verification
+from dcp_placements.errors import format_count, format_nbytes
 from dcp_placements.offline.views.families import families, natural_key
+
+if TYPE_CHECKING:
+    from dcp_placements.offline.checks.structure import CheckpointFault
+    from dcp_placements.offline.checks.verification import Verification
 
 MAX_GROUPS = 10
 """Files and kinds of faults that are printed without ``--all``: three lines each."""
@@ -53,7 +55,7 @@ def _print(result: Verification, *, all_faults: bool, contents_read: bool) -> No
         if where != place:
             print_lines(where)
             place = where
-        number = f"{counted(len(faults), 'fault')}, " if len(faults) > 1 else ""
+        number = f"{format_count(len(faults), 'fault')}, " if len(faults) > 1 else ""
         tensors = families({fqn for fault in faults for fqn in fault.tensors})
         names = short([family.name for family in tensors])
         print_lines(f"    {kind}: {number}{names if tensors else 'no key'}")
@@ -61,21 +63,21 @@ def _print(result: Verification, *, all_faults: bool, contents_read: bool) -> No
         print_lines(f"        found:       {faults[0].message}{first}")
     rest = groups[len(shown) :]
     if rest:
-        number = counted(sum(len(faults) for _, faults in rest), "more fault")
+        number = format_count(sum(len(faults) for _, faults in rest), "more fault")
         print_lines(
-            f"... and {number} in {counted(len({w for (w, _), _ in rest}), 'place')}; --all"
+            f"... and {number} in {format_count(len({w for (w, _), _ in rest}), 'place')}; --all"
         )
     for note in result.notes:
         print_lines(f"note: {note}")
-    checked = f"{counted(result.tensors, 'tensor')} in {counted(result.chunks, 'chunk')}"
+    checked = f"{format_count(result.tensors, 'tensor')} in {format_count(result.chunks, 'chunk')}"
     if result.nbytes:
         checked += f", {format_nbytes(result.nbytes)} read"
     if result.digests:
-        checked += f", {counted(result.digests, 'digest')} compared"
+        checked += f", {format_count(result.digests, 'digest')} compared"
     if not result.sound and all(fault.kind == "no_digest" for fault in result.faults):
         verdict = "not proved: no fault, but digests are missing"
     elif not result.sound:
-        verdict = f"not sound, {counted(len(result.faults), 'fault')}"
+        verdict = f"not sound, {format_count(len(result.faults), 'fault')}"
     elif contents_read:
         verdict = "sound"
     else:
