@@ -1,4 +1,1 @@
-"""Files of other tools, imported as DCP checkpoints and exported from them.
-
-Imports ``offline`` and what is below it.
-"""
+"""Files of other tools, imported as DCP checkpoints and exported from them."""

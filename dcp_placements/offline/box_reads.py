@@ -66,9 +66,6 @@ def _no_transform(item: ReadItem, descriptors: Sequence[str], stream: Any) -> An
 class BoxReader(AbstractContextManager["BoxReader"]):
     """Reads boxes of a checkpoint's tensors. Keeps a few files open; close it.
 
-    Args:
-        checkpoint: The checkpoint.
-
     Attributes:
         nbytes: Bytes read so far.
     """
@@ -166,8 +163,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             head = self._reader.tensor_record(record, FilePart(file, chunk.start, chunk.nbytes))
             if head is None or (head.dtype, head.shape) != (tensor.stored_dtype, held.sizes):
                 return None
-            skipped = _position(_minus(shared, held), held.sizes) * itemsize
-            start = _position(_minus(shared, box), box.sizes) * itemsize
+            skipped = position(_minus(shared, held), held.sizes) * itemsize
+            start = position(_minus(shared, box), box.sizes) * itemsize
             begin = chunk.start + head.start + skipped
             runs.append((start, chunk.file, begin, shared.numel * itemsize))
         return runs
@@ -232,7 +229,8 @@ def is_run(sizes: Sequence[int], shape: Sequence[int]) -> bool:
     return all(size == extent for size, extent in rest[1:])
 
 
-def _position(offsets: Sequence[int], shape: Sequence[int]) -> int:
+def position(offsets: Sequence[int], shape: Sequence[int]) -> int:
+    """Return where the element at ``offsets`` stands in a tensor of ``shape`` in C order."""
     return sum(a * b for a, b in zip(offsets, c_strides(tuple(shape)), strict=True))
 
 
@@ -261,13 +259,11 @@ def _unread(fqn: str, name: str, reason: str) -> PlacementError:
 
 
 def pieces(box: Box, limit: int) -> Iterator[Box]:
-    """Yield a box in pieces of up to ``limit`` elements each, in C order; none of an empty box.
+    """Yield a box in pieces of up to ``limit`` elements each, in C order.
 
     >>> [piece.offsets for piece in pieces(Box((0, 4), (3, 2)), 4)]
     [(0, 4), (2, 4)]
     """
-    if not box.numel:
-        return
     if box.numel <= max(limit, 1):
         yield box
         return

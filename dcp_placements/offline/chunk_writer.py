@@ -5,15 +5,15 @@ The package's own writer writes the files, into a directory that appears when al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from io import BytesIO
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from dcp_placements._torch import (
     DEFAULT_SUFFIX,
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -26,123 +26,128 @@ from dcp_placements._torch import (
     WriteItemType,
 )
 from dcp_placements.layout.sharding import Box
+from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.remote_output import AnyOutput
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A tensor of the checkpoint.
-
-    Attributes:
-        shape: Of the whole tensor.
-        dtype: Of its elements.
-    """
+class Target(NamedTuple):
+    """A tensor of the checkpoint: its whole shape, and the dtype of its elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One chunk of a tensor, and the source of its elements.
+class Piece(NamedTuple):
+    """One chunk of a tensor, or an object, and its source.
 
     Attributes:
-        fqn: The tensor.
-        box: The chunk, in the whole tensor.
-        read: Returns the elements, in the chunk's shape; called once, when they are written.
+        fqn: The key.
+        box: The chunk, in the whole tensor; None for an object.
+        file: Of the source; pieces of one file are written into one.
+        nbytes: Bytes of the elements, or of the record.
+        read: Returns the elements, in the chunk's shape, or the object's record; called once, when
+            they are written.
     """
 
     fqn: str
-    box: Box
-    read: Callable[[], torch.Tensor]
+    box: Box | None
+    file: Hashable
+    nbytes: int
+    read: Callable[[], Any]
 
 
 def write_chunks(
     output: AnyOutput,
     targets: Mapping[str, Target],
-    files: Sequence[Sequence[Piece]],
-    progress: Callable[[int, int], None],
+    pieces: Iterable[Piece],
+    progress: Progress,
     check: Callable[[], None],
+    *,
+    paths: Mapping[str, Any] | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a DCP checkpoint of one file per entry of ``files``; one chunk is in memory at a time.
+    """Write a DCP checkpoint; one chunk is in memory at a time.
 
     Args:
         output: Of the checkpoint.
-        targets: By key; the pieces must tile them.
-        files: The pieces of each file.
-        progress: Called with the bytes written, and those to write, after each piece is read.
+        targets: The tensors by key.
+        pieces: The chunks, which must not overlap, and objects.
+        progress: Called with the bytes written, and those to write, after each chunk is read.
         check: Called when all pieces are read, before the output appears; refuses a source that was
             overwritten.
+        paths: Where each key stands in the nested state dict; by default at its top.
+        beside: Other files, by name.
 
     Raises:
         CannotLook: Something else appeared at the path meanwhile.
     """
-    metadata, plans, pieces = _plans(targets, files)
-    total = sum(prod(target.shape) * target.dtype.itemsize for target in targets.values())
+    beside = beside or {}
+    metadata, plans, by_index = _plans(targets, pieces)
+    # The path of each key in a nested dict, as torch's planner stores it.
+    metadata.planner_data = paths or {fqn: (fqn,) for fqn in metadata.state_dict_metadata}
     writer = PlacementFileSystemWriter(output.path)
     writer.set_up_storage_writer(True)
     plans = writer.prepare_global_plan(plans)
     # One thread writes one file of each plan.
     names = [f"{cast(Any, plan.storage_data).prefix}0{DEFAULT_SUFFIX}" for plan in plans]
-    with output.directory([*names, ".metadata"]) as folder:
+    with output.directory([*names, *beside, ".metadata"]) as folder:
         writer.reset(folder.path)
-        planner = cast(SavePlanner, _Reader(pieces, progress, total))
+        planner = cast(SavePlanner, _Reader(by_index, progress))
         results = []
         for plan in plans:
             written = writer.write_data(plan, planner)
             written.wait()
             results.append(written.value())
         check()
+        for name, data in beside.items():
+            folder.write(name, data)
         folder.begin_last()
         writer.finish(metadata, results)
 
 
 def _plans(
-    targets: Mapping[str, Target], files: Sequence[Sequence[Piece]]
+    targets: Mapping[str, Target], pieces: Iterable[Piece]
 ) -> tuple[Metadata, list[SavePlan], dict[MetadataIndex, Piece]]:
     properties = {
         dtype: TensorProperties(dtype) for dtype in {target.dtype for target in targets.values()}
     }
-    stored = {
+    stored: dict[str, Any] = {
         fqn: TensorStorageMetadata(properties[target.dtype], torch.Size(target.shape), [])
         for fqn, target in targets.items()
     }
-    pieces: dict[MetadataIndex, Piece] = {}
-    plans = []
-    for held in files:
-        items = []
-        for piece in held:
-            tensor = stored[piece.fqn]
-            chunk = ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes))
+    by_index: dict[MetadataIndex, Piece] = {}
+    by_file: dict[Hashable, list[WriteItem]] = {}
+    for piece in pieces:
+        items = by_file.setdefault(piece.file, [])
+        if piece.box is None:
+            stored[piece.fqn] = BytesStorageMetadata()
+            index = MetadataIndex(piece.fqn)
+            items.append(WriteItem(index, WriteItemType.BYTE_IO))
+        else:
+            tensor, sizes = stored[piece.fqn], torch.Size(piece.box.sizes)
+            chunk = ChunkStorageMetadata(torch.Size(piece.box.offsets), sizes)
             index = MetadataIndex(piece.fqn, chunk.offsets, len(tensor.chunks))
             tensor.chunks.append(chunk)
-            pieces[index] = piece
             data = TensorWriteData(chunk, tensor.properties, tensor.size)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        plans.append(SavePlan(items))
-    # The path of each key in a nested dict, as torch's planner stores it.
-    metadata = Metadata(dict(stored), planner_data={fqn: (fqn,) for fqn in targets})
-    return metadata, plans, pieces
+        by_index[index] = piece
+    return Metadata(stored), [SavePlan(items) for items in by_file.values()], by_index
 
 
 class _Reader:
     """The part of a planner that a storage writer needs."""
 
-    def __init__(
-        self,
-        pieces: Mapping[MetadataIndex, Piece],
-        progress: Callable[[int, int], None],
-        total_nbytes: int,
-    ) -> None:
+    def __init__(self, pieces: Mapping[MetadataIndex, Piece], progress: Progress) -> None:
         self._pieces = pieces
         self._progress = progress
-        self._total_nbytes = total_nbytes
+        self._total_nbytes = sum(piece.nbytes for piece in pieces.values())
         self._nbytes = 0
 
-    def resolve_data(self, item: Any) -> torch.Tensor:
-        """Return the elements of one item."""
-        tensor = self._pieces[item.index].read()
-        self._nbytes += tensor.nbytes
+    def resolve_data(self, item: Any) -> Any:
+        """Return the contents of one item."""
+        piece = self._pieces[item.index]
+        data = piece.read()
+        self._nbytes += piece.nbytes
         self._progress(self._nbytes, self._total_nbytes)
-        return tensor
+        return BytesIO(data) if piece.box is None else data

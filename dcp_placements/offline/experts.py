@@ -11,7 +11,9 @@ from typing import ClassVar, NamedTuple
 
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import overlaps, tiles, uncovered
-from dcp_placements.offline.checkpoint import StoredChunk, StoredTensor
+from dcp_placements.names.numbers import NUMBER, number_finder
+from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredTensor
+from dcp_placements.storage.metadata.record import ROWS
 
 _KEY = re.compile(
     r"^(?P<layer>(?:.*\.)?(?!shared_)\w*experts(?:_list)?)(?:\.(?P<index>\d+))?\.(?P<name>.+)$"
@@ -19,23 +21,17 @@ _KEY = re.compile(
 # Megatron's grouped linear layers have one weight per expert.
 _GROUPED = re.compile(r"^(?P<head>.*(?:weight|bias))(?P<index>\d+)(?P<state>\.[^.]+)?$")
 _LAYER_AXIS = re.compile(r"(^|\.)layers\.(?!\d)")
+_ANY_EXPERT = "123456789"
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertKey:
-    """The parts of an expert tensor's key.
+    """The parts of an expert tensor's key."""
 
-    Attributes:
-        layer: The key up to the experts, which identifies the layer.
-        index: The expert; None if one tensor holds all experts of the layer.
-        name: The rest of the key, with ``{}`` for the index where that stands at its end.
-        dim: The dim along which experts are stacked.
-    """
-
-    layer: str
-    index: int | None
-    name: str
-    dim: int = 0
+    layer: str  # the key up to the experts, which identifies the layer
+    index: int | None  # the expert; None if one tensor holds all experts of the layer
+    name: str  # the rest of the key, with ``{}`` for the index where that stands at its end
+    dim: int = 0  # the dim along which experts are stacked
 
     def of_expert(self, expert: int | str) -> str:
         """Return the key of another expert; of ``"{}"``, the key that stands for all of them."""
@@ -68,52 +64,32 @@ def expert_key(fqn: str) -> ExpertKey | None:
 
 
 class Cover(NamedTuple):
-    """How chunks cover one expert of a tensor.
+    """How chunks cover one expert of a tensor."""
 
-    Attributes:
-        pieces: The number of each chunk that has a part of it, and that part.
-        is_tiled: Whether they are all of it, each element once.
-        has_holes: Whether no chunk has some of its elements.
-        has_overlaps: Whether several chunks have some of its elements.
-    """
-
+    # The number of each chunk that has a part of it, and that part
     pieces: tuple[tuple[int, Box], ...]
-    is_tiled: bool
-    has_holes: bool
-    has_overlaps: bool
+    is_tiled: bool  # whether they are all of it, each element once
+    has_holes: bool  # whether no chunk has some of its elements
+    has_overlaps: bool  # whether several chunks have some of its elements
 
 
 class ExpertPart(NamedTuple):
-    """Where an expert is stored.
+    """Where an expert is stored."""
 
-    Attributes:
-        row: Its number in the checkpoint.
-        tensor: The tensor that holds it.
-        pieces: The chunks that have a part of it, and that part.
-        is_tiled: As in ``Cover``.
-    """
-
-    row: int
-    tensor: StoredTensor
-    pieces: list[tuple[StoredChunk, Box]]
-    is_tiled: bool
+    row: int  # its number in the checkpoint
+    tensor: StoredTensor  # the tensor that holds it
+    pieces: list[tuple[StoredChunk, Box]]  # the chunks that have a part of it, and that part
+    is_tiled: bool  # as in ``Cover``
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFamily:
-    """One tensor of all experts of a layer: stacked, or as a tensor per expert.
+    """One tensor of all experts of a layer: stacked, or as a tensor per expert."""
 
-    Attributes:
-        layer: As in ``ExpertKey``.
-        name: As in ``ExpertKey``.
-        dim: The dim along which experts are stacked; None if each has its own tensor.
-        members: The stacked tensor under 0, or the tensors by expert.
-    """
-
-    layer: str
-    name: str
-    dim: int | None
-    members: Mapping[int, StoredTensor]
+    layer: str  # as in ``ExpertKey``
+    name: str  # as in ``ExpertKey``
+    dim: int | None  # the dim along which experts are stacked; None if each has its own tensor
+    members: Mapping[int, StoredTensor]  # the stacked tensor under 0, or the tensors by expert
 
     @property
     def stored(self) -> int:
@@ -169,7 +145,7 @@ def expert_families(tensors: Iterable[StoredTensor]) -> dict[str, ExpertFamily]:
 @lru_cache(maxsize=64)
 def _covers(boxes: tuple[Box, ...], shape: tuple[int, ...], dim: int | None) -> tuple[Cover, ...]:
     """Return the cover of each row of a dim; of the whole tensor for None."""
-    whole = Box((0,) * len(shape), shape)
+    whole = Box.whole(shape)
     pieces = [(number, box) for number, box in enumerate(boxes) if box.numel]
     if dim is None:
         return (_cover(whole, pieces),)
@@ -198,25 +174,17 @@ def _row(box: Box, dim: int, row: int) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The experts of one layer.
-
-    Attributes:
-        layer: The part of the keys up to the experts.
-        stacked: Whether one tensor holds all of them; otherwise they have keys of their own.
-        tensors: Names of the tensors that an expert has.
-        experts: Those that have all of these tensors, complete.
-        gaps: Those that lack some or all of them, below the highest index that any layer has.
-        doubles: Those with an element that is stored twice.
-    """
+    """The experts of one layer."""
 
     JSON: ClassVar[str] = "stacked tensors experts gaps doubles"
 
-    layer: str
-    stacked: bool
-    tensors: tuple[str, ...]
-    experts: tuple[int, ...]
+    layer: str  # the part of the keys up to the experts
+    stacked: bool  # whether one tensor holds all of them; otherwise they have keys of their own
+    tensors: tuple[str, ...]  # names of the tensors that an expert has
+    experts: tuple[int, ...]  # those that have all of these tensors, complete
+    # Those that lack some or all of them, below the highest index that any layer has
     gaps: tuple[int, ...]
-    doubles: tuple[int, ...]
+    doubles: tuple[int, ...]  # those with an element that is stored twice
 
 
 def find_experts(tensors: Iterable[StoredTensor]) -> tuple[ExpertLayer, ...]:
@@ -240,3 +208,35 @@ def find_experts(tensors: Iterable[StoredTensor]) -> tuple[ExpertLayer, ...]:
         names = tuple(sorted(family.name for family in families))
         result.append(ExpertLayer(layer, is_stacked, names, experts, gaps, tuple(sorted(doubles))))
     return tuple(result)
+
+
+def recorded_experts(
+    checkpoint: Checkpoint, families: Mapping[str, ExpertFamily], *, axis: str
+) -> dict[str, str]:
+    """Return how each expert tensor was saved, as far as the checkpoint records it.
+
+    A stacked tensor counts if its dim of experts was cut over ``axis``, by a recorded rule, or into
+    rows that ranks list. Another cut of that dim proves nothing: FSDP makes one without a rule.
+    Tensors with a key per expert count if a rename numbered the experts.
+
+    It is text by key, without the tensors of which nothing is recorded; ranks hold different
+    experts along ``axis``.
+    """
+    record = checkpoint.record
+    if record is None:
+        return {}
+    rules = (checkpoint.provenance or {}).get("rules", {})
+    result = {}
+    for fqn, family in families.items():
+        if family.dim is None:
+            key = "." + fqn.replace("{}", _ANY_EXPERT)
+            for step in record.renames:
+                if "{}" in step.pattern:
+                    match = number_finder(step.pattern).search(key)
+                    if match is not None and match[NUMBER] == _ANY_EXPERT:
+                        result[fqn] = str(step)
+            continue
+        for cut in record.cuts(fqn):
+            if cut.dim == family.dim and (cut.axis == axis or cut.kind == ROWS or fqn in rules):
+                result.setdefault(fqn, str(cut))
+    return result

@@ -7,15 +7,15 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from dcp_placements.errors import Fault, format_names
-from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import intersection
 from dcp_placements.names.backwards import Original
@@ -23,27 +23,20 @@ from dcp_placements.names.boxes import Target, renamed_boxes, whole_shape
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
 from dcp_placements.names.renamed_keys import format_axes
-from dcp_placements.offline.box_reads import BoxReader, is_run, pieces
+from dcp_placements.offline.box_reads import BoxReader, is_run, pieces, position
 from dcp_placements.offline.checkpoint import StoredTensor
-
-Rename = Callable[[str], object]
+from dcp_placements.offline.declared import Rename
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of a tensor, and the box of a stored tensor that has its elements.
+    """A box of a tensor, and the box of a stored tensor that has its elements."""
 
-    Attributes:
-        box: The box in the tensor.
-        source: The stored tensor.
-        at: The box in the stored tensor.
-        dims: For each dim of the tensor the source's, ascending; None for one that the source
-            lacks. The source's other dims have one element in ``at``.
-    """
-
-    box: Box
-    source: StoredTensor
-    at: Box
+    box: Box  # the box in the tensor
+    source: StoredTensor  # the stored tensor
+    at: Box  # the box in the stored tensor
+    # For each dim of the tensor the source's, ascending; None for one that the source lacks. The
+    # Source's other dims have one element in ``at``
     dims: tuple[int | None, ...]
 
     def source_box(self, piece: Box) -> Box:
@@ -58,19 +51,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class AssembledTensor:
-    """A tensor to write.
+    """A tensor to write."""
 
-    Attributes:
-        fqn: Its key.
-        shape: Its whole shape.
-        dtype: Its dtype.
-        blocks: The blocks that tile it.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    blocks: tuple[Block, ...]
+    fqn: str  # its key
+    shape: tuple[int, ...]  # its whole shape
+    dtype: torch.dtype  # its dtype
+    blocks: tuple[Block, ...]  # the blocks that tile it
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +66,7 @@ class AssembledTensor:
     @property
     def whole(self) -> Box:
         """All of it."""
-        return Box((0,) * len(self.shape), self.shape)
+        return Box.whole(self.shape)
 
     def read(self, reader: BoxReader, piece: Box) -> torch.Tensor:
         """Return the elements of a piece, contiguous.
@@ -119,7 +105,7 @@ class AssembledTensor:
         for block in self.blocks:
             if block.source.dtype != self.dtype or not is_run(block.box.sizes, self.shape):
                 return None
-            start = _offset(block.box.offsets, self.shape) * self.dtype.itemsize
+            start = position(block.box.offsets, self.shape) * self.dtype.itemsize
             read = reader.runs(block.source, block.at)
             if read is None:
                 return None
@@ -132,23 +118,6 @@ class AssembledTensor:
 
 SHORT_NBYTES = 64 << 10
 """Runs shorter than this on average are read and assembled in memory."""
-
-
-def _offset(offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    return sum(a * b for a, b in zip(offsets, c_strides(shape), strict=True))
-
-
-def assemble(
-    tensors: Mapping[str, StoredTensor], rename: Rename | None
-) -> tuple[list[AssembledTensor], list[Fault]]:
-    """Return the tensors that a rename makes of stored ones, in their order, and its faults.
-
-    Args:
-        tensors: By the names that are renamed.
-        rename: Name to name, or to a ``Row``, ``Rows`` or ``Parts``; None changes nothing. A name
-            without an answer (a ``LookupError`` or ``ValueError``, None, or "") is a fault.
-    """
-    return _Assembler(rename).assemble(tensors)
 
 
 def assemble_backwards(
@@ -200,114 +169,109 @@ def _inverted(origins: tuple[int | None, ...], ndim: int) -> tuple[int | None, .
     return tuple([of_source.get(dim) for dim in range(ndim)])
 
 
-Entry = tuple[str, StoredTensor, Renamed, Target]
-"""A tensor's name and itself, the answer of the rename, and one target of it."""
+class _Entry(NamedTuple):
+    """A stored tensor, the answer of the rename for its name, and one target of that."""
+
+    name: str
+    tensor: StoredTensor
+    answer: Renamed
+    target: Target
 
 
-class _Assembler:
-    def __init__(self, rename: Rename | None) -> None:
-        self.rename = rename
-        self.entries: dict[str, list[Entry]] = {}
-        self.rows: dict[str, int] = {}
-        self.states = OptimizerStates()
-        self.faults: list[Fault] = []
+def assemble(
+    tensors: Mapping[str, StoredTensor], rename: Rename | None
+) -> tuple[list[AssembledTensor], list[Fault]]:
+    """Return the tensors that a rename makes of stored ones, in their order, and its faults.
 
-    def assemble(
-        self, tensors: Mapping[str, StoredTensor]
-    ) -> tuple[list[AssembledTensor], list[Fault]]:
-        self.states = OptimizerStates(tensors)
-        answers: list[tuple[str, StoredTensor, Renamed]] = []
-        for name, tensor in tensors.items():
-            answer = self._answer(name)
-            if answer is not None:
-                answers.append((name, tensor, answer))
-        # Scalars of optimizer state come last: they need the number of rows of their parameter.
-        answers.sort(key=lambda one: isinstance(one[2], Rows | Parts) and not one[1].shape)
-        for name, tensor, answer in answers:
-            for target in self._targets(name, tensor, answer):
-                self._add((name, tensor, answer, target))
-        place = {name: at for at, name in enumerate(tensors)}
-        ordered = sorted(self.entries, key=lambda fqn: place[self.entries[fqn][0][0]])
-        assembled = [self._assembled(fqn) for fqn in ordered]
-        return [tensor for tensor in assembled if tensor is not None], self.faults
-
-    def _answer(self, name: str) -> Renamed | None:
-        """Return the answer of the rename; None, with a fault, if it has none."""
-        try:
-            new = name if self.rename is None else self.rename(name)
-        except RenameError as error:
-            self._fault(name, error.headline, *error.details)
-            return None
-        except (LookupError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
+    Args:
+        tensors: By the names that are renamed.
+        rename: Name to name, or to a ``Row``, ``Rows`` or ``Parts``; None changes nothing. A name
+            without an answer (a ``LookupError`` or ``ValueError``, None, or "") is a fault.
+    """
+    faults: list[Fault] = []
+    answers: list[tuple[str, StoredTensor, Renamed]] = []
+    for name, tensor in tensors.items():
+        answer = name if rename is None else _answer(rename, name)
+        if isinstance(answer, Fault):
+            faults.append(answer)
         else:
-            if isinstance(new, Row | Rows | Parts) or (isinstance(new, str) and new):
-                return new
-            reason = f"it returned {new!r}"
-        self._fault(name, f"rename= has no name for it: {reason}", NAMELESS)
-        return None
-
-    def _targets(self, name: str, tensor: StoredTensor, answer: Renamed) -> list[Target]:
-        state = self.states.of(name)
+            answers.append((name, tensor, answer))
+    # Scalars of optimizer state come last: they need the number of rows of their parameter.
+    answers.sort(key=lambda one: isinstance(one[2], Rows | Parts) and not one[1].shape)
+    states = OptimizerStates(tensors)
+    rows: dict[str, int] = {}
+    entries: dict[str, list[_Entry]] = {}
+    for name, tensor, answer in answers:
+        state = states.of(name)
         parameter = name if state is None else state.parameter
         try:
-            targets = renamed_boxes(answer, tensor.shape, rows=self.rows.get(parameter, 1))
+            targets = renamed_boxes(answer, tensor.shape, rows=rows.get(parameter, 1))
         except RenameError as error:
-            self._fault(name, error.headline, *error.details)
-            return []
+            faults.append(Fault(name, error.headline, error.details))
+            continue
         if isinstance(answer, Rows | Parts) and tensor.shape:
-            self.rows[parameter] = len(targets) // len(answer.fqns)
-        return targets
+            rows[parameter] = len(targets) // len(answer.fqns)
+        for target in targets:
+            same = entries.setdefault(target.fqn, [])
+            if same and not (isinstance(answer, Row) and isinstance(same[0].answer, Row)):
+                first = same[0].name
+                of = f"both {first} and {name}" if first != name else f"several parts of {name}"
+                faults.append(Fault(target.fqn, f"rename= gives this one name to {of}"))
+            else:
+                same.append(_Entry(name, tensor, answer, target))
+    place = {name: at for at, name in enumerate(tensors)}
+    ordered = sorted(entries, key=lambda fqn: place[entries[fqn][0].name])
+    joined = [_joined(fqn, entries[fqn], faults) for fqn in ordered]
+    return [tensor for tensor in joined if tensor is not None], faults
 
-    def _add(self, entry: Entry) -> None:
-        name, _, answer, target = entry
-        entries = self.entries.setdefault(target.fqn, [])
-        if entries and not (isinstance(answer, Row) and isinstance(entries[0][2], Row)):
-            first = entries[0][0]
-            both = f"to both {first} and {name}" if first != name else f"to several parts of {name}"
-            self._fault(target.fqn, f"rename= gives this one name {both}")
-            return
-        entries.append(entry)
 
-    def _assembled(self, fqn: str) -> AssembledTensor | None:
-        """Return a tensor of all its entries; None, with a fault, if its rows do not make it."""
-        entries = self.entries[fqn]
-        kinds = {
-            (answer.axes if isinstance(answer, Row) else (), tensor.dtype, tensor.shape)
-            for _, tensor, answer, _ in entries
-        }
-        if len(kinds) > 1:
-            details = [
-                f"{name}: {tensor.dtype}, {tensor.shape}, of {format_axes(answer.axes)}"
-                for name, tensor, answer, _ in entries[:4]
-                if isinstance(answer, Row)
-            ]
-            headline = "rows of different dtypes, shapes or totals cannot be stacked"
-            self._fault(fqn, headline, *details)
-            return None
-        names: dict[tuple[int, ...], str] = {}
-        for name, _, answer, _ in entries:
-            if isinstance(answer, Row):
-                if answer.indices in names:
-                    row = " within ".join(map(str, answer.indices))
-                    self._fault(fqn, f"both {names[answer.indices]} and {name} are row {row} of it")
-                names[answer.indices] = name
-        ((axes, dtype, _),) = kinds
-        rows = product(*[range(total) for total, _ in axes]) if axes else ()
-        missing = [" within ".join(map(str, row)) for row in rows if row not in names]
-        if missing:
-            count = prod([total for total, _ in axes])
-            self._fault(fqn, f"of {count} rows these are missing: {format_names(missing)}")
-            return None
-        blocks = [
-            Block(box, tensor, at, target.dims)
-            for _, tensor, _, target in entries
-            for at, box in target.boxes
+def _answer(rename: Rename, name: str) -> Renamed | Fault:
+    """Return the answer of a rename, or the fault that it has none."""
+    try:
+        new = rename(name)
+    except RenameError as error:
+        return Fault(name, error.headline, error.details)
+    except (LookupError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(new, Row | Rows | Parts) or (isinstance(new, str) and new):
+            return new
+        reason = f"it returned {new!r}"
+    way_out = "way out:     a name for every key; exclude= of an export leaves keys out"
+    return Fault(name, f"rename= has no name for it: {reason}", (way_out,))
+
+
+def _joined(fqn: str, entries: list[_Entry], faults: list[Fault]) -> AssembledTensor | None:
+    """Return the tensor that entries make; None, and a fault, if their rows do not make it."""
+    stacked = [(e.name, e.tensor, e.answer) for e in entries if isinstance(e.answer, Row)]
+    kinds = {
+        (e.answer.axes if isinstance(e.answer, Row) else (), e.tensor.dtype, e.tensor.shape)
+        for e in entries
+    }
+    if len(kinds) > 1:
+        details = [
+            f"{name}: {tensor.dtype}, {tensor.shape}, of {format_axes(row.axes)}"
+            for name, tensor, row in stacked[:4]
         ]
-        return AssembledTensor(fqn, entries[0][3].shape, dtype, tuple(blocks))
-
-    def _fault(self, fqn: str, headline: str, *details: str) -> None:
-        self.faults.append(Fault(fqn, headline, details))
-
-
-NAMELESS = "way out:     a name for every key; exclude= of an export leaves keys out"
+        headline = "rows of different dtypes, shapes or totals cannot be stacked"
+        faults.append(Fault(fqn, headline, tuple(details)))
+        return None
+    names: dict[tuple[int, ...], str] = {}
+    for name, _, row in stacked:
+        if row.indices in names:
+            which = " within ".join(map(str, row.indices))
+            headline = f"both {names[row.indices]} and {name} are row {which} of it"
+            faults.append(Fault(fqn, headline))
+        names[row.indices] = name
+    ((axes, dtype, _),) = kinds
+    rows = product(*[range(total) for total, _ in axes]) if axes else ()
+    missing = [" within ".join(map(str, row)) for row in rows if row not in names]
+    if missing:
+        count = prod([total for total, _ in axes])
+        headline = f"of {count} rows these are missing: {format_names(missing)}"
+        faults.append(Fault(fqn, headline))
+        return None
+    blocks = [
+        Block(box, e.tensor, at, e.target.dims) for e in entries for at, box in e.target.boxes
+    ]
+    return AssembledTensor(fqn, entries[0].target.shape, dtype, tuple(blocks))

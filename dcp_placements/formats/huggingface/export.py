@@ -9,18 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, ClassVar, TypeVar
+from typing import IO, Any, ClassVar
 
 import torch
 
-from dcp_placements.errors import Fault, format_name, format_names, format_nbytes, raise_faults
-from dcp_placements.formats.huggingface.assembly import AssembledTensor, Rename, assemble
+from dcp_placements.errors import (
+    Fault,
+    format_count,
+    format_name,
+    format_names,
+    format_nbytes,
+    raise_faults,
+)
+from dcp_placements.formats.huggingface.assembly import AssembledTensor, assemble
 from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.declared import Progress, Rename
 from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.offline.remote_output import AnyOutput, output_at
 from dcp_placements.storage.file_reads import write_all
@@ -31,45 +39,29 @@ SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
 INDEX = "model.safetensors.index.json"
 
-T = TypeVar("T")
-
-Progress = Callable[[int, int], None]
-"""``(done, total)`` in bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The report of an export.
-
-    Attributes:
-        source: The checkpoint.
-        out: The directory or file.
-        files: Bytes of tensors by file.
-        tensors: Number of tensors.
-        prefix: The prefix that was removed from the names.
-        left_out: Keys of the checkpoint that were not exported, sorted.
-        unchanged: Names that ``rename`` left as they are; empty without a rename.
-        tied: Names of tensors that are equal to another one and were not written.
-        kept: Files of an earlier attempt.
-        directly: Bytes copied from file to file without change.
-    """
+    """The report of an export."""
 
     JSON: ClassVar[str] = "source out files tensors prefix unchanged left_out tied kept"
 
-    source: str
-    out: str
-    files: Mapping[str, int]
-    tensors: int
-    prefix: str
-    left_out: tuple[str, ...]
+    source: str  # the checkpoint
+    out: str  # the directory or file
+    files: Mapping[str, int]  # bytes of tensors by file
+    tensors: int  # number of tensors
+    prefix: str  # the prefix that was removed from the names
+    left_out: tuple[str, ...]  # keys of the checkpoint that were not exported, sorted
+    # Names that ``rename`` left as they are; empty without a rename
     unchanged: tuple[str, ...] = ()
+    # Names of tensors that are equal to another one and were not written
     tied: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    directly: int = 0
+    kept: tuple[str, ...] = ()  # files of an earlier attempt
+    directly: int = 0  # bytes copied from file to file without change
 
     def __str__(self) -> str:
         total = format_nbytes(sum(self.files.values()))
-        files = f"{len(self.files)} file{'' if len(self.files) == 1 else 's'}"
+        files = format_count(len(self.files), "file")
         lines = [f"{self.tensors} tensors, {total}, in {files}: {self.out}"]
         if self.prefix:
             lines.append(f"    without the prefix {self.prefix}.")
@@ -177,15 +169,11 @@ def export_torch(
 ) -> Exported:
     """Write a checkpoint's tensors as one ``torch.save`` file, a flat dict; all are in memory.
 
+    The arguments are those of ``export_safetensors``, except for these.
+
     Args:
-        checkpoint: The checkpoint.
         out: The file or its URL, which must not exist.
-        dtype: As in ``export_safetensors``.
-        rename: Likewise.
-        prefix: Likewise.
-        tied: Likewise, but the file has such a name, which shares the other's elements.
-        optimizer: As in ``export_safetensors``.
-        exclude: Likewise.
+        tied: The file has such a name, too, which shares the other's elements.
         progress: Called as tensors are read.
 
     Raises:
@@ -374,30 +362,20 @@ LEAST_NBYTES = 1 << 20
 
 def _shards(tensors: Sequence[AssembledTensor], limit: int) -> dict[str, list[AssembledTensor]]:
     """Return the tensors of each file, those with the largest elements first."""
-    shards = packed(((tensor, tensor.nbytes) for tensor in tensors), limit)
+    shards: list[list[AssembledTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.nbytes
     count = len(shards)
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     return {
         name: sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
         for name, shard in zip(names if count > 1 else ["model.safetensors"], shards, strict=True)
     }
-
-
-def packed(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
-    """Return items in runs of up to ``limit`` bytes, given ``(item, nbytes)`` of each.
-
-    >>> packed([("a", 3), ("b", 2), ("c", 9), ("d", 1)], limit=5)
-    [['a', 'b'], ['c'], ['d']]
-    """
-    runs: list[list[T]] = [[]]
-    filled = 0
-    for item, nbytes in items:
-        if runs[-1] and filled + nbytes > limit:
-            runs.append([])
-            filled = 0
-        runs[-1].append(item)
-        filled += nbytes
-    return runs
 
 
 def _cast(tensor: AssembledTensor, dtype: torch.dtype | None) -> AssembledTensor:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from dcp_placements.errors import PlacementError, format_names, format_nbytes, raise_faults
+from dcp_placements.errors import (
+    PlacementError,
+    format_count,
+    format_names,
+    format_nbytes,
+    raise_faults,
+)
 from dcp_placements.formats.huggingface.assembly import (
     AssembledTensor,
-    Rename,
     assemble,
     assemble_backwards,
 )
-from dcp_placements.formats.huggingface.export import packed
 from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.names.backwards import one_way_step, original_keys
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredTensor
 from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
+from dcp_placements.offline.declared import Progress, Rename
 from dcp_placements.offline.remote_output import output_at
 
 FILE_NBYTES = 4 << 30
@@ -29,23 +34,15 @@ MEMORY_NBYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ImportedSafetensors:
-    """The report of an import.
-
-    Attributes:
-        source: The directory of safetensors files.
-        out: The checkpoint.
-        keys: Of the checkpoint, in the order of the files' names.
-        nbytes: Bytes written.
-        backwards: Whether the rename was that of an export, and was read backwards.
-    """
+    """The report of an import."""
 
     JSON: ClassVar[str] = "source out keys=tensors nbytes backwards"
 
-    source: str
-    out: str
-    keys: tuple[str, ...]
-    nbytes: int
-    backwards: bool = False
+    source: str  # the directory of safetensors files
+    out: str  # the checkpoint
+    keys: tuple[str, ...]  # of the checkpoint, in the order of the files' names
+    nbytes: int  # bytes written
+    backwards: bool = False  # whether the rename was that of an export, and was read backwards
 
     @property
     def tensors(self) -> int:
@@ -53,9 +50,8 @@ class ImportedSafetensors:
         return len(self.keys)
 
     def __str__(self) -> str:
-        plural = "" if self.tensors == 1 else "s"
         text = (
-            f"import of {self.tensors} tensor{plural} from {self.source}\n"
+            f"import of {format_count(self.tensors, 'tensor')} from {self.source}\n"
             f"    written:   {format_nbytes(self.nbytes)} to {self.out}"
         )
         return text + (
@@ -69,7 +65,7 @@ def import_safetensors(
     *,
     rename: Rename | None = None,
     memory: int = MEMORY_NBYTES,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> ImportedSafetensors:
     """Write safetensors files as a DCP checkpoint; no model is needed, and no process group.
 
@@ -103,8 +99,8 @@ def import_safetensors(
         with BoxReader(checkpoint) as reader:
             targets = {tensor.fqn: Target(tensor.shape, tensor.dtype) for tensor in tensors}
             # A piece takes more than its bytes: what is read, joined, and written.
-            files = packed(_pieces(tensors, reader, max(memory // 4, 1 << 20)), FILE_NBYTES)
-            write_chunks(output, targets, files, progress, check)
+            parts = _pieces(tensors, reader, max(memory // 4, 1 << 20))
+            write_chunks(output, targets, parts, progress, check)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         out = str(output.path)
         return ImportedSafetensors(checkpoint.path, out, tuple(targets), nbytes, backwards)
@@ -147,13 +143,14 @@ def _renamed(
 
 def _pieces(
     tensors: list[AssembledTensor], reader: BoxReader, limit_nbytes: int
-) -> Iterator[tuple[Piece, int]]:
-    """Yield the pieces of all tensors, each with its bytes."""
+) -> Iterator[Piece]:
+    """Yield the pieces of all tensors, for files of up to ``FILE_NBYTES``."""
+    file = filled = 0
     for tensor in tensors:
-        # An empty tensor has one chunk, without elements.
-        boxes = list(pieces(tensor.whole, max(limit_nbytes // tensor.dtype.itemsize, 1))) or [
-            tensor.whole
-        ]
-        for box in boxes:
-            piece = Piece(tensor.fqn, box, partial(tensor.read, reader, box))
-            yield piece, box.numel * tensor.dtype.itemsize
+        itemsize = tensor.dtype.itemsize
+        for box in pieces(tensor.whole, max(limit_nbytes // itemsize, 1)):
+            nbytes = box.numel * itemsize
+            if filled and filled + nbytes > FILE_NBYTES:
+                file, filled = file + 1, 0
+            filled += nbytes
+            yield Piece(tensor.fqn, box, file, nbytes, partial(tensor.read, reader, box))

@@ -9,29 +9,17 @@ from dataclasses import dataclass
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_names
 from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.offline.checks.structure import (
-    CheckpointFault,
-    file_faults,
-    place_faults,
-    records_by_file,
-    tiling_faults,
-)
+from dcp_placements.offline.checks.structure import records_by_file, structural_faults
 from dcp_placements.offline.declared import matcher
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The tensors of a checkpoint that are exported.
+    """The tensors of a checkpoint that are exported."""
 
-    Attributes:
-        tensors: By the model's own names, in the checkpoint's order.
-        prefix: The prefix of the names in the checkpoint's keys; may be empty.
-        left_out: The checkpoint's other keys, sorted.
-    """
-
-    tensors: dict[str, StoredTensor]
-    prefix: str
-    left_out: tuple[str, ...]
+    tensors: dict[str, StoredTensor]  # by the model's own names, in the checkpoint's order
+    prefix: str  # the prefix of the names in the checkpoint's keys; may be empty
+    left_out: tuple[str, ...]  # the checkpoint's other keys, sorted
 
 
 def select(
@@ -129,11 +117,8 @@ def _saved_prefix(checkpoint: Checkpoint, tensors: Sequence[StoredTensor]) -> st
 
 
 def _check_whole(checkpoint: Checkpoint, kept: set[str]) -> None:
-    records = records_by_file(checkpoint)
-    faults: list[CheckpointFault] = [*tiling_faults(checkpoint), *place_faults(checkpoint, records)]
-    faults += file_faults(checkpoint, records)
     lines = []
-    for fault in faults:
+    for fault in structural_faults(checkpoint, records_by_file(checkpoint)):
         names = [fqn for fqn in fault.tensors if fqn in kept]
         if names:
             lines.append(f"{format_names(names, 4)}: {fault.kind}: {fault.message}")

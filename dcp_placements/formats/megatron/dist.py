@@ -16,11 +16,11 @@ from itertools import product
 
 import torch
 
-from dcp_placements.formats.megatron.plan import ImportPlan, Source
+from dcp_placements.formats.megatron.plan import ImportPlan
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.offline.chunk_writer import Target
+from dcp_placements.offline.chunk_writer import Piece, Target
 from dcp_placements.presets.megatron_core import VOCABULARY
 
 _STACKED_LAYERS = re.compile(r"(?<=\.layers\.)(?!\d+\.)")
@@ -32,17 +32,11 @@ _STATE = re.compile(r"^optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|step)\.(
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The model's name for a stored key.
+    """The model's name for a stored key."""
 
-    Attributes:
-        form: The name, ``{}`` for each number of a stacked axis.
-        axes: How many first axes are numbers.
-        half: 0 or 1 for the first or second half of the model's tensor, gate or up; None for a
-            whole one.
-    """
-
-    form: str
-    axes: int
+    form: str  # the name, ``{}`` for each number of a stacked axis
+    axes: int  # how many first axes are numbers
+    # 0 or 1 for the first or second half of the model's tensor, gate or up; None for a whole one
     half: int | None = None
 
 
@@ -95,9 +89,8 @@ def plan_dist(
                 nbytes = box.numel * tensor.dtype.itemsize
                 plan.padding -= nbytes
                 read = _read(reader, tensor, source, box)
-                if plan.declare(fqn, target, key) and not plan.add(
-                    fqn, box, Source(chunk.file or "", nbytes, read)
-                ):
+                piece = Piece(fqn, box, chunk.file, nbytes, read)
+                if plan.declare(fqn, target, key) and not plan.add(piece):
                     plan.fault(fqn, f"{key} and another key hold the same part of it")
     plan.check_whole()
 

@@ -31,21 +31,13 @@ _CHUNK = re.compile(r"model(\d*)")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Parallel sizes of a run.
+    """Parallel sizes of a run."""
 
-    Attributes:
-        tp: Tensor-parallel.
-        pp: Pipeline-parallel.
-        ep: Expert-parallel.
-        etp: Tensor-parallel size of the experts; None if unknown.
-        cp: Context-parallel; None if unknown.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    cp: int | None = None
+    tp: int = 1  # tensor-parallel
+    pp: int = 1  # pipeline-parallel
+    ep: int = 1  # expert-parallel
+    etp: int | None = None  # tensor-parallel size of the experts; None if unknown
+    cp: int | None = None  # context-parallel; None if unknown
 
     def __str__(self) -> str:
         sizes = {axis: getattr(self, axis) for axis in ARGUMENTS}
@@ -166,9 +158,6 @@ class RankFiles:
     """The files of the rank directories, mapped on demand; the last few stay mapped for a while.
 
     Pages read from a mapped file count as this process's memory until the mapping is dropped.
-
-    Args:
-        folder: The iteration's directory.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -26,10 +25,11 @@ from dcp_placements.formats.megatron.optimizer import (
     optimizer_entries,
 )
 from dcp_placements.formats.megatron.parts import plan_legacy
-from dcp_placements.formats.megatron.plan import ImportPlan
-from dcp_placements.formats.megatron.report import OF_THE_RUN, ImportReport
+from dcp_placements.formats.megatron.plan import OF_THE_RUN, ImportPlan, ImportReport
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.chunk_writer import write_chunks
+from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.remote_output import AnyOutput, output_at
 
@@ -45,7 +45,7 @@ def import_megatron(
     optimizer: bool | None = None,
     expert_parallel_size: int | None = None,
     expert_tensor_parallel_size: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> ImportReport:
     """Turn Megatron's files into an ordinary DCP checkpoint of the model's keys, chunk by chunk.
 
@@ -99,7 +99,7 @@ def _import_legacy(
     output: AnyOutput,
     vocab_size: int | None,
     optimizer: bool | None,
-    progress: Callable[[int, int], None],
+    progress: Progress,
 ) -> ImportReport:
     """Import ``mp_rank_*`` files: each is one rank's part."""
     files = RankFiles(layout.path)
@@ -115,7 +115,7 @@ def _import_legacy(
     raise_faults(f"{layout.path} cannot be put together", plan.faults)
     plan.compare_copies()
     raise_faults(f"{layout.path}: files contradict each other", plan.faults)
-    plan.write(output, progress, check)
+    write_chunks(output, plan.targets, plan.pieces.values(), progress, check)
     notes = model.notes
     imported = {entry.name for entries in states.values() for entry in entries}
     if imported and MASTER not in imported:
@@ -153,7 +153,7 @@ def _import_dist(
     output: AnyOutput,
     vocab_size: int | None,
     optimizer: bool | None,
-    progress: Callable[[int, int], None],
+    progress: Progress,
 ) -> ImportReport:
     """Import a DCP checkpoint of Megatron's."""
     checkpoint, plan = Checkpoint(layout.path), ImportPlan()
@@ -175,7 +175,7 @@ def _import_dist(
     with BoxReader(checkpoint) as reader:
         plan_dist(plan, checkpoint, reader, vocab_size)
         raise_faults(f"{checkpoint.path} cannot be put together", plan.faults)
-        plan.write(output, progress, check)
+        write_chunks(output, plan.targets, plan.pieces.values(), progress, check)
     return plan.report(layout, output.path, ())
 
 

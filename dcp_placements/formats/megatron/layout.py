@@ -14,7 +14,7 @@ EP-aware loader. ``1D`` and ``2D`` are without expert parallelism.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -41,6 +41,7 @@ from dcp_placements.formats.megatron.files import (
     scan_rank_file,
     writers,
 )
+from dcp_placements.offline.declared import Progress
 
 NON_EP = "non-EP"
 EP_AWARE = "EP-aware"
@@ -54,40 +55,30 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class MegatronLayout:
-    """The layout of a Megatron checkpoint directory.
-
-    Attributes:
-        path: The directory of the iteration.
-        format: ``"torch"`` (``mp_rank_*``), ``"torch_dist"``, or
-            ``"torch_dcp or fsdp_dtensor"``, which have the same files.
-        layout: How ranks of ``mp_rank_*`` files are addressed: ``"1D"`` (tp), ``"2D"`` (tp, pp),
-            ``"3D"`` (tp, pp, ep: wherever there is expert parallelism), or ``"ambiguous"``; None
-            for the other formats.
-        fields: How many numbers a name has, 1 to 3; an axis of size 1 may have none. None for the
-            other formats.
-        second_field: ``"pp"`` or ``"ep"`` if a name has two fields and it is known; else None.
-        reason: How that is known, or what would settle it.
-        pattern: The path of a rank's file, below ``path``'s parent, for the given sizes.
-        loader: ``"non-EP"``, ``"EP-aware"`` or ``"any DCP reader"``; None if ambiguous.
-        sizes: Of the run; without meaning for the other formats, or if ambiguous.
-        mismatches: What is contradictory or missing.
-        files: The files present, below ``path``.
-        coordinates: The position of each directory's writer; empty if ambiguous.
-    """
+    """The layout of a Megatron checkpoint directory."""
 
     JSON: ClassVar[str] = "layout fields reason pattern loader mismatches files"
 
-    path: Path
+    path: Path  # the directory of the iteration
+    # ``"torch"`` (``mp_rank_*``), ``"torch_dist"``, or ``"torch_dcp or fsdp_dtensor"``, which have
+    # the same files
     format: str
+    # How ranks of ``mp_rank_*`` files are addressed: ``"1D"`` (tp), ``"2D"`` (tp, pp), ``"3D"``
+    # (tp, pp, ep: wherever there is expert parallelism), or ``"ambiguous"``; None for the other
+    # formats
     layout: str | None
+    # How many numbers a name has, 1 to 3; an axis of size 1 may have none. None for the other
+    # formats
     fields: int | None
+    # ``"pp"`` or ``"ep"`` if a name has two fields and it is known; else None
     second_field: str | None
-    reason: str
-    pattern: str
-    loader: str | None
-    sizes: Sizes
-    mismatches: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
+    reason: str  # how that is known, or what would settle it
+    pattern: str  # the path of a rank's file, below ``path``'s parent, for the given sizes
+    loader: str | None  # ``"non-EP"``, ``"EP-aware"`` or ``"any DCP reader"``; None if ambiguous
+    sizes: Sizes  # of the run; without meaning for the other formats, or if ambiguous
+    mismatches: tuple[str, ...] = ()  # what is contradictory or missing
+    files: tuple[str, ...] = ()  # the files present, below ``path``
+    # The position of each directory's writer; empty if ambiguous
     coordinates: Mapping[str, Coordinate] = field(default_factory=dict)
 
     @property
@@ -115,7 +106,7 @@ def megatron_layout(
     expert_parallel_size: int | None = None,
     tensor_parallel_size: int | None = None,
     pipeline_parallel_size: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> MegatronLayout:
     """Return the layout of a Megatron checkpoint directory, checked against the sizes of a run.
 

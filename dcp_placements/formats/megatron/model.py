@@ -41,27 +41,18 @@ ByFile = dict[Any, list[str]]
 
 @dataclass(frozen=True, slots=True)
 class MegatronModel:
-    """The facts about a model that its weights' layouts depend on.
+    """The facts about a model that its weights' layouts depend on."""
 
-    Attributes:
-        sizes: Of the run.
-        layers: Number of layers by block (``decoder``, ``encoder``).
-        first_layer: The number of the first layer of ``(block, stage, chunk)``.
-        experts: Number of experts of an MoE layer; 0 for none.
-        gated: Whether ``linear_fc1`` joins gate and up.
-        tied: Whether the output layer is the word embedding.
-        vocabulary: Rows without and with padding, and hidden size; None if no row is dropped.
-        notes: What to check by hand.
-    """
-
-    sizes: Sizes
-    layers: Mapping[str, int]
+    sizes: Sizes  # of the run
+    layers: Mapping[str, int]  # number of layers by block (``decoder``, ``encoder``)
+    # The number of the first layer of ``(block, stage, chunk)``
     first_layer: Mapping[tuple[str, int, int], int]
-    experts: int
-    gated: bool
-    tied: bool
+    experts: int  # number of experts of an MoE layer; 0 for none
+    gated: bool  # whether ``linear_fc1`` joins gate and up
+    tied: bool  # whether the output layer is the word embedding
+    # Rows without and with padding, and hidden size; None if no row is dropped
     vocabulary: tuple[int, int, int] | None
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what to check by hand
 
     def rename(self, at: Coordinate, chunk: int) -> Renames:
         """Return the rename from the names in a model chunk of one file to those of the whole."""
@@ -95,13 +86,6 @@ def learn_model(
     vocab_size: int | None,
 ) -> MegatronModel:
     """Return the model that the files make.
-
-    Args:
-        files: The files.
-        coordinates: The position of each file's writer.
-        sizes: Of the run.
-        args: The run's arguments; empty if the files hold none.
-        vocab_size: Rows of the vocabulary without padding; None for what ``args`` say.
 
     Raises:
         PlacementError: Files or arguments that contradict each other, all at once.

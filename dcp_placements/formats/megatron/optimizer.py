@@ -137,14 +137,7 @@ def _groups(part: Any, has_flat_files: bool) -> list[dict[str, Any]]:
 def _part_entries(
     part: Mapping[str, Any], at: KeyPath, model: Sequence[_Parameter], by_experts: bool
 ) -> Iterator[StateEntry]:
-    """Yield the entries of one optimizer.
-
-    Args:
-        part: The optimizer's state.
-        at: Its keys in the file.
-        model: The file's parameters.
-        by_experts: Whether experts have parameter groups of their own.
-    """
+    """Yield the entries of one optimizer."""
     inner, path = (part["optimizer"], (*at, "optimizer")) if "optimizer" in part else (part, at)
     masters_key = next((key for key in _MASTERS if part.get(key) is not None), None)
     for number, group in enumerate(inner["param_groups"]):

@@ -25,12 +25,11 @@ from dcp_placements.formats.megatron.files import (
 from dcp_placements.formats.megatron.layout import MegatronLayout
 from dcp_placements.formats.megatron.model import MegatronModel
 from dcp_placements.formats.megatron.optimizer import FLAT, KeyPath, StateEntry
-from dcp_placements.formats.megatron.plan import ImportPlan, Source
-from dcp_placements.formats.megatron.report import OF_THE_RUN
+from dcp_placements.formats.megatron.plan import OF_THE_RUN, ImportPlan
 from dcp_placements.formats.megatron.torch_files import tensors_in
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.renames import Renames
-from dcp_placements.offline.chunk_writer import Target
+from dcp_placements.offline.chunk_writer import Piece, Target
 from dcp_placements.rules.patterns import PlacementRules
 
 OUTPUT = "output_layer.weight"
@@ -46,13 +45,6 @@ def plan_legacy(
     refusal: str,
 ) -> ImportPlan:
     """Return the plan of an import of ``mp_rank_*`` files; no weight is read.
-
-    Args:
-        layout: The layout of the source.
-        files: Its files.
-        model: The model that they make.
-        states: The optimizer state in each rank's file.
-        refusal: Why optimizer state is left out; empty if it is imported.
 
     Raises:
         PlacementError: Bytes of the source that the plan does not account for.
@@ -89,16 +81,7 @@ def plan_legacy(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's part of the model, placed in the whole.
-
-    Attributes:
-        plan: Receives the chunks.
-        files: The files.
-        model: The model that they make.
-        name: The rank's directory.
-        rules: Of the rank.
-        renames: Of the rank's model chunks.
-    """
+    """One rank's part of the model, placed in the whole: its chunks go into the plan."""
 
     plan: ImportPlan
     files: RankFiles
@@ -136,14 +119,7 @@ class _Part:
                 self.plan.leave_out(what, OF_THE_RUN, tensor.nbytes)
 
     def _place(self, path: KeyPath, parameter: str, state: str, value: Any) -> None:
-        """Note the chunks of a tensor of the file.
-
-        Args:
-            path: Keys from the top of the file's dict down to the tensor.
-            parameter: The parameter's name in the whole model.
-            state: The name of its optimizer state; empty for the parameter itself.
-            value: The tensor, or a number.
-        """
+        """Note the chunks of a parameter, or of its state; ``path`` leads to it in the file."""
         plan = self.plan
         is_tied = self.model.tied and parameter == OUTPUT
         parameter = EMBEDDING if is_tied else parameter
@@ -161,7 +137,7 @@ class _Part:
             plan.faults += placing.faults
             return
         placed = placing.placed.get(fqn)
-        whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
+        whole = Box.whole(tuple(tensor.shape))
         target, parts = Target(whole.sizes, tensor.dtype), [(whole, whole)]
         if placed is not None:
             target = Target(placed.global_shape, tensor.dtype)
@@ -175,7 +151,7 @@ class _Part:
             nbytes = box.numel * itemsize
             plan.padding -= nbytes
             read = partial(_read, self.files, self.name, path, local, nbytes)
-            if not plan.add(fqn, box, Source(self.name, nbytes, read)) and is_tied:
+            if not plan.add(Piece(fqn, box, self.name, nbytes, read)) and is_tied:
                 plan.tied += nbytes
 
     def _needs_rule(self, parameter: str) -> bool:

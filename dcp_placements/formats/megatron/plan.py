@@ -1,62 +1,101 @@
-"""An import before anything is written: which part of which file each chunk is read from.
+"""An import before anything is written, and its report: where each chunk is read from.
 
 Every byte of the source is written, found equal to a byte that is, or left out with a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
-import torch
-
-from dcp_placements.errors import Fault
+from dcp_placements.errors import Fault, format_name, format_nbytes
 from dcp_placements.formats.megatron.layout import MegatronLayout
-from dcp_placements.formats.megatron.report import ImportReport, LeftOut
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, tiles, uncovered
-from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
+from dcp_placements.offline.chunk_writer import Piece, Target
 from dcp_placements.offline.differences.comparing import same_bits
-from dcp_placements.offline.remote_output import AnyOutput
+
+OF_THE_RUN = "of the run, not of the model"
+"""Why arguments, schedules and random states are left out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """The part of a file that holds a chunk.
+class LeftOut:
+    """Something in the source that is not in the checkpoint."""
 
-    Attributes:
-        file: The file's name.
-        nbytes: Bytes of the part; 0 for a plain number.
-        read: Returns the elements.
-    """
+    what: str  # its name in the file
+    why: str  # the reason
+    entries: int  # how many
+    nbytes: int  # bytes of tensors in them
 
-    file: str
-    nbytes: int
-    read: Callable[[], torch.Tensor]
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """The report of an import."""
+
+    JSON: ClassVar[str] = (
+        "source out keys=tensors nbytes source_nbytes copies tied padding left_out notes"
+    )
+
+    source: str  # the directory of the iteration
+    out: str  # the checkpoint
+    layout: MegatronLayout  # the layout of the source
+    keys: tuple[str, ...]  # of the checkpoint, sorted
+    nbytes: int  # bytes written
+    copies: int  # bytes found equal to written ones: replicated weights
+    tied: int  # bytes of output layers found equal to the word embedding
+    padding: int  # bytes of vocabulary rows that are padding
+    left_out: tuple[LeftOut, ...]  # the rest
+    notes: tuple[str, ...] = ()  # what to check by hand
+
+    @property
+    def source_nbytes(self) -> int:
+        """Bytes of all tensors in the source."""
+        left_out = sum(part.nbytes for part in self.left_out)
+        return self.nbytes + self.copies + self.tied + self.padding + left_out
+
+    @property
+    def tensors(self) -> int:
+        """How many were written."""
+        return len(self.keys)
+
+    def __str__(self) -> str:
+        lines = [
+            f"import of {self.tensors} tensors from {self.source}",
+            f"    layout:    {self.layout.reason}",
+            f"    source:    {format_nbytes(self.source_nbytes)} in {len(self.layout.files)} files",
+            f"    written:   {format_nbytes(self.nbytes)} to {self.out}",
+            f"    copies:    {format_nbytes(self.copies)}, found equal",
+        ]
+        if self.tied:
+            lines.append(f"    tied:      {format_nbytes(self.tied)}, equal to the word embedding")
+        if self.padding:
+            lines.append(f"    padding:   {format_nbytes(self.padding)} of the vocabulary, dropped")
+        by_reason: dict[str, list[LeftOut]] = {}
+        for part in self.left_out:
+            by_reason.setdefault(part.why, []).append(part)
+        for why, parts in by_reason.items():
+            nbytes = format_nbytes(sum(part.nbytes for part in parts))
+            names = ", ".join(part.what for part in parts)
+            lines += [f"    left out:  {names} ({nbytes})", f"               {why}"]
+        lines += [f"    note:      {note}" for note in self.notes]
+        return "\n".join(map(format_name, lines))
 
 
 @dataclass(slots=True)
 class ImportPlan:
-    """The tensors of the checkpoint, and the source of each of their chunks.
+    """The tensors of the checkpoint, and the source of each of their chunks."""
 
-    Attributes:
-        targets: The checkpoint's tensors.
-        sources: What each chunk, ``(fqn, box)``, is read from.
-        copies: Further sources of a chunk.
-        left_out: Bytes of each entry that is not imported, by ``(what, why)``.
-        faults: Why nothing can be written.
-        tied: Bytes of output layers among the copies.
-        padding: Bytes of vocabulary rows that are in no chunk.
-    """
-
-    targets: dict[str, Target] = field(default_factory=dict)
-    sources: dict[tuple[str, Box], Source] = field(default_factory=dict)
-    copies: list[tuple[str, Box, Source]] = field(default_factory=list)
+    targets: dict[str, Target] = field(default_factory=dict)  # the checkpoint's tensors
+    # What each chunk, ``(fqn, box)``, is read from
+    pieces: dict[tuple[str, Box], Piece] = field(default_factory=dict)
+    copies: list[Piece] = field(default_factory=list)  # the same chunks in other files
+    # Bytes of each entry that is not imported, by ``(what, why)``
     left_out: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
-    tied: int = 0
-    padding: int = 0
+    faults: list[Fault] = field(default_factory=list)  # why nothing can be written
+    tied: int = 0  # bytes of output layers among the copies
+    padding: int = 0  # bytes of vocabulary rows that are in no chunk
 
     def fault(self, where: str, headline: str, *details: str) -> None:
         """Note why nothing can be written."""
@@ -77,22 +116,21 @@ class ImportPlan:
             )
         return declared == target
 
-    def add(self, fqn: str, box: Box, source: Source) -> bool:
+    def add(self, piece: Piece) -> bool:
         """Note the source of a chunk; return False if there is another one, which is kept."""
-        is_first = (fqn, box) not in self.sources
-        if is_first:
-            self.sources[fqn, box] = source
-        else:
-            self.copies.append((fqn, box, source))
-        return is_first
+        assert piece.box is not None
+        kept = self.pieces.setdefault((piece.fqn, piece.box), piece)
+        if kept is not piece:
+            self.copies.append(piece)
+        return kept is piece
 
     def check_whole(self) -> None:
         """Note the tensors that the chunks do not tile."""
         boxes: dict[str, list[Box]] = {fqn: [] for fqn in self.targets}
-        for fqn, box in self.sources:
+        for fqn, box in self.pieces:
             boxes[fqn].append(box)
         for fqn, target in self.targets.items():
-            whole = Box((0,) * len(target.shape), target.shape)
+            whole = Box.whole(target.shape)
             if not tiles(whole, boxes[fqn]):
                 holes = uncovered(whole, boxes[fqn], limit=4)
                 missing = ", ".join(format_box(hole, target.shape) for hole in holes)
@@ -104,29 +142,18 @@ class ImportPlan:
 
     def compare_copies(self) -> None:
         """Read every chunk that several files hold, and note copies that differ."""
-        for fqn, box, copy in self.copies:
-            kept = self.sources[fqn, box]
+        for copy in self.copies:
+            assert copy.box is not None
+            kept = self.pieces[copy.fqn, copy.box]
             one, other = kept.read(), copy.read()
             if not same_bits(one, other):
                 self.fault(
-                    fqn,
+                    copy.fqn,
                     f"{copy.file} and {kept.file} hold it, and differ in "
                     f"{int((one != other).sum())} of {one.numel()} elements",
                     "likely:      files of different steps or runs; a rank whose replica diverged",
                     "way out:     another iteration; or load it in Megatron, which takes one",
                 )
-
-    def write(
-        self,
-        output: AnyOutput,
-        progress: Callable[[int, int], None],
-        check: Callable[[], None],
-    ) -> None:
-        """Write the checkpoint, one file per file of the source; arguments as ``write_chunks``."""
-        by_file: dict[str, list[Piece]] = {}
-        for (fqn, box), source in self.sources.items():
-            by_file.setdefault(source.file, []).append(Piece(fqn, box, source.read))
-        write_chunks(output, self.targets, list(by_file.values()), progress, check)
 
     def report(
         self, layout: MegatronLayout, out: str | Path, notes: tuple[str, ...]
@@ -137,8 +164,8 @@ class ImportPlan:
             out=str(out),
             layout=layout,
             keys=tuple(sorted(self.targets)),
-            nbytes=sum(source.nbytes for source in self.sources.values()),
-            copies=sum(source.nbytes for _, _, source in self.copies) - self.tied,
+            nbytes=sum(piece.nbytes for piece in self.pieces.values()),
+            copies=sum(copy.nbytes for copy in self.copies) - self.tied,
             tied=self.tied,
             padding=self.padding,
             left_out=tuple(

@@ -1,4 +1,1 @@
-"""``doctor``, rescue and ``merge-metadata``: what can be repaired in a checkpoint.
-
-Imports what ``offline`` may.
-"""
+"""``doctor``, rescue and ``merge-metadata``: what can be repaired in a checkpoint."""

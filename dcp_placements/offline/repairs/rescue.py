@@ -1,6 +1,6 @@
 """A checkpoint of what an EP-unaware save left: ordinary DCP, with nothing in it that is wrong.
 
-Sound keys are copied, record by record. Experts that have all of their weights are written under a
+Sound keys are copied, chunk by chunk. Experts that have all of their weights are written under a
 key of their own, with their number in the model. ``rescue.json`` lists what is left out.
 """
 
@@ -8,68 +8,48 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements._torch import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.as_json import to_json
-from dcp_placements.offline.box_reads import BoxReader
-from dcp_placements.offline.checkpoint import (
-    SAFETENSORS,
-    Checkpoint,
-    StoredChunk,
-    StoredObject,
-    StoredTensor,
-)
+from dcp_placements.offline.box_reads import BoxReader, pieces
+from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredObject, StoredTensor
+from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
+from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.experts import ExpertFamily, expert_families, expert_key
-from dcp_placements.offline.remote_output import AnyFolder, output_at
+from dcp_placements.offline.remote_output import output_at
 from dcp_placements.offline.repairs.surviving_experts import (
     OVERWRITTEN,
     UNCLEAR,
     Diagnosis,
     ExpertTensor,
 )
-from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.table import Rows, RowsBuilder
 
-COPY_NBYTES = 8 << 20
+PIECE_NBYTES = 1 << 30
+"""Larger chunks are copied as several."""
+
 LIST = "rescue.json"
 """The file that lists what is not in the rescued checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rescue:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        path: The new checkpoint.
-        copied: Keys that are copied unchanged.
-        experts: New keys of experts that survived, and the old key of each.
-        left_out: Old keys that the new checkpoint does not have.
-        lost: By layer, experts without their weights.
-        without_state: By layer, experts with weights but without optimizer state.
-        nbytes: Bytes of data files written.
-    """
-
-    path: str
-    copied: tuple[str, ...]
-    experts: Mapping[str, str]
-    left_out: tuple[str, ...]
-    lost: Mapping[str, tuple[int, ...]]
+    path: str  # the new checkpoint
+    copied: tuple[str, ...]  # keys that are copied unchanged
+    experts: Mapping[str, str]  # new keys of experts that survived, and the old key of each
+    left_out: tuple[str, ...]  # old keys that the new checkpoint does not have
+    lost: Mapping[str, tuple[int, ...]]  # by layer, experts without their weights
+    # By layer, experts with weights but without optimizer state
     without_state: Mapping[str, tuple[int, ...]]
-    nbytes: int
+    nbytes: int  # bytes of the tensors and objects written
 
 
 def rescue(
@@ -77,7 +57,7 @@ def rescue(
     diagnosis: Diagnosis,
     out: str | os.PathLike[str],
     *,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Rescue:
     """Write what is sound to a new checkpoint; nothing is overwritten.
 
@@ -108,106 +88,80 @@ def rescue(
     losses = diagnosis.layers.values()
     # Without a mesh no expert has a number in the model, so all are lost.
     all_lost = {tensor.layer: tuple(range(tensor.experts or 0)) for tensor in overwritten}
-    keys = [_copied_key(checkpoint, fqn) for fqn in diagnosis.sound]
-    experts = [
-        key
-        for tensor in overwritten
-        for key in _expert_keys(diagnosis, tensor, families[tensor.fqn])
-    ]
-    keys += experts
-    versions = checkpoint.directory.versions(checkpoint.files)
-    files = sorted({record.source.file or "" for key in keys for record in key.records})
-    names = [*files, LIST, ".metadata"]
-    with (
-        output_at(out, source=checkpoint.path) as output,
-        output.directory(names) as folder,
-    ):
-        rows = _write_data(checkpoint, folder, keys, progress)
-        checkpoint.directory.check_versions(versions)
+    check = partial(
+        checkpoint.directory.check_versions, checkpoint.directory.versions(checkpoint.files)
+    )
+    with output_at(out, source=checkpoint.path) as output, BoxReader(checkpoint) as reader:
+        copied = [piece for fqn in diagnosis.sound for piece in _copied(checkpoint, reader, fqn)]
+        experts = [
+            expert
+            for diagnosed in overwritten
+            for expert in _experts(diagnosis, diagnosed, families[diagnosed.fqn], reader)
+        ]
+        copied += [piece for expert in experts for piece in expert.pieces]
         result = Rescue(
             str(output.path),
             diagnosis.sound,
-            {key.fqn: key.old for key in experts},
+            {expert.fqn: expert.old for expert in experts},
             tuple(key for tensor in overwritten for key in families[tensor.fqn].keys),
             {loss.layer: loss.lost for loss in losses} or all_lost,
             {loss.layer: loss.weights_only for loss in losses if loss.weights_only},
-            int(rows.rows["length"].sum()),
+            sum(piece.nbytes for piece in copied),
         )
         document = {"rescued_from": checkpoint.path, **to_json(result)}
-        folder.write(LIST, (json.dumps(document, indent=2) + "\n").encode())
-        _write_metadata(checkpoint, folder, keys, rows)
+        old_keys = {**{fqn: fqn for fqn in diagnosis.sound}, **result.experts}
+        sound = [checkpoint.tensors[fqn] for fqn in diagnosis.sound if fqn in checkpoint.tensors]
+        write_chunks(
+            output,
+            {tensor.fqn: Target(tensor.shape, tensor.dtype) for tensor in sound}
+            | {expert.fqn: expert.target for expert in experts},
+            sorted(copied, key=lambda piece: str(piece.file)),
+            progress,
+            check,
+            paths=_paths(checkpoint, old_keys),
+            beside={LIST: (json.dumps(document, indent=2) + "\n").encode()},
+        )
     return result
 
 
-class _Slice(NamedTuple):
-    """A part of a stored tensor, and the shape that it gets."""
-
-    tensor: StoredTensor
-    box: Box
-    sizes: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.tensor.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """One record of the new checkpoint.
-
-    Attributes:
-        index: Its key and offsets.
-        source: The old record, whose file gives the new file its name.
-        part: The elements to write; None to copy the old record.
-    """
-
-    index: MetadataIndex
-    source: StoredChunk | StoredObject
-    part: _Slice | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes if self.part is None else self.part.nbytes
-
-    @property
-    def transforms(self) -> tuple[str, ...] | None:
-        if self.part is not None or isinstance(self.source, StoredObject):
-            return None
-        return self.source.transforms or None
+def _copied(checkpoint: Checkpoint, reader: BoxReader, fqn: str) -> Iterator[Piece]:
+    """Yield what is copied of a key; chunks without a place in a file are not."""
+    tensor = checkpoint.tensors.get(fqn)
+    if tensor is None:
+        stored = checkpoint.objects[fqn]
+        if stored.file is not None:
+            record = partial(_object, checkpoint, stored)
+            yield Piece(fqn, None, stored.file, stored.nbytes, record)
+        return
+    itemsize = tensor.dtype.itemsize
+    for chunk in tensor.chunks:
+        if chunk.file is not None:
+            for box in pieces(chunk.box, max(PIECE_NBYTES // itemsize, 1)):
+                read = partial(reader.read, tensor, box)
+                yield Piece(fqn, box, chunk.file, box.numel * itemsize, read)
 
 
-class _Key(NamedTuple):
-    """One key of the new checkpoint.
+def _object(checkpoint: Checkpoint, stored: StoredObject) -> bytes:
+    data = checkpoint.read_object(stored)
+    if missing := stored.nbytes - len(data):
+        reason = f"it ends {missing} bytes too early"
+        raise PlacementError(f"{stored.fqn}: {stored.file} cannot be read: {reason}")
+    return data
 
-    Attributes:
-        fqn: The key.
-        old: Its key in the old checkpoint.
-        stored: Its metadata.
-        records: Its records that have a file.
-    """
+
+class _Expert(NamedTuple):
+    """A tensor of one expert in the new checkpoint, and its key in the old one."""
 
     fqn: str
     old: str
-    stored: Any
-    records: list[_Record]
+    target: Target
+    pieces: list[Piece]
 
 
-def _copied_key(checkpoint: Checkpoint, fqn: str) -> _Key:
-    stored = checkpoint.metadata.state_dict_metadata[fqn]
-    if fqn in checkpoint.objects:
-        records = [_Record(MetadataIndex(fqn), checkpoint.objects[fqn])]
-    else:
-        records = [
-            _Record(MetadataIndex(fqn, torch.Size(chunk.box.offsets)), chunk)
-            for chunk in checkpoint.tensors[fqn].chunks
-        ]
-    return _Key(fqn, fqn, stored, [r for r in records if r.source.file is not None])
-
-
-def _expert_keys(
-    diagnosis: Diagnosis, diagnosed: ExpertTensor, family: ExpertFamily
-) -> Iterator[_Key]:
-    """Yield a key for each expert of a tensor that is rescued."""
+def _experts(
+    diagnosis: Diagnosis, diagnosed: ExpertTensor, family: ExpertFamily, reader: BoxReader
+) -> Iterator[_Expert]:
+    """Yield each expert of a tensor that is rescued."""
     loss = diagnosis.layers.get(diagnosed.layer)
     if loss is None:
         return
@@ -219,101 +173,29 @@ def _expert_keys(
         key = expert_key(tensor.fqn)
         assert key is not None
         fqn = key.of_expert(survivor.expert)
-        chunks, records = [], []
+        parts = []
         for chunk, shared in part.pieces:
-            offsets, sizes = (_without(values, family.dim) for values in shared)
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            index = MetadataIndex(fqn, torch.Size(offsets))
-            sliced = None if family.dim is None else _Slice(tensor, shared, sizes)
-            records.append(_Record(index, chunk, sliced))
-        shape = torch.Size(_without(tensor.shape, family.dim))
-        stored = TensorStorageMetadata(TensorProperties(tensor.dtype), shape, chunks)
-        yield _Key(fqn, tensor.fqn, stored, records)
+            box = Box(*(_without(values, family.dim) for values in shared))
+            read = partial(_reshaped, reader, tensor, shared, box.sizes)
+            parts.append(Piece(fqn, box, chunk.file, box.numel * tensor.dtype.itemsize, read))
+        target = Target(_without(tensor.shape, family.dim), tensor.dtype)
+        yield _Expert(fqn, tensor.fqn, target, parts)
 
 
-def _write_data(
-    checkpoint: Checkpoint,
-    folder: AnyFolder,
-    keys: Sequence[_Key],
-    progress: Callable[[int, int], None],
-) -> Rows:
-    """Write the data files; return the place of every record."""
-    by_file: dict[str, list[_Record]] = {}
-    for record in [record for key in keys for record in key.records]:
-        by_file.setdefault(record.source.file or "", []).append(record)
-    total = sum(record.nbytes for records in by_file.values() for record in records)
-    rows = RowsBuilder()
-    done = 0
-    with BoxReader(checkpoint) as reader:
-        for name, records in sorted(by_file.items()):
-            records.sort(key=lambda record: (record.source.start, record.index.fqn))
-            with folder.file(name) as stream:
-                for record in records:
-                    start = stream.tell()
-                    _write_record(record, reader, checkpoint, stream)
-                    length = stream.tell() - start
-                    rows.add(
-                        record.index,
-                        path=name,
-                        start=start,
-                        length=length,
-                        transforms=record.transforms,
-                    )
-                    done += length
-                    progress(done, max(total, done))
-    return rows.rows()
+def _reshaped(
+    reader: BoxReader, tensor: StoredTensor, box: Box, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    return reader.read(tensor, box).reshape(sizes)
 
 
-def _write_metadata(
-    checkpoint: Checkpoint, folder: AnyFolder, keys: Sequence[_Key], rows: Rows
-) -> None:
-    """Write ``.metadata``, which completes the checkpoint."""
-    metadata = Metadata(
-        {key.fqn: key.stored for key in keys},
-        planner_data=_paths(checkpoint, keys),
-        storage_data=StorageTable(rows),
-    )
-    with folder.file(".metadata") as stream:
-        write_metadata(metadata, stream)
-
-
-def _write_record(
-    record: _Record, reader: BoxReader, checkpoint: Checkpoint, stream: IO[bytes]
-) -> None:
-    part, source = record.part, record.source
-    if part is not None:
-        torch.save(reader.read(part.tensor, part.box).reshape(part.sizes), stream)
-        return
-    remaining = source.nbytes
-    try:
-        opened = checkpoint.directory.open(source.file or "")
-    except OSError as error:
-        raise _unread(record, str(error)) from error
-    with opened as file:
-        file.seek(source.start)
-        while remaining:
-            try:
-                data = file.read(min(remaining, COPY_NBYTES))
-            except OSError as error:
-                raise _unread(record, str(error)) from error
-            if not data:
-                raise _unread(record, f"it ends {remaining} bytes too early")
-            stream.write(data)
-            remaining -= len(data)
-
-
-def _unread(record: _Record, reason: str) -> PlacementError:
-    return PlacementError(f"{record.index.fqn}: {record.source.file} cannot be read: {reason}")
-
-
-def _paths(checkpoint: Checkpoint, keys: Sequence[_Key]) -> dict[str, Any]:
+def _paths(checkpoint: Checkpoint, keys: Mapping[str, str]) -> dict[str, Any]:
     """Return where each key stands in the nested state dict, if the old checkpoint records it."""
     data = checkpoint.metadata.planner_data
-    old: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
+    paths: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
     return {
-        key.fqn: old[key.old] if key.fqn == key.old else _path(old[key.old], key.fqn)
-        for key in keys
-        if key.old in old
+        new: paths[old] if new == old else _path(paths[old], new)
+        for new, old in keys.items()
+        if old in paths
     }
 
 

@@ -26,8 +26,8 @@ from dcp_placements.offline.experts import (
     ExpertPart,
     expert_families,
     expert_key,
+    recorded_experts,
 )
-from dcp_placements.offline.repairs.recorded_experts import recorded_experts
 
 EP = "ep"
 """The axis along which ranks hold different experts."""
@@ -39,47 +39,31 @@ _ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)|score_correction_bias|expert_bi
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """One expert of a tensor, as the checkpoint has it.
+    """One expert of a tensor, as the checkpoint has it."""
 
-    Attributes:
-        row: Its number in the checkpoint, which is its number on the rank that wrote it.
-        ranks: The ranks that wrote its chunks.
-        expert: Its number in the model; None if the mesh is not given, or if it is torn.
-        torn: Whether its chunks are of different experts, or some are missing.
-    """
-
-    row: int
-    ranks: tuple[int, ...]
-    expert: int | None
-    torn: bool
+    row: int  # its number in the checkpoint, which is its number on the rank that wrote it
+    ranks: tuple[int, ...]  # the ranks that wrote its chunks
+    expert: int | None  # its number in the model; None if the mesh is not given, or if it is torn
+    torn: bool  # whether its chunks are of different experts, or some are missing
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """One tensor of a layer's experts.
-
-    Attributes:
-        fqn: Its key, with ``{}`` for the expert if each has a key of its own.
-        layer: The layer's experts: the same for weights and optimizer state.
-        is_state: Whether it is optimizer state.
-        stored: The number of experts that the checkpoint has of it.
-        experts: The number of experts that the model has; None if that is not known.
-        verdict: ``"whole"``; ``"overwritten"``: experts of several ranks were taken for replicas;
-            ``"unclear"``.
-        reason: Why it is unclear; of a whole tensor, what the checkpoint records of its save.
-        survivors: The experts in the checkpoint, if it is overwritten.
-    """
+    """One tensor of a layer's experts."""
 
     JSON: ClassVar[str] = "layer state=is_state stored experts verdict reason survivors"
 
-    fqn: str
-    layer: str
-    is_state: bool
-    stored: int
-    experts: int | None
+    fqn: str  # its key, with ``{}`` for the expert if each has a key of its own
+    layer: str  # the layer's experts: the same for weights and optimizer state
+    is_state: bool  # whether it is optimizer state
+    stored: int  # the number of experts that the checkpoint has of it
+    experts: int | None  # the number of experts that the model has; None if that is not known
+    # ``"whole"``; ``"overwritten"``: experts of several ranks were taken for replicas;
+    # ``"unclear"``
     verdict: str
+    # Why it is unclear; of a whole tensor, what the checkpoint records of its save
     reason: str = ""
-    survivors: tuple[Survivor, ...] = ()
+    survivors: tuple[Survivor, ...] = ()  # the experts in the checkpoint, if it is overwritten
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -89,44 +73,29 @@ class ExpertTensor:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoss:
-    """What is left of a layer's experts, over all of their tensors.
-
-    Attributes:
-        layer: As in ``ExpertTensor``.
-        experts: The number of experts that the model has.
-        kept: Experts with all weights and all optimizer state.
-        weights_only: Experts with all weights, but not all optimizer state.
-        lost: The others.
-    """
+    """What is left of a layer's experts, over all of their tensors."""
 
     JSON: ClassVar[str] = "experts kept weights_only lost"
 
-    layer: str
-    experts: int
-    kept: tuple[int, ...]
-    weights_only: tuple[int, ...]
-    lost: tuple[int, ...]
+    layer: str  # as in ``ExpertTensor``
+    experts: int  # the number of experts that the model has
+    kept: tuple[int, ...]  # experts with all weights and all optimizer state
+    weights_only: tuple[int, ...]  # experts with all weights, but not all optimizer state
+    lost: tuple[int, ...]  # the others
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What an EP-unaware save did to a checkpoint.
-
-    Attributes:
-        path: The checkpoint.
-        axes: The mesh of the save; None if it is not given.
-        tensors: The tensors of experts, by key.
-        layers: The losses by layer, if the mesh is given and a tensor of the layer is overwritten.
-        sound: Keys that have nothing to do with experts, or whose experts are whole.
-    """
+    """What an EP-unaware save did to a checkpoint."""
 
     JSON: ClassVar[str] = "path healthy axes tensors layers sound"
 
-    path: str
-    axes: Mapping[str, int] | None
-    tensors: Mapping[str, ExpertTensor]
+    path: str  # the checkpoint
+    axes: Mapping[str, int] | None  # the mesh of the save; None if it is not given
+    tensors: Mapping[str, ExpertTensor]  # the tensors of experts, by key
+    # The losses by layer, if the mesh is given and a tensor of the layer is overwritten
     layers: Mapping[str, ExpertLoss]
-    sound: tuple[str, ...]
+    sound: tuple[str, ...]  # keys that have nothing to do with experts, or whose experts are whole
 
     @property
     def healthy(self) -> bool:
