@@ -83,6 +83,18 @@ def save_sharded(
     return whole
 
 
+def saving_over(source: Path) -> Callable[[int, int], None]:
+    """Return a progress callback that saves over a checkpoint once, after a quarter of the work."""
+    times: list[int] = []
+
+    def overwrite(done: int, total: int) -> None:
+        if not times and done > total // 4:
+            times.append(done)
+            save_sharded(source, lean=False, add=1000.0, step=2)
+
+    return overwrite
+
+
 def save_hugging_face(path: Path, tensors: dict[str, torch.Tensor], files: int = 2) -> None:
     """Save as a Hugging Face directory of several files and an index."""
     path.mkdir(parents=True, exist_ok=True)

@@ -33,6 +33,11 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """Return the box of a whole tensor."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def numel(self) -> int:
         """Elements inside; 1 for a scalar."""

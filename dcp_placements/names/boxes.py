@@ -162,7 +162,7 @@ def row_target(row: Row, shape: Shape) -> Target:
     rows = dict(zip(stack_dims(row, shape), row.rows, strict=True))
     sources = iter(range(len(shape)))
     origins = [None if dim in rows else next(sources) for dim in range(len(shape) + len(rows))]
-    whole = Box((0,) * len(shape), shape)
+    whole = Box.whole(shape)
     box = Box(
         tuple([rows[d].index if d in rows else 0 for d in range(len(origins))]),
         tuple([1 if origin is None else shape[origin] for origin in origins]),
@@ -242,7 +242,7 @@ def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
 
 
 def _equal_target(fqn: str, shape: Shape) -> Target:
-    whole = Box((0,) * len(shape), shape)
+    whole = Box.whole(shape)
     return Target(fqn, shape, tuple(range(len(shape))), ((whole, whole),))
 
 

@@ -187,11 +187,7 @@ class Output:
 
 
 class Folder:
-    """An unfinished directory on this machine.
-
-    Args:
-        path: Of the directory.
-    """
+    """An unfinished directory on this machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

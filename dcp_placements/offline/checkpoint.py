@@ -114,7 +114,7 @@ class StoredTensor:
     @property
     def whole(self) -> Box:
         """The box of the whole tensor."""
-        return Box((0,) * len(self.shape), self.shape)
+        return Box.whole(self.shape)
 
     @property
     def files(self) -> tuple[str, ...]:

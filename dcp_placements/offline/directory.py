@@ -26,9 +26,6 @@ _DESCRIBING = (".metadata", ".index.json", "metadata.json")
 class Directory:
     """Names, sizes and contents of the files of a checkpoint.
 
-    Args:
-        path: A directory, or a URL that fsspec knows.
-
     Raises:
         CannotLook: There is no such directory, or fsspec is needed and not installed.
         OSError: The service cannot be reached or refuses.

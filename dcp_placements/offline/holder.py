@@ -14,19 +14,13 @@ from dcp_placements.errors import CannotLook, format_name
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that is writing an output.
+    """A process that is writing an output."""
 
-    Attributes:
-        pid: Its number.
-        host: The name of its machine.
-        since: When it took the lock.
-        start: When the process began, in the system's ticks: another process may have its number
-            later, or have it in another container.
-    """
-
-    pid: int
-    host: str
-    since: str
+    pid: int  # its number
+    host: str  # the name of its machine
+    since: str  # when it took the lock
+    # When the process began, in the system's ticks: another process may have its number later, or
+    # Have it in another container
     start: str
 
     @classmethod

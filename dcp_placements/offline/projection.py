@@ -47,25 +47,15 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """The mapping from boxes of a tensor to rectangles.
+    """The mapping from boxes of a tensor to rectangles."""
 
-    Attributes:
-        shape: Of the tensor, enlarged to contain boxes beyond its end.
-        across: The dim that is drawn across; None for a scalar.
-        down: The dim that is drawn downwards; None for none.
-        lines: The starts of the lines along ``across``, and its end.
-        edges: By dim, where boxes begin and end.
-        panels: The pictures.
-        undrawn: The number of panels beyond these.
-    """
-
-    shape: tuple[int, ...]
-    across: int | None
-    down: int | None
-    lines: tuple[int, ...]
-    edges: dict[int, tuple[int, ...]]
-    panels: tuple[Panel, ...]
-    undrawn: int
+    shape: tuple[int, ...]  # of the tensor, enlarged to contain boxes beyond its end
+    across: int | None  # the dim that is drawn across; None for a scalar
+    down: int | None  # the dim that is drawn downwards; None for none
+    lines: tuple[int, ...]  # the starts of the lines along ``across``, and its end
+    edges: dict[int, tuple[int, ...]]  # by dim, where boxes begin and end
+    panels: tuple[Panel, ...]  # the pictures
+    undrawn: int  # the number of panels beyond these
 
     @property
     def width(self) -> int:
@@ -105,7 +95,7 @@ def project(shape: Sequence[int], boxes: Sequence[Box]) -> Projection:
     ends = [max((b.offsets[d] + b.sizes[d] for b in boxes), default=0) for d in range(ndim)]
     # An empty tensor is drawn as one of a single element, with nothing in it.
     extent = tuple(max(size, end, 1) for size, end in zip(shape, ends, strict=True))
-    whole = Box((0,) * ndim, extent)
+    whole = Box.whole(extent)
     edges = {dim: _edges(extent[dim], boxes, dim) for dim in range(ndim)}
     cut = [dim for dim in range(ndim) if len(edges[dim]) > 2]
     drawn = sorted(cut, key=lambda dim: -len(edges[dim]))[:2]

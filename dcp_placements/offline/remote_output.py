@@ -32,12 +32,7 @@ _FIRST = f"{MARKER}1"
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What an output consists of, as its first marker has it.
-
-    Attributes:
-        files: Names of its files; the last one completes it.
-        identity: Different for different outputs; None where files are not kept.
-    """
+    """What an output consists of, as its first marker has it; the last file completes it."""
 
     files: tuple[str, ...]
     identity: str | None
@@ -60,12 +55,6 @@ class _Contents:
 
 class RemoteFolder:
     """A directory at a URL, which is completed by the last file.
-
-    Args:
-        fs: Its file system.
-        path: Its URL.
-        last: The name of the file that completes it.
-        held: The names of files that an earlier attempt at the same output has finished.
 
     Attributes:
         is_completing: Whether the last file may have been written.
@@ -188,12 +177,7 @@ class RemoteOutput:
             raise is_there(self.path) from None
 
     def _begin(self, contents: _Contents) -> tuple[str, frozenset[str]]:
-        """Create this attempt's marker; return its name and the names of files to keep.
-
-        Raises:
-            CannotLook: An output is there, another process is writing it, or there are files that
-                no attempt has written.
-        """
+        """Create this attempt's marker; return its name and the names of files to keep."""
         while True:
             last = self._last_marker()
             if not last:
@@ -218,11 +202,7 @@ class RemoteOutput:
             self._remove([marker])
 
     def _kept(self, contents: _Contents) -> frozenset[str]:
-        """Remove what earlier attempts at other outputs left; return the names of other files.
-
-        Raises:
-            CannotLook: The output is there, or files that no attempt has written.
-        """
+        """Remove what earlier attempts at other outputs left; return the names of other files."""
         first = self._url(_FIRST)
         earlier = _Contents.parse(self._fs.read(first))
         if earlier is None:
@@ -249,11 +229,7 @@ class RemoteOutput:
         return names
 
     def _last_marker(self) -> int:
-        """Return the number of the last marker; 0 where nothing is there.
-
-        Raises:
-            CannotLook: Files without markers are there, or another process is writing.
-        """
+        """Return the number of the last marker; 0 where nothing is there."""
         while True:
             names = self._fs.sizes(self.path)
             markers = sorted(filter(_number, names), key=_number)

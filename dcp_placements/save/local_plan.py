@@ -248,7 +248,7 @@ def _group_and_boxes(fqn: str, value: Any, placed: Placed | None) -> tuple[Group
     if not isinstance(value, torch.Tensor):
         return Group(OBJECT), OBJECT_BOXES
     shape = tuple(value.shape)
-    return Group(PLAIN, shape, *_look_of(value)), (Box((0,) * len(shape), shape),)
+    return Group(PLAIN, shape, *_look_of(value)), (Box.whole(shape),)
 
 
 def _look_of(tensor: Any) -> tuple[torch.dtype, str, bool]:

@@ -144,7 +144,7 @@ def pack_items(packs: Sequence[Pack], place: int) -> list[WriteItem]:
                 items.append(WriteItem(index, WriteItemType.BYTE_IO))
                 continue
             sizes = (len(pack.fqns), *box.sizes)
-            chunk = chunk_metadata(Box((0,) * len(sizes), sizes))
+            chunk = chunk_metadata(Box.whole(sizes))
             data = TensorWriteData(chunk, tensor_properties(pack.group), torch.Size(sizes))
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
     return items

@@ -39,7 +39,7 @@ from dcp_placements.presets import hub
 from dcp_placements.storage.safetensors_files import DTYPES
 from dcp_placements.testing import FakeDTensor, World, cut
 from dcp_placements.testing.damage import drop_chunk, foreign_pickle, remove_file
-from tests.offline_scenes import Run, overwriting, run, save_hugging_face, save_sharded
+from tests.offline_scenes import Run, run, save_hugging_face, save_sharded, saving_over
 from tests.storage_scenes import data_file
 from tests.strategies import arange, examples
 
@@ -560,7 +560,7 @@ def test_a_run_of_components_can_be_renamed_too(tmp_path: Path) -> None:
 def test_a_source_that_is_overwritten_meanwhile_is_refused(tmp_path: Path, shard_size: int) -> None:
     source, out = tmp_path / "src", tmp_path / "out"
     save_sharded(source, lean=False)
-    overwrite = overwriting(source)
+    overwrite = saving_over(source)
     with pytest.raises(CannotLook, match="it was overwritten while it was read"):
         export_safetensors(source, out, max_shard_size=shard_size, progress=overwrite)
     assert not out.exists()

@@ -16,7 +16,7 @@ from strategies import examples
 from dcp_placements.layout.sharding import Box, Cut, Sharding
 from dcp_placements.offline import draw, save_figure
 from dcp_placements.offline.projection import project
-from dcp_placements.offline.views.bytes_picture import bytes_figure
+from dcp_placements.offline.views.drawing import bytes_figure
 from dcp_placements.offline.views.picture import FEW
 from dcp_placements.offline.views.tensor_picture import Piece, tensor_figure
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes

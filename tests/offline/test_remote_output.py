@@ -385,7 +385,7 @@ def test_what_is_rescued_goes_to_a_url(
     ran = run("doctor", f"{memory}/ckpt", "--mesh", "ep=2,edp=2", "--rescue", out, "--json")
     assert ran.code == 1, ran.err
     assert ran.json["rescue"]["path"] == out
-    assert writes[-2:] == ["rescue.json", ".metadata"]
+    assert list(dict.fromkeys(writes))[-2:] == ["rescue.json", ".metadata"]
     document = json.loads(fsspec.filesystem("memory").cat_file(f"{out}/rescue.json"))
     assert document["rescued_from"] == f"{memory}/ckpt"
     assert run("verify", out, "--contents").code == 0

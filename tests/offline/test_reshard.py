@@ -42,6 +42,7 @@ from tests.offline_scenes import (
     run,
     save_hugging_face,
     save_sharded,
+    saving_over,
 )
 from tests.offline_scenes import (
     wholes as small,
@@ -469,13 +470,7 @@ def fixed_times(path: Path) -> None:
 def test_a_source_that_is_overwritten_meanwhile_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "src"
     save_sharded(source, lean=False)
-    times: list[int] = []
-
-    def overwrite(done: int, total: int) -> None:
-        if not times and done > total // 4:
-            times.append(done)
-            save_sharded(source, lean=False, add=1000.0, step=2)
-
+    overwrite = saving_over(source)
     with pytest.raises(CannotLook, match="it was overwritten while it was read") as caught:
         reshard(source, tmp_path / "out", rules_by_ep, {"ep": 4}, progress=overwrite)
     assert ".metadata" in str(caught.value)

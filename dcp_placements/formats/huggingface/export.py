@@ -203,7 +203,7 @@ def export_torch(
 
 
 def _unchanged(
-    tensors: Mapping[str, StoredTensor], assembled: Iterable[AssembledTensor]
+    tensors: Mapping[str, StoredTensor], assembled: Sequence[AssembledTensor]
 ) -> tuple[str, ...]:
     """Return the names of the tensors that a rename left as they are."""
     return tuple(

@@ -147,7 +147,7 @@ def replica_sets(
             continue
         label = "plain tensors" if value.dim() else "scalars"
         lines: tuple[Line, ...] = (world,)
-        boxes = [Box((0,) * value.dim(), tuple(value.shape))]
+        boxes = [Box.whole(tuple(value.shape))]
         if placed is not None:
             # A tensor of stacked rows is no single piece of memory.
             if placed.dims or placed.has_own_key:

@@ -1,4 +1,1 @@
-"""``verify``: whether a checkpoint is whole, by its metadata and by its data files.
-
-Imports what ``offline`` may.
-"""
+"""``verify``: whether a checkpoint is whole, by its metadata and by its data files."""

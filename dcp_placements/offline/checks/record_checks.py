@@ -226,14 +226,7 @@ class RecordChecker:
         elements: tuple[int, int] = (0, 0),
         take: Callable[[memoryview], object] | None = None,
     ) -> Iterator[Finding]:
-        """Yield the parts of a record that do not match their checksums.
-
-        Args:
-            part: The record.
-            nbytes: Its length.
-            elements: Where its elements begin, and their length.
-            take: Called with the elements, in pieces.
-        """
+        """Yield the parts that do not match their checksums; ``take`` gets the elements."""
         try:
             file = stored_zip(part.stream())
             if file is None:

@@ -19,36 +19,22 @@ MAX_BOXES = 4
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFault:
-    """One thing wrong with a checkpoint.
+    """One thing wrong with a checkpoint."""
 
-    Attributes:
-        kind: What it is, in one word that stays; README.md lists them.
-        tensors: Keys that it is about, sorted.
-        files: Files that it is about, sorted.
-        message: The numbers in the files against those declared.
-    """
-
-    kind: str
-    tensors: tuple[str, ...]
-    files: tuple[str, ...]
-    message: str
+    kind: str  # what it is, in one word that stays; README.md lists them
+    tensors: tuple[str, ...]  # keys that it is about, sorted
+    files: tuple[str, ...]  # files that it is about, sorted
+    message: str  # the numbers in the files against those declared
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One stretch of a file, as the metadata describe it.
+    """One stretch of a file, as the metadata describe it."""
 
-    Attributes:
-        fqn: The key that it belongs to.
-        chunk: Its chunk; of an object a chunk without dims.
-        tensor: Its tensor; None for an object.
-        copied: Of a shadow: the keys that it holds copies of.
-    """
-
-    fqn: str
-    chunk: StoredChunk
-    tensor: StoredTensor | None
-    copied: tuple[str, ...] = ()
+    fqn: str  # the key that it belongs to
+    chunk: StoredChunk  # its chunk; of an object a chunk without dims
+    tensor: StoredTensor | None  # its tensor; None for an object
+    copied: tuple[str, ...] = ()  # of a shadow: the keys that it holds copies of
 
     @property
     def start(self) -> int:
@@ -108,7 +94,19 @@ def fqns_of(records: Iterable[Record]) -> tuple[str, ...]:
     return tuple(sorted({fqn for record in records for fqn in record.copied or (record.fqn,)}))
 
 
-def tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
+def structural_faults(
+    checkpoint: Checkpoint, records: dict[str, list[Record]]
+) -> list[CheckpointFault]:
+    """Return all that the metadata, the sizes of files and the ids of saves prove to be wrong."""
+    return [
+        *_tiling_faults(checkpoint),
+        *_place_faults(checkpoint, records),
+        *_id_faults(checkpoint),
+        *_file_faults(checkpoint, records),
+    ]
+
+
+def _tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield holes, overlaps, and chunks out of bounds: one fault for tensors that are cut alike."""
     alike: dict[tuple[tuple[int, ...], int], list[StoredTensor]] = defaultdict(list)
     for tensor in checkpoint.tensors.values():
@@ -142,7 +140,7 @@ def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
         yield "hole", f"no chunk holds {_format_boxes(holes, shape)} of {shape}"
 
 
-def place_faults(
+def _place_faults(
     checkpoint: Checkpoint, records: dict[str, list[Record]]
 ) -> Iterator[CheckpointFault]:
     """Yield chunks without a place, places without a chunk, and keys of an index without either."""
@@ -172,7 +170,7 @@ def place_faults(
             yield CheckpointFault("unplaced", names, (file,), message)
 
 
-def id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
+def _id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield files that another save wrote, by the id that each begins with."""
     for file, record in checkpoint.id_records.items():
         if checkpoint.directory.size(file) is None:
@@ -195,7 +193,7 @@ def files_without_id(checkpoint: Checkpoint) -> list[str]:
     return [file for file in checkpoint.files if file not in own and id_in_name(file) is None]
 
 
-def file_faults(
+def _file_faults(
     checkpoint: Checkpoint, records: dict[str, list[Record]]
 ) -> Iterator[CheckpointFault]:
     """Yield files that are missing or too short, and records that share bytes."""

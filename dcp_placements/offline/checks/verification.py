@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -15,18 +15,13 @@ from dcp_placements.offline.checks.record_checks import RecordChecker
 from dcp_placements.offline.checks.structure import (
     CheckpointFault,
     Record,
-    file_faults,
     files_without_id,
-    id_faults,
-    place_faults,
     records_by_file,
-    tiling_faults,
+    structural_faults,
 )
+from dcp_placements.offline.declared import Progress
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.provenance import stored_digest
-
-Progress = Callable[[int, int], None]
-"""``(done, total)`` in bytes."""
 
 MEMORY_NBYTES = 2 << 30
 
@@ -36,27 +31,17 @@ AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Whether a checkpoint is whole.
-
-    Attributes:
-        path: Where it is.
-        faults: What is wrong, sorted by kind, file and key.
-        notes: Observations that prove no fault.
-        tensors: Tensors that were checked.
-        chunks: Their chunks.
-        nbytes: Bytes of records whose contents were read and compared.
-        digests: Chunks and objects that were compared with a stored digest.
-    """
+    """Whether a checkpoint is whole."""
 
     JSON: ClassVar[str] = "path sound faults notes checked"
 
-    path: str
-    faults: tuple[CheckpointFault, ...]
-    notes: tuple[str, ...]
-    tensors: int
-    chunks: int
-    nbytes: int
-    digests: int
+    path: str  # where it is
+    faults: tuple[CheckpointFault, ...]  # what is wrong, sorted by kind, file and key
+    notes: tuple[str, ...]  # observations that prove no fault
+    tensors: int  # tensors that were checked
+    chunks: int  # their chunks
+    nbytes: int  # bytes of records whose contents were read and compared
+    digests: int  # chunks and objects that were compared with a stored digest
 
     @property
     def sound(self) -> bool:
@@ -101,12 +86,7 @@ def verify(
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     with quiet_gc():
         records = records_by_file(checkpoint)
-        faults = [
-            *tiling_faults(checkpoint),
-            *place_faults(checkpoint, records),
-            *id_faults(checkpoint),
-        ]
-        faults += file_faults(checkpoint, records)
+        faults = structural_faults(checkpoint, records)
     if digests:
         faults += _digest_gaps(checkpoint.provenance or {}, records)
     total = sum(record.chunk.nbytes for in_file in records.values() for record in in_file)

@@ -1,4 +1,1 @@
-"""``diff``: what differs between two checkpoints, by content.
-
-Imports what ``offline`` may.
-"""
+"""``diff``: what differs between two checkpoints, by content."""

@@ -20,18 +20,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(slots=True)
 class Tally:
-    """The differences of the pieces compared so far.
+    """The differences of the pieces compared so far."""
 
-    Attributes:
-        differing: Elements that differ.
-        max_abs: The largest absolute difference of two numbers; None if no two numbers differ.
-        nans: Differing elements where one value is NaN, or both with other bits.
-        first: The first differing element in C order: its index, and both values.
-    """
-
-    differing: int = 0
+    differing: int = 0  # elements that differ
+    # The largest absolute difference of two numbers; None if no two numbers differ
     max_abs: float | None = None
-    nans: int = 0
+    nans: int = 0  # differing elements where one value is NaN, or both with other bits
+    # The first differing element in C order: its index, and both values
     first: tuple[tuple[int, ...], Any, Any] | None = None
 
     def add(

@@ -14,15 +14,10 @@ import torch
 from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.box_reads import BoxReader, pieces
-from dcp_placements.offline.checkpoint import (
-    SAFETENSORS,
-    Checkpoint,
-    StoredObject,
-    StoredTensor,
-)
+from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredObject, StoredTensor
 from dcp_placements.offline.checks.structure import box_faults
-from dcp_placements.offline.checks.verification import MEMORY_NBYTES, Progress
-from dcp_placements.offline.declared import Rename, matching_keys
+from dcp_placements.offline.checks.verification import MEMORY_NBYTES
+from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.differences.comparing import Tally
 from dcp_placements.offline.views.families import families, whole_branches
 from dcp_placements.storage.tensor_record import stored_zip
@@ -35,29 +30,20 @@ OBJECT_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One difference.
-
-    Attributes:
-        kind: ``missing`` (only in the first), ``extra`` (only in the second), ``shape``,
-            ``dtype``, ``values``, ``object``, ``incomplete`` (holes or overlaps), ``unreadable``.
-        fqn: The key in the second checkpoint.
-        message: What differs.
-        elements: Elements of the tensor; 0 if none were compared.
-        differing: Elements that differ.
-        max_abs: The largest absolute difference; None if no two numbers differ.
-        nans: Differing elements where one value is NaN, or both with other bits.
-        first: The first differing element in C order: its index, and both values.
-    """
+    """One difference."""
 
     JSON: ClassVar[str] = "kind fqn message elements differing max_abs nans first=first_element"
 
+    # ``missing`` (only in the first), ``extra`` (only in the second), ``shape``, ``dtype``,
+    # ``values``, ``object``, ``incomplete`` (holes or overlaps), ``unreadable``
     kind: str
-    fqn: str
-    message: str
-    elements: int = 0
-    differing: int = 0
-    max_abs: float | None = None
-    nans: int = 0
+    fqn: str  # the key in the second checkpoint
+    message: str  # what differs
+    elements: int = 0  # elements of the tensor; 0 if none were compared
+    differing: int = 0  # elements that differ
+    max_abs: float | None = None  # the largest absolute difference; None if no two numbers differ
+    nans: int = 0  # differing elements where one value is NaN, or both with other bits
+    # The first differing element in C order: its index, and both values
     first: tuple[tuple[int, ...], Any, Any] | None = None
 
     @property
@@ -70,44 +56,27 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DifferenceFamily:
-    """Differences of one kind, of keys that differ in numbers alone or make a whole branch.
+    """Differences of one kind, of keys that differ in numbers alone or make a whole branch."""
 
-    Attributes:
-        name: The keys as one name: numbers as ranges, ``*`` for all keys of a branch.
-        kind: Of the differences.
-        keys: How many they are.
-        first: The first of them.
-    """
-
-    name: str
-    kind: str
-    keys: int
-    first: Difference
+    name: str  # the keys as one name: numbers as ranges, ``*`` for all keys of a branch
+    kind: str  # of the differences
+    keys: int  # how many they are
+    first: Difference  # the first of them
 
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What differs between two checkpoints.
-
-    Attributes:
-        one: The path of the first.
-        other: The path of the second.
-        differences: Sorted by key.
-        notes: What was not compared.
-        tensors: Tensors that were compared, element by element.
-        nbytes: Their bytes in the first.
-        keys: All keys of both, by the second's names.
-    """
+    """What differs between two checkpoints."""
 
     JSON: ClassVar[str] = "a=one b=other same families differences notes compared"
 
-    one: str
-    other: str
-    differences: tuple[Difference, ...]
-    notes: tuple[str, ...]
-    tensors: int
-    nbytes: int
-    keys: tuple[str, ...]
+    one: str  # the path of the first
+    other: str  # the path of the second
+    differences: tuple[Difference, ...]  # sorted by key
+    notes: tuple[str, ...]  # what was not compared
+    tensors: int  # tensors that were compared, element by element
+    nbytes: int  # their bytes in the first
+    keys: tuple[str, ...]  # all keys of both, by the second's names
 
     @property
     def families(self) -> tuple[DifferenceFamily, ...]:
@@ -213,13 +182,7 @@ def _renamed(keys: list[str], rename: Rename | None) -> dict[str, str]:
 
 @dataclass(slots=True, eq=False)
 class _Comparison:
-    """Compares two checkpoints key by key, tensors in pieces that both fit into memory.
-
-    Attributes:
-        total: Bytes of the tensors to compare.
-        tensors: Tensors compared so far.
-        nbytes: Their bytes.
-    """
+    """Compares two checkpoints key by key, tensors in pieces that both fit into memory."""
 
     checkpoints: tuple[Checkpoint, Checkpoint]
     readers: list[BoxReader]
@@ -227,9 +190,9 @@ class _Comparison:
     atol: float
     memory: int
     progress: Progress
-    total: int = 0
-    tensors: int = 0
-    nbytes: int = 0
+    total: int = 0  # bytes of the tensors to compare
+    tensors: int = 0  # compared so far
+    nbytes: int = 0  # of these
     box_messages: dict[Any, str] = field(default_factory=dict)
 
     def differences(self, key: str, name: str) -> Iterator[Difference]:
@@ -320,12 +283,8 @@ class _Comparison:
 def _kind(checkpoint: Checkpoint, fqn: str) -> str | None:
     tensor = checkpoint.tensors.get(fqn)
     if tensor is not None:
-        return f"a {tensor.shape} {_dtype(tensor)} tensor"
+        return f"a {tensor.shape} {tensor.stored_dtype.name} tensor"
     return "an object" if fqn in checkpoint.objects else None
-
-
-def _dtype(tensor: StoredTensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _one_sided(key: str, first: str | None, second: str | None) -> Difference:
@@ -341,7 +300,7 @@ def _difference(key: str, a: StoredTensor, b: StoredTensor, tally: Tally) -> Dif
     elements = a.whole.numel
     facts = []
     if kind == "dtype":
-        facts.append(f"{_dtype(a)} in the first, {_dtype(b)} in the second")
+        facts.append(f"{a.stored_dtype.name} in the first, {b.stored_dtype.name} in the second")
     if tally.first is not None:
         fact = f"{tally.differing:,} of {elements:,} elements differ"
         if tally.max_abs is not None:

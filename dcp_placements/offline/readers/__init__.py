@@ -1,4 +1,1 @@
-"""Readers of checkpoint metadata: DCP's, and the headers of safetensors files.
-
-Imports what ``offline`` may.
-"""
+"""Readers of checkpoint metadata: DCP's, and the headers of safetensors files."""

@@ -32,10 +32,6 @@ def read_rank_parts(
 ) -> list[tuple[int, Description]]:
     """Return what the metadata of every rank of a save without collectives say, by rank.
 
-    Args:
-        directory: Of the checkpoint.
-        newer: As of ``read_description``.
-
     Raises:
         CannotLook: As ``read_dcp``.
     """
@@ -74,10 +70,6 @@ def files_of(path: str, description: Description) -> list[tuple[str, ...]]:
     """Return by key of the rows the files that hold any of its chunks, sorted.
 
     Every part of an index is read for this, so that none turns out to be damaged later.
-
-    Args:
-        path: Of the metadata, for messages.
-        description: What they say.
 
     Raises:
         CannotLook: Something is not what DCP's own readers expect.

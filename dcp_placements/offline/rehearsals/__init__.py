@@ -1,4 +1,1 @@
-"""``rehearse``: whether a checkpoint loads into a topology, and at what cost.
-
-Imports what ``offline`` may.
-"""
+"""``rehearse``: whether a checkpoint loads into a topology, and at what cost."""

@@ -6,7 +6,7 @@ box of a class have the same need. So costs are computed once per need, not per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -16,61 +16,42 @@ import torch
 
 from dcp_placements._torch import TensorStorageMetadata
 from dcp_placements.layout.byte_ranges import segments
-from dcp_placements.layout.sharding import Box, Intervals, Layout
+from dcp_placements.layout.sharding import Box, Intervals, Layout, Sharding
 from dcp_placements.layout.tiling import tiles, uncovered
 from dcp_placements.load.reads import StoredChunks
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.merged_reads import SMALL_NBYTES, cheap_gap
+from dcp_placements.storage.metadata.record import Cuts, cuts_of
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.storage.tensor_record import HEADS_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the tensors of a part cost every rank that holds one box of them.
+    """What the tensors of a part cost every rank that holds one box of them."""
 
-    Attributes:
-        wanted: Bytes of the elements.
-        memory: Bytes of the local tensors, padding included.
-        slices: Bytes that ``PlacementFileSystemReader`` reads.
-        chunks: Bytes that torch's ``FileSystemReader`` reads.
-        reads: Read items.
-        files: Numbers of the files.
-        holes: Boxes of each tensor that no chunk covers.
-        placeless: Keys of tensors with a chunk that has no file.
-    """
-
-    wanted: int
-    memory: int
-    slices: int
-    chunks: int
-    reads: int
-    files: Array
-    holes: tuple[Box, ...]
-    placeless: tuple[str, ...]
+    wanted: int  # bytes of the elements
+    memory: int  # bytes of the local tensors, padding included
+    slices: int  # bytes that ``PlacementFileSystemReader`` reads
+    chunks: int  # bytes that torch's ``FileSystemReader`` reads
+    reads: int  # read items
+    files: Array  # numbers of the files
+    holes: tuple[Box, ...]  # boxes of each tensor that no chunk covers
+    placeless: tuple[str, ...]  # keys of tensors with a chunk that has no file
 
 
 @dataclass(slots=True, eq=False)
 class TensorClass:
-    """Tensors of one shape and dtype that are stored as the same boxes.
+    """Tensors of one shape and dtype that are stored as the same boxes."""
 
-    Attributes:
-        shape: Of the whole tensors.
-        dtype: Of their elements.
-        stored: Their chunks.
-        fqns: Their keys.
-        files: The file's number, by tensor and chunk; -1 where the metadata name no file.
-        nbytes: The length of the record, by tensor and chunk.
-        example: A meta tensor of that shape and dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stored: StoredChunks
-    fqns: list[str]
-    files: Array
-    nbytes: Array
-    example: torch.Tensor
+    shape: tuple[int, ...]  # of the whole tensors
+    dtype: torch.dtype  # of their elements
+    stored: StoredChunks  # their chunks
+    fqns: list[str]  # their keys
+    files: Array  # the file's number, by tensor and chunk; -1 where the metadata name no file
+    nbytes: Array  # the length of the record, by tensor and chunk
+    example: torch.Tensor  # a meta tensor of that shape and dtype
     _needs: dict[tuple[tuple[Intervals, ...], bytes], Need] = field(default_factory=dict)
 
     @property
@@ -85,6 +66,11 @@ class Part:
 
     tensors: TensorClass
     members: Array
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal parts."""
+        return self.tensors, self.members.tobytes()
 
     @property
     def fqn(self) -> str:
@@ -105,19 +91,43 @@ class Part:
         return needs[key]
 
 
-def tensor_classes(
-    checkpoint: Checkpoint, expected: set[str], file_numbers: Mapping[str, int]
-) -> list[TensorClass]:
-    """Return the tensors of a checkpoint by class.
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """The tensors of a part, as one rank holds them."""
 
-    Args:
-        checkpoint: The checkpoint.
-        expected: Keys to include.
-        file_numbers: The number of every file, by name.
-    """
+    part: Part  # the tensors
+    placement: CheckpointPlacement | None  # by the rank's rule; None without a rule
+    rule: str | None  # the rule's name; None without a rule
+    # Of all that decides how the tensors are cut, equal on all ranks that cut them alike
+    key: Hashable
+    # The axes over which FSDP cuts them, flattened into the last axis of ``sharding``
+    own: Sequence[str]
+    sharding: Sharding  # how they are cut
+    layout: Layout  # where the rank's local tensors lie
+
+    @property
+    def content(self) -> Hashable:
+        """Equal for ranks that hold the same boxes of the same tensors."""
+        return self.part.key, self.layout.intervals
+
+    def declared_cuts(self) -> Cuts:
+        """Return the cuts of the tensors as a save in that world would record them."""
+        names: list[str | None] = []
+        if self.placement is not None:
+            mesh = self.placement.mesh
+            names += mesh.mesh_dim_names or [None] * len(mesh.shape)
+        # Several axes flattened into one have no name that a save could have recorded.
+        names.append(self.own[0] if len(self.own) == 1 else None)
+        return cuts_of(self.sharding, names)
+
+
+def tensor_classes(
+    checkpoint: Checkpoint, expected: set[str] | None, file_numbers: Mapping[str, int]
+) -> list[TensorClass]:
+    """Return the tensors of a checkpoint by class."""
     by_kind: dict[Any, list[StoredTensor]] = {}
     for fqn, tensor in checkpoint.tensors.items():
-        if fqn in expected:
+        if expected is None or fqn in expected:
             by_kind.setdefault((tensor.shape, tensor.dtype, tensor.cut), []).append(tensor)
     classes = []
     for tensors in by_kind.values():
@@ -147,13 +157,7 @@ def parts_by_rule(
     rule_of: Callable[[str, TensorClass], Any],
     holds: Callable[[str], bool] | None,
 ) -> list[Part]:
-    """Return the tensors of each class that a rank has, by rule.
-
-    Args:
-        classes: All classes.
-        rule_of: The rule of a key, hashable. It is not called for scalars, which have none.
-        holds: Whether the rank has a key; None for all keys.
-    """
+    """Return the tensors of each class that a rank has, by rule."""
     parts = []
     for tensors in classes:
         by_rule: dict[Any, list[int]] = {}

@@ -1,65 +1,69 @@
-"""Why ranks would be refused: declarations that do not fit, and elements that nobody stored."""
+"""Why ranks would be refused: declarations that do not fit, and elements that nobody stored.
+
+The declarations are compared with those of the save by the functions of a load. No rank has keys of
+its own here: by its rename it requests the checkpoint's keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from dataclasses import astuple, replace
+from typing import Any, NamedTuple
 
 from dcp_placements._torch import Metadata
 from dcp_placements.bind.lint import lint
 from dcp_placements.bind.placed import Place, Placed
 from dcp_placements.bind.rule_and_dtensor import BindError, Own, bind
 from dcp_placements.errors import Fault, format_names
-from dcp_placements.layout.sharding import Layout, Sharding
+from dcp_placements.layout.sharding import Pick
 from dcp_placements.layout.tiling import format_box
+from dcp_placements.load.comparison.asked import Asked, Asking, Form
+from dcp_placements.load.comparison.checks import (
+    asked_faults,
+    excused_families,
+    rename_faults,
+    renames_as_text,
+    tensor_positions,
+)
+from dcp_placements.load.comparison.cuts import differences
+from dcp_placements.load.policy import Policy, compiled
 from dcp_placements.load.request import shape_mismatch
+from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.rename_record import holder
-from dcp_placements.offline.rehearsals.costs import Need, Part
-from dcp_placements.offline.rehearsals.rehearsed_record import RehearsedRecord
+from dcp_placements.offline.rehearsals.costs import Need, Part, RankPart
 from dcp_placements.offline.views.cutting import layout_at, whole_sharding
-from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.storage.metadata.provenance import stored
+from dcp_placements.storage.metadata.record import record_of
 
 
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """The tensors of a part, as one rank holds them.
+class _Request(NamedTuple):
+    """What one rank requests."""
 
-    Attributes:
-        part: The tensors.
-        placement: By the rank's rule; None without a rule.
-        rule: The rule's name; None without a rule.
-        key: Of all that decides how the tensors are cut, equal on all ranks that cut them alike.
-        own: The axes over which FSDP cuts them.
-        sharding: How they are cut.
-        layout: Where the rank's local tensors lie.
-    """
-
-    part: Part
-    placement: CheckpointPlacement | None
-    rule: str | None
-    key: Any
-    own: Sequence[str]
-    sharding: Sharding
-    layout: Layout
+    key: Any  # equal for ranks with equal keys, renames and policies
+    fqns: Sequence[str]
+    rename: Any
+    policy: Policy
+    lists: Sequence[RankPart]  # what it holds by rows that a rule lists
 
 
 class Refusals:
-    """The faults and notes of all ranks.
-
-    Args:
-        metadata: The checkpoint's.
-        axes: The mesh.
-    """
+    """The faults and notes of all ranks."""
 
     def __init__(self, metadata: Metadata, axes: Mapping[str, int]) -> None:
         self._axes = axes
-        self._record = RehearsedRecord(metadata)
+        self._metadata = metadata
+        self._record = record_of(stored(metadata), metadata.state_dict_metadata)
         self._ranks: dict[Fault, list[int]] = {}
         self._notes: dict[Fault, None] = {}
         # By all that decides them, since most ranks and parts share theirs.
         self._cut_faults: dict[Any, list[Fault]] = {}
         self._shape_faults: dict[Any, tuple[str, tuple[str, ...]] | None] = {}
+        self._rename_faults: dict[Any, list[Fault]] = {}
+        self._fqns: dict[Any, list[str]] = {}
+        self._asked: dict[Any, Asked] = {}
+        self._requests: dict[int, _Request] = {}
+        self._positions = tensor_positions(metadata)
+        self._states = OptimizerStates(dict.fromkeys(metadata.state_dict_metadata, UNSEEN))
 
     def add(self, rank: int, fqn: str, headline: str, *details: str) -> None:
         """Add a fault of one rank. Equal faults of several ranks become one that lists them."""
@@ -73,7 +77,8 @@ class Refusals:
             replace(fault, ranks=tuple(ranks))
             for fault, ranks in sorted(self._ranks.items(), key=lambda item: astuple(item[0]))
         ]
-        faults += self._record.asking_faults()
+        asked = {rank: self._asked_by(request) for rank, request in self._requests.items()}
+        faults += asked_faults(asked, self._record, self._metadata, complete=True)
         return tuple(sorted(faults, key=lambda fault: (fault.fqn, fault.headline)))
 
     def notes(self) -> tuple[Fault, ...]:
@@ -106,7 +111,7 @@ class Refusals:
         sharding = whole_sharding(shape, placement, self._axes, [])
         position = tuple(placement.mesh.get_coordinate() or ())
         along = tuple(position[cut.axis] for cut in sharding.cuts)
-        key = (held.key, along, rule, part.members.tobytes())
+        key = (held.key, along, rule, part.key)
         if key not in self._shape_faults:
             self._shape_faults[key] = None
             local = layout_at(sharding, placement, self._axes, [], coordinate).local_shape
@@ -147,20 +152,61 @@ class Refusals:
             rename: Its rename.
             waive: Patterns of keys whose differences are accepted.
         """
+        policy = Policy(waived=compiled(waive))
         # Renames that state which keys a rank has are equal if their texts are.
         same = rank if holder(rename) is None and rename else (repr(rename), tuple(waive))
-        fqns = (fqn for part in parts for fqn in part.fqns)
-        faults = list(self._record.rename_faults(rank, fqns, rename, waive, same))
-        for one in held:
-            members = one.part.fqns
-            self._record.list_rows(
-                rank, members, one.sharding, one.layout, one.placement, one.own, one.rule
+        if same not in self._fqns:
+            fqns = self._fqns[same] = [fqn for part in parts for fqn in part.fqns]
+            of_rename = (
+                () if self._record is None else rename_faults(self._record, fqns, rename, policy)
             )
-            key = (one.key, one.part.members.tobytes(), one.rule, tuple(waive))
+            self._rename_faults[same] = list(of_rename)
+        lists = [one for one in held if any(isinstance(cut, Pick) for cut in one.sharding.cuts)]
+        self._requests[rank] = _Request(same, self._fqns[same], rename, policy, lists)
+        faults = list(self._rename_faults[same])
+        for one in held:
+            key = (one.key, one.part.key, one.rule, tuple(waive))
             if key not in self._cut_faults:
-                self._cut_faults[key] = self._record.cut_faults(
-                    members, one.sharding, one.placement, one.own, one.rule, waive
-                )
+                self._cut_faults[key] = self._differing_cuts(one, policy)
             faults += self._cut_faults[key]
         for fault in faults:
             self.add(rank, fault.fqn, fault.headline, *fault.details)
+
+    def _differing_cuts(self, held: RankPart, policy: Policy) -> list[Fault]:
+        """Return the axes that cut keys in another way than in the save."""
+        if self._record is None or not held.sharding.cuts:
+            return []
+        loaded = held.declared_cuts()
+        groups: dict[int, list[str]] = {}
+        for fqn in held.part.fqns:
+            if group := self._record.group_of.get(fqn, 0):
+                groups.setdefault(group, []).append(fqn)
+        shape = held.sharding.global_shape
+        return [
+            difference.fault(fqn, held.rule)
+            for group, members in groups.items()
+            for difference in differences(self._record.groups[group], loaded, shape)
+            for fqn in members
+            if not policy.waives(fqn)
+        ]
+
+    def _asked_by(self, request: _Request) -> Asked:
+        """Return what a rank asks for."""
+        if not request.lists and request.key in self._asked:
+            return self._asked[request.key]
+        excused = request.policy.excused(request.fqns)
+        asking = Asking(self._positions)
+        listed: set[str] = set()
+        for one in request.lists:
+            mine = [f for f in one.part.fqns if f not in excused and self._states.of(f) is None]
+            positions = [self._positions[fqn] for fqn in mine if fqn in self._positions]
+            form = Form.of(one.sharding, one.declared_cuts(), one.rule)
+            asking.group(form, one.layout.chunks()).extend(positions)
+            listed.update(mine)
+        others = [fqn for fqn in request.fqns if fqn in self._positions and fqn not in listed]
+        asking.others.extend([self._positions[fqn] for fqn in others])
+        families = excused_families(self._record, self._metadata, excused)
+        asked = asking.packed(families, renames_as_text(request.rename))
+        if not request.lists:
+            self._asked[request.key] = asked
+        return asked

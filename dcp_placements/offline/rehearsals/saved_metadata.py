@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from dcp_placements._torch import (
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from dcp_placements.layout.sharding import Box, Layout
-from dcp_placements.offline.rehearsals.costs import Part
+from dcp_placements._torch import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from dcp_placements.layout.sharding import Box
+from dcp_placements.offline.rehearsals.costs import Part, RankPart
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.building import Written, build_index
 from dcp_placements.storage.index.storage_table import StorageTable
@@ -50,21 +44,13 @@ _PATH_NBYTES = 10
 
 @dataclass(frozen=True, slots=True)
 class SavedMetadata:
-    """The metadata of a save by all ranks, with ``PlacementFileSystemWriter``.
+    """The metadata of a save by all ranks, with ``PlacementFileSystemWriter``."""
 
-    Attributes:
-        rows: Chunks, of all ranks.
-        stock_nbytes: What plain DCP reads, on each rank. Left out by ``stock_metadata=False``.
-        index_nbytes: The index, which ``PlacementFileSystemReader`` reads in part.
-        sent_nbytes: What a rank sends to the coordinator after writing, at most.
-        read_nbytes: What a rank in the middle of the world reads of the index to load again.
-    """
-
-    rows: int
-    stock_nbytes: int
-    index_nbytes: int
-    sent_nbytes: int
-    read_nbytes: int
+    rows: int  # chunks, of all ranks
+    stock_nbytes: int  # what plain DCP reads, on each rank. Left out by ``stock_metadata=False``
+    index_nbytes: int  # the index, which ``PlacementFileSystemReader`` reads in part
+    sent_nbytes: int  # what a rank sends to the coordinator after writing, at most
+    read_nbytes: int  # what a rank in the middle of the world reads of the index to load again
 
     @property
     def is_large(self) -> bool:
@@ -72,50 +58,37 @@ class SavedMetadata:
         return self.stock_nbytes > STOCK_LIMIT_NBYTES
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     """Boxes of all keys of a part, as one rank has them."""
 
-    part: int
+    part: Part
     boxes: tuple[Box, ...]
 
 
 class SavedRows:
-    """Collects what each rank writes: of equal boxes the first rank's.
-
-    Args:
-        metadata: Of the checkpoint that is rehearsed.
-        ranks: How many there are.
-    """
+    """Collects what each rank writes: of equal boxes the first rank's."""
 
     def __init__(self, metadata: Metadata, ranks: int) -> None:
         self._metadata = metadata
         self._reader = ranks // 2
-        self._parts: dict[Any, int] = {}
-        self._members: list[Part] = []
-        self._boxes: list[dict[Box, None]] = []
+        self._parts: dict[Hashable, tuple[Part, dict[Box, None]]] = {}
         self._runs: dict[int, list[_Run]] = {}
-        self._layouts: set[Any] = set()
+        self._contents: set[Hashable] = set()
         self._read: list[_Run] = []
 
-    def add(self, rank: int, part: Part, layout: Layout) -> None:
+    def add(self, rank: int, held: RankPart) -> None:
         """Add the tensors of a part that a rank holds."""
-        key = part.tensors, part.members.tobytes()
-        number = self._parts.setdefault(key, len(self._parts))
-        if number == len(self._members):
-            self._members.append(part)
-            self._boxes.append({})
-        is_new = (number, layout.intervals) not in self._layouts
-        if not is_new and rank != self._reader:
+        if held.content in self._contents and rank != self._reader:
             return
-        self._layouts.add((number, layout.intervals))
-        boxes = tuple([chunk.box for chunk in layout.chunks()])
+        self._contents.add(held.content)
+        boxes = tuple([chunk.box for chunk in held.layout.chunks()])
         if rank == self._reader:
-            self._read.append(_Run(number, boxes))
-        written = tuple([box for box in boxes if box not in self._boxes[number]])
+            self._read.append(_Run(held.part, boxes))
+        part, of_part = self._parts.setdefault(held.part.key, (held.part, {}))
+        written = tuple([box for box in boxes if box not in of_part])
         if written:
-            self._boxes[number].update(dict.fromkeys(written))
-            self._runs.setdefault(rank, []).append(_Run(number, written))
+            of_part.update(dict.fromkeys(written))
+            self._runs.setdefault(rank, []).append(_Run(part, written))
 
     def metadata(self) -> SavedMetadata:
         """Return the sizes."""
@@ -125,7 +98,7 @@ class SavedRows:
                 for fqn, entry in self._metadata.state_dict_metadata.items()
                 if not isinstance(entry, TensorStorageMetadata)
             }
-            for part, boxes in zip(self._members, self._boxes, strict=True):
+            for part, boxes in self._parts.values():
                 shape = part.tensors.shape
                 table = np.array(list(boxes), np.int64).reshape(len(boxes), 2, len(shape))
                 entry = TensorStorageMetadata(
@@ -134,8 +107,9 @@ class SavedRows:
                     ChunkList(table[:, 0], table[:, 1]),  # type: ignore[arg-type]
                 )
                 stored.update(dict.fromkeys(part.fqns, entry))
-            templates = _Templates(self._members, {fqn: at for at, fqn in enumerate(stored)})
-            written = [templates.written(rank, runs) for rank, runs in self._runs.items()]
+            order = {fqn: at for at, fqn in enumerate(stored)}
+            templates: dict[Hashable, Rows] = {}
+            written = [_written(rank, runs, order, templates) for rank, runs in self._runs.items()]
             entries = entries_of(stored)
             index = build_index(written, entries)
             saved = Metadata(
@@ -164,59 +138,47 @@ class SavedRows:
                 return part
 
         metadata = read_metadata(lambda: Stream(data))
-        for run in self._read:
-            for fqn in self._members[run.part].fqns:
+        for part, boxes in self._read:
+            for fqn in part.fqns:
                 entry = metadata.state_dict_metadata[fqn]
                 assert isinstance(entry, TensorStorageMetadata)
-                places = [MetadataIndex(fqn, torch.Size(box.offsets)) for box in run.boxes]
+                places = [MetadataIndex(fqn, torch.Size(box.offsets)) for box in boxes]
                 # What is looked up is read.
                 _ = entry.chunks[:1], [metadata.storage_data[place] for place in places]
         return sum(reads)
 
 
-class _Templates:
-    """Makes what ranks write; those that write alike share it."""
+def _written(
+    rank: int, runs: Sequence[_Run], order: dict[str, int], templates: dict[Hashable, Rows]
+) -> Written:
+    """Return what a rank writes into one file; ranks that write alike share a template."""
+    like = tuple([(run.part.key, tuple([box.sizes for box in run.boxes])) for run in runs])
+    if like not in templates:
+        templates[like] = _template(runs, order)
+    offsets = [box.offsets for run in runs for box in run.boxes]
+    return Written(like, lambda: templates[like], offsets, (f"__{rank}_0.distcp",))
 
-    def __init__(self, parts: Sequence[Part], order: dict[str, int]) -> None:
-        self._parts = parts
-        self._order = order
-        self._rows: dict[Any, Rows] = {}
 
-    def written(self, rank: int, runs: Sequence[_Run]) -> Written:
-        """Return what a rank writes into one file, in the order of the keys."""
-        like = tuple([(run.part, tuple([box.sizes for box in run.boxes])) for run in runs])
-        if like not in self._rows:
-            self._rows[like] = self._template(like)
-        offsets = [box.offsets for run in runs for box in run.boxes]
-        return Written(like, lambda: self._rows[like], offsets, (f"__{rank}_0.distcp",))
-
-    def _template(self, like: Any) -> Rows:
-        fqns: list[str] = []
-        columns = []
-        first_slot = 0
-        for number, sizes in like:
-            part = self._parts[number]
-            keys = np.arange(len(fqns), len(fqns) + len(part.members))
-            fqns += part.fqns
-            itemsize = part.tensors.dtype.itemsize
-            lengths = [prod(size) * itemsize + _RECORD_NBYTES for size in sizes]
-            slots = np.arange(first_slot, first_slot + len(sizes))
-            first_slot += len(sizes)
-            columns.append(
-                np.stack(
-                    [
-                        np.repeat(keys, len(sizes)),
-                        np.tile(slots, len(keys)),
-                        np.tile(lengths, len(keys)),
-                    ]
-                )
-            )
-        key, slot, length = np.concatenate(columns, axis=1)
-        order = np.argsort(np.array([self._order[fqn] for fqn in fqns])[key], kind="stable")
-        rows = np.zeros(len(order), ROW)
-        rows["fqn"], rows["offset"], rows["length"] = key[order], slot[order], length[order]
-        rows["start"] = np.cumsum(rows["length"]) - rows["length"]
-        return Rows(tuple(fqns), (), (), (None,), rows)
+def _template(runs: Sequence[_Run], order: dict[str, int]) -> Rows:
+    """Return the rows of a file, in the order of the keys."""
+    fqns: list[str] = []
+    columns = []
+    first_slot = 0
+    for part, boxes in runs:
+        keys = np.arange(len(fqns), len(fqns) + len(part.members))
+        fqns += part.fqns
+        itemsize = part.tensors.dtype.itemsize
+        lengths = [box.numel * itemsize + _RECORD_NBYTES for box in boxes]
+        slots = np.arange(first_slot, first_slot + len(boxes))
+        first_slot += len(boxes)
+        each = np.repeat(keys, len(boxes)), np.tile(slots, len(keys)), np.tile(lengths, len(keys))
+        columns.append(np.stack(each))
+    key, slot, length = np.concatenate(columns, axis=1)
+    ordered = np.argsort(np.array([order[fqn] for fqn in fqns])[key], kind="stable")
+    rows = np.zeros(len(ordered), ROW)
+    rows["fqn"], rows["offset"], rows["length"] = key[ordered], slot[ordered], length[ordered]
+    rows["start"] = np.cumsum(rows["length"]) - rows["length"]
+    return Rows(tuple(fqns), (), (), (None,), rows)
 
 
 def _stock_nbytes(saved: Metadata, written: Sequence[Written], rows: int) -> int:

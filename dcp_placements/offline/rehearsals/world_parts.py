@@ -12,28 +12,26 @@ from dcp_placements.layout.sharding import LayoutError, Sharding
 from dcp_placements.names.rename_record import holder
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import MeshAxes, rules_at
-from dcp_placements.offline.rehearsals.costs import Part, parts_by_rule, tensor_classes
-from dcp_placements.offline.rehearsals.refusals import RankPart, Refusals
-from dcp_placements.offline.views.cutting import fsdp_axes, in_mesh_order, layout_at, whole_sharding
+from dcp_placements.offline.rehearsals.costs import Part, RankPart, parts_by_rule, tensor_classes
+from dcp_placements.offline.rehearsals.refusals import Refusals
+from dcp_placements.offline.views.cutting import (
+    cut_signature,
+    fsdp_axes,
+    in_mesh_order,
+    layout_at,
+    whole_sharding,
+)
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement
 
 
 class RankParts(NamedTuple):
-    """What one rank holds.
+    """What one rank holds."""
 
-    Attributes:
-        rank: Its number, the last axis fastest.
-        coordinate: Its position along each axis.
-        parts: Its tensors, by class and rule; those whose rule fits them.
-        rename: Its rename; None without one.
-    """
-
-    rank: int
-    coordinate: tuple[int, ...]
-    parts: list[RankPart]
-    rename: Any
+    rank: int  # its number, the last axis fastest
+    coordinate: tuple[int, ...]  # its position along each axis
+    parts: list[RankPart]  # its tensors, by class and rule; those whose rule fits them
+    rename: Any  # its rename; None without one
 
 
 class WorldParts:
@@ -44,9 +42,10 @@ class WorldParts:
         function: Called with each rank's place in the mesh, as ``rehearse`` has it.
         axes: The mesh.
         fsdp: Axes over which FSDP cuts dim 0, as ``rehearse`` has it.
-        expected: The keys to include.
+        expected: The keys to include; None for all.
 
     Attributes:
+        checkpoint: The checkpoint.
         axes: The mesh.
         classes: The tensors by class.
         file_numbers: The number of every data file, by name.
@@ -63,8 +62,9 @@ class WorldParts:
         function: Callable[[MeshCoordinate], Any],
         axes: MeshAxes,
         fsdp: Sequence[str],
-        expected: set[str],
+        expected: set[str] | None = None,
     ) -> None:
+        self.checkpoint = checkpoint
         self._function = function
         self.axes = dict(axes)
         self._fsdp = in_mesh_order(axes, fsdp)
@@ -100,7 +100,7 @@ class WorldParts:
         holds = holder(rename)
         if not isinstance(rules, PlacementRules):
             return parts_by_rule(
-                self.classes, lambda fqn, tensors: _signature(rules(fqn, tensors.example)), holds
+                self.classes, lambda fqn, tensors: cut_signature(rules(fqn, tensors.example)), holds
             )
         # Ranks with equal patterns and equal numbers have equal parts.
         key = (rules.patterns, "" if holds is None else repr(rename))
@@ -121,7 +121,7 @@ class WorldParts:
         placement = rules(part.fqn, part.tensors.example) if shape else None
         rule = None if placement is None else rule_name(rules, part.fqn)
         own = fsdp_axes(shape, placement, self._fsdp)
-        key = (part.tensors, _signature(placement))
+        key = (part.tensors, cut_signature(placement))
         try:
             if key not in self._shardings:
                 self._shardings[key] = whole_sharding(shape, placement, self.axes, own)
@@ -133,17 +133,3 @@ class WorldParts:
                 self.refusals.add(rank, fqn, str(error), detail)
             return None
         return RankPart(part, placement, rule, key, own, sharding, layout)
-
-
-def _signature(placement: CheckpointPlacement | None) -> Any:
-    """Return what decides how a placement cuts, whatever its rank."""
-    if placement is None:
-        return None
-    mesh = placement.mesh
-    return (
-        tuple(mesh.shape),
-        mesh.mesh_dim_names,
-        placement.placements,
-        placement.global_shape,
-        placement.padded_shape,
-    )

@@ -1,4 +1,1 @@
-"""``reshard``: a checkpoint rewritten for the world that loads it.
-
-Imports what ``offline`` may.
-"""
+"""``reshard``: a checkpoint rewritten for the world that loads it."""

@@ -16,7 +16,7 @@ import torch
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
-from dcp_placements.offline.resharding.target import Entry, Stamps, empty_record
+from dcp_placements.offline.resharding.target import Entry, empty_record, stamp_of
 from dcp_placements.storage.file_reads import write_all
 from dcp_placements.storage.record_contents import memory_of
 from dcp_placements.storage.record_writer import BLOCK_NBYTES
@@ -36,21 +36,13 @@ COPY_NBYTES = 256 << 20
 class RecordWriter(AbstractContextManager["RecordWriter"]):
     """Writes records. Keeps files of the source open; close it.
 
-    Args:
-        checkpoint: The source.
-        stamps: Of the chunks.
-        advance: Called with the bytes written since the last call.
-
     Attributes:
         copied_nbytes: Bytes of records copied from file to file.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, stamps: Stamps, advance: Callable[[int], None]
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, advance: Callable[[int], None]) -> None:
         self.copied_nbytes = 0
         self._reader = BoxReader(checkpoint)
-        self._stamps = stamps
         self._advance = advance
         is_local = checkpoint.directory.local("") is not None
         self._slab_nbytes = SLAB_NBYTES if is_local else REMOTE_SLAB_NBYTES
@@ -78,7 +70,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
             self._advance(entry.length)
         elif box.numel * tensor.dtype.itemsize <= SMALL_NBYTES:
             data = self._read(tensor, box, 0)
-            parts = self._stamps.of(tensor.dtype, box.sizes).parts(bytes(data))
+            parts = stamp_of(tensor.dtype, box.sizes).parts(bytes(data))
             write_all(stream, memoryview(b"".join(parts)))
             self._advance(entry.length)
         elif (chunk := self._as_it_is(tensor, box, entry.length)) is not None:
@@ -102,7 +94,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
             self._advance(some)
 
     def _write_slabs(self, tensor: StoredTensor, box: Box, stream: IO[bytes]) -> None:
-        stamp = self._stamps.of(tensor.dtype, box.sizes)
+        stamp = stamp_of(tensor.dtype, box.sizes)
         slabs = list(pieces(box, self._slab_nbytes // tensor.dtype.itemsize))
         write_all(stream, memoryview(stamp.head))
         checksum = 0

@@ -12,67 +12,49 @@ from dcp_placements._torch import CURRENT_DCP_VERSION
 from dcp_placements.errors import (
     CannotLook,
     PlacementError,
+    format_count,
     format_name,
     format_names,
     format_nbytes,
 )
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.offline.checks.structure import (
-    file_faults,
-    id_faults,
-    place_faults,
-    records_by_file,
-    tiling_faults,
-)
-from dcp_placements.offline.declared import MeshAxes
+from dcp_placements.offline.checks.structure import records_by_file, structural_faults
+from dcp_placements.offline.declared import MeshAxes, Progress, format_mesh_axes
 from dcp_placements.offline.readers.dcp import TORCH_DIST
+from dcp_placements.offline.rehearsals.world_parts import WorldParts
 from dcp_placements.offline.remote_output import AnyFolder, AnyOutput, output_at
 from dcp_placements.offline.resharding.records import SMALL_NBYTES, RecordWriter
-from dcp_placements.offline.resharding.target import Target
+from dcp_placements.offline.resharding.target import Target, stamp_of
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.table import Rows, RowsBuilder, join
 
-Progress = Callable[[int, int], None]
-"""``(done, total)`` in bytes."""
-
 MAX_FAULTS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Resharded:
-    """What was written.
-
-    Attributes:
-        source: The checkpoint.
-        out: The new checkpoint.
-        axes: The mesh that it is for: sizes by axis name.
-        files: Bytes by file, one for each rank that has a box that no lower rank has.
-        tensors: Number of tensors.
-        objects: Number of keys that are no tensors.
-        kept: Files of an earlier attempt.
-        copied: Bytes of records copied from file to file, as they were.
-        left_out: Files of the source that hold no tensor or object.
-    """
+    """What was written."""
 
     JSON: ClassVar[str] = "source out axes files tensors objects kept left_out"
 
-    source: str
-    out: str
-    axes: Mapping[str, int]
+    source: str  # the checkpoint
+    out: str  # the new checkpoint
+    axes: Mapping[str, int]  # the mesh that it is for: sizes by axis name
+    # Bytes by file, one for each rank that has a box that no lower rank has
     files: Mapping[str, int]
-    tensors: int
-    objects: int
-    kept: tuple[str, ...]
-    copied: int
-    left_out: tuple[str, ...]
+    tensors: int  # number of tensors
+    objects: int  # number of keys that are no tensors
+    kept: tuple[str, ...]  # files of an earlier attempt
+    copied: int  # bytes of records copied from file to file, as they were
+    left_out: tuple[str, ...]  # files of the source that hold no tensor or object
 
     def __str__(self) -> str:
         ranks = prod(self.axes.values())
-        mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items())
-        count = f"{len(self.files)} file{'' if len(self.files) == 1 else 's'}"
+        mesh = format_mesh_axes(self.axes)
+        count = format_count(len(self.files), "file")
         total = format_nbytes(sum(self.files.values()))
         lines = [f"{self.tensors} tensors, {total}, in {count} for {mesh}: {self.out}"]
         if len(self.files) < ranks:
@@ -126,7 +108,7 @@ def reshard(
             )
         _check_whole(checkpoint)
         versions = checkpoint.directory.versions(checkpoint.files)
-        target = Target(checkpoint, rules, axes, fsdp)
+        target = Target(WorldParts(checkpoint, rules, axes, fsdp))
         identity = target.identity(versions)
         save_id = bytes.fromhex(identity)[:16]
         names = {rank: target.file_name(rank, save_id) for rank in target.ranks}
@@ -152,9 +134,7 @@ def reshard(
 
 def _check_whole(checkpoint: Checkpoint) -> None:
     """Refuse a source whose metadata or sizes of files show that it is damaged."""
-    records = records_by_file(checkpoint)
-    faults = [*tiling_faults(checkpoint), *place_faults(checkpoint, records)]
-    faults += [*id_faults(checkpoint), *file_faults(checkpoint, records)]
+    faults = structural_faults(checkpoint, records_by_file(checkpoint))
     if faults:
         lines = [
             f"{fault.kind}: {format_names(fault.tensors or fault.files, 4)}: {fault.message}"
@@ -193,7 +173,7 @@ def _write_data(
         progress(done, total)
 
     rows = []
-    with RecordWriter(checkpoint, target.stamps, advance) as writer:
+    with RecordWriter(checkpoint, advance) as writer:
         for rank, name in names.items():
             rows.append(_rows(target, rank, name))
             if folder.has(name):
@@ -227,7 +207,7 @@ def _rows(target: Target, rank: int, name: str) -> Rows:
             dtype, sizes = entry.source.dtype, entry.box.sizes
             if entry.box.numel * dtype.itemsize <= SMALL_NBYTES:
                 kind = (str(dtype), sizes, entry.length)
-                begins = target.stamps.of(dtype, sizes).start
+                begins = stamp_of(dtype, sizes).start
         rows.add(entry.index, path=name, start=start, length=entry.length)
         rows.add_start(kind, begins)
         start += entry.length

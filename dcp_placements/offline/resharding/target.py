@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -25,13 +26,10 @@ from dcp_placements._torch import (
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.rename_record import Step, renames_in_force
-from dcp_placements.offline.checkpoint import Checkpoint, StoredObject, StoredTensor
+from dcp_placements.offline.checkpoint import StoredObject, StoredTensor
 from dcp_placements.offline.checks.structure import box_faults
-from dcp_placements.offline.declared import MeshAxes
 from dcp_placements.offline.rehearsals.owners import OwnedTensors, Owners
-from dcp_placements.offline.rehearsals.rehearsed_record import declared_cuts
 from dcp_placements.offline.rehearsals.world_parts import WorldParts
-from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
 from dcp_placements.storage.metadata.record import Cuts, packed_record
@@ -41,40 +39,25 @@ from dcp_placements.storage.record_writer import Stamp
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One record of a new file.
+    """One record of a new file."""
 
-    Attributes:
-        index: Its key and offsets.
-        length: Its bytes.
-        box: Of a tensor, the chunk.
-        source: The stored tensor or object that has the contents.
+    index: MetadataIndex  # its key and offsets
+    length: int  # its bytes
+    source: StoredTensor | StoredObject  # the stored tensor or object that has the contents
+    box: Box | None = None  # of a tensor, the chunk
+
+
+@lru_cache(maxsize=1 << 12)
+def stamp_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Stamp:
+    """Return the stamp of chunks with elements.
+
+    Raises:
+        PlacementError: This torch writes another format.
     """
-
-    index: MetadataIndex
-    length: int
-    source: StoredTensor | StoredObject
-    box: Box | None = None
-
-
-class Stamps:
-    """The stamps of all chunks, by dtype and shape."""
-
-    def __init__(self) -> None:
-        self._stamps: dict[tuple[torch.dtype, tuple[int, ...]], Stamp] = {}
-
-    def of(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Stamp:
-        """Return the stamp of chunks with elements.
-
-        Raises:
-            PlacementError: This torch writes another format.
-        """
-        key = dtype, shape
-        if key not in self._stamps:
-            try:
-                self._stamps[key] = Stamp.of(dtype, shape)
-            except ValueError as error:
-                raise PlacementError(f"torch {torch.__version__}: {error}") from error
-        return self._stamps[key]
+    try:
+        return Stamp.of(dtype, shape)
+    except ValueError as error:
+        raise PlacementError(f"torch {torch.__version__}: {error}") from error
 
 
 def empty_record(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
@@ -87,34 +70,14 @@ def empty_record(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 class Target:
     """What is to be written.
 
-    Args:
-        checkpoint: The source.
-        function: Called with each rank's place in the mesh, as ``rehearse`` has it.
-        axes: The mesh.
-        fsdp: Axes over which FSDP cuts dim 0, as ``rehearse`` has it.
-
-    Attributes:
-        size: Ranks.
-        stamps: Of all chunks.
-
     Raises:
-        CannotLook: The function fails, or an axis in ``fsdp`` is unknown.
+        CannotLook: A function of the rules fails.
         PlacementError: A load in that world would be refused, or its ranks do not hold everything.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        function: Callable[[MeshCoordinate], Any],
-        axes: MeshAxes,
-        fsdp: Sequence[str],
-    ) -> None:
-        self.stamps = Stamps()
-        self._checkpoint = checkpoint
-        self._axes = dict(axes)
-        stored = {*checkpoint.tensors, *checkpoint.objects}
-        world = WorldParts(checkpoint, function, axes, fsdp, stored)
-        self.size = world.size
+    def __init__(self, world: WorldParts) -> None:
+        self._world = world
+        self._checkpoint = checkpoint = world.checkpoint
         self._cuts: dict[str, Cuts] = {}
         self._rules: dict[str, str] = {}
         self._renames: dict[Step, None] = {}
@@ -124,11 +87,10 @@ class Target:
             self._renames.update(dict.fromkeys(renames_in_force(held.rename, (), ())))
             for part in held.parts:
                 owners.add(held.rank, part)
-                key = part.key, part.part.members.tobytes(), part.rule
+                key = part.key, part.part.key, part.rule
                 if key not in declared:
                     declared.add(key)
-                    cuts = declared_cuts(part.sharding, part.placement, part.own)
-                    self._declare(part.part.fqns, cuts, part.rule)
+                    self._declare(part.part.fqns, part.declared_cuts(), part.rule)
         faults = list(world.refusals.faults())
         groups = [group for tensors in world.classes for group in owners.groups(tensors)]
         if not faults:
@@ -191,7 +153,7 @@ class Target:
         dtype = group.tensors.dtype
         if not box.numel:
             return len(empty_record(dtype, box.sizes))
-        return self.stamps.of(dtype, box.sizes).length
+        return stamp_of(dtype, box.sizes).length
 
     def file_name(self, rank: int, save_id: bytes) -> str:
         """Return the name of a rank's file."""
@@ -199,7 +161,7 @@ class Target:
 
     def identity(self, versions: Mapping[str, str]) -> str:
         """Return a digest of the source's files, by their versions, and of what is written."""
-        digest = hashlib.sha256(json.dumps([sorted(versions.items()), self._axes]).encode())
+        digest = hashlib.sha256(json.dumps([sorted(versions.items()), self._world.axes]).encode())
         for group in dict.fromkeys(self._group_of.values()):
             text = f"{group.fqns} {sorted(group.owners.items())}\n"
             digest.update(text.encode("utf-8", "surrogatepass"))
@@ -231,7 +193,7 @@ class Target:
     def _provenance(self, save_id: bytes, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of this save."""
         old = self._checkpoint.provenance or {}
-        provenance = identity(save_id, world_size=self.size, step=old.get("step"))
+        provenance = identity(save_id, world_size=self._world.size, step=old.get("step"))
         numbers: dict[Cuts, int] = {(): 0}
         group_of = {fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in self._cuts.items()}
         # Those of the source still describe the keys.
@@ -239,7 +201,7 @@ class Target:
         renames: dict[Step, None] = {} if record is None else dict.fromkeys(record.renames)
         renames |= self._renames
         provenance |= packed_record(list(numbers), group_of, keys, renames)
-        provenance |= {"axes": self._axes, "rules": self._rules}
+        provenance |= {"axes": self._world.axes, "rules": self._rules}
         if "save_id" in old:
             provenance["resharded_from"] = old["save_id"]
         return provenance
@@ -255,7 +217,7 @@ def _cover_faults(group: OwnedTensors) -> Iterator[Fault]:
         return
     if prod(shape) == 0:
         return
-    whole = Box((0,) * len(shape), shape)
+    whole = Box.whole(shape)
     for kind, message in box_faults(whole, group.owners):
         headline = f"the ranks of this world do not make the whole: {kind}: {message}"
         yield from (Fault(fqn, headline) for fqn in group.fqns)

@@ -1,4 +1,1 @@
-"""``inspect``, ``explain`` and ``draw``: what a checkpoint holds, as data and as pictures.
-
-Imports what ``offline`` may.
-"""
+"""``inspect``, ``explain`` and ``draw``: what a checkpoint holds, as data and as pictures."""

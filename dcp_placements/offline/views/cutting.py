@@ -6,7 +6,7 @@ the rule's cuts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 
 from dcp_placements.errors import CannotLook, PlacementError
@@ -93,3 +93,12 @@ def layout_at(
             position = position * size + index
     rule_coordinate = () if placement is None else tuple(placement.mesh.get_coordinate() or ())
     return sharding.at((*rule_coordinate, position))
+
+
+def cut_signature(placement: CheckpointPlacement | None) -> Hashable:
+    """Return what decides how a placement cuts, whatever its rank."""
+    if placement is None:
+        return None
+    mesh = placement.mesh
+    shapes = placement.global_shape, placement.padded_shape
+    return placement.placements, tuple(mesh.shape), mesh.mesh_dim_names, shapes

@@ -19,12 +19,7 @@ from dcp_placements.layout.tiling import uncovered
 from dcp_placements.load.reads import StoredChunks
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.offline.declared import MeshAxes, mesh_at, rules_at
-from dcp_placements.offline.views.cutting import (
-    fsdp_axes,
-    in_mesh_order,
-    layout_at,
-    whole_sharding,
-)
+from dcp_placements.offline.views.cutting import fsdp_axes, in_mesh_order, layout_at, whole_sharding
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, format_placement
@@ -34,94 +29,56 @@ from dcp_placements.storage.tensor_record import RecordHeads
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """One stored chunk.
+    """One stored chunk."""
 
-    Attributes:
-        box: In the whole tensor.
-        file: Name of its file; None if the metadata names none.
-        rank: The rank that wrote it, if the file's name tells it.
-        start: Where its record begins in the file, in bytes.
-        nbytes: Length of the record.
-        elements: Where its elements begin in the file; None if they are not stored contiguously
-            and untransformed, or the file is missing.
-    """
-
-    box: Box
-    file: str | None
-    rank: int | None
-    start: int
-    nbytes: int
+    box: Box  # in the whole tensor
+    file: str | None  # name of its file; None if the metadata names none
+    rank: int | None  # the rank that wrote it, if the file's name tells it
+    start: int  # where its record begins in the file, in bytes
+    nbytes: int  # length of the record
+    # Where its elements begin in the file; None if they are not stored contiguously and
+    # untransformed, or the file is missing
     elements: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Where a part of a rank's tensor is read from.
+    """Where a part of a rank's tensor is read from."""
 
-    Attributes:
-        box: The part, in the whole tensor.
-        file: Name of the file; None if the metadata names none.
-        first: The first of its bytes in the file; None if that is not known.
-        last: The byte after its last.
-        nbytes: Bytes of the part.
-        runs: Number of runs of consecutive bytes.
-    """
-
-    box: Box
-    file: str | None
-    first: int | None
-    last: int | None
-    nbytes: int
-    runs: int
+    box: Box  # the part, in the whole tensor
+    file: str | None  # name of the file; None if the metadata names none
+    first: int | None  # the first of its bytes in the file; None if that is not known
+    last: int | None  # the byte after its last
+    nbytes: int  # bytes of the part
+    runs: int  # number of runs of consecutive bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """The part of the tensor that one rank holds.
+    """The part of the tensor that one rank holds."""
 
-    Attributes:
-        rank: Its number, the last axis fastest.
-        coordinate: Its position along each axis.
-        local_shape: Of its local tensor, padding included.
-        ranges: Where its elements are in the files.
-        holes: Its boxes that no chunk has.
-    """
-
-    rank: int
-    coordinate: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    ranges: tuple[ByteRange, ...]
-    holes: tuple[Box, ...]
+    rank: int  # its number, the last axis fastest
+    coordinate: tuple[int, ...]  # its position along each axis
+    local_shape: tuple[int, ...]  # of its local tensor, padding included
+    ranges: tuple[ByteRange, ...]  # where its elements are in the files
+    holes: tuple[Box, ...]  # its boxes that no chunk has
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One tensor, from its rule to the bytes of files.
+    """One tensor, from its rule to the bytes of files."""
 
-    Attributes:
-        fqn: Its key.
-        shape: Of the whole tensor.
-        dtype: Its torch name without ``torch.``.
-        chunks: Where it is stored.
-        saved_rule: The rule of the save, if the checkpoint records it.
-        saved_axes: The mesh axes of the save, if the checkpoint records them.
-        saved_cuts: The cuts of the save in the order in which they applied, if the checkpoint
-            records them.
-        rule: The rule that matches it among those given; None for none.
-        axes: What each axis of the given mesh does to it, as text.
-        ranks: The part that each rank of the given mesh holds.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: tuple[ChunkPlace, ...]
-    saved_rule: str | None
-    saved_axes: Mapping[str, int]
+    fqn: str  # its key
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str  # its torch name without ``torch.``
+    chunks: tuple[ChunkPlace, ...]  # where it is stored
+    saved_rule: str | None  # the rule of the save, if the checkpoint records it
+    saved_axes: Mapping[str, int]  # the mesh axes of the save, if the checkpoint records them
+    # The cuts of the save in the order in which they applied, if the checkpoint records them
     saved_cuts: tuple[str, ...] = ()
-    rule: str | None = None
-    axes: Mapping[str, str] | None = None
-    ranks: tuple[RankPart, ...] = ()
+    rule: str | None = None  # the rule that matches it among those given; None for none
+    axes: Mapping[str, str] | None = None  # what each axis of the given mesh does to it, as text
+    ranks: tuple[RankPart, ...] = ()  # the part that each rank of the given mesh holds
 
 
 def explain(
@@ -149,15 +106,13 @@ def explain(
         PlacementError: A rule that does not fit the tensor.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    tensor = checkpoint.tensors.get(fqn)
-    if tensor is None:
-        raise _no_tensor(checkpoint, fqn)
+    tensor = tensor_of(checkpoint, fqn)
     provenance = checkpoint.provenance or {}
     record = checkpoint.record
     explanation = Explanation(
         fqn=fqn,
         shape=tensor.shape,
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=tensor.stored_dtype.name,
         chunks=tuple(_place(checkpoint, chunk) for chunk in tensor.chunks),
         saved_rule=(provenance.get("rules") or {}).get(fqn),
         saved_axes=provenance.get("axes") or {},
@@ -185,10 +140,17 @@ def explain(
     return replace(explanation, rule=rule, axes=texts, ranks=tuple(parts))
 
 
-def _no_tensor(checkpoint: Checkpoint, fqn: str) -> CannotLook:
+def tensor_of(checkpoint: Checkpoint, fqn: str) -> StoredTensor:
+    """Return a tensor of a checkpoint.
+
+    Raises:
+        CannotLook: It has none of that name; near names are in the message.
+    """
+    if fqn in checkpoint.tensors:
+        return checkpoint.tensors[fqn]
     if fqn in checkpoint.objects:
         stored = checkpoint.objects[fqn]
-        return CannotLook(
+        raise CannotLook(
             f"{fqn} is an object and no tensor: {stored.nbytes} bytes from byte {stored.start} of "
             f"{stored.file}"
         )
@@ -197,7 +159,7 @@ def _no_tensor(checkpoint: Checkpoint, fqn: str) -> CannotLook:
     hint = (
         f"likely:      {format_names(near, 4)}" if near else "way out:     inspect lists its keys"
     )
-    return CannotLook(f"{checkpoint.path}: no tensor {fqn}\n    {hint}")
+    raise CannotLook(f"{checkpoint.path}: no tensor {fqn}\n    {hint}")
 
 
 def _place(checkpoint: Checkpoint, chunk: StoredChunk) -> ChunkPlace:

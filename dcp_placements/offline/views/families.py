@@ -22,15 +22,10 @@ _NUMBER = re.compile(r"(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d*)(?=\.|
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Keys that differ in numbers alone. Every combination of the numbers in its name is a key.
+    """Keys that differ in numbers alone. Every combination of the numbers in its name is a key."""
 
-    Attributes:
-        name: The keys as one name, with ranges of numbers.
-        keys: In natural order.
-    """
-
-    name: str
-    keys: tuple[str, ...]
+    name: str  # the keys as one name, with ranges of numbers
+    keys: tuple[str, ...]  # in natural order
 
 
 def natural_key(name: str) -> tuple[tuple[int, str, int], ...]:

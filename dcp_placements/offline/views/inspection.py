@@ -22,25 +22,15 @@ SHOWN_PROVENANCE = ("save_id", "step", "world_size", "axes", "versions", "option
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor.
+    """One tensor."""
 
-    Attributes:
-        shape: Of the whole tensor.
-        dtype: Its torch name without ``torch.``.
-        chunks: Number of boxes that it is stored as.
-        files: Names of the files that hold any of it.
-        ranks: Ranks that wrote any of it, as far as the files' names tell.
-        nbytes: Bytes of the whole tensor's elements.
-        rule: The rule of the save that matched it, if the checkpoint records it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: int
-    files: tuple[str, ...]
-    ranks: tuple[int, ...]
-    nbytes: int
-    rule: str | None = None
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str  # its torch name without ``torch.``
+    chunks: int  # number of boxes that it is stored as
+    files: tuple[str, ...]  # names of the files that hold any of it
+    ranks: tuple[int, ...]  # ranks that wrote any of it, as far as the files' names tell
+    nbytes: int  # bytes of the whole tensor's elements
+    rule: str | None = None  # the rule of the save that matched it, if the checkpoint records it
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,68 +58,41 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors whose keys differ in numbers alone, with one shape and dtype.
+    """Tensors whose keys differ in numbers alone, with one shape and dtype."""
 
-    Attributes:
-        name: Their keys as one name, with ranges of numbers.
-        tensors: How many they are.
-        shape: Of each whole tensor.
-        dtype: Its torch name without ``torch.``.
-        chunks: Of all of them.
-        ranks: Ranks that wrote any of them, as far as the files' names show.
-        nbytes: Bytes of all their elements.
-    """
-
-    name: str
-    tensors: int
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: int
-    ranks: tuple[int, ...]
-    nbytes: int
+    name: str  # their keys as one name, with ranges of numbers
+    tensors: int  # how many they are
+    shape: tuple[int, ...]  # of each whole tensor
+    dtype: str  # its torch name without ``torch.``
+    chunks: int  # of all of them
+    ranks: tuple[int, ...]  # ranks that wrote any of them, as far as the files' names show
+    nbytes: int  # bytes of all their elements
 
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One file.
+    """One file."""
 
-    Attributes:
-        nbytes: Its size; None if it is missing.
-        rank: The rank that wrote it, if its name tells.
-        data: Whether it holds tensors or objects.
-    """
-
-    nbytes: int | None
-    rank: int | None
-    data: bool
+    nbytes: int | None  # its size; None if it is missing
+    rank: int | None  # the rank that wrote it, if its name tells
+    data: bool  # whether it holds tensors or objects
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowInfo:
-    """Copies beside the canonical tensors and objects (``shadows=``).
+    """Copies beside the canonical tensors and objects (``shadows=``)."""
 
-    Attributes:
-        keys: Number of tensors and objects that have copies.
-        copies: Number of records in all files; a record has the copies of several keys.
-        nbytes: Length of the records.
-    """
-
-    keys: int
-    copies: int
-    nbytes: int
+    keys: int  # number of tensors and objects that have copies
+    copies: int  # number of records in all files; a record has the copies of several keys
+    nbytes: int  # length of the records
 
 
 @dataclass(frozen=True, slots=True)
 class CutsInfo:
-    """Tensors that were cut alike when they were saved.
+    """Tensors that were cut alike when they were saved."""
 
-    Attributes:
-        cuts: The cut of each axis as text, in the order in which they apply.
-        keys: The tensors.
-    """
-
-    cuts: tuple[str, ...]
-    keys: tuple[str, ...]
+    cuts: tuple[str, ...]  # the cut of each axis as text, in the order in which they apply
+    keys: tuple[str, ...]  # the tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,6 @@ def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredObject]) -> dic
     """Return the values of the first small objects, by key.
 
     Objects that are large or broken, and those that hold other values, are left out.
-
-    Args:
-        checkpoint: The checkpoint that stores them.
-        objects: The objects.
     """
     values = {}
     small = [stored for stored in objects if stored.nbytes <= MAX_NBYTES]

@@ -29,9 +29,6 @@ Writer = int | str
 def new_figure(height: float) -> Any:
     """Return an empty ``matplotlib.figure.Figure``.
 
-    Args:
-        height: In inches.
-
     Raises:
         CannotLook: There is no matplotlib.
     """
@@ -75,11 +72,6 @@ def writer_label(writer: Writer) -> str:
 def writer_order(writer: Writer) -> tuple[bool, int, str]:
     """Return a sort key: ranks first, then files by name."""
     return (False, writer, "") if isinstance(writer, int) else (True, 0, writer)
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a count and its noun."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from dcp_placements.errors import format_count
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import intersection, overlaps, uncovered
 from dcp_placements.offline.projection import Panel, Projection, project
@@ -19,7 +19,6 @@ from dcp_placements.offline.views.picture import (
     Writer,
     add_title,
     new_figure,
-    plural,
     writer_colors,
     writer_label,
 )
@@ -43,14 +42,8 @@ _DOUBLE: Style = {
 _END: Style = {"facecolor": "none", "edgecolor": DARK, "linewidth": 1.6, "zorder": 4}
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A stored chunk.
-
-    Attributes:
-        box: In the tensor.
-        writer: The rank that wrote it; a file's name if the rank is not known.
-    """
+class Piece(NamedTuple):
+    """A stored chunk: its box in the tensor, and who wrote it."""
 
     box: Box
     writer: Writer
@@ -61,19 +54,13 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[P
 
     Holes are hatched grey; elements that are stored twice are outlined and hatched red.
 
-    Args:
-        fqn: Its key, for the title.
-        shape: Of the tensor.
-        dtype: Its name, for the title.
-        pieces: The stored chunks.
-
     Returns:
         A ``matplotlib.figure.Figure``.
 
     Raises:
         CannotLook: There is no matplotlib.
     """
-    whole = Box((0,) * len(shape), tuple(shape))
+    whole = Box.whole(tuple(shape))
     boxes = [piece.box for piece in pieces]
     holes = uncovered(whole, boxes, MAX_FLAWS)
     projection = project(shape, [box for box in (*boxes, *holes, whole) if box.numel])
@@ -101,7 +88,7 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[P
         axes.set_axis_off()
     if 0 in shape:
         figure.text(0.5, 0.5, "no elements", ha="center", va="center", fontsize=9, color=GREY)
-    chunks, writers = plural(len(pieces), "chunk"), plural(len(colors), "writer")
+    chunks, writers = format_count(len(pieces), "chunk"), format_count(len(colors), "writer")
     facts = [f"{tuple(shape)} {dtype}", f"{chunks} of {writers}", *_uncut(projection)]
     if _are_numbered(pieces) and len(unlabelled) < len(colors):
         facts.append("numbers: writer ranks")
@@ -219,27 +206,19 @@ def _set_scales(axes: Any, projection: Projection, panel: Panel, size: tuple[flo
     else:
         edges = projection.edges[projection.across]
         digits = len(str(edges[-1]))
-        axes.set_xticks(_thinned(edges, size[0] / (0.09 * digits + 0.12)))
+        axes.xaxis.set_major_locator(_ticks(edges, size[0] / (0.09 * digits + 0.12)))
         if projection.down is None:
             axes.set_yticks([])
         else:
-            axes.set_yticks(_thinned(projection.edges[projection.down], size[1] / 0.17))
+            steps = projection.edges[projection.down]
+            axes.yaxis.set_major_locator(_ticks(steps, size[1] / 0.17))
 
 
-def _thinned(edges: Sequence[int], room: float) -> list[int]:
-    """Return those of ``edges`` whose labels fit, the first and last among them.
+def _ticks(edges: Sequence[int], room: float) -> Any:
+    """Return a locator of those edges whose labels fit, if ``room`` labels would."""
+    from matplotlib.ticker import FixedLocator
 
-    Args:
-        edges: Ascending.
-        room: How many would fit.
-    """
-    least = (edges[-1] - edges[0]) / max(room, 1)
-    step = max(1, -(-(len(edges) - 1) // max(int(room), 1)))
-    kept = [edges[0]]
-    for edge in edges[step:-1:step]:
-        if edge - kept[-1] >= least and edges[-1] - edge >= least:
-            kept.append(edge)
-    return [*kept, edges[-1]]
+    return FixedLocator(edges, nbins=max(int(room), 2))
 
 
 def _label_dims(axes: Any, projection: Projection, shape: Sequence[int]) -> None:

@@ -121,7 +121,7 @@ def makes_whole(cover: Cover, shape: tuple[int, ...], *, complete: bool) -> bool
         # Different cells of a grid do not overlap.
         return True
     if complete:
-        return tiles(Box((0,) * ndim, shape), cover.as_boxes())
+        return tiles(Box.whole(shape), cover.as_boxes())
     return not overlaps(cover.as_boxes(), limit=1)
 
 

@@ -40,7 +40,7 @@ class Faults:
         """Return why the boxes of a piece do not make the whole of its tensors."""
         claims = claims_of(self.cohorts, piece, 0)
         shape = piece.group.shape
-        whole = Box((0,) * len(shape), shape)
+        whole = Box.whole(shape)
         boxes = [box for box in claims.boxes if box.numel]
         crossing = overlaps(boxes)
         beyond = [
@@ -179,7 +179,7 @@ class Faults:
             ]
         if len({len(shape) for shape in shapes}) == 1:
             largest = tuple(map(max, zip(*shapes, strict=True)))
-            holes = uncovered(Box((0,) * len(largest), largest), list(claims.boxes))
+            holes = uncovered(Box.whole(largest), list(claims.boxes))
             if holes:
                 text = ", ".join(format_box(hole, largest) for hole in holes)
                 advice.insert(0, f"nobody holds {text} of {largest}")

@@ -175,7 +175,7 @@ class _Merger:
         """
         for fqn, boxes in self._boxes.items():
             extent = tuple(self.stored[fqn].size)
-            all_of_it = Box((0,) * len(extent), extent)
+            all_of_it = Box.whole(extent)
             real = [box for box in boxes if box.numel]
             if not all_of_it.numel or tiles(all_of_it, real):
                 continue
