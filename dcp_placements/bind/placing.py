@@ -67,13 +67,20 @@ class Placer:
     def add_all(self, state_dict: Mapping[str, Any]) -> None:
         """Bind every value that is a tensor and has a place."""
         recent, number = None, 0
+        # By shapes and mesh, the latest placements and their place: these are hashed slowly.
+        latest: dict[Any, tuple[Any, Place | None]] = {}
         for fqn, value in state_dict.items():
             if self.rules is None and type(value) is DTensor:
                 # The common case, inline: more calls for each of thousands of tensors are slow.
                 local, mesh, placements, whole = dtensor_facts(value)
                 if mesh is not recent:
                     recent, number = mesh, self.mesh_number(mesh)
-                place = self._bound.get((whole, local.shape, number, placements, None))
+                shapes = whole, local.shape, number
+                equal, place = latest.get(shapes, (None, None))
+                if equal != placements:
+                    place = self._bound.get((*shapes, placements, None))
+                    if place is not None:
+                        latest[shapes] = placements, place
                 if place is not None and type(local) is torch.Tensor:
                     self.placing.placed[fqn] = Placed(fqn, local, place, None, mesh)
                     continue

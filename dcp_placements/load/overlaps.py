@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Container, Iterable, Mapping
+from itertools import chain
 
 import numpy as np
 import torch
@@ -125,20 +126,22 @@ def overlaps_of(
     """
     fqns: list[str] = []
     spans: list[tuple[int, int]] = []
+    stored = metadata.state_dict_metadata
     for fqn, value in state_dict.items():
-        if fqn not in metadata.state_dict_metadata or fqn in excluded:
-            continue
         placed = placing.placed.get(fqn)
-        if placed is not None:
-            tensors = placed.tensors
-        elif isinstance(value, torch.Tensor) and fqn not in placing.absent:
-            tensors = [] if has_hooks(value) else [value]
-        else:
+        if fqn not in stored or fqn in excluded:
             continue
-        for tensor in tensors:
+        if placed is not None and not placed.parts:
             fqns.append(fqn)
-            spans.append(_span(tensor))
-    runs = _runs(np.array(spans, np.int64).reshape(-1, 2))
+            spans.append(_span(placed.tensor))
+        elif placed is not None:
+            fqns += [fqn] * len(placed.parts)
+            spans += map(_span, placed.parts)
+        elif isinstance(value, torch.Tensor) and fqn not in placing.absent and not has_hooks(value):
+            fqns.append(fqn)
+            spans.append(_span(value))
+    ends = np.fromiter(chain.from_iterable(spans), np.int64, 2 * len(spans))
+    runs = _runs(ends.reshape(-1, 2))
     groups: dict[str, tuple[str, ...]] = {}
     for run in runs:
         keys = tuple(dict.fromkeys([fqns[at] for at in run]))
@@ -167,10 +170,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         start = tensor.data_ptr()
     except RuntimeError:  # wrapper subclasses and fake tensors have no memory
         return 0, 0
+    if start and tensor.is_contiguous():
+        return start, start + tensor.nbytes
     if not start or not tensor.numel():
         return 0, 0
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

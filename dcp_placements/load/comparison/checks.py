@@ -79,10 +79,12 @@ def check_load(
     if world_size() > 1:
         asking = Asking(tensor_positions(metadata))
         excused = policy.excused(state_dict)
-        # DTensors alone are complete over their meshes.
-        declared = placing if rules is not None or rename is not None else Placing()
-        fqns = [fqn for fqn in state_dict if fqn not in placing.absent]
-        _ask(asking, fqns, declared, excused)
+        fqns = [fqn for fqn in state_dict if fqn in asking.positions and fqn not in placing.absent]
+        if rules is None and rename is None:
+            # DTensors alone are complete over their meshes.
+            asking.others.extend(map(asking.positions.__getitem__, fqns))
+        else:
+            _ask(asking, fqns, placing, excused)
         families = excused_families(checks.record, metadata, excused)
         checks.asked = asking.packed(families, renames_as_text(rename))
     return checks
@@ -180,7 +182,7 @@ def _ask(
 
     Args:
         asking: Takes in the keys.
-        fqns: The keys that the rank reads.
+        fqns: The tensors of the checkpoint that the rank reads.
         placing: The places of tensors of which ranks may ask for the parts of others.
         excused: Keys of which parts may be left out.
     """
@@ -189,9 +191,6 @@ def _ask(
     # By place and rule, the keys that are asked for in that form; None for the others.
     groups: dict[tuple[int, str | None], tuple[Form, list[int]] | None] = {}
     for fqn in fqns:
-        position = positions.get(fqn)
-        if position is None:
-            continue
         placed = placing.placed.get(fqn)
         group = None
         if placed is not None and fqn not in excused:
@@ -202,7 +201,7 @@ def _ask(
             if group is not None and group[0].dims:
                 states = states or OptimizerStates(dict.fromkeys(positions, UNSEEN))
                 group = None if states.of(fqn) is not None else group
-        (others if group is None else group[1]).append(position)
+        (others if group is None else group[1]).append(positions[fqn])
 
 
 def _group(asking: Asking, placed: Placed) -> tuple[Form, list[int]] | None:
