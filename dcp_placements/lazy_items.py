@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
+from dcp_placements.quiet_gc import quiet_gc
+
 T = TypeVar("T")
 
 
@@ -44,7 +46,8 @@ class LazyItems(Sequence[T]):
                     "    likely:      the coordinator uses another planner than this rank\n"
                     "    way out:     the same planner on every rank; installed() on every rank"
                 )
-            self._made = self._make()
+            with quiet_gc():
+                self._made = self._make()
         return self._made
 
     def __len__(self) -> int:
@@ -76,14 +79,35 @@ class LazyItems(Sequence[T]):
         return LazyItems, ()
 
 
-class OutlinedItems(list[T]):
-    """The items of a final plan, and which chunks they write; pickled without that.
+class GroupedItems(LazyItems[T]):
+    """A final plan's items, most of them by group; storage of this package needs no others.
+
+    Args:
+        make: Returns all items.
+        groups: What the planner has in common of many items.
+        others: The items that are in no group.
+        outline: As that of ``LazyItems``.
 
     Attributes:
-        outline: As that of ``LazyItems``.
+        groups: The same.
+        others: The same.
     """
 
-    outline: Callable[[], Any] | None = None
+    __slots__ = ("groups", "others")
+
+    def __init__(
+        self,
+        make: Callable[[], list[T]],
+        groups: Sequence[Any],
+        others: Sequence[T],
+        outline: Callable[[], Any] | None = None,
+    ) -> None:
+        super().__init__(make, outline)
+        self.groups = groups
+        self.others = others
+
+    def __len__(self) -> int:
+        return sum([len(group.fqns) for group in self.groups]) + len(self.others)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
+        return list, (self.all,)

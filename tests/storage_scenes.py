@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import Shard
 
 from dcp_placements.storage.reader import PlacementFileSystemReader
@@ -160,6 +160,13 @@ def save_alone(path: Path, rank: int, state_dict: dict[str, Any], writer: Any = 
 def wholes(count: int = 3, shape: tuple[int, ...] = (12, 8)) -> dict[str, torch.Tensor]:
     """Return a few whole tensors."""
     return {f"layers.{n}.weight": arange(shape) + n for n in range(count)}
+
+
+def stock_metadata(path: Path) -> Metadata:
+    """Return what plain DCP reads of a checkpoint."""
+    with open(path / ".metadata", "rb") as file:
+        read: Metadata = pickle.load(file)
+    return read
 
 
 def pickle_nbytes(data: bytes) -> int:

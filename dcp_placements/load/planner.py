@@ -29,6 +29,7 @@ from dcp_placements.load.policy import Policy, compiled
 from dcp_placements.load.rank_load import RankLoad
 from dcp_placements.load.verification import VERIFY
 from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.renamed_keys import Path, flattened
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.options import (
@@ -37,12 +38,15 @@ from dcp_placements.rules.options import (
     check_choice,
     check_declaration,
     of_instance,
+    overrides,
 )
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.metadata.save_ids import MIXED
 from dcp_placements.storage.record_contents import DAMAGED
 
 logger = logging.getLogger(__name__)
+
+_TAKE_DATA = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
 class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
@@ -140,18 +144,30 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             raise PlacementError(
                 "a PlacementLoadPlanner cannot save: dcp.save wants a save planner"
             )
+        self._run = RankLoad()
+        super().set_up_planner({}, metadata, is_coordinator)
+        if self.flatten_state_dict:
+            self.state_dict, self.mappings = flattened(state_dict, self._set_up_by_torch)
+            self.original_state_dict = state_dict
+        else:
+            self._set_up_by_torch(state_dict)
+        try:
+            self._run.rename(self.rename)
+        except RankFaults as refusal:
+            self._run.refusal = refusal
+
+    def _set_up_by_torch(
+        self, state_dict: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Path]]:
+        """Take a state dict; values of types that torch does not know stay, where it drops them."""
         objects = [
             (path, value)
             for path, value in leaves(_without_tensors(state_dict))
             if value is not None and not isinstance(value, torch.Tensor)
         ]
-        self._run = RankLoad()
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+        super().set_up_planner(state_dict, self.metadata, self.is_coordinator)
         self._run.restore(objects)
-        try:
-            self._run.rename(self.rename)
-        except RankFaults as refusal:
-            self._run.refusal = refusal
+        return self.state_dict, self.mappings
 
     def create_local_plan(self) -> LoadPlan:
         """Return what this rank reads; an empty plan with the reasons if it cannot be loaded.
@@ -217,7 +233,8 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             raise load.refusal
         load.take_verdict(new_plan.planner_data)
         try:
-            plan = load.finished(new_plan)
+            own = overrides(self, PlacementLoadPlanner, *_TAKE_DATA)
+            plan = load.finished(new_plan, grouped=not own)
         except Exception as error:
             if load.active_exchange is None:
                 raise

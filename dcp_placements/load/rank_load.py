@@ -78,6 +78,7 @@ class RankLoad:
         collapsed: By scalar of which the checkpoint has one per row, the number of rows.
         stateless: Optimizer state keys of parameters of which the checkpoint has no state.
         items: What the rank reads.
+        request: The plan of it.
         checks: How the load compares with the save.
         overlaps: The keys that overlap in memory.
         ids: The records of save ids that are read.
@@ -98,6 +99,7 @@ class RankLoad:
     collapsed: Mapping[str, torch.Size] = field(default_factory=dict)
     stateless: Sequence[str] = ()
     items: LazyItems[ReadItem] = field(default_factory=LazyItems)
+    request: Request | None = None
     checks: LoadChecks = field(default_factory=LoadChecks)
     overlaps: Overlaps = field(default_factory=lambda: Overlaps({}))
     ids: Mapping[MetadataIndex, IdRecord] = field(default_factory=dict)
@@ -168,7 +170,7 @@ class RankLoad:
             RankFaults: What cannot be filled, or would be filled wrongly; all in one error.
         """
         state_dict, placing, metadata = self.state_dict, self.placing, self.metadata
-        request = Request(state_dict, placing, metadata, policy, self.local_keys)
+        self.request = request = Request(state_dict, placing, metadata, policy, self.local_keys)
         self.items = request.items()
         self.report = report = request.report
         self.collapsed, self.stateless = request.collapsed, request.stateless
@@ -265,23 +267,31 @@ class RankLoad:
         """The exchange, where the coordinator granted one."""
         return self.exchange if self.exchange is not None and self.exchange.verdict.active else None
 
-    def finished(self, plan: LoadPlan) -> LoadPlan:
-        """Return what this rank reads, its part of an exchange alone, and reset step counts."""
+    def finished(self, plan: LoadPlan, *, grouped: bool) -> LoadPlan:
+        """Return what this rank reads, its part of an exchange alone, and reset step counts.
+
+        With ``grouped`` what is read may go into tensors without the planner.
+        """
         for fqn in self.stateless:
             self._reset_step(fqn)
         # Lazy items stayed here: the coordinator changes nothing of what a rank reads.
         items: Sequence[ReadItem] = plan.items
         with quiet_gc():
             if isinstance(items, LazyItems):
-                items = self.items.all
+                items = self.items
+                if grouped and self.verification is None and self.request is not None:
+                    apart = {*self.shared, *self.overlaps.groups}
+                    items = self.request.grouped(apart)
             if self.active_exchange is not None:
-                items = self.active_exchange.share(items, self.metadata)
+                items = self.active_exchange.share(list(items), self.metadata)
         if self.exchange is not None and self.exchange.verdict.why:
             self.warn([_without_exchange(self.exchange.verdict)])
         if self.verification is not None:
             self.warn(self.verification.notes(items, self.state_dict))
         self.overlaps.expect(items)
-        return replace(plan, items=[*self._id_reads(items), *items])
+        ids = self._id_reads(items)
+        final: Any = [*ids, *items] if ids else items
+        return replace(plan, items=final)
 
     def _id_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
         """Return the reads of the save ids in the files that items are read from.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +23,15 @@ from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box
-from dcp_placements.lazy_items import LazyItems
+from dcp_placements.lazy_items import GroupedItems, LazyItems
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, narrowing_note
 from dcp_placements.load.missing import MissingKeys, is_tensor
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.reads import Read, Reads, read_items
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.report import LoadReport
+from dcp_placements.storage.protocols import ReadGroup
+from dcp_placements.storage.record_writer import SMALL_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +94,17 @@ class Request:
         self._states = OptimizerStates(self.state_dict, self.stored, names=names)
         self._reads = Reads()
         # By place and dtype, the last such tensor: most tensors are filled as that one.
-        self._last: dict[tuple[Any, torch.dtype], tuple[TensorStorageMetadata, _Filling]] = {}
+        self._last: dict[
+            tuple[Any, torch.dtype], tuple[TensorStorageMetadata, _Filling, list[str]]
+        ] = {}
+        # What fills several tensors, with their keys; and what fills each key.
+        self._groups: list[tuple[_Filling, list[str]]] = []
+        self._fillings: dict[str, _Filling] = {}
 
     def items(self) -> LazyItems[ReadItem]:
         """Plan all reads, and return them."""
         report = self.report
-        fillings: dict[str, _Filling] = {}
+        fillings = self._fillings
         missing = []
         for fqn, value in self.state_dict.items():
             stored = self.stored.get(fqn)
@@ -119,6 +128,38 @@ class Request:
             self.notes.append(narrowing_note(narrowed, report.casts[narrowed[0]]))
         report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
         return LazyItems(lambda: read_items((fqn, one.reads) for fqn, one in fillings.items()))
+
+    def grouped(self, apart: AbstractSet[str]) -> GroupedItems[ReadItem]:
+        """Return all items, those of small tensors that are read alike by group.
+
+        Args:
+            apart: Keys that are in no group.
+        """
+        groups: list[ReadGroup] = []
+        taken: set[str] = set()
+        for filling, keys in self._groups:
+            fqns = [fqn for fqn in keys if fqn not in apart]
+            is_small = 0 < filling.read_nbytes <= SMALL_NBYTES
+            if len(fqns) < 2 or not is_small or not _is_whole(filling.reads):
+                continue
+            # What is not one local tensor is read through views.
+            placed = [self.placing.placed.get(fqn) for fqn in fqns]
+            first = placed[0]
+            has_parts = any([one is not None and bool(one.parts or one.dims) for one in placed])
+            if has_parts or (first is not None and len(first.chunks) > 1):
+                continue
+            stored: Any = self.stored[fqns[0]]
+            tensors = [
+                self.state_dict[fqn] if one is None else one.tensor
+                for fqn, one in zip(fqns, placed, strict=True)
+            ]
+            item = read_items([(fqns[0], filling.reads)])[0]
+            groups.append(ReadGroup(fqns, item, stored.properties.dtype, tensors))
+            taken.update(fqns)
+        of_each = self._fillings.items()
+        others = read_items((fqn, one.reads) for fqn, one in of_each if fqn not in taken)
+        make = partial(read_items, [(fqn, one.reads) for fqn, one in of_each])
+        return GroupedItems(make, groups, others)
 
     def _settle_missing(self, missing: list[str], *, matched: int) -> None:
         keys = MissingKeys(
@@ -150,11 +191,14 @@ class Request:
         last = self._last.get(key)
         # An equal list that is another object is searched again.
         if last is not None and (last[0] is stored or _are_alike(last[0], stored)):
+            last[2].append(fqn)
             return last[1]
         faults = len(self.faults)
         filling = self._new_filling(fqn, value, stored)
         if filling is not None and len(self.faults) == faults and fqn not in self.collapsed:
-            self._last[key] = stored, filling
+            fqns = [fqn]
+            self._last[key] = stored, filling, fqns
+            self._groups.append((filling, fqns))
         return filling
 
     def _new_filling(self, fqn: str, value: Any, stored: Any) -> _Filling | None:
@@ -242,6 +286,14 @@ class Request:
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(fqn, headline, details))
+
+
+def _is_whole(reads: Sequence[Read] | None) -> bool:
+    """Whether reads are one, of all of a stored chunk into all of a destination."""
+    if reads is None or len(reads) != 1:
+        return False
+    read = reads[0]
+    return read.lengths == read.stored.sizes and not any(read.dest_offsets)
 
 
 def _are_alike(one: TensorStorageMetadata, other: Any) -> bool:

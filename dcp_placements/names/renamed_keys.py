@@ -6,9 +6,14 @@ global name; rules, plans, messages and the file use only that one.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from dcp_placements._torch import DTensor
 from dcp_placements.errors import Fault, RankFaults
 from dcp_placements.names.rename_results import Parts, Rename, RenameError, Row, Rows
 
@@ -51,6 +56,51 @@ class Unstacked:
     name: Rows | Parts
     value: Any
     path: Path | None
+
+
+def flattened(
+    values: dict[str, Any], rest: Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Path]]]
+) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return ``(flat state dict, mappings)`` as DCP flattens a nested dict.
+
+    Torch visits every value three times and more, which takes longer than to plan it. Here that is
+    left to lists, objects, and tensors without memory.
+
+    Args:
+        values: The state dict.
+        rest: Flattens a dict of one key by torch's functions, which may replace its value.
+
+    Raises:
+        ValueError: Two values with one key.
+    """
+    leaves: list[tuple[str, Any, Path]] = []
+
+    def add(values: dict[str, Any], prefix: str, path: Path) -> None:
+        for key, value in values.items():
+            kind = type(value)
+            if kind is dict or kind is OrderedDict:
+                add(value, f"{prefix}{key}.", (*path, str(key)))
+            elif kind in _LEAVES and not (kind in _TENSORS and value.is_meta):
+                leaves.append((f"{prefix}{key}", value, (*path, str(key))))
+            else:
+                part = {key: value}
+                flat, paths = rest(part)
+                if part[key] is not value:
+                    values[key] = part[key]
+                leaves.extend(
+                    (f"{prefix}{fqn}", held, path + paths[fqn]) for fqn, held in flat.items()
+                )
+
+    add(values, "", ())
+    flat = {fqn: value for fqn, value, _ in leaves}
+    if len(flat) < len(leaves):
+        several = [fqn for fqn, count in Counter(fqn for fqn, *_ in leaves).items() if count > 1]
+        raise ValueError(f"duplicated flatten key {several[0]}")
+    return flat, {fqn: path for fqn, _, path in leaves}
+
+
+_TENSORS = frozenset((DTensor, torch.Tensor, torch.nn.Parameter))
+_LEAVES = _TENSORS | {int, float, str, bytes, bool, type(None)}
 
 
 def rename_keys(

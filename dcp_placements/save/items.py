@@ -18,7 +18,6 @@ from dcp_placements._torch import (
     WriteItem,
     WriteItemType,
     files_by_name,
-    filled,
 )
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
@@ -27,6 +26,8 @@ from dcp_placements.save.local_plan import Boxes, Holding
 from dcp_placements.save.packing import Ints, unpacked_ints
 from dcp_placements.storage.metadata.pickles.tensor_properties import properties_of
 from dcp_placements.storage.metadata.write_results import Outline
+from dcp_placements.storage.protocols import WriteGroup, write_item
+from dcp_placements.storage.record_writer import SMALL_NBYTES
 
 
 class Assignment(NamedTuple):
@@ -149,7 +150,7 @@ class Outlines:
                 self._chunks[key] = fqns, _chunks_held(tables, counts, assignment.pieces)
             fqns, chunks = self._chunks[key]
             of_key, _, _, slots = chunks[:, _is_written(chunks, assignment.runs)]
-            names = tuple([fqns[at] for at in of_key.tolist()])
+            names = tuple(map(fqns.__getitem__, of_key.tolist()))
             self._written[key, assignment.runs] = names, slots.tobytes()
         groups = [group for table in tables for group in table.groups]
         offsets = [
@@ -170,27 +171,55 @@ def assigned_items(holding: Holding, assignment: Assignment) -> list[WriteItem]:
     return _items(holding, iter(assignment.is_written(holding)))
 
 
+def grouped_items(
+    holding: Holding, assignment: Assignment
+) -> tuple[list[WriteGroup], list[WriteItem]]:
+    """Return what a rank was assigned: small tensors by group, and the items of the others.
+
+    Groups are in the order of the key tables, items in that of the state dict.
+    """
+    is_written = assignment.is_written(holding)
+    groups: list[WriteGroup] = []
+    stop = 0
+    for keys in holding.groups:
+        group, boxes = keys[0].group, keys[0].boxes
+        start, stop = stop, stop + len(keys) * len(boxes)
+        if len(boxes) != 1 or not 0 < boxes[0].numel * group.itemsize <= SMALL_NBYTES:
+            continue
+        written = [one for one, mine in zip(keys, is_written[start:stop], strict=True) if mine]
+        if len(written) > 1:
+            tensors = [one.value if one.placed is None else one.placed.tensor for one in written]
+            fqns, (data,) = [one.fqn for one in written], _write_data(group, boxes)
+            groups.append(WriteGroup(fqns, data, _item_type(group), tensors))
+            is_written[start:stop] = [False] * len(keys)
+    return groups, _items(holding, iter(is_written)) if any(is_written) else []
+
+
 def _items(holding: Holding, is_written: Iterator[bool]) -> list[WriteItem]:
     """Return the items of those chunks of a rank that are written; those of a group share data."""
     items_of: dict[str, list[WriteItem]] = {}
     for keys in holding.groups:
         group, boxes = keys[0].group, keys[0].boxes
-        kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
-        data = []
-        if group.kind != OBJECT:
-            size, properties = torch.Size(group.shape), tensor_properties(group)
-            data = [TensorWriteData(chunk_metadata(box), properties, size) for box in boxes]
+        kind, data = _item_type(group), _write_data(group, boxes)
         for held in keys:
-            items_of[held.fqn] = [_item(held.fqn, kind, one) for one in data if next(is_written)]
+            items_of[held.fqn] = [
+                write_item(held.fqn, one, kind) for one in data if next(is_written)
+            ]
             if group.kind == OBJECT and next(is_written):
                 items_of[held.fqn].append(WriteItem(MetadataIndex(held.fqn), WriteItemType.BYTE_IO))
     return [item for held in holding.keys for item in items_of[held.fqn]]
 
 
-def _item(fqn: str, kind: WriteItemType, data: TensorWriteData) -> WriteItem:
-    index = filled(MetadataIndex, {"fqn": fqn, "offset": data.chunk.offsets, "index": None})
-    attributes = {"index": index, "type": kind, "bytes_io_data": None, "tensor_data": data}
-    return filled(WriteItem, attributes)
+def _item_type(group: Group) -> WriteItemType:
+    return WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
+
+
+def _write_data(group: Group, boxes: Boxes) -> list[TensorWriteData]:
+    """Return what write items say of the tensors of a group, box by box; nothing of objects."""
+    if group.kind == OBJECT:
+        return []
+    size, properties = torch.Size(group.shape), tensor_properties(group)
+    return [TensorWriteData(chunk_metadata(box), properties, size) for box in boxes]
 
 
 def tensor_properties(group: Group) -> TensorProperties:

@@ -25,9 +25,10 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.lint import lint
 from dcp_placements.errors import PlacementError, RankFaults, raise_faults, raise_faults_of_ranks
-from dcp_placements.lazy_items import LazyItems, OutlinedItems
+from dcp_placements.lazy_items import LazyItems
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.renamed_keys import Path, flattened
 from dcp_placements.names.renames import numbering
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
@@ -37,6 +38,7 @@ from dcp_placements.rules.options import (
     check_choice,
     check_declaration,
     of_instance,
+    overrides,
 )
 from dcp_placements.rules.patterns import Rules, compile_pattern, expected_patterns
 from dcp_placements.save.coordinator.cohorts import Cohorts
@@ -65,6 +67,7 @@ from dcp_placements.storage.metadata.provenance import RESERVED_KEY, SAMPLED, id
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
 from dcp_placements.storage.metadata.write_results import Outline
 
+_GIVE_DATA = ("resolve_data", "lookup_object", "transform_object")
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
 
@@ -176,13 +179,20 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 "a PlacementSavePlanner cannot load: dcp.load wants a load planner"
             )
         self._run = RankSave()
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        nested = {} if self.flatten_state_dict else state_dict
+        super().set_up_planner(nested, storage_meta, is_coordinator)
+        if self.flatten_state_dict:
+            self.state_dict, self.mappings = flattened(state_dict, self._flattened_by_torch)
         target = None if storage_meta is None else storage_meta.checkpoint_id
         self._run.target = 0 if target is None else zlib.crc32(str(target).encode())
         try:
             self._run.rename(self.rename)
         except RankFaults as refusal:
             self._run.refusal = refusal
+
+    def _flattened_by_torch(self, part: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+        super().set_up_planner(part, None, self.is_coordinator)
+        return self.state_dict, self.mappings
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
@@ -310,11 +320,8 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             raise_faults("the storage writer cannot hold this", writer_faults(new_plan, assignment))
             if isinstance(new_plan.items, LazyItems):
                 with quiet_gc():
-                    items = OutlinedItems(self._run.items(assignment))
-                if assignment.shadows is None:
-                    items.outline = partial(
-                        Outlines().of, self._run.holding.tables, self._run.holding.boxes, assignment
-                    )
+                    own = overrides(self, PlacementSavePlanner, *_GIVE_DATA)
+                    items: Any = self._run.items(assignment, grouped=not own)
                 new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
             # A rank that writes nothing makes no file for its id alone.
             if new_plan.items and not (

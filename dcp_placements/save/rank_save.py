@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
+from dcp_placements.lazy_items import GroupedItems
 from dcp_placements.names.rename_record import Step, renames_in_force
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, checkpoint_path, rename_keys
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.held_digests import Objects
-from dcp_placements.save.items import Assignment, assigned_items
+from dcp_placements.save.items import Assignment, Outlines, assigned_items, grouped_items
 from dcp_placements.save.local_plan import Holding, chunk_data, held_chunks, holding_of
 from dcp_placements.save.shadows import pack_items, packs_of
 from dcp_placements.storage.metadata.shadow_records import OBJECTS_NBYTES, packed_objects
@@ -117,9 +119,20 @@ class RankSave:
         kept = {fqn: value for fqn, value in self.state_dict.items() if fqn not in left}
         self.holding = holding_of(kept, self.placing, self.paths)
 
-    def items(self, assignment: Assignment) -> list[WriteItem]:
-        """Return what the rank writes, shadows last."""
-        return assigned_items(self.holding, assignment) + self._shadow_items(assignment)
+    def items(self, assignment: Assignment, *, grouped: bool) -> GroupedItems[WriteItem]:
+        """Return what the rank writes, shadows last.
+
+        Args:
+            assignment: Of the coordinator.
+            grouped: Whether the tensors of the state dict are what is written.
+        """
+        shadows = self._shadow_items(assignment)
+        make = partial(assigned_items, self.holding, assignment)
+        groups, others = grouped_items(self.holding, assignment) if grouped else ([], make())
+        outline = None
+        if assignment.shadows is None:
+            outline = partial(Outlines().of, self.holding.tables, self.holding.boxes, assignment)
+        return GroupedItems(lambda: make() + shadows, groups, others + shadows, outline)
 
     def data(self, index: MetadataIndex) -> torch.Tensor | None:
         """Return a view of what a placed tensor, or a pack, has at ``index``; None for others.

@@ -6,6 +6,7 @@ Small records are read with their neighbours, in one call; of a large one only t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from dcp_placements._torch import LoadPlanner, TensorStorageMetadata
 from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
 from dcp_placements.storage.metadata.properties import dtype_of
+from dcp_placements.storage.metadata.save_ids import IdRecord
 from dcp_placements.storage.metadata.table import Starts
 from dcp_placements.storage.record_contents import (
     DAMAGED,
@@ -24,6 +26,7 @@ from dcp_placements.storage.record_contents import (
     every_gap,
     memory_of,
 )
+from dcp_placements.storage.records.runs import EXACT_NBYTES, Run, fill
 from dcp_placements.storage.tensor_record import (
     CHECK_NBYTES,
     HEADS_NBYTES,
@@ -43,11 +46,6 @@ in 500, and one call takes a quarter of the time."""
 SPAN_NBYTES = 2 << 20
 """Neighbours are read together up to this: it is what a load takes in memory beyond torch's."""
 
-EXACT_NBYTES = 1 << 10
-"""Tensors of this size, on average, and more are read without the heads between them, where their
-writer recorded where elements begin and heads are more than a tenth of all. Of smaller ones the
-calls would cost more than the bytes."""
-
 
 def cheap_gap(run_nbytes: int) -> int:
     """Return how many bytes between two runs cost less to read than another call.
@@ -59,6 +57,46 @@ def cheap_gap(run_nbytes: int) -> int:
     (4080, 3584, 512)
     """
     return max(4096 - run_nbytes, 512)
+
+
+PART_NBYTES = 1 << 20
+"""Parts of a file that different threads read are about this large, or larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Records of one file, read by one thread in file order.
+
+    Attributes:
+        path: Name of the file.
+        records: The records.
+        runs: Small records of which groups are read.
+        id_record: The id of the save that wrote the file, if it is checked here.
+    """
+
+    path: str
+    records: Sequence[Record]
+    runs: Sequence[Run]
+    id_record: IdRecord | None
+
+
+def jobs_of(
+    wanted: Mapping[str, Mapping[tuple[int, int], Record]],
+    runs: Mapping[str, Sequence[Run]],
+    ids: Mapping[str, IdRecord],
+    threads: int,
+) -> Iterator[Job]:
+    """Yield what is wanted by file; large files are divided if they are fewer than the threads."""
+    paths = sorted({*wanted, *runs, *ids})
+    most = max(threads // max(len(paths), 1), 1)
+    for path in paths:
+        places = wanted.get(path, {})
+        records = [places[place] for place in sorted(places)]
+        parts = min(most, 1 + sum(record.info.length for record in records) // PART_NBYTES)
+        step = max(-(-len(records) // parts), 1)
+        for start in range(0, max(len(records), 1), step):
+            first = ((), None) if start else (runs.get(path, ()), ids.get(path))
+            yield Job(path, records[start : start + step], *first)
 
 
 class ChunkReader:
@@ -83,30 +121,36 @@ class ChunkReader:
         self._planner = planner
         self._stored = stored
         self._delivery = Delivery(planner, transformed)
-        self._span = memoryview(bytearray())
+        self._span = bytearray()
         self._heads = RecordHeads()
 
-    def read(self, file: CountedFile, path: str, records: Sequence[Record]) -> None:
+    def read(
+        self, file: CountedFile, path: str, records: Sequence[Record], runs: Sequence[Run] = ()
+    ) -> None:
         """Read what is wanted of a file.
 
         Args:
             file: The file.
             path: Its name in the checkpoint, for messages.
             records: In file order.
+            runs: Small records by group.
 
         Raises:
             PlacementError: The file does not hold what the metadata says.
         """
+        cut_off = [run for run in runs if run.end > file.size]
         faults = [
             Fault(
                 record.item.storage_index.fqn,
                 f"{path} ends before it: {file.size} bytes, {record.end} needed",
                 DAMAGED,
             )
-            for record in records
+            for record in (*records, *[one for run in cut_off for one in run.records(path)])
             if record.end > file.size
         ]
         raise_faults("the checkpoint is damaged", faults)
+        for run in runs:
+            self._read_run(file, path, run)
         for span in self._spans(records):
             if len(span) == 1 and not self._is_small(span[0]):
                 info = span[0].info
@@ -120,12 +164,28 @@ class ChunkReader:
         """Return where the elements of a record are; None where it is not plain."""
         return None if record.is_object else self._heads.find(part, record.info.length)
 
+    def _held(self, nbytes: int) -> bytearray:
+        """Return a buffer of so many bytes or more, used again by every call."""
+        if len(self._span) < nbytes:
+            self._span = bytearray(nbytes)
+        return self._span
+
+    def _read_run(self, file: CountedFile, path: str, run: Run) -> None:
+        """Read records of one kind, as many in one call as the buffer holds."""
+        step = max(SPAN_NBYTES // run.length, 1)
+        for first in range(0, len(run.keys), step):
+            part = run.part(first, first + step)
+            nbytes = part.end - part.start
+            held = self._held(nbytes)
+            file.read_into(memoryview(held)[:nbytes], part.start)
+            tensor = self._heads.find(HeldPart(memoryview(held)[: run.length]), run.length)
+            if tensor is None or not fill(part, tensor, held):
+                self.read(file, path, part.records(path))
+
     def _read_span(self, file: CountedFile, path: str, span: Sequence[Record]) -> None:
         """Read neighbours in one call."""
         start, nbytes = span[0].info.offset, span[-1].end - span[0].info.offset
-        if self._span.nbytes < nbytes:
-            self._span = memoryview(bytearray(nbytes))
-        held = self._span[:nbytes]
+        held = memoryview(self._held(nbytes))[:nbytes]
         file.read_into(held, start)
         for records in _alike(span):
             first = records[0].info.offset - start

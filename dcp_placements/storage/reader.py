@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -32,11 +32,12 @@ from dcp_placements._torch import (
     logged_where_torch_drops_it,
 )
 from dcp_placements.errors import PlacementError, format_faults, format_name, raise_faults
+from dcp_placements.lazy_items import GroupedItems
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
 from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.merged_reads import ChunkReader
+from dcp_placements.storage.merged_reads import ChunkReader, Job, jobs_of
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata, rank_files
 from dcp_placements.storage.metadata.save_ids import (
@@ -49,6 +50,7 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.protocols import AfterReads, WantsReader
 from dcp_placements.storage.record_contents import Record
+from dcp_placements.storage.records.runs import Run, runs_of
 from dcp_placements.storage.remote.filesystem import (
     URL_THREADS,
     RemoteFileSystem,
@@ -170,8 +172,13 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         wanted: dict[str, dict[tuple[int, int], Record]] = {}
         # The ids are compared here, because the planner does not know which copies are read.
-        items = [i for i in plan.items if not i.storage_index.fqn.startswith(ID_PREFIX)]
+        threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
+        runs: dict[str, list[Run]] = {}
         with quiet_gc():
+            items: Sequence[ReadItem] = plan.items
+            if threads == 1 and isinstance(items, GroupedItems):
+                runs, items = self._runs(items)
+            items = [i for i in items if not i.storage_index.fqn.startswith(ID_PREFIX)]
             sources = self._copies.sources(items)
             for item, (info, packed) in zip(items, sources, strict=True):
                 records = wanted.setdefault(info.relative_path, {})
@@ -179,15 +186,12 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 if place not in records:
                     records[place] = Record(info)
                 records[place].reads.append((item, packed))
-        ids = {record.file: record for record in speaking_for(wanted, self._ids)}
-        for path in ids:
-            wanted.setdefault(path, {})
+        ids = {record.file: record for record in speaking_for({*wanted, *runs}, self._ids)}
         table = self.storage_data
         starts = table.starts if isinstance(table, StorageTable) else None
         if self.restricted:
             planner = cast(LoadPlanner, _Restricted(planner))
-        threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
-        jobs = list(_jobs(wanted, ids, threads))
+        jobs = list(jobs_of(wanted, runs, ids, threads))
         if threads == 1 or len(jobs) == 1:
             work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
             for job in jobs:
@@ -214,14 +218,27 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             for result in [pool.submit(read) for _ in range(min(threads, len(jobs)))]:
                 result.result()
 
-    def _read_job(self, work: ChunkReader, job: _Job) -> None:
+    def _runs(self, items: GroupedItems[ReadItem]) -> tuple[dict[str, list[Run]], list[ReadItem]]:
+        """Return what is read by group, by file, and the items of everything else."""
+        runs: dict[str, list[Run]] = {}
+        others = list(items.others)
+        for group in items.groups:
+            left = set(range(len(group.fqns)))
+            if isinstance(self.storage_data, StorageTable) and not self._copies.are_there:
+                for path, run in runs_of(group, self.storage_data):
+                    runs.setdefault(path, []).append(run)
+                    left.difference_update(run.keys)
+            others += [group.item(at) for at in sorted(left)]
+        return runs, others
+
+    def _read_job(self, work: ChunkReader, job: Job) -> None:
         """Read records of one file. Runs in any thread."""
         with self._opened(job.path) as stream:
             file = CountedFile(stream)
             try:
                 if job.id_record is not None:
                     self._check_id(file, job.id_record)
-                work.read(file, job.path, job.records)
+                work.read(file, job.path, job.records, job.runs)
             finally:
                 with _COUNTING:
                     self.opens += 1
@@ -304,41 +321,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-PART_NBYTES = 1 << 20
-"""Parts of a file that different threads read are about this large, or larger."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Records of one file, read by one thread in file order.
-
-    Attributes:
-        path: Name of the file.
-        records: The records.
-        id_record: The id of the save that wrote the file, if it is checked here.
-    """
-
-    path: str
-    records: Sequence[Record]
-    id_record: IdRecord | None
-
-
-def _jobs(
-    wanted: Mapping[str, Mapping[tuple[int, int], Record]],
-    ids: Mapping[str, IdRecord],
-    threads: int,
-) -> Iterator[_Job]:
-    """Yield what is wanted by file; large files are divided if they are fewer than the threads."""
-    most = max(threads // max(len(wanted), 1), 1)
-    for path, places in sorted(wanted.items()):
-        records = [places[place] for place in sorted(places)]
-        parts = min(most, 1 + sum(record.info.length for record in records) // PART_NBYTES)
-        step = max(-(-len(records) // parts), 1)
-        for start in range(0, max(len(records), 1), step):
-            id_record = None if start else ids.get(path)
-            yield _Job(path, records[start : start + step], id_record)
 
 
 class _OneAtATime:

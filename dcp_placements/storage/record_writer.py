@@ -1,22 +1,17 @@
 """Writes tensors as ``torch.save`` does, from the file of another one with their dtype and shape.
 
 ``torch.save`` takes 100 us and more, however small the tensor, which dominates a checkpoint of many
-small tensors, and its CRC-32 is a quarter of the time of writing a large one. The files of two
-tensors of one dtype and shape differ only in the elements, a few checksums, and an id derived from
-these; all but the elements stand after them. So the files of small tensors are made many at a time,
-and large ones pass through the processor's cache once, for the checksum and for the system call.
+small tensors, and its CRC-32 is a quarter of the time of writing a large one. So the files of small
+tensors are made many at a time, and large ones pass through the processor's cache once, for the
+checksum and for the system call.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import struct
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,8 +19,8 @@ import torch
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.byte_ranges import c_strides
-from dcp_placements.storage.file_reads import SeekableRaw
-from dcp_placements.storage.tensor_record import DESCRIPTOR, crc32, entry_start, local_header
+from dcp_placements.storage.records.stamp import Stamp
+from dcp_placements.storage.tensor_record import crc32
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -40,232 +35,6 @@ BATCH_NBYTES = 1 << 20
 
 BLOCK_NBYTES = 256 << 10
 """So many bytes of a large tensor are written in one call, right after their checksum."""
-
-_DIGITS = 20
-_U64 = (1 << 64) - 1
-
-
-class Stamp:
-    """Writes tensors of one dtype and shape as ``torch.save`` would, byte for byte.
-
-    Only the elements, a few checksums and an id derived from these differ between two such files.
-    The constructor writes the file that it was given and compares, so that a stamp is never used
-    with a torch whose files differ.
-
-    Args:
-        head: The file of one such tensor, by ``torch.save``, up to its elements.
-        nbytes: Of the elements; not 0.
-        tail: The file from the end of the elements on.
-
-    Attributes:
-        head: The same of every such tensor.
-
-    Raises:
-        ValueError: This torch writes another format.
-    """
-
-    def __init__(self, head: bytes, nbytes: int, tail: bytes) -> None:
-        self.head = head
-        self._nbytes, self._tail_nbytes = nbytes, len(tail)
-        try:
-            checksum = self._cut(_Parts(head, nbytes, tail), tail)
-        except (KeyError, struct.error, zipfile.BadZipFile) as error:
-            raise ValueError("torch.save writes another kind of file") from error
-        if self.tail(checksum) != tail:
-            raise ValueError("torch.save writes other bytes than this class would")
-
-    @classmethod
-    def of(
-        cls, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None
-    ) -> Stamp:
-        """Return the stamp of tensors; the memory of one is not needed.
-
-        Args:
-            dtype: Of the elements.
-            shape: Without a dim of size 0.
-            strides: Of tensors that fill their storage in another order than C.
-
-        Raises:
-            ValueError: This torch writes another format.
-        """
-        nbytes = prod(shape) * dtype.itemsize
-        # Pages of zeros that nothing writes to take no memory.
-        zeros = torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype)
-        zeros = zeros.as_strided(tuple(shape), tuple(strides or c_strides(tuple(shape))))
-        if nbytes <= _HELD_NBYTES:
-            buffer = io.BytesIO()
-            torch.save(zeros, buffer)
-            return cls.of_file(buffer.getvalue(), nbytes)
-        around: Any = _AroundElements(nbytes)
-        torch.save(zeros, around)
-        if len(around.parts) != 2:
-            raise ValueError("torch.save writes elements in several parts")
-        return cls(bytes(around.parts[0]), nbytes, bytes(around.parts[1]))
-
-    @classmethod
-    def of_file(cls, saved: bytes, nbytes: int) -> Stamp:
-        """Return the stamp by the file of one tensor of ``nbytes``.
-
-        Raises:
-            ValueError: This torch writes another format.
-        """
-        try:
-            with zipfile.ZipFile(io.BytesIO(saved)) as file:
-                entries = {entry.filename.partition("/")[2]: entry for entry in file.infolist()}
-            at = entries["data/0"].header_offset
-            at += local_header(saved, at).nbytes
-        except (KeyError, struct.error, zipfile.BadZipFile) as error:
-            raise ValueError("torch.save writes another kind of file") from error
-        return cls(saved[:at], nbytes, saved[at + nbytes :])
-
-    @property
-    def start(self) -> int:
-        """Where the elements begin."""
-        return len(self.head)
-
-    @property
-    def length(self) -> int:
-        """Bytes of such a file."""
-        return len(self.head) + self._nbytes + self._tail_nbytes
-
-    def parts(self, data: bytes) -> list[bytes]:
-        """Return the file of a tensor with these bytes, in parts."""
-        return [self.head, data, self.tail(crc32(data))]
-
-    def files(self, data: Array) -> Array:
-        """Return the files of tensors as the rows of an array.
-
-        Args:
-            data: The bytes of a tensor in each row, contiguous uint8.
-        """
-        count, nbytes = data.shape
-        files = np.empty((count, self.length), np.uint8)
-        files[:, : self.start] = np.frombuffer(self.head, np.uint8)
-        files[:, self.start : self.start + nbytes] = data
-        flat = data.data.cast("B")
-        checksums = [crc32(flat[at : at + nbytes]) for at in range(0, len(flat), nbytes)]
-        files[:, self.start + nbytes :] = self._tails(checksums)
-        return files
-
-    def tail(self, checksum: int) -> bytes:
-        """Return what follows elements with this CRC-32."""
-        return self._tails([checksum]).tobytes()
-
-    def _tails(self, checksums: Sequence[int]) -> Array:
-        """Return what follows elements with these CRC-32s: one row each."""
-        crcs = np.array(checksums, np.uint64)
-        combined = _combine(self._before, crcs)
-        for other in self._after:
-            combined = _combine(combined, other)
-        digits = (combined[:, None] // _POWERS % 10 + ord("0")).astype(np.uint8)
-        flat = digits.data.cast("B")
-        ends = range(_DIGITS, len(flat) + 1, _DIGITS)
-        name_crcs = [crc32(flat[end - _DIGITS : end], self._name_crc) for end in ends]
-        tails = np.tile(self._tail, (len(checksums), 1))
-        tails[:, self._digits_at : self._digits_at + _DIGITS] = digits
-        for values, places in (
-            (crcs, self._crc_at),
-            (np.array(name_crcs, np.uint64), self._name_crc_at),
-        ):
-            fields = values.astype("<u4").view(np.uint8).reshape(-1, 4)
-            for at in places:
-                tails[:, at : at + 4] = fields
-        return tails
-
-    def _cut(self, saved: _Parts, tail: bytes) -> int:
-        """Locate the bytes of the tail that differ from file to file; return its checksum."""
-        with zipfile.ZipFile(saved) as file:
-            entries = file.infolist()
-            directory = file.start_dir
-        behind = len(self.head) + self._nbytes
-        starts: dict[str, int] = {}
-        crc_at: dict[str, int] = {}
-        for entry in entries:
-            last = entry.filename.partition("/")[2]
-            starts[last] = entry_start(saved.read_into, entry)
-            crc_at[last] = directory + 16 - behind
-            lengths = struct.unpack_from("<HHH", tail, directory + 28 - behind)
-            directory += 46 + sum(lengths)
-        order = [entry.filename.partition("/")[2] for entry in entries]
-        if "data/0" not in order[:-1] or order[-1] != ".data/serialization_id":
-            raise ValueError("torch.save writes other entries than this class would")
-        at = order.index("data/0")
-        if starts["data/0"] != len(self.head) or entries[at].file_size != self._nbytes:
-            raise ValueError("torch.save writes other elements than these")
-        name = starts[order[-1]] - behind
-        # The id is 20 digits of the entries' names, then 20 of their contents.
-        self._digits_at = name + _DIGITS
-        end = name + 2 * _DIGITS
-        self._tail = np.frombuffer(tail, np.uint8)
-        self._crc_at = (len(DESCRIPTOR), crc_at["data/0"])
-        self._name_crc_at = (end + len(DESCRIPTOR), crc_at[order[-1]])
-        crcs = [entry.CRC for entry in entries]
-        self._before = 0
-        for value in crcs[:at]:
-            self._before = _combine(self._before, value)
-        self._after = crcs[at + 1 : -1]
-        self._name_crc = crc32(tail[name : self._digits_at])
-        return crcs[at]
-
-
-_HELD_NBYTES = 64 << 10
-"""Files with at most so many bytes of elements are held whole."""
-
-
-class _AroundElements:
-    """A file that ``torch.save`` writes to, of which what stands around the elements is held."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.parts = [bytearray()]
-        self._nbytes = nbytes
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        if view.nbytes == self._nbytes:
-            self.parts.append(bytearray())
-        else:
-            self.parts[-1] += view
-        return view.nbytes
-
-    def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
-
-
-class _Parts(SeekableRaw):
-    """A file without its elements, which are never read."""
-
-    def __init__(self, head: bytes, nbytes: int, tail: bytes) -> None:
-        super().__init__(len(head) + nbytes + len(tail))
-        self._parts = (head, nbytes, tail)
-
-    def readinto(self, buffer: Any) -> int:
-        left = max(self._nbytes - self._position, 0)
-        view = memoryview(buffer).cast("B")[:left]
-        self.read_into(view, self._position)
-        self._position += view.nbytes
-        return view.nbytes
-
-    def read_into(self, buffer: memoryview, position: int) -> None:
-        """Fill ``buffer`` from a position in the file on.
-
-        Raises:
-            zipfile.BadZipFile: These are elements.
-        """
-        head, nbytes, tail = self._parts
-        part, start = (head, position) if position < len(head) else (tail, position - len(head))
-        start -= 0 if part is head else nbytes
-        data = part[start : start + buffer.nbytes] if start >= 0 else b""
-        if len(data) < buffer.nbytes:
-            raise zipfile.BadZipFile("an entry is where the elements are")
-        buffer[:] = data
-
-
-_POWERS = np.array([10**power for power in reversed(range(_DIGITS))], np.uint64)
-
-
-def _combine(seed: Any, value: Any) -> Any:
-    """Return torch's running hash (``c10::hash_combine``) of checksums, integers or arrays."""
-    return seed ^ ((value + 0x9E3779B9 + ((seed << 6) & _U64) + (seed >> 2)) & _U64)
 
 
 class Saved(NamedTuple):
@@ -300,12 +69,54 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> Saved:
         return Saved((stream.tell() - before) // len(tensors), None)
     is_contiguous = first.is_contiguous()
     if is_contiguous and first.nbytes <= SMALL_NBYTES:
-        data = torch.stack(list(tensors)).view(-1).view(torch.uint8).numpy()
-        stream.write(stamp.files(data.reshape(len(tensors), -1)).data.cast("B"))
+        stamp.write(_rows_of(tensors), stream)
     else:
         for tensor in tensors:
             _write_large(stamp, _storage_bytes(tensor), stream)
     return Saved(stamp.length, stamp.start if is_contiguous else None)
+
+
+def save_alike(tensors: Sequence[torch.Tensor], sizes: torch.Size, stream: Any) -> Saved | None:
+    """Write what torch's writer writes of each of many small tensors.
+
+    Args:
+        tensors: Any; views of a larger storage, too.
+        sizes: Of each.
+        stream: Open for writing.
+
+    Returns:
+        The same for all of them; None, and nothing is written, where they are not plain tensors of
+        one dtype and these sizes, in C order, in host memory.
+    """
+    first = tensors[0]
+    strides = c_strides(tuple(sizes))
+    is_alike = (
+        set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
+        and {tensor.layout for tensor in tensors} == {torch.strided}
+        and not any([tensor.is_nested for tensor in tensors])
+        and 0 < first.nbytes <= SMALL_NBYTES
+        and all([tensor.is_cpu for tensor in tensors])
+        and {tensor.dtype for tensor in tensors} == {first.dtype}
+        and not (first.is_quantized or any(map(torch.Tensor.is_neg, tensors)))
+        and not (first.is_complex() and any(map(torch.Tensor.is_conj, tensors)))
+        and all([tensor.shape == sizes for tensor in tensors])
+        and all([tensor.stride() == strides for tensor in tensors])
+    )
+    stamp = _stamp_of((first.dtype, sizes, strides)) if is_alike else None
+    if stamp is None:
+        return None
+    step = max(BATCH_NBYTES // first.nbytes, 1)
+    for start in range(0, len(tensors), step):
+        stamp.write(_rows_of(tensors[start : start + step]), stream)
+    return Saved(stamp.length, stamp.start)
+
+
+def _rows_of(tensors: Sequence[torch.Tensor]) -> Array:
+    """Return the bytes of tensors of one dtype and shape, a row for each."""
+    with torch.no_grad():
+        stacked = torch.stack(list(tensors))
+    rows: Array = stacked.view(-1).view(torch.uint8).numpy().reshape(len(tensors), -1)
+    return rows
 
 
 @lru_cache(maxsize=1024)

@@ -54,6 +54,11 @@ class Copies:
                 self._packs.setdefault(fqn, []).append((key, Packed(position, len(fqns))))
         self._looked_up: dict[tuple[str, int, Any], StorageInfo | None] = {}
 
+    @property
+    def are_there(self) -> bool:
+        """Whether there are any."""
+        return bool(self._packs)
+
     def sources(self, items: Sequence[ReadItem]) -> list[Source]:
         """Return where each of the items is read from."""
         sources: list[Source] = [(self._places[item.storage_index], None) for item in items]

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from heapq import heapify, heapreplace
 from io import BytesIO, UnsupportedOperation
 from typing import Any
 
@@ -35,12 +34,10 @@ from dcp_placements._torch import (
     SerializationFormat,
     StorageInfo,
     StoragePrefix,
-    WriteItem,
-    WriteItemType,
     WriteResult,
-    cpu_tensors,
 )
 from dcp_placements.errors import PlacementError
+from dcp_placements.lazy_items import GroupedItems
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.building import build_index
 from dcp_placements.storage.index.storage_table import StorageTable, paths_of
@@ -55,8 +52,9 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.metadata.table import RowsBuilder, join
 from dcp_placements.storage.metadata.write_results import WriteResults, written_by
-from dcp_placements.storage.protocols import NamesSave
-from dcp_placements.storage.record_writer import SMALL_NBYTES, batches, errors_of, save_tensors
+from dcp_placements.storage.protocols import NamesSave, WriteGroup
+from dcp_placements.storage.record_writer import errors_of
+from dcp_placements.storage.records.data_file import DataFile, split_by_chunk
 from dcp_placements.storage.remote.filesystem import (
     RemoteFileSystem,
     UrlPath,
@@ -166,15 +164,17 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             self.serialization_format != SerializationFormat.TORCH_SAVE
         ):
             return super().write_data(plan, planner)
-        items = list(plan.items)
-        if self.single_file_per_rank:
-            buckets = split_by_chunk(self.thread_count, items)
+        groups: Sequence[WriteGroup] = ()
+        if not self.single_file_per_rank:
+            buckets = [[item] for item in plan.items]
+        elif self.thread_count == 1 and isinstance(plan.items, GroupedItems):
+            groups, buckets = plan.items.groups, [list(plan.items.others)]
         else:
-            buckets = [[item] for item in items]
-        files: queue.Queue[tuple[str, list[WriteItem]]] = queue.Queue()
+            buckets = split_by_chunk(self.thread_count, list(plan.items))
+        files: queue.Queue[DataFile] = queue.Queue()
         names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
         for name, bucket in zip(names, buckets, strict=True):
-            files.put((name, bucket))
+            files.put(DataFile(name, bucket, groups))
         builders = [RowsBuilder() for _ in range(max(self.thread_count, 1))]
         failures: list[BaseException] = []
 
@@ -308,46 +308,18 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             )
 
     def _write_files(
-        self,
-        files: queue.Queue[tuple[str, list[WriteItem]]],
-        planner: SavePlanner,
-        builder: RowsBuilder,
+        self, files: queue.Queue[DataFile], planner: SavePlanner, builder: RowsBuilder
     ) -> None:
         """Write files until the queue is empty. Runs in every thread."""
+        ahead = {"threads": self.thread_count, "ahead_nbytes": self.per_thread_copy_ahead}
         while True:
             try:
-                name, items = files.get_nowait()
+                file = files.get_nowait()
             except queue.Empty:
                 return
-            tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-            loaded = cpu_tensors(
-                tensors,
-                [chunk_nbytes(item) for item in tensors],
-                planner.resolve_data,
-                threads=self.thread_count,
-                ahead_nbytes=self.per_thread_copy_ahead,
-            )
-            path = self.fs.concat_path(self.path, name)
+            path = self.fs.concat_path(self.path, file.name)
             with errors_of(path), self.fs.create_stream(path, "wb") as stream:
-                start = stream.tell()
-                for item in items:
-                    if item.type == WriteItemType.BYTE_IO:
-                        data = planner.resolve_data(item)
-                        assert isinstance(data, BytesIO)
-                        with data.getbuffer() as contents:
-                            stream.write(contents)
-                        builder.add_start(None, None)
-                        length = stream.tell() - start
-                        builder.add(item.index, path=name, start=start, length=length)
-                        start += length
-                for batch, written in batches(loaded):
-                    saved = save_tensors(batch, stream)
-                    small = batch[0].nbytes <= SMALL_NBYTES
-                    kind = (str(batch[0].dtype), tuple(batch[0].shape), saved.nbytes)
-                    builder.add_start(kind if small else None, saved.start)
-                    indices = [item.index for item in written]
-                    builder.add_run(indices, path=name, start=start, length=saved.nbytes)
-                    start += saved.nbytes * len(written)
+                file.write(stream, planner, builder, **ahead)
                 self._sync(stream)
 
     def _sync(self, stream: Any) -> None:
@@ -370,31 +342,3 @@ def _is_known(results: Sequence[WriteResult]) -> bool:
     return isinstance(results, WriteResults) or all(
         type(result.storage_data) is StorageInfo for result in results
     )
-
-
-def chunk_nbytes(item: WriteItem) -> int:
-    """Return the bytes of the elements that an item writes."""
-    assert item.tensor_data is not None
-    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
-
-
-def split_by_chunk(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Return the items in bins of about equal bytes, the largest placed first.
-
-    Torch's own function takes every chunk to be as large as its whole tensor.
-    """
-    if bins == 1:
-        return [list(items)]
-    buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
-    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
-    for number, item in enumerate(objects):
-        buckets[number % bins].append(item)
-    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-    sized = sorted(((chunk_nbytes(item), item) for item in tensors), key=lambda s: -s[0])
-    filled = [(0, number) for number in range(bins)]
-    heapify(filled)
-    for nbytes, item in sized:
-        held, number = filled[0]
-        buckets[number].append(item)
-        heapreplace(filled, (held + nbytes, number))
-    return buckets

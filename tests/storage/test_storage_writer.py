@@ -37,8 +37,11 @@ from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.table import StoredPlace, join, place_of, rows_of_places
 from dcp_placements.storage.metadata.write_results import WriteResults
-from dcp_placements.storage.record_writer import Stamp, batches, save_tensors
-from dcp_placements.storage.writer import PlacementFileSystemWriter, split_by_chunk
+from dcp_placements.storage.record_writer import batches, save_tensors
+from dcp_placements.storage.records import stamp as stamps
+from dcp_placements.storage.records.data_file import split_by_chunk
+from dcp_placements.storage.records.stamp import Stamp
+from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (
     DTYPES,
@@ -50,15 +53,10 @@ from tests.storage_scenes import (
     load,
     same,
     sharded,
+    stock_metadata,
     wholes,
     without_id,
 )
-
-
-def stock_metadata(path: Path) -> Metadata:
-    with open(path / ".metadata", "rb") as file:
-        found: Metadata = pickle.load(file)
-    return found
 
 
 @pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])
@@ -165,7 +163,7 @@ def test_a_stamp_of_any_size_writes_what_torch_writes(shape: tuple[int, ...]) ->
 
 
 def test_an_unknown_torch_is_left_to_write_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_writer, "_combine", lambda seed, value: seed + value)
+    monkeypatch.setattr(stamps, "_combine", lambda seed, value: seed + value)
     monkeypatch.setattr(record_writer, "_stamp_of", record_writer._stamp_of.__wrapped__)
     for value in (1.0, 2.0, 3.0):
         ours, stock = io.BytesIO(), io.BytesIO()

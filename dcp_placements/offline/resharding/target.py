@@ -34,7 +34,7 @@ from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
 from dcp_placements.storage.metadata.record import Cuts, packed_record
 from dcp_placements.storage.metadata.save_ids import named
-from dcp_placements.storage.record_writer import Stamp
+from dcp_placements.storage.records.stamp import Stamp
 
 
 @dataclass(frozen=True, slots=True)

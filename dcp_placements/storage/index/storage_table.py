@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
+
 from dcp_placements._torch import MetadataIndex, StorageInfo
 from dcp_placements.storage.index.building import build_index, by_file
-from dcp_placements.storage.index.columns import IndexDamage
+from dcp_placements.storage.index.columns import IndexDamage, Ints
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import LookedUp, RowIndex
 from dcp_placements.storage.index.stored_entries import Stock
@@ -97,6 +99,24 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         path, transforms, start, length = row
         steps = held.transforms[transforms]
         return StorageInfo(path, start, length, None if steps is None else list(steps))
+
+    def rows_alike(
+        self, fqns: Sequence[str], offset: Sequence[int] | None, hint: int | None
+    ) -> list[tuple[str, Ints, Ints]]:
+        """Return where chunks are that many keys have at one offset, as that of ``RowIndex``.
+
+        Only those that no transform wrote; and none where the index is damaged.
+        """
+        held = self.index
+        is_plain = np.array([steps is None for steps in held.transforms], bool)
+        try:
+            files = list(held.rows_alike(fqns, None if offset is None else tuple(offset), hint))
+        except IndexDamage:
+            return []
+        return [
+            (path, at[is_plain[rows[:, 0]]], rows[is_plain[rows[:, 0]], 1:])
+            for path, at, rows in files
+        ]
 
     def __len__(self) -> int:
         return len(self.index)

@@ -86,6 +86,7 @@ class RowsBuilder:
         self._names: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
         self._columns: list[list[int]] = [[] for _ in ROW.names or ()]
         self._starts: dict[Kind, int | None] | None = None
+        self._ends: dict[str, int] = {}
 
     def add(
         self,
@@ -97,27 +98,50 @@ class RowsBuilder:
         transforms: Sequence[str] | None = None,
     ) -> None:
         """Add a row."""
-        self.add_run([index], path=path, start=start, length=length, transforms=transforms)
+        self._add([index.fqn], [self._offset(index.offset)], path, [start], length, transforms)
 
-    def add_run(
+    def append(self, indices: Sequence[MetadataIndex], *, path: str, length: int) -> None:
+        """Add rows for records of one length behind those that their file has so far."""
+        fqns, offsets = [], []
+        for index in indices:
+            fqns.append(index.fqn)
+            offsets.append(self._offset(index.offset))
+        self._add(fqns, offsets, path, self._starts_behind(path, length, len(fqns)), length)
+
+    def append_alike(
+        self, fqns: Sequence[str], offset: Sequence[int], *, path: str, length: int
+    ) -> None:
+        """Add rows as ``append`` does, for chunks at one offset."""
+        offsets = [self._offset(offset)] * len(fqns)
+        self._add(fqns, offsets, path, self._starts_behind(path, length, len(fqns)), length)
+
+    def _offset(self, offset: Sequence[int] | None) -> int:
+        numbers = self._names[1]
+        return numbers.setdefault(offset, len(numbers))
+
+    def _starts_behind(self, path: str, length: int, count: int) -> Sequence[int]:
+        end = self._ends.get(path, 0)
+        self._ends[path] = end + length * count
+        return range(end, end + length * count, length) if length else [end] * count
+
+    def _add(
         self,
-        indices: Sequence[MetadataIndex],
-        *,
+        fqns: Sequence[str],
+        offsets: Sequence[int],
         path: str,
-        start: int,
+        starts: Sequence[int],
         length: int,
         transforms: Sequence[str] | None = None,
     ) -> None:
-        """Add a row for each of several records of one length, which follow one another."""
-        count = len(indices)
-        fqns, offsets, paths, every = self._names
+        numbers, _, paths, every = self._names
         transform = None if transforms is None else tuple(transforms)
-        columns = (
-            [fqns.setdefault(index.fqn, len(fqns)) for index in indices],
-            [offsets.setdefault(index.offset, len(offsets)) for index in indices],
+        count = len(fqns)
+        columns: tuple[Sequence[int], ...] = (
+            [numbers.setdefault(fqn, len(numbers)) for fqn in fqns],
+            offsets,
             [paths.setdefault(path, len(paths))] * count,
             [every.setdefault(transform, len(every))] * count,
-            [start + length * at for at in range(count)],
+            starts,
             [length] * count,
         )
         for column, values in zip(self._columns, columns, strict=True):

@@ -88,11 +88,8 @@ def confirmation_of(rows: Rows, outline: Outline) -> Confirmation | None:
     slots = np.frombuffer(outline.slots, np.int64)
     if not len(rows.rows) or len(rows.rows) != len(slots) or rows.transforms != (None,):
         return None
-    offsets = [outline.offsets[slot] for slot in slots.tolist()]
-    places = {chunk: at for at, chunk in enumerate(zip(outline.fqns, offsets, strict=True))}
-    written = zip(rows.rows["fqn"].tolist(), rows.rows["offset"].tolist(), strict=True)
-    order = [places.get((rows.fqns[fqn], rows.offsets[offset]), -1) for fqn, offset in written]
-    if sorted(order) != list(range(len(slots))):
+    order = _places_in(outline, slots, rows)
+    if order is None:
         return None
     by_row = slots[order]
     length, path, start = rows.rows["length"], rows.rows["path"], rows.rows["start"]
@@ -107,7 +104,7 @@ def confirmation_of(rows: Rows, outline: Outline) -> Confirmation | None:
     is_in_order = bool((_order_of(by_slot, slots) == order).all())
     sent = (
         by_slot.tobytes() if is_in_order else None,
-        None if is_in_order else order,
+        None if is_in_order else order.tolist(),
         lengths.tolist(),
         explicit.tolist(),
         path.tobytes() if len(rows.paths) > 1 else None,
@@ -115,6 +112,24 @@ def confirmation_of(rows: Rows, outline: Outline) -> Confirmation | None:
         rows.starts,
     )
     return Confirmation(zlib.compress(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL), 6), rows.paths)
+
+
+def _places_in(outline: Outline, slots: Array, rows: Rows) -> Array | None:
+    """Return the position of every row's chunk in an outline; None where it has other chunks."""
+    keys = {fqn: at for at, fqn in enumerate(rows.fqns)}
+    offsets = {offset: at for at, offset in enumerate(rows.offsets)}
+    key = np.array([keys.get(fqn, -1) for fqn in outline.fqns], np.int64)
+    offset = np.array([offsets.get(one, -1) for one in outline.offsets], np.int64)[slots]
+    if (key < 0).any() or (offset < 0).any():
+        return None
+    planned = key * len(offsets) + offset
+    written = rows.rows["fqn"] * np.int64(len(offsets)) + rows.rows["offset"]
+    sorted_, by_row = np.argsort(planned, kind="stable"), np.argsort(written, kind="stable")
+    if (planned[sorted_] != written[by_row]).any() or (np.diff(planned[sorted_]) == 0).any():
+        return None
+    order = np.empty_like(sorted_)
+    order[by_row] = sorted_
+    return order
 
 
 class WriteResults(Sequence[WriteResult]):

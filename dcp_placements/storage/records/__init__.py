@@ -1,0 +1,1 @@
+"""Records of many small tensors of one kind, written and read together."""

@@ -1,0 +1,117 @@
+"""One data file: which items it has, and how they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from io import BytesIO
+from typing import Any
+
+import torch
+
+from dcp_placements._torch import SavePlanner, WriteItem, WriteItemType, cpu_tensors
+from dcp_placements.storage.metadata.table import Kind, RowsBuilder
+from dcp_placements.storage.protocols import WriteGroup
+from dcp_placements.storage.record_writer import (
+    SMALL_NBYTES,
+    Saved,
+    batches,
+    save_alike,
+    save_tensors,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file that is to be written.
+
+    Attributes:
+        name: Of the file.
+        items: What it is to hold.
+        groups: Small tensors that it is to hold beside them.
+    """
+
+    name: str
+    items: Sequence[WriteItem]
+    groups: Sequence[WriteGroup]
+
+    def write(
+        self,
+        stream: Any,
+        planner: SavePlanner,
+        builder: RowsBuilder,
+        *,
+        threads: int,
+        ahead_nbytes: int,
+    ) -> None:
+        """Write the objects, then the groups, then the other tensors.
+
+        Args:
+            stream: Open for writing, at its beginning.
+            planner: Gives the data of items.
+            builder: Takes a row for each of what is written.
+            threads: That write files.
+            ahead_nbytes: Bytes that may be copied to the host ahead.
+        """
+        tensors = []
+        for item in self.items:
+            if item.type != WriteItemType.BYTE_IO:
+                tensors.append(item)
+                continue
+            data = planner.resolve_data(item)
+            assert isinstance(data, BytesIO)
+            with data.getbuffer() as contents:
+                stream.write(contents)
+                builder.append([item.index], path=self.name, length=contents.nbytes)
+            builder.add_start(None, None)
+        for group in self.groups:
+            offset, sizes = group.data.chunk.offsets, group.data.chunk.sizes
+            saved = save_alike(group.tensors, sizes, stream)
+            if saved is None:
+                tensors += group.items()
+                continue
+            builder.append_alike(group.fqns, offset, path=self.name, length=saved.nbytes)
+            builder.add_start(_kind(group.tensors[0], saved), saved.start)
+        nbytes = [chunk_nbytes(item) for item in tensors]
+        loaded = cpu_tensors(
+            tensors, nbytes, planner.resolve_data, threads=threads, ahead_nbytes=ahead_nbytes
+        )
+        for batch, items in batches(loaded):
+            saved = save_tensors(batch, stream)
+            builder.append([item.index for item in items], path=self.name, length=saved.nbytes)
+            builder.add_start(_kind(batch[0], saved), saved.start)
+
+
+def _kind(tensor: torch.Tensor, saved: Saved) -> Kind | None:
+    """Return what records of small tensors have in common with this one; None of a large one."""
+    is_small = tensor.nbytes <= SMALL_NBYTES
+    return (str(tensor.dtype), tuple(tensor.shape), saved.nbytes) if is_small else None
+
+
+def chunk_nbytes(item: WriteItem) -> int:
+    """Return the bytes of the elements that an item writes."""
+    assert item.tensor_data is not None
+    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
+
+
+def split_by_chunk(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Return the items in bins of about equal bytes, the largest placed first.
+
+    Torch's own function takes every chunk to be as large as its whole tensor.
+    """
+    if bins == 1:
+        return [list(items)]
+    buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
+    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    for number, item in enumerate(objects):
+        buckets[number % bins].append(item)
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    sized = sorted(((chunk_nbytes(item), item) for item in tensors), key=lambda s: -s[0])
+    filled = [(0, number) for number in range(bins)]
+    heapify(filled)
+    for nbytes, item in sized:
+        held, number = filled[0]
+        buckets[number].append(item)
+        heapreplace(filled, (held + nbytes, number))
+    return buckets

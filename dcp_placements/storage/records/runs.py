@@ -1,0 +1,115 @@
+"""Runs: records of small tensors of one kind that follow one another in a file.
+
+Where a planner hands over its reads by group, neither items nor records are made for each of the
+keys: where the records are is looked up in arrays, and the elements of all go into the tensors in
+one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from dcp_placements._torch import StorageInfo
+from dcp_placements.storage.index.columns import Ints
+from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.protocols import ReadGroup
+from dcp_placements.storage.record_contents import Record
+from dcp_placements.storage.tensor_record import TensorRecord
+
+SHORTEST = 4
+"""Records in a run."""
+
+LONGEST_NBYTES = 64 << 10
+"""Of a record in a run."""
+
+EXACT_NBYTES = 1 << 10
+"""Tensors of this size, on average, and more are read without the heads between them, where their
+writer recorded where elements begin and heads are more than a tenth of all. Of smaller ones the
+calls would cost more than the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Records of one length without gaps between them, each wanted whole.
+
+    Attributes:
+        start: Where in the file the first begins.
+        length: Of each.
+        group: What is read.
+        keys: For each record, position of its key in the group.
+    """
+
+    start: int
+    length: int
+    group: ReadGroup
+    keys: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """Where the last of them ends in the file."""
+        return self.start + self.length * len(self.keys)
+
+    def part(self, first: int, stop: int) -> Run:
+        """Return some of its records."""
+        start = self.start + first * self.length
+        return Run(start, self.length, self.group, self.keys[first:stop])
+
+    def records(self, path: str) -> list[Record]:
+        """Return the records one by one."""
+        starts = range(self.start, self.end, self.length)
+        places = zip(starts, self.keys, strict=True)
+        return [
+            Record(StorageInfo(path, at, self.length, None), [(self.group.item(key), None)])
+            for at, key in places
+        ]
+
+
+def runs_of(group: ReadGroup, table: StorageTable) -> Iterator[tuple[str, Run]]:
+    """Yield files with the runs in which keys of a group are there; other keys are left out."""
+    index = group.first.storage_index
+    nbytes = group.first.lengths.numel() * group.dtype.itemsize
+    is_exact = bool(table.starts) and nbytes >= EXACT_NBYTES
+    for path, keys, rows in table.rows_alike(group.fqns, index.offset, index.index):
+        order = np.argsort(rows[:, 0], kind="stable")
+        starts, lengths = rows[order].T
+        breaks = (starts[1:] != starts[:-1] + lengths[:-1]) | (lengths[1:] != lengths[:-1])
+        bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(starts)]
+        for first, stop in pairwise(bounds):
+            length = int(lengths[first])
+            is_apart = is_exact and 1.1 * nbytes < length
+            if stop - first >= SHORTEST and length <= LONGEST_NBYTES and not is_apart:
+                run: Ints = keys[order[first:stop]]
+                yield path, Run(int(starts[first]), length, group, run.tolist())
+
+
+def fill(run: Run, tensor: TensorRecord, held: bytearray) -> bool:
+    """Put the elements of records into the tensors; False, and nothing, where they do not fit.
+
+    Args:
+        run: The records.
+        tensor: Where the elements of the first are.
+        held: Begins with their bytes.
+    """
+    head, length = held[: tensor.start], run.length
+    targets = [run.group.tensors[key] for key in run.keys]
+    sizes = torch.Size(tensor.shape)
+    fits = (
+        sizes == run.group.first.lengths
+        and set(map(type, targets)) <= {torch.Tensor, torch.nn.Parameter}
+        and all([target.is_cpu for target in targets])
+        and all([target.shape == sizes for target in targets])
+        and all([held.startswith(head, at) for at in range(0, length * len(run.keys), length)])
+    )
+    if not fits:
+        return False
+    rows = np.frombuffer(held, np.uint8, length * len(run.keys)).reshape(-1, length)
+    elements = np.ascontiguousarray(rows[:, tensor.start : tensor.start + tensor.nbytes])
+    values = torch.from_numpy(elements).view(-1).view(tensor.dtype.torch).view(-1, *sizes)
+    with torch.no_grad():
+        torch.unbind_copy(values, out=targets)
+    return True

@@ -1,0 +1,69 @@
+"""A nested state dict is flattened as torch flattens it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.names.renamed_keys import flattened
+
+
+class Opaque:
+    """A value of a type that torch does not know."""
+
+
+def nested() -> dict[str, Any]:
+    w = torch.ones(2)
+    return {
+        "model": OrderedDict(a=w, b={"c": torch.nn.Parameter(w), 3: w}, none={}),
+        "optim": {
+            "state": {0: {"step": 1, "lr": 0.5, "m": [w, {"x": w}], "words": ["p", "q"]}},
+            "param_groups": [{"params": [0, 1], "betas": (0.9, 0.99)}, {}],
+        },
+        "a.b": None,
+        "object": Opaque(),
+        "tuple": (w, w),
+        "flag": True,
+    }
+
+
+def test_it_is_flat_as_torch_makes_it() -> None:
+    values = nested()
+    flat, paths = flattened(values, flatten_state_dict)
+    wanted, wanted_paths = flatten_state_dict(values)
+    assert list(flat) == list(wanted)
+    assert all(flat[key] is wanted[key] for key in wanted)
+    assert paths == wanted_paths
+
+
+def test_two_values_of_one_name_are_refused() -> None:
+    for values in ({"a": {"b": 1}, "a.b": 2}, {"a.b": [torch.ones(1)], "a": {"b.0": 2}}):
+        with pytest.raises(ValueError, match=r"duplicated flatten key a\.b"):
+            flatten_state_dict(values)
+        with pytest.raises(ValueError, match=r"duplicated flatten key a\.b"):
+            flattened(values, flatten_state_dict)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_planners_have_the_values_that_torch_would_give_them(flat: bool) -> None:
+    save, load = (
+        PlacementSavePlanner(flatten_state_dict=flat),
+        PlacementLoadPlanner(flatten_state_dict=flat),
+    )
+    values = nested()
+    wanted, paths = flatten_state_dict(values) if flat else (values, {})
+    save.set_up_planner(values, None, True)
+    assert save.is_coordinator
+    assert list(save.state_dict) == list(wanted)
+    assert save.mappings == paths
+    load.set_up_planner(values, None, False)
+    assert list(load.state_dict) == list(wanted)
+    assert load.mappings == paths
+    assert load.original_state_dict is values
+    assert type(values["object"]) is Opaque
+    assert load.state_dict["object"] is values["object"]

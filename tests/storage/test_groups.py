@@ -1,0 +1,219 @@
+"""Small tensors that planners hand to storage by group, and what is left out of groups."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.storage.metadata.table import RowsBuilder
+from dcp_placements.storage.reader import PlacementFileSystemReader
+from dcp_placements.storage.record_writer import save_alike
+from dcp_placements.storage.writer import PlacementFileSystemWriter
+from dcp_placements.testing import World
+from tests.storage_scenes import (
+    all_kinds,
+    blank,
+    data_file,
+    load,
+    same,
+    sharded,
+    stock_metadata,
+    wholes,
+)
+
+
+def saved_by_torch(tensor: torch.Tensor) -> bytes:
+    """Return the record of a tensor in a file of torch's writer."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+def many_kinds() -> dict[str, Any]:
+    """Return three tensors of each kind that belong together, one behind the other."""
+    kinds = all_kinds().items()
+    return {
+        f"{name}.{at}": value.clone() if at and isinstance(value, torch.Tensor) else value
+        for at in range(3)
+        for name, value in kinds
+    }
+
+
+def test_files_of_grouped_tensors_have_torchs_records(tmp_path: Path) -> None:
+    saved = many_kinds()
+    saved |= {f"view.{at}": torch.arange(60.0)[at * 6 : at * 6 + 6].view(2, 3) for at in range(9)}
+    planner = PlacementSavePlanner()
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path), planner=planner)
+    stored = stock_metadata(tmp_path).storage_data
+    assert {index.fqn for index in stored} == set(saved)
+    for index, info in stored.items():
+        if isinstance(saved[index.fqn], torch.Tensor):
+            with open(tmp_path / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                assert file.read(info.length) == saved_by_torch(saved[index.fqn]), index
+    loaded = blank(saved)
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path), planner=DefaultLoadPlanner())
+    assert [key for key in saved if not same(saved[key], loaded[key])] == []
+
+
+def test_shards_come_back_through_groups(tmp_path: Path) -> None:
+    """Sharded, replicated, and along another dim than they were saved."""
+    world = World(3)
+    whole = wholes(40, (7, 5))
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        norms = {f"norm.{at}": torch.full((4,), at + 0.5) for at in range(30)}
+        return {**sharded(world, rank, whole, 0), **norms, "lr": 0.1}
+
+    world.save(
+        tmp_path,
+        state_dict,
+        lambda rank: PlacementSavePlanner(),
+        lambda rank: PlacementFileSystemWriter(tmp_path),
+    )
+    alone = load(
+        tmp_path, {key: torch.zeros(7, 5) for key in whole}, dcp.FileSystemReader(tmp_path)
+    )
+    assert all(torch.equal(alone[key], whole[key]) for key in whole)
+    for dim in (0, 1):
+        wanted = [
+            {**sharded(world, rank, whole, dim), "norm.3": torch.full((4,), 3.5)}
+            for rank in range(3)
+        ]
+        loaded = world.load(
+            tmp_path,
+            lambda rank, dim=dim: {  # type: ignore[misc]
+                **sharded(world, rank, {key: t - t - 1 for key, t in whole.items()}, dim),
+                "norm.3": torch.zeros(4),
+            },
+            lambda rank: PlacementLoadPlanner(allow_partial_load=True),
+            lambda rank: PlacementFileSystemReader(tmp_path),
+        )
+        for state, values in zip(loaded, wanted, strict=True):
+            for key, value in values.items():
+                local = [getattr(one, "_local_tensor", one) for one in (state[key], value)]
+                assert torch.equal(*local), key
+
+
+def alike(tensors: list[torch.Tensor], sizes: tuple[int, ...]) -> tuple[bool, bytes]:
+    stream = io.BytesIO()
+    saved = save_alike(tensors, torch.Size(sizes), stream)
+    return saved is not None, stream.getvalue()
+
+
+def test_tensors_that_are_alike_are_written_as_torch_writes_them() -> None:
+    many = list(torch.arange(12_000.0).view(2000, 2, 3).unbind())  # views, more than one block
+    for tensors in (many, [one.to(torch.bfloat16) for one in many[:9]], many[:1]):
+        wanted = b"".join(map(saved_by_torch, tensors))
+        assert alike(tensors, (2, 3)) == (True, wanted)
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    assert alike([parameter, torch.zeros(2, 3)], (2, 3))[0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.ones(2, 3, dtype=torch.float64),
+        torch.ones(3, 2),
+        torch.ones(3, 2).t(),
+        torch.ones(2, 3, device="meta"),
+        torch.ones(2, 3).to_sparse(),
+        torch.ones(2, 6)[:, ::2],
+        torch._neg_view(torch.ones(2, 3)),
+        torch.zeros(0, 3),
+    ],
+    ids=str,
+)
+def test_tensors_that_are_not_alike_are_left_to_torch(other: torch.Tensor) -> None:
+    plain = torch.ones(2, 3)
+    assert alike([plain, other], (2, 3)) == (False, b"")
+    assert alike([other, plain], (2, 3)) == (False, b"")
+    assert alike([other], tuple(other.shape))[0] is (
+        other.is_cpu
+        and other.layout is torch.strided
+        and other.is_contiguous()
+        and not other.is_neg()
+        and other.numel() > 0
+    )
+
+
+def test_a_planner_with_its_own_data_is_asked_for_every_tensor(tmp_path: Path) -> None:
+    class Doubled(PlacementSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            return super().resolve_data(write_item) * 2
+
+    class Halved(PlacementLoadPlanner):
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            tensor /= 2
+
+    saved = {f"w{at}": torch.full((2, 3), at + 1.0) for at in range(20)}
+    writer = PlacementFileSystemWriter(tmp_path)
+    dcp.save(saved, storage_writer=writer, planner=Doubled())
+    for planner, factor in ((PlacementLoadPlanner(), 2), (Halved(), 1)):
+        loaded = blank(saved)
+        reader = PlacementFileSystemReader(tmp_path)
+        dcp.load(loaded, storage_reader=reader, planner=planner)
+        assert all(torch.equal(loaded[key], factor * saved[key]) for key in saved)
+
+
+def test_what_other_planners_wrote_is_read_by_group(tmp_path: Path) -> None:
+    saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
+    writer = PlacementFileSystemWriter(tmp_path)
+    dcp.save(saved, storage_writer=writer, planner=DefaultSavePlanner())
+    loaded = blank(saved)
+    loaded["w03"] = torch.full((2, 3), -1, dtype=torch.float64)
+    loaded["w05"] = torch.full((3, 2), -1.0).t()
+    loaded["w07"] = torch.full((4, 6), -1.0)[::2, ::2]
+    reader = PlacementFileSystemReader(tmp_path)
+    dcp.load(loaded, storage_reader=reader, planner=PlacementLoadPlanner(cast="allow"))
+    assert all(torch.equal(loaded[key].float(), saved[key]) for key in saved)
+    assert reader.reads <= 3
+
+
+@pytest.mark.parametrize("damage", [b"x" * 100, None])
+def test_a_damaged_or_missing_record_of_a_group_is_named(
+    damage: bytes | None, tmp_path: Path
+) -> None:
+    saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
+    writer = PlacementFileSystemWriter(tmp_path)
+    dcp.save(saved, storage_writer=writer, planner=PlacementSavePlanner())
+    stored = stock_metadata(tmp_path).storage_data
+    [info] = [info for index, info in stored.items() if index.fqn == "w07"]
+    with open(data_file(tmp_path, 0), "r+b") as file:
+        if damage is None:
+            file.truncate(info.offset + 10)
+        else:
+            file.seek(info.offset)
+            file.write(damage)
+    with pytest.raises(CheckpointException, match="w07"):
+        dcp.load(
+            blank(saved),
+            storage_reader=PlacementFileSystemReader(tmp_path),
+            planner=PlacementLoadPlanner(),
+        )
+
+
+def test_rows_behind_each_other_are_those_that_are_added_one_by_one() -> None:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    one_by_one, together = RowsBuilder(), RowsBuilder()
+    ends = {"a": 0, "b": 0}
+    for path, fqns, length in (("a", "xyz", 5), ("b", "uv", 7), ("a", "w", 0), ("a", "t", 3)):
+        for fqn in fqns:
+            index = MetadataIndex(fqn, torch.Size((2, 0)))
+            one_by_one.add(index, path=path, start=ends[path], length=length)
+            ends[path] += length
+        together.append_alike(list(fqns), torch.Size((2, 0)), path=path, length=length)
+    assert (together.rows().rows == one_by_one.rows().rows).all()
+    assert together.rows().fqns == one_by_one.rows().fqns
