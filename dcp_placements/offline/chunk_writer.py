@@ -39,21 +39,14 @@ class Target(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One chunk of a tensor, or an object, and its source.
+    """One chunk of a tensor, or an object, and its source."""
 
-    Attributes:
-        fqn: The key.
-        box: The chunk, in the whole tensor; None for an object.
-        file: Of the source; pieces of one file are written into one.
-        nbytes: Bytes of the elements, or of the record.
-        read: Returns the elements, in the chunk's shape, or the object's record; called once, when
-            they are written.
-    """
-
-    fqn: str
-    box: Box | None
-    file: Hashable
-    nbytes: int
+    fqn: str  # the key
+    box: Box | None  # the chunk, in the whole tensor; None for an object
+    file: Hashable  # of the source; pieces of one file are written into one
+    nbytes: int  # bytes of the elements, or of the record
+    # Returns the elements, in the chunk's shape, or the object's record; called once, when they are
+    # written
     read: Callable[[], Any]
 
 

@@ -165,7 +165,7 @@ def _print_keys(inspection: Inspection) -> None:
         print_table(
             ("object", "value", "bytes", "file"),
             [
-                (fqn, _brief(stored.value), format_nbytes(stored.nbytes), stored.file or "-")
+                (fqn, _brief(stored.value), format_nbytes(stored.nbytes), short(stored.files, 1))
                 for fqn, stored in _naturally(inspection.objects)
             ],
             right="bytes",

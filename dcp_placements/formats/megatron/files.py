@@ -66,27 +66,16 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """A rank's directory and what its file contains, without the tensors.
+    """A rank's directory and what its file contains, without the tensors."""
 
-    Attributes:
-        directory: Its name.
-        fields: The numbers in the name.
-        has_flat_optimizer: Whether the file of a distributed optimizer is in the directory.
-        problem: Why the file cannot be used; empty if it can.
-        args: The run's arguments.
-        keys: Names of the weights.
-        iteration: When the file was written.
-        has_optimizer: Whether the file contains optimizer state.
-    """
-
-    directory: str
-    fields: tuple[int, ...]
-    has_flat_optimizer: bool
-    problem: str = ""
-    args: argparse.Namespace | None = None
-    keys: frozenset[str] = frozenset()
-    iteration: int | None = None
-    has_optimizer: bool = False
+    directory: str  # its name
+    fields: tuple[int, ...]  # the numbers in the name
+    has_flat_optimizer: bool  # whether the file of a distributed optimizer is in the directory
+    problem: str = ""  # why the file cannot be used; empty if it can
+    args: argparse.Namespace | None = None  # the run's arguments
+    keys: frozenset[str] = frozenset()  # names of the weights
+    iteration: int | None = None  # when the file was written
+    has_optimizer: bool = False  # whether the file contains optimizer state
 
 
 def find_iteration(given: str | os.PathLike[str]) -> Path:

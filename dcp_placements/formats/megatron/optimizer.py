@@ -43,19 +43,12 @@ class NotRecoverable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One tensor or number of an optimizer.
+    """One tensor or number of an optimizer."""
 
-    Attributes:
-        chunk: The model chunk of its parameter.
-        parameter: The parameter's name there.
-        name: The name of the state: ``exp_avg``, ``step``, ``fp32_param``.
-        path: Its keys in the file.
-    """
-
-    chunk: int
-    parameter: str
-    name: str
-    path: KeyPath
+    chunk: int  # the model chunk of its parameter
+    parameter: str  # the parameter's name there
+    name: str  # the name of the state: ``exp_avg``, ``step``, ``fp32_param``
+    path: KeyPath  # its keys in the file
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,7 @@ import json
 
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.offline.directory import Directory
-from dcp_placements.storage.metadata.description import (
-    MOST_ROWS,
-    Description,
-    read_description,
-)
+from dcp_placements.storage.metadata.description import MOST_ROWS, Description, read_description
 from dcp_placements.storage.metadata.save_ids import rank_file_rank
 from dcp_placements.storage.restricted_pickle import RefusedGlobal
 

@@ -35,25 +35,12 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One key that is no tensor.
+    """One key that is no tensor."""
 
-    Attributes:
-        file: Name of its file; None if the metadata names none.
-        nbytes: Length of its record.
-        value: What it is, if it is small and plain: numbers, strings and containers of them; else
-            None.
-    """
-
-    JSON: ClassVar[str] = "files nbytes value"
-
-    file: str | None
-    nbytes: int
+    files: tuple[str, ...]  # the name of its file; none if the metadata names none
+    nbytes: int  # length of its record
+    # What it is, if it is small and plain: numbers, strings and containers of them; else None
     value: Any = None
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """``file`` as a tuple, as tensors have their files."""
-        return () if self.file is None else (self.file,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,39 +84,26 @@ class CutsInfo:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What is in a checkpoint.
-
-    Attributes:
-        path: Where it is.
-        format: ``"dcp"``, ``"torch_dist"`` (Megatron) or ``"safetensors"``.
-        tensors: By key.
-        objects: By key.
-        files: By name; those that hold data, and the others beside them.
-        provenance: Its record of the save (``save_id``, ``step``, ``world_size``, ``axes``,
-            ``versions``, ``options``); None if it has none.
-        digests: Chunks and objects of which a digest is stored.
-        experts: Layer by layer, if asked for.
-        shadows: The copies; None for none.
-        cuts: The cuts of the save, if the checkpoint records them.
-        renames: The renames of the save, if the checkpoint records them.
-    """
+    """What is in a checkpoint."""
 
     JSON: ClassVar[str] = (
         "path format groups tensors objects files totals "
         "provenance shadows cuts renames experts?=experts_by_layer"
     )
 
-    path: str
-    format: str
-    tensors: Mapping[str, TensorInfo]
-    objects: Mapping[str, ObjectInfo]
-    files: Mapping[str, FileInfo]
+    path: str  # where it is
+    format: str  # ``"dcp"``, ``"torch_dist"`` (Megatron) or ``"safetensors"``
+    tensors: Mapping[str, TensorInfo]  # by key
+    objects: Mapping[str, ObjectInfo]  # by key
+    files: Mapping[str, FileInfo]  # by name; those that hold data, and the others beside them
+    # Its record of the save (``save_id``, ``step``, ``world_size``, ``axes``, ``versions``,
+    # ``options``); None if it has none
     provenance: Mapping[str, Any] | None
-    digests: int
-    experts: tuple[ExpertLayer, ...] | None = None
-    shadows: ShadowInfo | None = None
-    cuts: tuple[CutsInfo, ...] = ()
-    renames: tuple[str, ...] = ()
+    digests: int  # chunks and objects of which a digest is stored
+    experts: tuple[ExpertLayer, ...] | None = None  # layer by layer, if asked for
+    shadows: ShadowInfo | None = None  # the copies; None for none
+    cuts: tuple[CutsInfo, ...] = ()  # the cuts of the save, if the checkpoint records them
+    renames: tuple[str, ...] = ()  # the renames of the save, if the checkpoint records them
 
     @property
     def chunks(self) -> int:
@@ -207,7 +181,7 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspec
         format=checkpoint.format,
         tensors=_tensor_infos(tensors, rules),
         objects={
-            name: ObjectInfo(stored.file, stored.nbytes, values.get(name))
+            name: ObjectInfo((stored.file,) if stored.file else (), stored.nbytes, values.get(name))
             for name, stored in objects.items()
         },
         files={
