@@ -24,9 +24,8 @@ from dcp_placements import (
 )
 from dcp_placements.offline import CannotLook, Checkpoint, diagnose, rescue, verify
 from dcp_placements.offline.repairs.surviving_experts import OVERWRITTEN, UNCLEAR, WHOLE, Diagnosis
-from dcp_placements.testing import FakeMesh, World, cut, real_dtensor
+from dcp_placements.testing import World, cut, real_dtensor
 from tests.offline_scenes import Run, overwriting, save_sharded
-from tests.torchrun import forked, tail
 
 EXPERTS = 12
 WEIGHTS = {"w1": (EXPERTS, 4, 6), "w2": (EXPERTS, 6, 4), "bias": (EXPERTS, 6)}
@@ -386,28 +385,3 @@ def test_commands(tmp_path: Path, run: Run) -> None:
     ):
         ran = run("doctor", path, *wrong)
         assert (ran.code, ran.out) == (2, "")
-
-
-@pytest.mark.dist
-def test_a_real_save_of_four_ranks(tmp_path: Path) -> None:
-    program = tmp_path / "save.py"
-    program.write_text(
-        "import sys\n"
-        "import torch.distributed as dist\n"
-        "import torch.distributed.checkpoint as dcp\n"
-        "from tests.offline.test_doctor import state_dict\n"
-        "from dcp_placements.testing import FakeMesh\n"
-        "def main():\n"
-        "    dist.init_process_group('gloo')\n"
-        "    mesh = FakeMesh((2, 2), ('ep', 'edp'), rank=dist.get_rank())\n"
-        "    dcp.save(state_dict(mesh, 3), checkpoint_id=sys.argv[1])\n"
-        "    dist.destroy_process_group()\n"
-        "main()\n"
-    )
-    path = tmp_path / "unaware"
-    done = forked(program, path)
-    assert done.returncode == 0, tail(done)
-    found = diagnose(path, axes={"ep": 2, "edp": 2})
-    assert {tensor.verdict for tensor in found.tensors.values()} == {OVERWRITTEN}
-    assert_true(path, found)
-    assert FakeMesh((2, 2), ("ep", "edp"), rank=3).get_coordinate() == [1, 1]
