@@ -1,6 +1,9 @@
 """Fixtures that several files of tests use, the options of the random worlds, and the order."""
 
+import os
 import warnings
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -15,16 +18,18 @@ collect_ignore = ["ranks"]
 WORLDS_PER_TEST = 10
 
 # Of the files that start no processes of ranks, those that take longest.
-LONG = {
-    "test_matrix.py",
-    "test_megatron_import.py",
-    "test_differential.py",
-    "test_transfer_matrix.py",
-}
+LONG = {"test_matrix", "test_megatron_import", "test_differential", "test_transfer_matrix"}
 
 # Once per process the writer of torch 2.10 warns of this call, which is its own.
 with warnings.catch_warnings(action="ignore"):
     torch.empty(0).storage()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waits_for_the_disk() -> Iterator[None]:
+    """Leave out fsync: no test takes the power away."""
+    with mock.patch.object(os, "fsync", return_value=None):
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
