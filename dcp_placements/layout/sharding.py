@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 Interval = tuple[int, int]
@@ -41,24 +42,15 @@ class Box(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements inside; 1 for a scalar."""
-        count = 1
-        for size in self.sizes:
-            count *= size
-        return count
+        return prod(self.sizes)
 
 
 class Chunk(NamedTuple):
-    """One box of a shard, in local and in global coordinates, in elements.
+    """One box of a shard, in local and in global coordinates, in elements."""
 
-    Attributes:
-        local_offsets: Its start in the rank's local tensor.
-        offsets: Its start in the checkpoint's tensor.
-        sizes: Its sizes, the same in both.
-    """
-
-    local_offsets: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    local_offsets: tuple[int, ...]  # its start in the rank's local tensor
+    offsets: tuple[int, ...]  # its start in the checkpoint's tensor
+    sizes: tuple[int, ...]  # the same in both
 
     @property
     def box(self) -> Box:

@@ -43,21 +43,15 @@ SAFETENSORS = "safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """One stored chunk of a tensor, and its place.
+    """One stored chunk of a tensor, and its place."""
 
-    Attributes:
-        box: Of the chunk, in the whole tensor.
-        file: Name of its file; None where the metadata name no place.
-        start: Offset of its record in the file, in bytes. A record of a ``.distcp`` file is a
-            small zip file around the elements; one of a safetensors file is the elements.
-        nbytes: Length of the record.
-        transforms: Names of the transforms that the record went through, such as compression.
-    """
-
-    box: Box
-    file: str | None
+    box: Box  # of the chunk, in the whole tensor
+    file: str | None  # name of its file; None where the metadata name no place
+    # Offset of its record in the file, in bytes. A record of a ``.distcp`` file is a small zip file
+    # around the elements; one of a safetensors file is the elements
     start: int = 0
-    nbytes: int = 0
+    nbytes: int = 0  # length of the record
+    # Names of the transforms that the record went through, such as compression
     transforms: tuple[str, ...] = ()
 
     @property
@@ -68,17 +62,11 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """One stored tensor.
+    """One stored tensor."""
 
-    Attributes:
-        fqn: Its key.
-        shape: Of the whole tensor.
-        stored_dtype: Of the stored elements.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    stored_dtype: Dtype
+    fqn: str  # its key
+    shape: tuple[int, ...]  # of the whole tensor
+    stored_dtype: Dtype  # of the stored elements
     _cut: _Cut
     _places: _Places
 
@@ -135,34 +123,22 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One stored object: a key that is no tensor. Its bytes are opaque.
+    """One stored object: a key that is no tensor. Its bytes are opaque."""
 
-    Attributes:
-        fqn: Its key.
-        file: Name of its file; None where the metadata name no place.
-        start: Offset of its record in the file, in bytes.
-        nbytes: Length of the record.
-    """
-
-    fqn: str
-    file: str | None
-    start: int = 0
-    nbytes: int = 0
+    fqn: str  # its key
+    file: str | None  # name of its file; None where the metadata name no place
+    start: int = 0  # offset of its record in the file, in bytes
+    nbytes: int = 0  # length of the record
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPack:
-    """Shadows: copies of tensors, or of objects, that ranks wrote beside the canonical ones.
+    """Shadows: copies of tensors, or of objects, that ranks wrote beside the canonical ones."""
 
-    Attributes:
-        fqns: The keys that are copied, in the order of their copies in a record.
-        tensor: All copies as one tensor; None for copies of objects.
-        copies: The records. The offsets of a tensor's copy are the writer's number, then the
-            offsets of the chunk.
-    """
-
-    fqns: tuple[str, ...]
-    tensor: StoredTensor | None
+    fqns: tuple[str, ...]  # the keys that are copied, in the order of their copies in a record
+    tensor: StoredTensor | None  # all copies as one tensor; None for copies of objects
+    # The records. The offsets of a tensor's copy are the writer's number, then the offsets of the
+    # chunk
     copies: tuple[StoredChunk, ...]
 
 

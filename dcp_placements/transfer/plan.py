@@ -30,19 +30,12 @@ class TransferPart:
 
 
 class Pairs(NamedTuple):
-    """Bytes by pair of ranks, sorted, in columns; a rank paired with itself copies.
+    """Bytes by pair of ranks, sorted, in columns; a rank paired with itself copies."""
 
-    Attributes:
-        source_rank: Global ranks that send.
-        target_rank: Global ranks that receive.
-        nbytes: Bytes, by the dtype of the source.
-        messages: How many boxes of single tensors.
-    """
-
-    source_rank: Array
-    target_rank: Array
-    nbytes: Array
-    messages: Array
+    source_rank: Array  # global ranks that send
+    target_rank: Array  # global ranks that receive
+    nbytes: Array  # bytes, by the dtype of the source
+    messages: Array  # how many boxes of single tensors
 
 
 class TransferPlan:

@@ -31,7 +31,7 @@ from dcp_placements.offline.repairs.surviving_experts import (
     ExpertTensor,
 )
 
-PIECE_NBYTES = 1 << 30
+PIECE_NBYTES = 256 << 20
 """Larger chunks are copied as several."""
 
 LIST = "rescue.json"
