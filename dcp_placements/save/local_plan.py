@@ -274,10 +274,12 @@ def held_chunks(placed: Placed) -> tuple[Chunk, ...]:
     if 0 in placed.global_shape:
         origin = (0,) * len(placed.global_shape)
         return (Chunk(origin, origin, placed.global_shape),)
-    by_offsets = {chunk.offsets: chunk for chunk in reversed(placed.chunks)}
-    if len(by_offsets) < len(placed.chunks):
-        return tuple(reversed(by_offsets.values()))
-    return placed.chunks
+    chunks = placed.chunks
+    if len(chunks) > 1:
+        by_offsets = {chunk.offsets: chunk for chunk in reversed(chunks)}
+        if len(by_offsets) < len(chunks):
+            return tuple(reversed(by_offsets.values()))
+    return chunks
 
 
 def chunk_data(placed: Placed, chunk: Chunk) -> torch.Tensor:
