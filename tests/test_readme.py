@@ -47,7 +47,7 @@ from dcp_placements.bind.placing import place
 from dcp_placements.cli import main
 from dcp_placements.cli.app import app
 from dcp_placements.testing import cut
-from tests.torchrun import forked, torchrun
+from tests.torchrun import forked
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -192,8 +192,7 @@ def test_every_block_is_of_a_kind_that_runs() -> None:
 def test_programs_run_on_two_ranks(block: Block, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(block.text)
-    start = torchrun if block.page == README else forked
-    done = start(program, ranks=2, cwd=tmp_path)
+    done = forked(program, ranks=2, cwd=tmp_path)
     # Now and then a gloo thread of torch aborts a process that is about to exit, also after stock
     # saves and with the group destroyed; what the program did is then done.
     assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr

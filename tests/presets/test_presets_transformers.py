@@ -31,7 +31,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     out = tmp_path_factory.mktemp("transformers")
-    done = forked(WORKER, out)
+    modeling = [f"transformers.models.{name}.modeling_{name}" for name in MODELS]
+    done = forked(WORKER, out, modules=",".join(modeling))
     # Judged by what was written: gloo's threads sometimes abort a process that is done.
     files = [out / f"{rank}.json" for rank in range(4)]
     assert all(file.exists() for file in files), tail(done)
