@@ -267,7 +267,7 @@ class Checkpoint:
             alike: tuple[int, ...] = ()
             claimed: set[tuple[int, ...] | None] = {None} if fqn in self.objects else set()
             if tensor is not None:
-                alike = (tensor.cut, *[number for number, _ in self._rows.places_of(fqn)])
+                alike = (tensor.cut, *self._rows.numbers_of(fqn))
                 if alike in claimed_all:
                     continue
                 claimed = {box.offsets for box in tensor.boxes}

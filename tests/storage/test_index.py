@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import struct
 import subprocess
 import sys
 import warnings
@@ -113,6 +114,16 @@ def test_a_save_of_several_ranks_is_read_by_parts(tmp_path: Path) -> None:
     # Ranks cut alike wrote alike but for the first, which wrote the shared object.
     assert len(index.templates) < len(index.writers.templates) + 1
     assert index.places[0].listed >= 0
+
+
+def test_the_text_of_a_key_is_pickled_once(tmp_path: Path) -> None:
+    whole = save(tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    stock = data[: pickle_nbytes(data)]
+    planner_data = pickle.loads(stock).planner_data
+    for key in whole:
+        assert planner_data[key] == (key,)
+        assert stock.count(b"X" + struct.pack("<I", len(key)) + key.encode()) == 1
 
 
 def test_torchs_planner_and_reader_load_what_our_reader_reads(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def _stock_nbytes(saved: Metadata, written: Sequence[Written], rows: int) -> int
     """Return the bytes of stock metadata; all but the rows and files are made."""
     entries = entries_of(saved.state_dict_metadata)
     no_rows = build_index([], entries)
-    head, memo = pickled_head(plain_metadata(saved), entries, no_rows)
+    head, memo = pickled_head(plain_metadata(saved, entries.fqns), entries, no_rows)
     nbytes = len(head) + sum(map(len, Body(memo, entries, no_rows).pieces()))
     ends = [int((held["start"] + held["length"]).max()) for held in map(_rows, written)]
     row = _WIDE_ROW_NBYTES if max(ends, default=0) >= 1 << 31 else _ROW_NBYTES

@@ -207,13 +207,16 @@ class RowIndex:
     def __len__(self) -> int:
         return int(self.counts[self.pairs[1]].sum()) if len(self.counts) else 0
 
-    def places_of(self, fqn: str) -> list[tuple[int, Places]]:
-        """Return number and places of the places of a key; none where there is no such key."""
+    def numbers_of(self, fqn: str) -> list[int]:
+        """Return the numbers of the places of a key; none where there is no such key."""
         key = self.numbers.get(fqn)
         if key is None:
             return []
-        numbers = self._numbers_by_key[self._bounds[key] : self._bounds[key + 1]]
-        return [(number, self.places[number]) for number in numbers]
+        return self._numbers_by_key[self._bounds[key] : self._bounds[key + 1]]
+
+    def places_of(self, fqn: str) -> list[tuple[int, Places]]:
+        """Return number and places of the places of a key."""
+        return [(number, self.places[number]) for number in self.numbers_of(fqn)]
 
     def row(self, fqn: str, offset: Offset, hint: int | None) -> Row | None:
         """Return the row of a chunk; None where there is none.
@@ -235,9 +238,10 @@ class RowIndex:
     def rows_of(self, fqn: str) -> list[tuple[Offset, Row]]:
         """Return offset and row of each chunk of a key."""
         found = []
-        for number, places in self.places_of(fqn):
+        for number in self.numbers_of(fqn):
             sources = self.looked_up.all_sources.get(number)
             if sources is None:
+                places = self.places[number]
                 of_places = [self._source(places, at) for at in range(len(places.writers))]
                 sources = list(zip(places.all_offsets(), of_places, strict=True))
                 self.looked_up.all_sources[number] = sources

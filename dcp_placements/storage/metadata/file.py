@@ -62,7 +62,7 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
         index = metadata.storage_data.index_for(entries)
         buffer = io.BytesIO()
         properties = list(map(torch_properties, entries.properties))
-        plain = plain_metadata(metadata)
+        plain = plain_metadata(metadata, entries.fqns)
         portable_pickler(buffer).dump((plain, properties, list(entries.others)))
         head, memo = pickled_head(plain, entries, index) if stock_metadata else (b"", None)
         values = buffer.getvalue()

@@ -6,6 +6,7 @@ import copy
 import copyreg
 import io
 import pickle
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -42,17 +43,23 @@ _CLASSES = (
 )
 
 
-def plain_metadata(metadata: Metadata) -> Metadata:
-    """Return metadata without entries and rows, in the form that every torch reads."""
+def plain_metadata(metadata: Metadata, fqns: Sequence[str]) -> Metadata:
+    """Return metadata without entries and rows, in the form that every torch reads.
+
+    Args:
+        metadata: All of it.
+        fqns: The keys. Equal texts in ``planner_data`` become these, so that they are pickled once.
+    """
     rest = copy.copy(metadata)
     for name in ("state_dict_metadata", "storage_data"):
         vars(rest).pop(name, None)
     if metadata.storage_meta is not None:
         rest.storage_meta = _portable_meta(metadata.storage_meta)
     if type(metadata.planner_data) is dict:
-        # The path of most keys is the key alone: one text, which is pickled once.
+        texts = dict(zip(fqns, fqns, strict=True))
+        # The path of most keys is the key alone.
         rest.planner_data = {
-            fqn: (fqn,)
+            texts.get(fqn, fqn): (texts.get(fqn, fqn),)
             if type(path) is tuple and len(path) == 1 and type(path[0]) is str and path[0] == fqn
             else path
             for fqn, path in metadata.planner_data.items()
