@@ -123,31 +123,21 @@ def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parsed
 
 
-RULES = typer.Option("--rules", metavar="MODULE:FUNC", help="A function mesh -> Placements.")
-MESH = typer.Option(
-    "--mesh",
-    metavar="AXIS=SIZE,...",
-    parser=_parser(parse_mesh),
-    help="Outermost axis first: ep=8,edp=2.",
-)
-Mesh = Annotated[MeshAxes | None, MESH]
+def mesh_option(name: str, help_text: str) -> Any:
+    """Return an option for a mesh."""
+    parser = _parser(parse_mesh)
+    return typer.Option(name, metavar="AXIS=SIZE,...", parser=parser, help=help_text)
 
 
-def _fsdp(name: str, help_text: str) -> Any:
+def fsdp_option(name: str, help_text: str) -> Any:
+    """Return an option for the axes of FSDP."""
     return typer.Option(name, metavar="AXIS,...", parser=parse_list, help=help_text)
 
 
-Fsdp = Annotated[Any, _fsdp("--fsdp", "The axes over which FSDP shards dim 0.")]
-TargetFsdp = Annotated[Any, _fsdp("--target-fsdp", "The same for the target.")]
-TARGET_RULES = typer.Option(
-    "--target-rules", metavar="MODULE:FUNC", help="The same for the target."
-)
-TARGET_MESH = typer.Option(
-    "--target-mesh",
-    metavar="AXIS=SIZE,...",
-    parser=_parser(parse_mesh),
-    help="The same for the target.",
-)
+RULES = typer.Option("--rules", metavar="MODULE:FUNC", help="A function mesh -> Placements.")
+MESH = mesh_option("--mesh", "Outermost axis first: ep=8,edp=2.")
+Mesh = Annotated[MeshAxes | None, MESH]
+Fsdp = Annotated[Any, fsdp_option("--fsdp", "The axes over which FSDP shards dim 0.")]
 
 
 def rename_option(help_text: str) -> Any:

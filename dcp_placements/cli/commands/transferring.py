@@ -12,11 +12,10 @@ from dcp_placements import offline
 from dcp_placements.cli.arguments import (
     MESH,
     RULES,
-    TARGET_MESH,
-    TARGET_RULES,
     Fsdp,
     Json,
-    TargetFsdp,
+    fsdp_option,
+    mesh_option,
     rename_option,
 )
 from dcp_placements.cli.printing import print_lines, print_table, short, show
@@ -25,6 +24,7 @@ from dcp_placements.errors import format_count, format_nbytes
 from dcp_placements.offline.declared import MeshAxes, Rename, resolve
 
 MAX_ROWS = 32
+SAME = "The same for the target."
 
 
 def transfer_command(
@@ -33,10 +33,10 @@ def transfer_command(
     ],
     mesh: Annotated[MeshAxes, MESH],
     rules: Annotated[str, RULES],
-    target_mesh: Annotated[MeshAxes, TARGET_MESH],
-    target_rules: Annotated[str, TARGET_RULES],
+    target_mesh: Annotated[MeshAxes, mesh_option("--target-mesh", SAME)],
+    target_rules: Annotated[str, typer.Option("--target-rules", metavar="MODULE:FUNC", help=SAME)],
     fsdp: Fsdp = "",
-    target_fsdp: TargetFsdp = "",
+    target_fsdp: Annotated[Any, fsdp_option("--target-fsdp", SAME)] = "",
     target_tensors: Annotated[
         str | None,
         typer.Option(metavar="CKPT", help="A checkpoint that has the target's tensors."),

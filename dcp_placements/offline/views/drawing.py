@@ -58,12 +58,6 @@ def bytes_figure(title: str, nbytes: Mapping[Writer, Mapping[str, int]]) -> Any:
     Args:
         title: The checkpoint's name.
         nbytes: By writer and file, in bytes.
-
-    Returns:
-        A ``matplotlib.figure.Figure``.
-
-    Raises:
-        CannotLook: There is no matplotlib.
     """
     writers = sorted(nbytes, key=writer_order)
     totals = [sum(nbytes[writer].values()) for writer in writers]

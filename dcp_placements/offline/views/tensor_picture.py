@@ -53,12 +53,6 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[P
     """Return the picture of one tensor: its chunks, coloured by the ranks that wrote them.
 
     Holes are hatched grey; elements that are stored twice are outlined and hatched red.
-
-    Returns:
-        A ``matplotlib.figure.Figure``.
-
-    Raises:
-        CannotLook: There is no matplotlib.
     """
     whole = Box.whole(tuple(shape))
     boxes = [piece.box for piece in pieces]
