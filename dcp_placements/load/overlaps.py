@@ -96,16 +96,17 @@ class Overlaps:
         )
 
     def _fault(self, keys: tuple[str, ...], lost: list[str]) -> Fault:
+        what = "them" if len(keys) > 1 else "several rows of it"
         # Those that were overwritten first: a long list is cut.
         ordered = [*lost, *(fqn for fqn in keys if fqn not in lost)]
         return Fault(
             format_names(ordered, MAX_KEYS),
-            "this rank has one memory for them, but the checkpoint has different contents",
+            f"this rank has one memory for {what}, but the checkpoint has different contents",
             (
                 f"overwritten: {format_names(lost, MAX_KEYS)}",
-                "likely:      this model ties them, and the model that was saved did not",
-                "way out:     load into a model that does not tie them; or leave all but one of "
-                "them out of the state dict: its contents are then those of all",
+                "likely:      this model ties what the model that was saved did not",
+                "way out:     load into a model that does not tie them; or leave all keys but one "
+                "out of the state dict: its contents are then those of all",
             ),
         )
 

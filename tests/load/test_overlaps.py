@@ -23,6 +23,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
+    Stack,
 )
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 from tests.hazard_scenes import arange
@@ -241,3 +242,15 @@ def test_reads_at_once_are_compared_as_well(
     state = dict.fromkeys(EQUAL, tied)
     dcp.load(state, storage_reader=reader, planner=PlacementLoadPlanner())
     assert torch.equal(tied, arange(12, 5))
+
+
+def test_rows_of_a_stack_in_one_memory(tmp_path: Path) -> None:
+    stored(tmp_path / "different", {"experts.w": arange(2, 3)})
+    stored(tmp_path / "equal", {"experts.w": torch.ones(2, 3)})
+    row = torch.zeros(3)
+    state = {"experts.0.w": row, "experts.1.w": row}
+    planner = PlacementLoadPlanner(rename=Stack("experts.{}", 2))
+    with pytest.raises(CheckpointException, match="one memory for several rows of it"):
+        dcp.load(state, checkpoint_id=tmp_path / "different", planner=planner)
+    dcp.load(state, checkpoint_id=tmp_path / "equal", planner=planner)
+    assert torch.equal(row, torch.ones(3))
