@@ -44,12 +44,17 @@ def lint(
     """
     judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
     # Most tensors have a layout that is right under any name: they need no search.
-    doubtful: dict[int, bool] = {}
+    doubtful: dict[Any, bool] = {}
     for tensor in placed:
         number = tensor.place.number
         is_doubtful = doubtful.get(number)
         if is_doubtful is None:
-            is_doubtful = doubtful[number] = any(_findings(tensor, fused=True, expert=True))
+            # Layouts of many shapes are cut in a few ways.
+            binding = tensor.binding
+            cuts = binding.sharding.cuts, binding.axes, len(binding.global_shape)
+            if cuts not in doubtful:
+                doubtful[cuts] = any(_findings(tensor, fused=True, expert=True))
+            is_doubtful = doubtful[number] = doubtful[cuts]
         if not is_doubtful or any(pattern.search(f".{tensor.fqn}") for pattern in waived):
             continue
         fused = FUSED_NAME.search(tensor.fqn) is not None

@@ -30,7 +30,7 @@ from dcp_placements.names.optimizer_state import (
     listed_faults,
 )
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.rules.mesh import MeshNumbers
+from dcp_placements.rules.mesh import Axis, Mesh, MeshNumbers, mesh_axes
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, shards
 
@@ -59,6 +59,7 @@ class Placer:
         # Most tensors have the layout of another one: by all arguments of the binding.
         self._bound: dict[Any, Place | None] = {}
         self.mesh_number = MeshNumbers()
+        self._axes: dict[tuple[int, bool], tuple[Axis, ...] | None] = {}
         self._dtensor_kinds: dict[type, bool] = {}
         self._names: dict[str, str] = {}
         # By key, the placements that a callable returned.
@@ -245,12 +246,18 @@ class Placer:
         placement: CheckpointPlacement | None,
         key: Any,
     ) -> Place | None:
-        binding = bind(own, local_shape, placement)
+        binding = bind(own, local_shape, placement, self._axes_of)
         place = None
         if binding is not None:
             place = self.placing.place_of(binding, binding.layout.chunks())
         self._bound[key] = place
         return place
+
+    def _axes_of(self, mesh: Mesh, *, with_ranks: bool) -> tuple[Axis, ...] | None:
+        key = self.mesh_number(mesh), with_ranks
+        if key not in self._axes:
+            self._axes[key] = mesh_axes(mesh, with_ranks=with_ranks)
+        return self._axes[key]
 
     def _place(
         self,

@@ -8,7 +8,7 @@ the model-parallel part: that holds whatever position its axis has in the checkp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,6 +119,7 @@ def bind(
     own: Own,
     local_shape: tuple[int, ...],
     placement: CheckpointPlacement | None,
+    axes_of: Callable[..., tuple[Axis, ...] | None] = mesh_axes,
 ) -> Binding | None:
     """Return where a local tensor lies in the checkpoint, or None on a rank that holds no part.
 
@@ -126,16 +127,19 @@ def bind(
         own: The tensor's own description.
         local_shape: The shape of this rank's local tensor, in elements.
         placement: The placement of its rule; None keeps the tensor's own mesh and placements.
+        axes_of: ``mesh_axes``, or a memo of it where many tensors are bound.
 
     Raises:
         BindError: The two contradict each other, or do not yield ``local_shape``.
     """
     meshes = [own.mesh, None if placement is None else placement.mesh]
     unnamed = any(mesh is not None and mesh.mesh_dim_names is None for mesh in meshes)
-    own_axes = () if own.mesh is None else mesh_axes(own.mesh, with_ranks=unnamed)
+    own_axes = () if own.mesh is None else axes_of(own.mesh, with_ranks=unnamed)
     if own_axes is None:
         return None
-    rule_axes = _rule_axes(placement, with_ranks=unnamed)
+    rule_axes: tuple[Axis, ...] = ()
+    if placement is not None:
+        rule_axes = _rule_axes(placement.mesh, axes_of(placement.mesh, with_ranks=unnamed))
     ndim = len(own.shape)
     own_cuts = _own_cuts(own, own_axes, ndim)
     rule_cuts, replaced = _rule_cuts(placement, rule_axes, own_axes, own_cuts, ndim)
@@ -210,13 +214,10 @@ def fault_of(error: BindError | RenameError, fqn: str, rule: str | None) -> Faul
     return Fault(fqn, error.headline, details, place)
 
 
-def _rule_axes(placement: CheckpointPlacement | None, *, with_ranks: bool) -> tuple[Axis, ...]:
-    if placement is None:
-        return ()
-    axes = mesh_axes(placement.mesh, with_ranks=with_ranks)
+def _rule_axes(mesh: Mesh, axes: tuple[Axis, ...] | None) -> tuple[Axis, ...]:
     if axes is None:
         raise BindError(
-            f"the rank is not part of the rule's mesh {format_mesh(placement.mesh)}",
+            f"the rank is not part of the rule's mesh {format_mesh(mesh)}",
             "way out:     a rule must name a mesh of the ranks that hold the tensor; on the other "
             "ranks give another rule, or None",
         )
