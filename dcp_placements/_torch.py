@@ -135,6 +135,7 @@ __all__ = [
     "group_device",
     "has_hooks",
     "is_dtensor_like",
+    "is_lazy",
     "layout_named",
     "leaves",
     "local_tensor",
@@ -342,9 +343,14 @@ def agreed(
     return wrapper.all_reduce(step, on_rank, on_coordinator)
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a conjugated or negated view; torch copies no lists of those."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy every source to the target of its size, in one call where they are plain tensors."""
-    if targets and all(type(target) is torch.Tensor for target in targets):
+    if targets and all(type(one) is torch.Tensor and not is_lazy(one) for one in targets):
         torch._foreach_copy_(targets, sources)
         return
     for target, source in zip(targets, sources, strict=True):

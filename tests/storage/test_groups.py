@@ -181,6 +181,38 @@ def test_what_other_planners_wrote_is_read_by_group(tmp_path: Path) -> None:
     assert reader.reads <= 3
 
 
+def inference_zeros(*sizes: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(*sizes)
+
+
+@pytest.mark.parametrize(
+    "blank_one",
+    [
+        lambda: torch.zeros(2, 3, dtype=torch.bfloat16),
+        lambda: torch.zeros(2, 3, dtype=torch.float64),
+        lambda: torch.nn.Parameter(torch.zeros(2, 3)),
+        lambda: torch._neg_view(torch.zeros(2, 3)),
+        lambda: torch.zeros(2, 3, dtype=torch.complex64).conj().imag,
+        lambda: torch.zeros(3, 2).t(),
+        lambda: inference_zeros(2, 3),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_groups_fill_what_torch_fills(blank_one: Any, threads: int, tmp_path: Path) -> None:
+    """Many tensors of another dtype, or views that torch copies one by one."""
+    saved = {f"w{at:02}": torch.randn(2, 3) for at in range(20)}
+    writer = PlacementFileSystemWriter(tmp_path)
+    dcp.save(saved, storage_writer=writer, planner=PlacementSavePlanner())
+    wanted, loaded = ({key: blank_one() for key in saved} for _ in range(2))
+    dcp.load(wanted, storage_reader=dcp.FileSystemReader(tmp_path), planner=DefaultLoadPlanner())
+    reader = PlacementFileSystemReader(tmp_path, thread_count=threads)
+    dcp.load(loaded, storage_reader=reader, planner=PlacementLoadPlanner(cast="allow"))
+    for key, value in saved.items():
+        assert torch.equal(wanted[key], value.to(wanted[key].dtype))
+        assert same(loaded[key], wanted[key]), key
+
+
 @pytest.mark.parametrize("damage", [b"x" * 100, None])
 def test_a_damaged_or_missing_record_of_a_group_is_named(
     damage: bytes | None, tmp_path: Path

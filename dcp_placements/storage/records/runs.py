@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from dcp_placements._torch import StorageInfo
+from dcp_placements._torch import StorageInfo, is_lazy
 from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.protocols import ReadGroup
@@ -97,11 +97,13 @@ def fill(run: Run, tensor: TensorRecord, held: bytearray) -> bool:
     """
     head, length = held[: tensor.start], run.length
     targets = [run.group.tensors[key] for key in run.keys]
-    sizes = torch.Size(tensor.shape)
+    sizes, dtype = torch.Size(tensor.shape), targets[0].dtype
     fits = (
         sizes == run.group.first.lengths
         and set(map(type, targets)) <= {torch.Tensor, torch.nn.Parameter}
-        and all([target.is_cpu for target in targets])
+        and all([target.is_cpu and target.dtype == dtype for target in targets])
+        and not any(map(is_lazy, targets))
+        and not any(map(torch.Tensor.is_inference, targets))
         and all([target.shape == sizes for target in targets])
         and all([held.startswith(head, at) for at in range(0, length * len(run.keys), length)])
     )
@@ -111,5 +113,5 @@ def fill(run: Run, tensor: TensorRecord, held: bytearray) -> bool:
     elements = np.ascontiguousarray(rows[:, tensor.start : tensor.start + tensor.nbytes])
     values = torch.from_numpy(elements).view(-1).view(tensor.dtype.torch).view(-1, *sizes)
     with torch.no_grad():
-        torch.unbind_copy(values, out=targets)
+        torch.unbind_copy(values.to(dtype), out=targets)
     return True
