@@ -84,25 +84,30 @@ class GroupedItems(LazyItems[T]):
 
     Args:
         make: Returns all items.
+        planner: The planner. Storage that is called with another one, which may wrap it, has to
+            call that one for every item.
         groups: What the planner has in common of many items.
         others: The items that are in no group.
         outline: As that of ``LazyItems``.
 
     Attributes:
+        planner: The same.
         groups: The same.
         others: The same.
     """
 
-    __slots__ = ("groups", "others")
+    __slots__ = ("groups", "others", "planner")
 
     def __init__(
         self,
         make: Callable[[], list[T]],
+        planner: object,
         groups: Sequence[Any],
         others: Sequence[T],
         outline: Callable[[], Any] | None = None,
     ) -> None:
         super().__init__(make, outline)
+        self.planner = planner
         self.groups = groups
         self.others = others
 

@@ -234,7 +234,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         load.take_verdict(new_plan.planner_data)
         try:
             own = overrides(self, PlacementLoadPlanner, *_TAKE_DATA)
-            plan = load.finished(new_plan, grouped=not own)
+            plan = load.finished(new_plan, None if own else self)
         except Exception as error:
             if load.active_exchange is None:
                 raise

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dcp_placements._torch import (
     LoadPlan,
+    LoadPlanner,
     Metadata,
     MetadataIndex,
     ReadItem,
@@ -267,10 +268,12 @@ class RankLoad:
         """The exchange, where the coordinator granted one."""
         return self.exchange if self.exchange is not None and self.exchange.verdict.active else None
 
-    def finished(self, plan: LoadPlan, *, grouped: bool) -> LoadPlan:
+    def finished(self, plan: LoadPlan, planner: LoadPlanner | None) -> LoadPlan:
         """Return what this rank reads, its part of an exchange alone, and reset step counts.
 
-        With ``grouped`` what is read may go into tensors without the planner.
+        Args:
+            plan: As the coordinator sent it.
+            planner: What is read may go into its tensors without it; None if it has to be called.
         """
         for fqn in self.stateless:
             self._reset_step(fqn)
@@ -279,9 +282,9 @@ class RankLoad:
         with quiet_gc():
             if isinstance(items, LazyItems):
                 items = self.items
-                if grouped and self.verification is None and self.request is not None:
+                if planner and self.verification is None and self.request is not None:
                     apart = {*self.shared, *self.overlaps.groups}
-                    items = self.request.grouped(apart)
+                    items = self.request.grouped(apart, planner)
             if self.active_exchange is not None:
                 items = self.active_exchange.share(list(items), self.metadata)
         if self.exchange is not None and self.exchange.verdict.why:

@@ -12,6 +12,7 @@ import torch
 
 from dcp_placements._torch import (
     BytesStorageMetadata,
+    LoadPlanner,
     Metadata,
     ReadItem,
     TensorStorageMetadata,
@@ -129,11 +130,12 @@ class Request:
         report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
         return LazyItems(lambda: read_items((fqn, one.reads) for fqn, one in fillings.items()))
 
-    def grouped(self, apart: AbstractSet[str]) -> GroupedItems[ReadItem]:
+    def grouped(self, apart: AbstractSet[str], planner: LoadPlanner) -> GroupedItems[ReadItem]:
         """Return all items, those of small tensors that are read alike by group.
 
         Args:
             apart: Keys that are in no group.
+            planner: That has the items.
         """
         groups: list[ReadGroup] = []
         taken: set[str] = set()
@@ -159,7 +161,7 @@ class Request:
         of_each = self._fillings.items()
         others = read_items((fqn, one.reads) for fqn, one in of_each if fqn not in taken)
         make = partial(read_items, [(fqn, one.reads) for fqn, one in of_each])
-        return GroupedItems(make, groups, others)
+        return GroupedItems(make, planner, groups, others)
 
     def _settle_missing(self, missing: list[str], *, matched: int) -> None:
         keys = MissingKeys(

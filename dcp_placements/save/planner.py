@@ -321,7 +321,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             if isinstance(new_plan.items, LazyItems):
                 with quiet_gc():
                     own = overrides(self, PlacementSavePlanner, *_GIVE_DATA)
-                    items: Any = self._run.items(assignment, grouped=not own)
+                    items: Any = self._run.items(assignment, None if own else self)
                 new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
             # A rank that writes nothing makes no file for its id alone.
             if new_plan.items and not (

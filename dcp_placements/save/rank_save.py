@@ -14,6 +14,7 @@ from dcp_placements._torch import (
     Metadata,
     MetadataIndex,
     SavePlan,
+    SavePlanner,
     WriteItem,
     WriteItemType,
     global_rank,
@@ -119,20 +120,20 @@ class RankSave:
         kept = {fqn: value for fqn, value in self.state_dict.items() if fqn not in left}
         self.holding = holding_of(kept, self.placing, self.paths)
 
-    def items(self, assignment: Assignment, *, grouped: bool) -> GroupedItems[WriteItem]:
+    def items(self, assignment: Assignment, planner: SavePlanner | None) -> GroupedItems[WriteItem]:
         """Return what the rank writes, shadows last.
 
         Args:
             assignment: Of the coordinator.
-            grouped: Whether the tensors of the state dict are what is written.
+            planner: The tensors of the state dict are what it gives; None if it has to be called.
         """
         shadows = self._shadow_items(assignment)
         make = partial(assigned_items, self.holding, assignment)
-        groups, others = grouped_items(self.holding, assignment) if grouped else ([], make())
+        groups, others = grouped_items(self.holding, assignment) if planner else ([], make())
         outline = None
         if assignment.shadows is None:
             outline = partial(Outlines().of, self.holding.tables, self.holding.boxes, assignment)
-        return GroupedItems(lambda: make() + shadows, groups, others + shadows, outline)
+        return GroupedItems(lambda: make() + shadows, planner, groups, others + shadows, outline)
 
     def data(self, index: MetadataIndex) -> torch.Tensor | None:
         """Return a view of what a placed tensor, or a pack, has at ``index``; None for others.

@@ -176,7 +176,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         runs: dict[str, list[Run]] = {}
         with quiet_gc():
             items: Sequence[ReadItem] = plan.items
-            if threads == 1 and isinstance(items, GroupedItems):
+            if threads == 1 and isinstance(items, GroupedItems) and items.planner is planner:
                 runs, items = self._runs(items)
             items = [i for i in items if not i.storage_index.fqn.startswith(ID_PREFIX)]
             sources = self._copies.sources(items)

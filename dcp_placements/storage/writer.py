@@ -34,6 +34,7 @@ from dcp_placements._torch import (
     SerializationFormat,
     StorageInfo,
     StoragePrefix,
+    WriteItem,
     WriteResult,
 )
 from dcp_placements.errors import PlacementError
@@ -165,12 +166,15 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         ):
             return super().write_data(plan, planner)
         groups: Sequence[WriteGroup] = ()
+        items: Sequence[WriteItem] = plan.items
         if not self.single_file_per_rank:
-            buckets = [[item] for item in plan.items]
-        elif self.thread_count == 1 and isinstance(plan.items, GroupedItems):
-            groups, buckets = plan.items.groups, [list(plan.items.others)]
+            buckets = [[item] for item in items]
+        elif (
+            self.thread_count == 1 and isinstance(items, GroupedItems) and items.planner is planner
+        ):
+            groups, buckets = items.groups, [list(items.others)]
         else:
-            buckets = split_by_chunk(self.thread_count, list(plan.items))
+            buckets = split_by_chunk(self.thread_count, list(items))
         files: queue.Queue[DataFile] = queue.Queue()
         names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
         for name, bucket in zip(names, buckets, strict=True):

@@ -167,6 +167,37 @@ def test_a_planner_with_its_own_data_is_asked_for_every_tensor(tmp_path: Path) -
         assert all(torch.equal(loaded[key], factor * saved[key]) for key in saved)
 
 
+class Around:
+    """A planner around another one, which changes tensors on their way."""
+
+    def __init__(self, planner: Any) -> None:
+        self.planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.planner, name)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        return self.planner.resolve_data(write_item) * 2
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        tensor.add_(1)
+        self.planner.commit_tensor(read_item, tensor)
+
+
+def test_a_planner_around_another_one_is_asked_for_every_tensor(tmp_path: Path) -> None:
+    saved = {f"w.{at}": torch.full((2, 3), at + 1.0) for at in range(20)}
+    around: Any = Around(PlacementSavePlanner())
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path), planner=around)
+    around = Around(PlacementLoadPlanner())
+    for reader, planner, more in (
+        (dcp.FileSystemReader(tmp_path), DefaultLoadPlanner(), 0),
+        (PlacementFileSystemReader(tmp_path), around, 1),
+    ):
+        loaded = blank(saved)
+        dcp.load(loaded, storage_reader=reader, planner=planner)
+        assert all(torch.equal(loaded[key], 2 * saved[key] + more) for key in saved)
+
+
 def test_what_other_planners_wrote_is_read_by_group(tmp_path: Path) -> None:
     saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
     writer = PlacementFileSystemWriter(tmp_path)
