@@ -192,7 +192,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         if self.restricted:
             planner = cast(LoadPlanner, _Restricted(planner))
         jobs = list(jobs_of(wanted, runs, ids, threads))
-        if threads == 1 or len(jobs) == 1:
+        if threads == 1 or len(jobs) <= 1:
             work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
             for job in jobs:
                 self._read_job(work, job)

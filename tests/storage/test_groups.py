@@ -244,6 +244,14 @@ def test_groups_fill_what_torch_fills(blank_one: Any, threads: int, tmp_path: Pa
         assert same(loaded[key], wanted[key]), key
 
 
+def test_threads_have_nothing_to_do_where_nothing_is_read(tmp_path: Path) -> None:
+    """As on a rank that holds no tensors."""
+    dcp.save({"w": torch.ones(2)}, storage_writer=PlacementFileSystemWriter(tmp_path))
+    reader = PlacementFileSystemReader(tmp_path, thread_count=3)
+    dcp.load({}, storage_reader=reader, planner=PlacementLoadPlanner(allow_partial_load=True))
+    assert reader.opens == 0
+
+
 @pytest.mark.parametrize("damage", [b"x" * 100, None])
 def test_a_damaged_or_missing_record_of_a_group_is_named(
     damage: bytes | None, tmp_path: Path
