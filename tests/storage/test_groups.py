@@ -19,9 +19,11 @@ from dcp_placements.storage.record_writer import save_alike
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (
+    Flipped,
     all_kinds,
     blank,
     data_file,
+    flipped_registry,
     load,
     same,
     sharded,
@@ -242,6 +244,16 @@ def test_groups_fill_what_torch_fills(blank_one: Any, threads: int, tmp_path: Pa
     for key, value in saved.items():
         assert torch.equal(wanted[key], value.to(wanted[key].dtype))
         assert same(loaded[key], wanted[key]), key
+
+
+def test_transformed_records_are_in_no_group(tmp_path: Path) -> None:
+    saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
+    writer = PlacementFileSystemWriter(tmp_path, _extensions=[Flipped()])
+    dcp.save(saved, storage_writer=writer, planner=PlacementSavePlanner())
+    loaded = blank(saved)
+    reader = PlacementFileSystemReader(tmp_path, _extension_registry=flipped_registry())
+    dcp.load(loaded, storage_reader=reader, planner=PlacementLoadPlanner())
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved)
 
 
 def test_threads_have_nothing_to_do_where_nothing_is_read(tmp_path: Path) -> None:

@@ -113,10 +113,8 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
             files = list(held.rows_alike(fqns, None if offset is None else tuple(offset), hint))
         except IndexDamage:
             return []
-        return [
-            (path, at[is_plain[rows[:, 0]]], rows[is_plain[rows[:, 0]], 1:])
-            for path, at, rows in files
-        ]
+        plain = [(path, at, rows, is_plain[rows[:, 0]]) for path, at, rows in files]
+        return [(path, at[some], rows[some, 1:]) for path, at, rows, some in plain if some.any()]
 
     def __len__(self) -> int:
         return len(self.index)
