@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,18 @@ def test_transformed_records_are_in_no_group(tmp_path: Path) -> None:
     reader = PlacementFileSystemReader(tmp_path, _extension_registry=flipped_registry())
     dcp.load(loaded, storage_reader=reader, planner=PlacementLoadPlanner())
     assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+
+
+def test_records_without_bytes_are_damage(tmp_path: Path) -> None:
+    saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    metadata = stock_metadata(tmp_path)
+    for info in metadata.storage_data.values():
+        info.offset = info.length = 0
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    reader = PlacementFileSystemReader(tmp_path, restricted=True)
+    with pytest.raises(CheckpointException, match="w00: what __0_0"):
+        dcp.load(blank(saved), storage_reader=reader, planner=PlacementLoadPlanner())
 
 
 def test_threads_have_nothing_to_do_where_nothing_is_read(tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ def runs_of(group: ReadGroup, table: StorageTable) -> Iterator[tuple[str, Run]]:
         for first, stop in pairwise(bounds):
             length = int(lengths[first])
             is_apart = is_exact and 1.1 * nbytes < length
-            if stop - first >= SHORTEST and length <= LONGEST_NBYTES and not is_apart:
+            # A length of 0 is damage, which is named where the records are read one by one.
+            is_short = 0 < length <= LONGEST_NBYTES
+            if stop - first >= SHORTEST and is_short and not is_apart:
                 run: Ints = keys[order[first:stop]]
                 yield path, Run(int(starts[first]), length, group, run.tolist())
 
