@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -202,3 +203,31 @@ def _without_state(groups: Mapping[str, Sequence[str]], missing: Sequence[str]) 
 def is_tensor(value: Any) -> bool:
     """Whether a value of a state dict is read as a tensor."""
     return isinstance(value, torch.Tensor) or has_hooks(value) or is_dtensor_like(value)
+
+
+def lacking_rows(stateless: Iterable[str], shared: Mapping[str, str]) -> list[Fault]:
+    """Return the scalars that stand for rows of which the checkpoint has only some.
+
+    Args:
+        stateless: Optimizer state keys of parameters of which the checkpoint has no state.
+        shared: By key, the name of the scalar that stands for several keys.
+    """
+    lacking: dict[str, list[str]] = {}
+    for fqn in stateless:
+        if fqn in shared:
+            lacking.setdefault(shared[fqn], []).append(fqn)
+    rows = Counter(shared.values())
+    return [
+        Fault(
+            name,
+            f"the checkpoint has optimizer state of {rows[name] - len(keys)} rows, and none "
+            f"of {len(keys)}, but here one {name.rpartition('.')[2]} stands for all of them",
+            (
+                f"missing:     {format_names(keys, 4)}",
+                "likely:      these rows were never stepped",
+                "way out:     load it into one tensor per row; or leave this state out",
+            ),
+        )
+        for name, keys in lacking.items()
+        if len(keys) < rows[name]
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +32,6 @@ from dcp_placements.errors import (
     PlacementError,
     RankFaults,
     format_faults,
-    format_names,
     packed_faults,
     raise_faults,
     raise_faults_of_ranks,
@@ -49,6 +47,7 @@ from dcp_placements.load.message import (
     mixed_checkpoints,
     unmatched_patterns,
 )
+from dcp_placements.load.missing import lacking_rows
 from dcp_placements.load.overlaps import Overlaps, overlaps_of
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request
@@ -60,6 +59,8 @@ from dcp_placements.report import LoadReport
 from dcp_placements.rules.patterns import Rules, expected_patterns
 from dcp_placements.storage.metadata.provenance import saved_by, stored
 from dcp_placements.storage.metadata.save_ids import IdRecord, id_records, speaking_for
+
+REFUSED = "cannot be loaded from this checkpoint"
 
 
 @dataclass
@@ -177,7 +178,7 @@ class RankLoad:
         self.collapsed, self.stateless = request.collapsed, request.stateless
         alone = {*self.shared, *self.collapsed}
         self.overlaps = overlaps_of(state_dict, placing, metadata, alone)
-        faults = [*self._shared_faults(), *placing.faults, *request.faults]
+        faults = [*lacking_rows(self.stateless, self.shared), *placing.faults, *request.faults]
         if verify:
             self.verification = Verification(metadata, rank, report)
             faults += self.verification.faults()
@@ -287,8 +288,8 @@ class RankLoad:
                     items = self.request.grouped(apart, planner)
             if self.active_exchange is not None:
                 items = self.active_exchange.share(list(items), self.metadata)
-        if self.exchange is not None and self.exchange.verdict.why:
-            self.warn([_without_exchange(self.exchange.verdict)])
+        if self.exchange is not None:
+            self.warn(self.exchange.verdict.notes)
         if self.verification is not None:
             self.warn(self.verification.notes(items, self.state_dict))
         self.overlaps.expect(items)
@@ -378,36 +379,3 @@ class RankLoad:
             ),
         )
         raise PlacementError(format_faults("rows cannot be loaded as one", [fault]))
-
-    def _shared_faults(self) -> list[Fault]:
-        """Return the scalars that stand for rows of which the checkpoint has only some."""
-        lacking: dict[str, list[str]] = {}
-        for fqn in self.stateless:
-            if fqn in self.shared:
-                lacking.setdefault(self.shared[fqn], []).append(fqn)
-        rows = Counter(self.shared.values())
-        return [
-            Fault(
-                name,
-                f"the checkpoint has optimizer state of {rows[name] - len(keys)} rows, and none "
-                f"of {len(keys)}, but here one {name.rpartition('.')[2]} stands for all of them",
-                (
-                    f"missing:     {format_names(keys, 4)}",
-                    "likely:      these rows were never stepped",
-                    "way out:     load it into one tensor per row; or leave this state out",
-                ),
-            )
-            for name, keys in lacking.items()
-            if len(keys) < rows[name]
-        ]
-
-
-REFUSED = "cannot be loaded from this checkpoint"
-
-
-def _without_exchange(verdict: Verdict) -> Fault:
-    return Fault(
-        "exchange=True",
-        "every rank reads all that it needs by itself",
-        (f"because:     {verdict.why}", f"way out:     {verdict.way_out}"),
-    )

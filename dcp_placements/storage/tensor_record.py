@@ -66,8 +66,7 @@ class TensorRecord:
     """Where the elements of a saved tensor are.
 
     Attributes:
-        dtype: Its dtype.
-        shape: Its shape; the elements are in C order.
+        shape: The elements are in C order.
         start: Where they begin, in bytes from the record's first.
     """
 
@@ -390,8 +389,8 @@ _STORAGES = {
     for name, dtype in (
         *(("BFloat16", "bfloat16"), ("Half", "float16"), ("Float", "float32")),
         *(("Double", "float64"), ("ComplexFloat", "complex64"), ("ComplexDouble", "complex128")),
-        *(("Bool", "bool"), ("Byte", "uint8"), ("Char", "int8"), ("Short", "int16")),
-        *(("Int", "int32"), ("Long", "int64")),
+        *(("Bool", "bool"), ("Byte", "uint8"), ("Char", "int8")),
+        *(("Short", "int16"), ("Int", "int32"), ("Long", "int64")),
     )
 }
 _UNTYPED = "UntypedStorage"

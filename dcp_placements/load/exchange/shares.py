@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from dcp_placements.errors import format_ranks
+from dcp_placements.errors import Fault, format_ranks
 
 SHARE_NBYTES = 256 << 10
 """A set with fewer bytes per member is read by fewer members: more would cost latency alone."""
@@ -75,6 +75,14 @@ class Verdict:
     numbers: tuple[int, ...] = ()
     why: str = ""
     way_out: str = ""
+
+    @property
+    def notes(self) -> list[Fault]:
+        """What the user reads where nothing is exchanged and could be."""
+        if not self.why:
+            return []
+        about = (f"because:     {self.why}", f"way out:     {self.way_out}")
+        return [Fault("exchange=True", "every rank reads all that it needs by itself", about)]
 
 
 def verdicts(sent: Sequence[Any]) -> list[Verdict]:
