@@ -46,7 +46,13 @@ from dcp_placements.storage.record_contents import DAMAGED
 
 logger = logging.getLogger(__name__)
 
-_TAKE_DATA = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+_TAKE_DATA = (
+    "resolve_tensor",
+    "lookup_tensor",
+    "transform_tensor",
+    "commit_tensor",
+    "finish_plan",
+)
 
 
 class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):

@@ -269,6 +269,29 @@ def test_records_without_bytes_are_damage(tmp_path: Path) -> None:
         dcp.load(blank(saved), storage_reader=reader, planner=PlacementLoadPlanner())
 
 
+def test_values_that_a_planner_replaces_when_it_finishes_are_written_and_filled(
+    tmp_path: Path,
+) -> None:
+    class Doubled(PlacementSavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            plan = super().finish_plan(new_plan)
+            self.state_dict = {key: 2 * value for key, value in self.state_dict.items()}
+            return plan
+
+    class Apart(PlacementLoadPlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            plan = super().finish_plan(new_plan)
+            self.state_dict = held
+            return plan
+
+    saved = {f"m.w{at:02}": torch.full((2, 3), at + 1.0) for at in range(20)}
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path), planner=Doubled())
+    held, loaded = blank(saved), blank(saved)
+    dcp.load(loaded, storage_reader=PlacementFileSystemReader(tmp_path), planner=Apart())
+    assert all(torch.equal(held[key], 2 * saved[key]) for key in saved)
+    assert all(torch.equal(loaded[key], blank(saved)[key]) for key in saved)
+
+
 def test_threads_have_nothing_to_do_where_nothing_is_read(tmp_path: Path) -> None:
     """As on a rank that holds no tensors."""
     dcp.save({"w": torch.ones(2)}, storage_writer=PlacementFileSystemWriter(tmp_path))
