@@ -40,7 +40,8 @@ class InFileOrder(PlacementSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        items: Any = plan.items
+        # Groups are left to planners without a finish_plan of their own.
+        items: Any = self._run.items(new_plan.planner_data, self)
         # As the writer does: groups come first, unless their tensors are in another order than C.
         objects = [item for item in items.others if item.type == WriteItemType.BYTE_IO]
         tensors = [item for item in items.others if item.type != WriteItemType.BYTE_IO]
