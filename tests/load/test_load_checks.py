@@ -475,6 +475,39 @@ def test_m49_a_load_with_the_rename_of_another_rank_is_refused(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"optional": ["layers.*.experts.*.w"]}])
+def test_m49_numbers_of_a_checkpoint_without_renames_are_divided_among_ranks(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """As that of one process that has the whole model, or of another trainer."""
+    dcp.save(EXPERTS, checkpoint_id=tmp_path, no_dist=True)
+
+    def state(rank: int) -> dict[str, Any]:
+        return local_experts(owned(rank))
+
+    with without_warning():
+        states = load_experts(
+            tmp_path, WORLD, state, rename=lambda rank: renumbered(owned(rank)), **options
+        )
+    for rank, loaded in enumerate(states):
+        assert all(torch.equal(loaded[fqn], wanted) for fqn, wanted in state(rank).items())
+    wrong = {"rename": lambda rank: renumbered(owned(0)), **options}
+    if options:
+        load_experts(tmp_path, WORLD, state, **wrong)
+        return
+    with refused() as refusal:
+        load_experts(tmp_path, WORLD, state, **wrong)
+    refusal.says(
+        "layers.0.experts.{}, layers.1.experts.{}: several ranks ask for 0-1 of it, and none for "
+        "2-3",
+        "this load:   rename=Renumber('experts.{}', total=4)",
+        "asked for:   0-1 by ranks 0-1",
+        "the numbers of another rank",
+        "way out:     rename= in PlacementLoadPlanner, on each rank with its own numbers",
+    )
+    assert "saved with" not in str(refusal)
+
+
 def test_m49_a_rename_with_another_total_is_refused(tmp_path: Path) -> None:
     save_experts(tmp_path)
     for pattern in ("experts.{}", "layers.*.experts.{}"):

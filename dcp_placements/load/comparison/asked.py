@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_placements.layout.sharding import Box, Chunk, Pick, Sharding
-from dcp_placements.storage.metadata.record import Cuts
+from dcp_placements.storage.metadata.record import Cuts, SavedRename
 
 Ints = npt.NDArray[np.int64]
 
@@ -61,12 +61,12 @@ class Asked:
     Attributes:
         keys: The keys by form, packed; empty where nothing is compared.
         boxes: Of each form in turn, the boxes: offsets and sizes as integers.
-        renames: The renames in force on the rank, as text.
+        renames: The renames in force on the rank.
     """
 
     keys: bytes = b""
     boxes: bytes = b""
-    renames: tuple[str, ...] = ()
+    renames: tuple[SavedRename, ...] = ()
 
 
 @dataclass(slots=True)
@@ -88,12 +88,12 @@ class Asking:
         boxes = tuple(sorted({chunk.box for chunk in chunks}))
         return self.groups.setdefault((form, boxes), [])
 
-    def packed(self, excused: Collection[str], renames: tuple[str, ...]) -> Asked:
+    def packed(self, excused: Collection[str], renames: tuple[SavedRename, ...]) -> Asked:
         """Return what is sent.
 
         Args:
             excused: Families of numbers of which some may be left out.
-            renames: The renames in force on the rank, as text.
+            renames: The renames in force on the rank.
         """
         groups = [
             (tuple(form), len(boxes), _packed_positions(positions))

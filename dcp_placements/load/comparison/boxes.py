@@ -15,14 +15,14 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, tiles, uncovered
 from dcp_placements.load.comparison.asked import AllAsked, Askers, Form, Ints, rows_of
 from dcp_placements.load.comparison.parts import MAX_PARTS
-from dcp_placements.storage.metadata.record import SaveRecord
+from dcp_placements.storage.metadata.record import SavedRename, SaveRecord
 
 
 def box_faults(
     asked: AllAsked,
     record: SaveRecord | None,
     keys: Sequence[str],
-    renames: Mapping[int, Sequence[str]],
+    renames: Mapping[int, Sequence[SavedRename]],
 ) -> list[Fault]:
     """Return the keys of which several ranks ask for the same boxes, and none for others.
 
@@ -88,7 +88,7 @@ def _faults(
     askers: Sequence[Askers],
     missing: Sequence[Box],
     record: SaveRecord | None,
-    renames: Mapping[int, Sequence[str]],
+    renames: Mapping[int, Sequence[SavedRename]],
 ) -> list[Fault]:
     by_boxes: dict[bytes, tuple[Form, list[int]]] = {}
     for one in askers:
@@ -103,7 +103,7 @@ def _faults(
     repeated, form, ranks = next(part for part in parts if len(part[2]) > 1)
     texts = [f"{text} by {format_ranks(by)}" for text, _, by in parts[:MAX_PARTS]]
     more = f" and {len(parts) - MAX_PARTS} other parts" if len(parts) > MAX_PARTS else ""
-    here = ", ".join(dict.fromkeys(one for rank in ranks for one in renames.get(rank, ())))
+    here = ", ".join(dict.fromkeys(str(one) for rank in ranks for one in renames.get(rank, ())))
     source = f"rename={here}, or the mesh of a rule," if here else "the mesh of a rule"
     faults = []
     for fqn in fqns:

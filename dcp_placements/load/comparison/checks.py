@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,8 +85,9 @@ def check_load(
             asking.others.extend(map(asking.positions.__getitem__, fqns))
         else:
             _ask(asking, fqns, placing, excused)
-        families = excused_families(checks.record, metadata, excused)
-        checks.asked = asking.packed(families, renames_as_text(rename))
+        renames = renames_of(rename)
+        families = excused_families(checks.record, renames, metadata, excused)
+        checks.asked = asking.packed(families, renames)
     return checks
 
 
@@ -155,18 +156,21 @@ def rename_faults(
     return faults
 
 
-def renames_as_text(rename: Rename | None) -> tuple[str, ...]:
-    """Return the renames that are in force, as text."""
-    return tuple([str(SavedRename(*step)) for step in renames_in_force(rename, (), ())])
+def renames_of(rename: Rename | None) -> tuple[SavedRename, ...]:
+    """Return the renames that are in force on a rank."""
+    return tuple([SavedRename(*step) for step in renames_in_force(rename, (), ())])
 
 
 def excused_families(
-    record: SaveRecord | None, metadata: Metadata, excused: Collection[str]
+    record: SaveRecord | None,
+    renames: Iterable[SavedRename],
+    metadata: Metadata,
+    excused: Collection[str],
 ) -> list[str]:
     """Return the families of numbers of which some may be left out, by keys that may be."""
-    if record is None or not excused:
+    if not excused:
         return []
-    families = Families(record.renames, metadata.state_dict_metadata)
+    families = Families(_declared(record, renames), metadata.state_dict_metadata)
     return sorted({family for fqn in excused for family, *_ in families.of(fqn)})
 
 
@@ -226,15 +230,24 @@ def asked_faults(
     """
     renames = {rank: one.renames for rank, one in asked.items()}
     together, keys = AllAsked.of(asked), list(tensor_positions(metadata))
-    families = Families(() if record is None else record.renames, metadata.state_dict_metadata)
     if not complete:
+        families = Families(_declared(record), metadata.state_dict_metadata)
         return local_number_faults(together, families, keys, renames)
-    faults = number_faults(together, families, keys, renames)
+    here = [step for steps in renames.values() for step in steps]
+    families = Families(_declared(record, here), metadata.state_dict_metadata)
+    faults = number_faults(together, families, record, keys, renames)
     faults += row_faults(together, record, keys, renames)
     # A rank that sent nothing may ask for what the others leave out.
     if not faults and world_size() <= sum(len(one.ranks) for one in together.requests):
         faults = box_faults(together, record, keys, renames)
     return faults
+
+
+def _declared(
+    record: SaveRecord | None, renames: Iterable[SavedRename] = ()
+) -> Iterable[SavedRename]:
+    """Return the renames of the save and of a load: either says where keys have numbers."""
+    return dict.fromkeys([*(() if record is None else record.renames), *renames])
 
 
 def tensor_positions(metadata: Metadata) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Numbers that a save renamed, and which of them each rank asks for in a load.
+"""Numbers that a save or a load renames, and which of them each rank asks for in a load.
 
 A rename gives the local numbers of experts or layers those that they have in the whole model. A
 load that lacks it finds every key that it asks for, but the wrong ones.
@@ -26,7 +26,7 @@ NUMBERING = ("Renumber", "Unstack", "function")
 
 
 class Families:
-    """The families of numbers that a save renamed.
+    """The families of numbers that renames give.
 
     A family is a key up to the component with the number, which ``{}`` stands for.
 
@@ -71,14 +71,16 @@ class Families:
 def number_faults(
     asked: AllAsked,
     families: Families,
+    record: SaveRecord | None,
     keys: Sequence[str],
-    renames: Mapping[int, Sequence[str]],
+    renames: Mapping[int, Sequence[SavedRename]],
 ) -> list[Fault]:
     """Return the families of which several ranks ask for one part, and none for the rest.
 
     Args:
         asked: What all ranks ask for.
-        families: Those of the save.
+        families: Those of the save and of this load.
+        record: The checkpoint's; None where it has none.
         keys: The checkpoint's keys that are tensors, in the checkpoint's order.
         renames: By rank, the renames that are in force in this load.
     """
@@ -95,22 +97,24 @@ def number_faults(
         gap = gap_of(parts, len(whole))
         if gap is None:
             continue
-        here = dict.fromkeys(one for rank in gap.ranks for one in renames.get(rank, ()))
+        here = dict.fromkeys(str(one) for rank in gap.ranks for one in renames.get(rank, ()))
         likely = "rename= of this load gives some ranks the numbers of another rank"
         if not here:
             likely = (
                 "rename= was forgotten in this load, so that every rank asks by its local numbers"
             )
+        step = families.step_of(family)
+        recorded = record is not None and step in record.renames
         faults.append(
             gap.fault(
                 family,
                 partial(_format_members, whole),
                 of="it",
-                saved=(f"saved with:  rename={families.step_of(family)}",),
+                saved=(f"saved with:  rename={step}",) if recorded else (),
                 loaded=f"rename={', '.join(here)}" if here else "no rename=",
                 likely=likely,
-                way_out="the rename= of the save in PlacementLoadPlanner, on each rank with its "
-                "own numbers",
+                way_out=f"{'the rename= of the save' if recorded else 'rename='} in "
+                "PlacementLoadPlanner, on each rank with its own numbers",
             )
         )
     return faults
@@ -120,7 +124,7 @@ def local_number_faults(
     asked: AllAsked,
     families: Families,
     keys: Sequence[str],
-    renames: Mapping[int, Sequence[str]],
+    renames: Mapping[int, Sequence[SavedRename]],
 ) -> list[Fault]:
     """Return the families of which ranks that load alone ask for the first numbers only.
 
@@ -141,8 +145,8 @@ def local_number_faults(
     return faults
 
 
-def _gives_numbers(rename: str) -> bool:
-    return rename.startswith(NUMBERING)
+def _gives_numbers(rename: SavedRename) -> bool:
+    return rename.kind in NUMBERING
 
 
 def _numbers(

@@ -15,7 +15,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.load.comparison.asked import AllAsked, Askers, Form
 from dcp_placements.load.comparison.numbers import format_numbers
 from dcp_placements.load.comparison.parts import Bits, Gap, Part, gap_of
-from dcp_placements.storage.metadata.record import SaveRecord
+from dcp_placements.storage.metadata.record import SavedRename, SaveRecord
 
 _MAX_ROWS = 6
 
@@ -24,7 +24,7 @@ def row_faults(
     asked: AllAsked,
     record: SaveRecord | None,
     keys: Sequence[str],
-    renames: Mapping[int, Sequence[str]],
+    renames: Mapping[int, Sequence[SavedRename]],
 ) -> list[Fault]:
     """Return the keys of which several ranks ask for the same rows, and none for others.
 
@@ -77,9 +77,9 @@ def _row_fault(
     gap: Gap,
     form: Form,
     record: SaveRecord | None,
-    renames: Mapping[int, Sequence[str]],
+    renames: Mapping[int, Sequence[SavedRename]],
 ) -> Fault:
-    here = ", ".join(dict.fromkeys(one for rank in gap.ranks for one in renames.get(rank, ())))
+    here = ", ".join(dict.fromkeys(str(one) for rank in gap.ranks for one in renames.get(rank, ())))
     dims = f"dim {form.dims[0]}"
     if len(form.dims) > 1:
         dims = f"dims {' and '.join(map(str, form.dims))}"

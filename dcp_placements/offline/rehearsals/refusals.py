@@ -22,7 +22,7 @@ from dcp_placements.load.comparison.checks import (
     asked_faults,
     excused_families,
     rename_faults,
-    renames_as_text,
+    renames_of,
     tensor_positions,
 )
 from dcp_placements.load.comparison.cuts import differences
@@ -205,8 +205,9 @@ class Refusals:
             listed.update(mine)
         others = [fqn for fqn in request.fqns if fqn in self._positions and fqn not in listed]
         asking.others.extend([self._positions[fqn] for fqn in others])
-        families = excused_families(self._record, self._metadata, excused)
-        asked = asking.packed(families, renames_as_text(request.rename))
+        renames = renames_of(request.rename)
+        families = excused_families(self._record, renames, self._metadata, excused)
+        asked = asking.packed(families, renames)
         if not request.lists:
             self._asked[request.key] = asked
         return asked
