@@ -71,7 +71,8 @@ def test_sizes_are_those_of_a_real_save(tmp_path: Path) -> None:
             len(entry.chunks) for entry in pickle.loads(data).state_dict_metadata.values()
         )
         assert saved.stock_nbytes == pytest.approx(stock_nbytes, rel=0.03)
-        assert saved.index_nbytes == pytest.approx(index_nbytes, rel=0.2)
+        # A save writes small tensors by group, so that starts in its files are less regular.
+        assert saved.index_nbytes == pytest.approx(index_nbytes, rel=0.3)
         assert saved.sent_nbytes == pytest.approx(max(sent), rel=0.3)
         assert saved.index_nbytes <= saved.read_nbytes < saved.index_nbytes + 4096
         assert not saved.is_large

@@ -181,7 +181,8 @@ def test_metadata_grow_by_ranks_and_not_by_ranks_times_tensors(tmp_path: Path) -
         copies = [index for index in metadata.storage_data if index.fqn.startswith(PREFIX)]
         assert len(copies) == (0 if shadows == "off" else 15)
         assert not any(fqn.startswith(PREFIX) for fqn in metadata.state_dict_metadata)
-    assert sizes[1 << 20] - sizes["off"] < 500 * 15 + 15 * 100
+    # A row of stock metadata has 50 bytes and more, and there are 500 * 15 copies.
+    assert sizes[1 << 20] - sizes["off"] < 3 * 500 * 15
 
 
 def test_objects_that_differ_by_rank_have_no_shadow(tmp_path: Path) -> None:

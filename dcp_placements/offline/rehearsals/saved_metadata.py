@@ -1,6 +1,7 @@
 """What the metadata of a save take, if all ranks of a rehearsal saved what they load.
 
-The index is written to memory and read back, so its sizes are those of a real one. Of stock
+The index is written to memory and read back, so its sizes are those of a real one, but for the
+order of small tensors in a file: a save writes them by group, which takes some more bytes. Of stock
 metadata only the bytes are counted, since they are gigabytes for thousands of ranks.
 """
 
