@@ -152,7 +152,7 @@ def test_what_is_waived_is_silent_on_both_sides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(rules=3), "rules must be PlacementRules"),
+        (dict(rules=3), "rules= is of type int"),
         (dict(rules=Placements(None)), r"way out: +its own \.save_planner"),
         (dict(rules=None, rename="experts"), "rename= must be Renumber"),
     ],
@@ -238,7 +238,7 @@ def test_check_takes_it_in_place_of_rules() -> None:
     assert set(report.keys) == {"model.e.0.w"}
     with pytest.raises(PlacementError, match="rename is part of the Placements"):
         check({"w": arange(4)}, placements, rename=str.lower)
-    with pytest.raises(PlacementError, match="rules must be"):
+    with pytest.raises(PlacementError, match="rules= is of type dict"):
         check({"w": arange(4)}, {"w": None})  # type: ignore[arg-type]
     assert check({"w": arange(4)}, Placements(None), digests="full").warnings == ()
 

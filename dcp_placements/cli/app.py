@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -167,7 +168,9 @@ def _exit_code(command: Callable[[], int], *, json: bool) -> int:
         message = f"{type(error).__name__}: {text} ({DEBUG}=1 shows where)"
         code, failure = 2, error
     if json:
-        print_json_error(type(failure).__name__, message)
+        # Where stdout takes nothing (a full disk), the error is on stderr alone.
+        with suppress(OSError):
+            print_json_error(type(failure).__name__, message)
     print_error(message)
     return code
 

@@ -61,8 +61,9 @@ def check_declaration(
         )
     if rules is not None and not callable(rules):
         raise PlacementError(
-            "rules must be PlacementRules, a callable (fqn, tensor) -> CheckpointPlacement or "
-            f"None, or None, not {type(rules).__name__}"
+            f"rules= is of type {type(rules).__name__}\n"
+            "    way out:     PlacementRules({pattern: placement}), a function (fqn, tensor) that "
+            "returns a CheckpointPlacement or None, or None for DTensors alone"
         )
     if isinstance(rename, type):
         raise PlacementError(

@@ -299,6 +299,16 @@ def test_an_error_into_a_closed_pipe_is_exit_2(tmp_path: Path) -> None:
     assert done.returncode == 2
 
 
+def test_output_that_has_no_room_is_exit_2_with_the_reason(sound: Path) -> None:
+    command = [sys.executable, "-m", "dcp_placements", "inspect", str(sound), "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr == "dcp-placements: [Errno 28] No space left on device\n"
+
+
 def test_a_mesh_without_an_axis_of_the_rules_is_exit_2(sound: Path, run: Run) -> None:
     rules = ("--rules", "tests.offline_scenes:rules_by_ep")
     for command in (("rehearse", sound), ("explain", sound, "layers.0.experts.w1")):
