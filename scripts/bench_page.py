@@ -1,7 +1,7 @@
 """scripts/bench page [BENCH ...] [--tiny] [--page FILE]
 
 Runs the benches one after the other and writes what each prints into scripts/README.md, below its
-command, with the machine and the commit. All take some 30 minutes; name some to renew only those.
+command, with the machine and the commit. All take some 40 minutes; name some to renew only those.
 Exit status 1 when a bench failed; what it printed before stays as it was.
 """
 
@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": "--workloads w1 w4 w3-own --ranks 256 2048",
     "io": "",
     "load": "",
-    "restart": "",
+    "restart": "--workloads w1 w2 --ranks 64 1024",
     "exchange": "",
     "digests": "",
     "offline": "",
