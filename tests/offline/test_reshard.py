@@ -200,10 +200,15 @@ def test_ranks_that_hold_the_same_experts_under_renumbered_names(tmp_path: Path)
     def two(mesh: MeshCoordinate) -> Placements:
         return Placements({}, rename=Renumber("experts.{}", [0, 1], total=4))
 
-    with pytest.raises(
-        PlacementError, match=r"experts.2.w, experts.3.w: no rank of this world has"
+    def one(mesh: MeshCoordinate) -> Placements:
+        return Placements({}, rename=Renumber("experts.{}", mesh.get_coordinate(), total=4))
+
+    for lacking, message in (
+        (two, "several ranks ask for 0-1 of it, and none for 2-3"),
+        (one, "experts.2.w, experts.3.w: no rank of this world has"),
     ):
-        reshard(tmp_path / "source", tmp_path / "two", two, {"ep": 2})
+        with pytest.raises(PlacementError, match=message):
+            reshard(tmp_path / "source", tmp_path / "two", lacking, {"ep": 2})
 
 
 # Placements
