@@ -72,11 +72,7 @@ FULL_RANKS_OF = {
 
 
 class Bench:
-    """One run.
-
-    Attributes:
-        told: What ``--json`` writes.
-    """
+    """One run."""
 
     def __init__(self, args: argparse.Namespace, directory: Path) -> None:
         self.args = args

@@ -48,7 +48,7 @@ from dcp_placements.save.packing import unpacked_ints
 
 @dataclass(frozen=True)
 class Options:
-    """What all children are told.
+    """The options of all children.
 
     Attributes:
         digests: As the planner's option.
