@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Box
@@ -27,8 +29,7 @@ class CheckpointFault:
     message: str  # the numbers in the files against those declared
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One stretch of a file, as the metadata describe it."""
 
     fqn: str  # the key that it belongs to
@@ -85,7 +86,7 @@ def records_by_file(checkpoint: Checkpoint) -> dict[str, list[Record]]:
             assert chunk.file is not None
             by_file[chunk.file].append(Record(key, chunk, pack.tensor, pack.fqns))
     for records in by_file.values():
-        records.sort(key=lambda record: (record.start, record.end))
+        records.sort(key=attrgetter("chunk.start", "chunk.nbytes"))
     return dict(sorted(by_file.items()))
 
 
