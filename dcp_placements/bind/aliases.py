@@ -30,7 +30,7 @@ def alias_faults(state_dict: Mapping[str, Any], placed: Mapping[str, Placed]) ->
         tensor = value if place is None else place.tensor
         if place is None and (not isinstance(tensor, torch.Tensor) or has_hooks(tensor)):
             continue
-        pointer = _data_ptr(tensor)
+        pointer = data_pointer(tensor)
         if not pointer:
             continue
         # Nearly always the only tensor there, so its view is needed only when a second comes.
@@ -109,7 +109,8 @@ def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return tuple([(size, 0 if size == 1 else stride) for size, stride in dims])
 
 
-def _data_ptr(tensor: torch.Tensor) -> int:
+def data_pointer(tensor: torch.Tensor) -> int:
+    """Return where the elements of a tensor begin in memory; 0 where it has none."""
     try:
         return tensor.data_ptr()
     except RuntimeError:  # wrapper subclasses and fake tensors have no memory

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dcp_placements._torch import Metadata, ReadItem, has_hooks
+from dcp_placements.bind.aliases import data_pointer
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault, format_names, raise_faults
 from dcp_placements.storage.hashing import full_digest
@@ -167,10 +168,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
     The columns of a matrix lie within the span of others. They are then compared without need.
     """
-    try:
-        start = tensor.data_ptr()
-    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
-        return 0, 0
+    start = data_pointer(tensor)
     if start and tensor.is_contiguous():
         return start, start + tensor.nbytes
     if not start or not tensor.numel():
