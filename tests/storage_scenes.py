@@ -47,6 +47,16 @@ def same(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and raw(one).equal(raw(other))
 
 
+def saved_by_torch(tensor: torch.Tensor) -> bytes:
+    """Return the record of a tensor in a file of torch's writer."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor's elements."""
     plain = tensor.detach().resolve_conj().resolve_neg()

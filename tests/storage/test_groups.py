@@ -27,20 +27,11 @@ from tests.storage_scenes import (
     flipped_registry,
     load,
     same,
+    saved_by_torch,
     sharded,
     stock_metadata,
     wholes,
 )
-
-
-def saved_by_torch(tensor: torch.Tensor) -> bytes:
-    """Return the record of a tensor in a file of torch's writer."""
-    tensor = tensor.detach()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    return buffer.getvalue()
 
 
 def many_kinds() -> dict[str, Any]:
