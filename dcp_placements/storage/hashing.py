@@ -157,7 +157,9 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sampled elements as bytes on the tensor's device; the same as on the host."""
     tensor = tensor.detach()
     if tensor.nbytes <= SAMPLE_NBYTES:
-        return _resolved(tensor).reshape(-1).contiguous().view(torch.uint8)
+        # Of one element any stride counts as contiguous; a view of bytes needs stride 1.
+        flat = _resolved(tensor).reshape(-1).contiguous()
+        return flat.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     block = SAMPLE_BLOCK_NBYTES // tensor.itemsize
     starts = torch.tensor(_block_starts(tensor.numel(), tensor.itemsize), device=tensor.device)
     flat = (starts[:, None] + torch.arange(block, device=tensor.device)).reshape(-1)

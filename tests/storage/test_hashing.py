@@ -49,6 +49,12 @@ def lying_otherwise(tensor: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
+def test_one_conjugated_element_of_any_stride_has_a_digest() -> None:
+    column = contents((4, 3), torch.complex64)[:1, 1]
+    assert column.stride() == (3,)
+    assert sampled(column.conj()) == sampled(column.conj().resolve_conj().clone())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 5), (7, 11, 61), (1, 9001), (41, 300)])
 def test_equal_elements_have_equal_digests_however_they_lie(
