@@ -144,6 +144,15 @@ def three(value: float | None) -> str:
     return f"{value:.{max(digits - 1, 0)}f}"
 
 
+def commit() -> str:
+    """Return the commit that is measured, with a mark where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=, with changes"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
 def write_json(path: str | None, report: dict[str, Any]) -> None:
     """Write ``report`` to a file, if there is one to write to."""
     if path:
@@ -151,7 +160,7 @@ def write_json(path: str | None, report: dict[str, Any]) -> None:
 
 
 def write_measured(args: argparse.Namespace, start: float, **found: Any) -> None:
-    """Write what a bench found, with machine, options and seconds, to ``--json`` if that is given.
+    """Write what a bench found to ``--json`` if that is given, below what and how it measured.
 
     Args:
         args: The options, ``json`` among them.
@@ -160,7 +169,8 @@ def write_measured(args: argparse.Namespace, start: float, **found: Any) -> None
     """
     options = {key: value for key, value in vars(args).items() if key != "worker"}
     seconds = time.perf_counter() - start
-    write_json(args.json, {"machine": machine(), "options": options, "seconds": seconds, **found})
+    about = {"machine": machine(), "commit": commit(), "options": options, "seconds": seconds}
+    write_json(args.json, {**about, **found})
 
 
 def launch(program: str, directory: str, nproc: int, *options: str) -> dict[str, Any]:

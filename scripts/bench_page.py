@@ -1,21 +1,29 @@
 """scripts/bench page [BENCH ...] [--tiny] [--page FILE]
+scripts/bench page restart --show FILE ...
 
 Runs the benches one after the other and writes what each prints into scripts/README.md, below its
-command, with the machine and the commit. All take some 40 minutes; name some to renew only those.
-Exit status 1 when a bench failed; what it printed before stays as it was.
+command, with the machine and the commit. All take an hour and a half, of which "restart" takes one;
+name some to renew only those. Exit status 1 when a bench failed; what it printed before stays as it
+was.
+
+The worlds of "restart" may be measured one by one, each with --json: with --show the page gets the
+tables of these files.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from bench_common import machine
+from bench_common import commit, machine
 
 SCRIPTS = Path(__file__).parent
 COMMANDS = {
@@ -36,16 +44,9 @@ COMMANDS = {
 """The options of each bench."""
 
 
-def commit() -> str:
-    """Return the commit that is measured, with a mark where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty=, with changes"]
-    done = subprocess.run(command, cwd=SCRIPTS, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
-def measured(bench: str, options: str) -> str | None:
-    """Return the block of one bench; None if it failed."""
-    command = [sys.executable, str(SCRIPTS / f"bench_{bench}.py"), *options.split()]
+def printed(bench: str, options: Sequence[str]) -> list[str] | None:
+    """Return the lines that a bench prints; None if it failed."""
+    command = [sys.executable, str(SCRIPTS / f"bench_{bench}.py"), *options]
     # With a width of its own, so that no line is folded.
     done = subprocess.run(
         command,
@@ -57,21 +58,46 @@ def measured(bench: str, options: str) -> str | None:
     )
     if done.returncode:
         return None
-    about = machine()
-    lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
-    return "\n".join(
-        [
-            f"<!-- bench {bench} -->",
-            f"`{' '.join(['scripts/bench', bench, *options.split()])}`, commit {commit()},",
-            f"{about['cores']} cores, {about['memory_gb']} GB, load {about['load_average']}, "
-            f"torch {about['torch']}:",
-            "",
-            "```text",
-            *lines,
-            "```",
-            f"<!-- end of bench {bench} -->",
-        ]
-    )
+    return [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
+
+
+def provenance(bench: str, options: str, commit_: str, about: Mapping[str, Any]) -> list[str]:
+    """Return the lines above a table: command, commit and machine."""
+    return [
+        f"`{' '.join(['scripts/bench', bench, *options.split()])}`, commit {commit_},",
+        f"{about['cores']} cores, {about['memory_gb']} GB, load {about['load_average']}, "
+        f"torch {about['torch']}:",
+    ]
+
+
+def block(bench: str, above: Sequence[str], lines: Sequence[str]) -> str:
+    """Return what the page has of one bench."""
+    marks = f"<!-- bench {bench} -->", f"<!-- end of bench {bench} -->"
+    return "\n".join([marks[0], *above, "", "```text", *lines, "```", marks[1]])
+
+
+def measured(bench: str, options: str) -> str | None:
+    """Return the block of one bench; None if it failed."""
+    lines = printed(bench, options.split())
+    if lines is None:
+        return None
+    return block(bench, provenance(bench, options, commit(), machine()), lines)
+
+
+def shown(files: Sequence[Path]) -> str | None:
+    """Return the block of "restart" from reports that earlier runs wrote; None of faults."""
+    lines = printed("restart", ["--show", *[str(file.resolve()) for file in files]])
+    if lines is None:
+        return None
+    above = []
+    for file in files:
+        report = json.loads(file.read_text())
+        of = report["options"]
+        worlds = (
+            f"--workloads {' '.join(of['workloads'])} --ranks {' '.join(map(str, of['ranks']))}"
+        )
+        above += provenance("restart", worlds, report["commit"], report["machine"])
+    return block("restart", above, lines)
 
 
 def main() -> int:
@@ -84,18 +110,22 @@ def main() -> int:
     parser.add_argument("benches", nargs="*", choices=[*COMMANDS, []], metavar="BENCH")
     parser.add_argument("--tiny", action="store_true", help="the smallest configuration of each")
     parser.add_argument("--page", type=Path, default=SCRIPTS / "README.md", metavar="FILE")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     args = parser.parse_args()
+    if args.show and args.benches != ["restart"]:
+        parser.error("--show is for the bench restart alone")
     failed = False
     for bench in args.benches or COMMANDS:
-        block = measured(bench, "--tiny" if args.tiny else COMMANDS[bench])
-        if block is None:
+        options = "--tiny" if args.tiny else COMMANDS[bench]
+        new = shown(args.show) if args.show else measured(bench, options)
+        if new is None:
             print(f"bench page: {bench} failed", file=sys.stderr)
             failed = True
             continue
         text = args.page.read_text()
         marks = re.compile(rf"<!-- bench {bench} -->.*?<!-- end of bench {bench} -->", re.DOTALL)
         assert marks.search(text), f"{args.page} has no marks for {bench}"
-        args.page.write_text(marks.sub(lambda _, block=block: block, text))
+        args.page.write_text(marks.sub(lambda _, new=new: new, text))
     return failed
 
 

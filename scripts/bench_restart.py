@@ -1,4 +1,5 @@
 """scripts/bench restart [--workloads W ...] [--ranks N ...] [--check-rows N] [--json FILE]
+scripts/bench restart --show FILE ...
 
 What follows the planning of a save, and what precedes the reads of a load, in worlds of 256 to
 16,384 ranks: the write results that ranks send, ``.metadata`` as the coordinator writes it, and how
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import pickle
 import sys
 import tempfile
@@ -369,10 +371,11 @@ def _misplaced(path: Path, places: Mapping[Any, Place], by_torch: bool) -> int:
     return misplaced(path, places, by_torch=by_torch)
 
 
-def show_entries(entries: list[dict[str, Any]]) -> None:
-    """Print both tables."""
+def show_reports(reports: Sequence[dict[str, Any]]) -> int:
+    """Print both tables, and the faults; return the exit status."""
     saves, loads = [], []
-    for entry in entries:
+    entries = [entry for report in reports for entry in report["entries"]]
+    for entry in sorted(entries, key=lambda entry: (entry["workload"], entry["ranks"])):
         for side in (*SIDES, "stock"):
             world = f"{entry['workload']} {entry['ranks']:,} {side}"
             if side == "stock" and entry["factor"] != 1:
@@ -410,6 +413,10 @@ def show_entries(entries: list[dict[str, Any]]) -> None:
         ("", "read MB", "read_metadata s", "plan s", "look up s", "memory MB"),
         loads,
     )
+    faults = [fault for report in reports for fault in report["faults"]]
+    for fault in faults:
+        print(f"fault: {fault}")
+    return 1 if faults else 0
 
 
 def main() -> int:
@@ -427,7 +434,12 @@ def main() -> int:
     parser.add_argument("--stock-rows", type=int, default=200_000, help="of stock (200,000)")
     parser.add_argument("--tiny", action="store_true", help="a few layers of w1 on 8 ranks")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument(
+        "--show", nargs="+", type=Path, metavar="FILE", help="measure nothing: print --json files"
+    )
     args = parser.parse_args()
+    if args.show:
+        return show_reports([json.loads(file.read_text()) for file in args.show])
     if args.tiny:
         args.workloads, args.ranks, args.stock_rows = ["w1"], [8], 500
     start = time.perf_counter()
@@ -440,10 +452,7 @@ def main() -> int:
             faults += found
             # A world of thousands of ranks takes minutes.
             write_measured(args, start, faults=faults, entries=entries)
-    show_entries(entries)
-    for fault in faults:
-        print(f"fault: {fault}")
-    return 1 if faults else 0
+    return show_reports([{"entries": entries, "faults": faults}])
 
 
 if __name__ == "__main__":

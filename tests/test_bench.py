@@ -230,6 +230,40 @@ def test_bench_page_writes_what_a_bench_prints_between_its_marks(tmp_path: Path)
     assert subprocess.run(command, check=False, capture_output=True).returncode == 2
 
 
+def test_bench_page_shows_the_worlds_of_several_reports_in_one_table(tmp_path: Path) -> None:
+    load = dict.fromkeys(("read_bytes", "read_s", "plan_s", "look_up_s", "read_rss_bytes"), 1.5)
+    names = "gathered_bytes", "rank_bytes", "join_s", "metadata_bytes", "write_rss_bytes"
+    side = dict.fromkeys(names, 2.5) | {"same": load}
+    files = []
+    for ranks in (4096, 64):
+        entry = {"workload": "w2", "ranks": ranks, "tensors": 5, "chunks": 7, "factor": 3}
+        report = {
+            "machine": {"cores": 2, "memory_gb": 25, "load_average": 1.5, "torch": "2.13.0"},
+            "commit": f"commit{ranks}",
+            "options": {"workloads": ["w2"], "ranks": [ranks]},
+            "faults": [],
+            "entries": [entry | dict.fromkeys(("ours", "index", "stock"), side)],
+        }
+        files.append(tmp_path / f"{ranks}.json")
+        files[-1].write_text(json.dumps(report))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench restart -->\nold\n<!-- end of bench restart -->\n")
+    command = [sys.executable, SCRIPTS / "bench_page.py", "restart", "--page", page, "--show"]
+    subprocess.run([*command, *files], check=True, timeout=400)
+    text = page.read_text()
+    assert "--workloads w2 --ranks 4096`, commit commit4096," in text
+    assert "--workloads w2 --ranks 64`, commit commit64," in text
+    lines = [line.split()[:4] for line in text.splitlines() if line.startswith("w2")]
+    assert lines[:3] == [["w2", "64", side, "7"] for side in ("ours", "index")] + [
+        ["w2", "64", "stock", "x"]
+    ]
+    assert lines[3:5] == [["w2", "4,096", side, "7"] for side in ("ours", "index")]
+    assert len(lines) == 12
+    files[0].write_text(files[0].read_text().replace('"faults": []', '"faults": ["wrong"]'))
+    assert subprocess.run([*command, *files], check=False, capture_output=True).returncode == 1
+    assert page.read_text() == text, "a world with faults is not shown"
+
+
 def test_the_page_has_marks_for_every_bench() -> None:
     text = (SCRIPTS / "README.md").read_text()
     benches = {file.stem.removeprefix("bench_") for file in SCRIPTS.glob("bench_*.py")}
