@@ -209,6 +209,33 @@ def test_state_dicts_that_are_not_flattened_round_trip(tmp_path: Path) -> None:
         assert torch.equal(template["w"], state_dict["w"])
         assert made.state_dict["group"] == {"lr": 0.1}
         assert made.state_dict["step"] == 3
+    assert template["group"] == {"lr": 0.1}
+    assert template["step"] == 3
+
+
+class Unlisted:
+    """A value of a type that torch replaces by None before it loads."""
+
+
+def test_objects_go_under_the_keys_that_are_there_which_need_not_be_strings(
+    tmp_path: Path,
+) -> None:
+    """Torch puts them under a second key, the text of the first."""
+
+    def state_dict(value: int) -> dict[str, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30] * value)
+        state = {"state": {0: {"step": value}, 10: {"step": value}}, "groups": [{1: value}]}
+        others = {None: value, True: [value], (1, 2): {"x": value}, -3: value}
+        return {"scheduler": scheduler.state_dict(), "optim": state, "others": others}
+
+    save(tmp_path, state_dict(2), PlacementSavePlanner())
+    template = state_dict(3)
+    kept = Unlisted()
+    template["others"][5] = kept
+    load(tmp_path, template, PlacementLoadPlanner(optional=["others.5"]))
+    assert template["others"].pop(5) is kept
+    assert template == state_dict(2)
 
 
 def test_rules_speak_for_keys_that_are_not_flattened(tmp_path: Path) -> None:

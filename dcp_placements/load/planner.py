@@ -157,6 +157,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             self.original_state_dict = state_dict
         else:
             self._set_up_by_torch(state_dict)
+            self.mappings = {key: (key,) for key in self.state_dict}
         try:
             self._run.rename(self.rename)
         except RankFaults as refusal:
@@ -292,13 +293,15 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         if load.verification is not None:
             load.verification.check_object(read_item, value)
         try:
-            super().load_bytes(read_item, value)
+            loaded = torch.load(value, weights_only=False)
         except Exception as error:
             # Of any type, by what is in the pickle.
             text = format_faults("an object cannot be loaded", [_unreadable(read_item, error)])
             raise PlacementError(text) from error
-        if self.flatten_state_dict:
-            load.take_object(read_item.dest_index.fqn)
+        fqn = read_item.dest_index.fqn
+        if not self.flatten_state_dict:
+            self.state_dict[fqn] = loaded
+        load.take_object(fqn, loaded)
 
     def finish_reads(self, error: BaseException | None) -> None:
         """Exchange what was read, if that was agreed. Called by the reader, on every rank.

@@ -17,11 +17,9 @@ from dcp_placements._torch import (
     MetadataIndex,
     ReadItem,
     flatten_as_2_3,
-    get_element,
     global_rank,
     is_dtensor_like,
     local_tensor,
-    set_element,
     world_size,
 )
 from dcp_placements.bind.placed import Placing
@@ -53,7 +51,7 @@ from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request
 from dcp_placements.load.verification import Verification
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.names.renamed_keys import Path, rename_keys
+from dcp_placements.names.renamed_keys import Path, put_at, rename_keys
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.patterns import Rules, expected_patterns
@@ -114,7 +112,7 @@ class RankLoad:
     def restore(self, values: Iterable[tuple[Path, Any]]) -> None:
         """Put values of types that torch does not know back; torch replaces them by None."""
         for path, value in values:
-            set_element(self.original_state_dict, path, value)
+            put_at(self.original_state_dict, path, value)
             key = ".".join(map(str, path))
             if key in self.state_dict:
                 self.state_dict[key] = value
@@ -321,7 +319,7 @@ class RankLoad:
         if isinstance(value, torch.Tensor):
             value.zero_()
         elif isinstance(value, int | float):
-            set_element(self.original_state_dict, self.mappings.get(fqn, (fqn,)), type(value)(0))
+            put_at(self.original_state_dict, self.mappings.get(fqn, (fqn,)), type(value)(0))
 
     def data(self, index: MetadataIndex) -> torch.Tensor | None:
         """Return the memory to read into at ``index``; None for tensors without a place."""
@@ -343,19 +341,16 @@ class RankLoad:
                 self._take_value(fqn, number)
                 self._scalar(fqn).fill_(number)
 
-    def take_object(self, fqn: str) -> None:
+    def take_object(self, fqn: str, value: Any) -> None:
         """Put an object that was read into all its places.
 
         Raises:
             PlacementError: It stands for several rows, and they differ.
         """
-        if fqn not in self.shared and fqn not in self.copies:
-            return
-        value = get_element(self.original_state_dict, self.mappings[fqn])
         if fqn in self.shared:
             self._take_value(fqn, value)
-        for path in self.copies.get(fqn, ()):
-            set_element(self.original_state_dict, path, value)
+        for path in (self.mappings[fqn], *self.copies.get(fqn, ())):
+            put_at(self.original_state_dict, path, value)
 
     def _scalar(self, fqn: str) -> torch.Tensor:
         value = self.state_dict[fqn]

@@ -7,7 +7,7 @@ global name; rules, plans, messages and the file use only that one.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,6 +97,33 @@ def flattened(
         several = [fqn for fqn, count in Counter(fqn for fqn, *_ in leaves).items() if count > 1]
         raise ValueError(f"duplicated flatten key {several[0]}")
     return flat, {fqn: path for fqn, _, path in leaves}
+
+
+def put_at(values: Any, path: Path, value: Any) -> None:
+    """Replace the value at a path of a nested dict that was flattened.
+
+    Paths have the texts of keys. Where a dict has no such key, the one with this text is meant:
+    torch would add a second key beside it.
+
+    >>> state = {"state": {0: {"step": 1}}}
+    >>> put_at(state, ("state", "0", "step"), 5)
+    >>> state
+    {'state': {0: {'step': 5}}}
+    """
+    for text in path[:-1]:
+        values = values[_own_key(values, text)]
+    values[_own_key(values, path[-1])] = value
+
+
+def _own_key(values: Any, text: str | int) -> Any:
+    if not isinstance(values, Mapping) or text in values:
+        return text
+    try:
+        if (number := int(text)) in values and str(number) == text:
+            return number
+    except ValueError:
+        pass
+    return next((key for key in values if str(key) == text), text)
 
 
 _TENSORS = frozenset((DTensor, torch.Tensor, torch.nn.Parameter))
