@@ -51,6 +51,8 @@ _TAKE_DATA = (
     "lookup_tensor",
     "transform_tensor",
     "commit_tensor",
+    "create_local_plan",
+    "create_global_plan",
     "finish_plan",
 )
 

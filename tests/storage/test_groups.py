@@ -260,21 +260,24 @@ def test_records_without_bytes_are_damage(tmp_path: Path) -> None:
         dcp.load(blank(saved), storage_reader=reader, planner=PlacementLoadPlanner())
 
 
-def test_values_that_a_planner_replaces_when_it_finishes_are_written_and_filled(
-    tmp_path: Path,
+@pytest.mark.parametrize("hook", ["create_local_plan", "create_global_plan", "finish_plan"])
+def test_values_that_a_planner_replaces_in_a_hook_are_written_and_filled(
+    hook: str, tmp_path: Path
 ) -> None:
     class Doubled(PlacementSavePlanner):
-        def finish_plan(self, new_plan: Any) -> Any:
-            plan = super().finish_plan(new_plan)
+        def replace(self, *given: Any) -> Any:
+            plan = getattr(super(), hook)(*given)
             self.state_dict = {key: 2 * value for key, value in self.state_dict.items()}
             return plan
 
     class Apart(PlacementLoadPlanner):
-        def finish_plan(self, new_plan: Any) -> Any:
-            plan = super().finish_plan(new_plan)
+        def replace(self, *given: Any) -> Any:
+            plan = getattr(super(), hook)(*given)
             self.state_dict = held
             return plan
 
+    setattr(Doubled, hook, Doubled.replace)
+    setattr(Apart, hook, Apart.replace)
     saved = {f"m.w{at:02}": torch.full((2, 3), at + 1.0) for at in range(20)}
     dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path), planner=Doubled())
     held, loaded = blank(saved), blank(saved)
