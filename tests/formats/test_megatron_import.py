@@ -321,6 +321,23 @@ def test_arguments_that_the_weights_contradict_are_refused(tmp_path: Path) -> No
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("version", [None, 0, 1.0])
+def test_files_of_a_version_with_another_order_of_qkv_are_refused(
+    version: float | None, tmp_path: Path
+) -> None:
+    folder = plain(tmp_path, MegatronRun())
+
+    def change(held: dict[str, Any]) -> None:
+        del held["checkpoint_version"]
+        if version is not None:
+            held["checkpoint_version"] = version
+
+    edit(folder / "mp_rank_00" / "model_optim_rng.pt", change)
+    with pytest.raises(PlacementError, match=f"checkpoint version {version or 0}, which orders"):
+        import_megatron(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_true_vocabulary_is_given_or_kept_with_its_padding(tmp_path: Path) -> None:
     folder = plain(tmp_path, MegatronRun(tp=2), padded(replace(MOE, vocab=21), 8))
     for file in folder.glob("*/*.pt"):

@@ -138,12 +138,15 @@ class _ModelReader:
 
     def read(self, name: str, at: Coordinate, contents: Mapping[str, Any]) -> None:
         """Collect the facts of one file."""
-        version = contents.get("checkpoint_version", 3.0)
-        if isinstance(version, int | float) and version < 2.0:
+        # Megatron takes a file without a version for one of version 0.
+        version = contents.get("checkpoint_version", 0)
+        if not isinstance(version, int | float) or version < 2.0:
+            held = "is of" if "checkpoint_version" in contents else "names none, so it is of"
             self.fault(
                 f"{name}/{WEIGHTS}",
-                f"is of checkpoint version {version}, which orders query, key and value otherwise",
-                "way out:     load it in Megatron, which reorders them, and save it again",
+                f"{held} checkpoint version {version}, which orders query, key and value otherwise",
+                "way out:     load it in Megatron, which reorders them, and save it again; or put "
+                "checkpoint_version 3.0 into files that another tool wrote in today's order",
             )
         chunks = model_chunks(contents)
         if not any(chunk for _, chunk in chunks):
