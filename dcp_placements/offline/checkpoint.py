@@ -31,6 +31,7 @@ from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import SaveRecord, record_of
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, writer_of
 from dcp_placements.storage.metadata.shadow_records import shadowed
+from dcp_placements.storage.metadata.table import Offset
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +61,7 @@ class StoredChunk:
         return None if self.file is None else writer_of(self.file)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen would be three times as slow to make
 class StoredTensor:
     """One stored tensor."""
 
@@ -69,10 +70,6 @@ class StoredTensor:
     stored_dtype: Dtype  # of the stored elements
     _cut: _Cut
     _places: _Places
-
-    def named(self, fqn: str) -> StoredTensor:
-        """Return a tensor that differs in its key alone."""
-        return StoredTensor(fqn, self.shape, self.stored_dtype, self._cut, self._places)
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -122,6 +119,17 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Alike:
+    """Tensors of one shape, dtype and cut, whose chunks have the same places in the index."""
+
+    tensors: list[StoredTensor]  # in the checkpoint's order
+    # By number of places: which chunks have a place there, and their positions in it
+    placed: dict[int, tuple[list[int], list[int]]]
+    unplaced: list[Box]  # of the chunks that have no place
+    is_claimed: bool  # whether the tensors list every chunk that has a place
+
+
+@dataclass(frozen=True, slots=True)
 class StoredObject:
     """One stored object: a key that is no tensor. Its bytes are opaque."""
 
@@ -153,6 +161,7 @@ class Checkpoint:
         directory: Its files.
         format: ``"dcp"``, ``"torch_dist"`` or ``"safetensors"``.
         description: What its metadata say, in DCP's terms.
+        rows: The places of all chunks.
         tensors: By key, in the checkpoint's order.
         objects: By key.
         shadows: Copies of some of them (``shadows=``), by pack; a pack of objects has no tensor.
@@ -172,29 +181,28 @@ class Checkpoint:
             self.absent: dict[str, str] = {}
             self.newer: set[str] = set()
             self.format, self.description = self._read()
-            entries, self._rows = self.description.entries, self.description.rows
+            entries, self.rows = self.description.entries, self.description.rows
             files = files_of(self.directory.path, self.description)
-            self._places = _Places(self._rows, files)
+            self._places = _Places(self.rows, files)
             self._pack_cuts: dict[tuple[Box, ...], int] = {}
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredObject] = {}
             counts = enumerate(entries.list_counts)
             cuts = [_Cut(number, count, entries.lists[number].boxes) for number, count in counts]
-            made: list[StoredTensor | None] = []
+            kinds: list[tuple[tuple[int, ...], Dtype, _Cut, _Places] | None] = []
             for form in entries.forms:
                 if form.properties < 0:
-                    made.append(None)
+                    kinds.append(None)
                     continue
                 dtype = entries.properties[form.properties].dtype
-                tensor = "", entries.shapes[form.shape], dtype, cuts[form.chunks], self._places
-                made.append(StoredTensor(*tensor))
+                kinds.append((entries.shapes[form.shape], dtype, cuts[form.chunks], self._places))
             for fqn, number in zip(entries.fqns, entries.form_of, strict=True):
-                like = made[number]
-                if like is None:
+                kind = kinds[number]
+                if kind is None:
                     place = self._places.by_offset(fqn).get(None)
                     self.objects[fqn] = StoredObject(fqn, *(place or (None,))[:3])
                 else:
-                    self.tensors[fqn] = like.named(fqn)
+                    self.tensors[fqn] = StoredTensor(fqn, *kind)
         self.provenance: Mapping[str, Any] | None = stored(self.description)
         self.shadows = {
             key: self._pack(key, tuple(fqns)) for key, fqns in shadowed(self.provenance).items()
@@ -235,7 +243,7 @@ class Checkpoint:
     def id_records(self) -> dict[str, IdRecord]:
         """The record with a file's save id, by file, for files without an id in their name."""
         records: dict[str, IdRecord] = {}
-        for fqn in self._rows.fqns:
+        for fqn in self.rows.fqns:
             if fqn.startswith(ID_PREFIX):
                 for offset, place in self._places.by_offset(fqn).items():
                     records.setdefault(place[0], IdRecord(fqn, offset, *place))
@@ -253,29 +261,33 @@ class Checkpoint:
             stream.seek(stored.start)
             return stream.read(stored.nbytes)
 
+    @cached_property
+    def alike(self) -> list[Alike]:
+        """Its tensors by shape, dtype, cut and places."""
+        groups: dict[tuple[Any, ...], list[StoredTensor]] = {}
+        for fqn, one in self.tensors.items():
+            kind = tuple(self.rows.numbers_of(fqn)), one.cut, one.shape, one.stored_dtype
+            groups.setdefault(kind, []).append(one)
+        return [self._alike(kind[0], ones) for kind, ones in groups.items()]
+
     def unclaimed(self) -> list[tuple[str, tuple[int, ...] | None, str]]:
         """Return ``(key, offsets, file)`` of stored chunks that no tensor's metadata list."""
         unclaimed: list[tuple[str, tuple[int, ...] | None, str]] = []
-        claimed_all: set[tuple[int, ...]] = set()
-        for fqn in self._rows.fqns:
-            if fqn.startswith(ID_PREFIX):
+        claimed_all = {one.fqn for alike in self.alike if alike.is_claimed for one in alike.tensors}
+        claimed_all -= self.shadows.keys()
+        for fqn in self.rows.fqns:
+            if fqn in claimed_all or fqn.startswith(ID_PREFIX):
                 continue
             pack = self.shadows.get(fqn)
             if pack is not None and pack.tensor is None:
                 continue
             tensor = self.tensors.get(fqn) if pack is None else pack.tensor
-            alike: tuple[int, ...] = ()
-            claimed: set[tuple[int, ...] | None] = {None} if fqn in self.objects else set()
-            if tensor is not None:
-                alike = (tensor.cut, *self._rows.numbers_of(fqn))
-                if alike in claimed_all:
-                    continue
-                claimed = {box.offsets for box in tensor.boxes}
+            boxes = () if tensor is None else tensor.boxes
+            claimed: set[tuple[int, ...] | None] = {box.offsets for box in boxes}
+            if fqn in self.objects and tensor is None:
+                claimed = {None}
             places = self._places.by_offset(fqn).items()
-            more = [(fqn, at, place[0]) for at, place in places if at not in claimed]
-            unclaimed += more
-            if alike and not more:
-                claimed_all.add(alike)
+            unclaimed += [(fqn, at, place[0]) for at, place in places if at not in claimed]
         return unclaimed
 
     def _read(self) -> tuple[str, Description]:
@@ -291,6 +303,24 @@ class Checkpoint:
             description, self.absent = read_safetensors_metadata(directory, files)
             return SAFETENSORS, description
         raise no_checkpoint(directory)
+
+    def _alike(self, numbers: tuple[int, ...], tensors: list[StoredTensor]) -> Alike:
+        places: dict[Offset, tuple[int, int]] = {}
+        for number in numbers:
+            offsets = self.rows.places[number].all_offsets()
+            places.update({offset: (number, at) for at, offset in enumerate(offsets)})
+        placed: dict[int, tuple[list[int], list[int]]] = {}
+        unplaced: list[Box] = []
+        for chunk, box in enumerate(tensors[0].boxes):
+            place = places.get(box.offsets)
+            if place is None:
+                unplaced.append(box)
+                continue
+            chunks, positions = placed.setdefault(place[0], ([], []))
+            chunks.append(chunk)
+            positions.append(place[1])
+        is_claimed = places.keys() <= {box.offsets for box in tensors[0].boxes}
+        return Alike(tensors, placed, unplaced, is_claimed)
 
     def _pack(self, key: str, fqns: tuple[str, ...]) -> StoredPack:
         canonical = self.tensors.get(fqns[0]) if fqns else None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,8 +22,10 @@ import dcp_placements.offline
 from dcp_placements import PlacementSavePlanner
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline import verify
+from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk
 from dcp_placements.offline.checks import record_checks
-from dcp_placements.offline.checks.structure import box_faults
+from dcp_placements.offline.checks.records import FileRecords, Record, _Shared, records_by_file
+from dcp_placements.offline.checks.structure import _shared_bytes, box_faults
 from dcp_placements.storage.metadata.save_ids import id_in_name
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
@@ -304,6 +307,38 @@ def test_records_that_share_bytes(copy: Path) -> None:
     damage._write(copy, metadata)
     kinds = {fault.kind for fault in verify(copy).faults}
     assert kinds & {"shared_bytes", "truncated_file"}
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_records_are_those_of_all_chunks_and_objects(tmp_path: Path, lean: bool) -> None:
+    save_sharded(tmp_path, lean=lean)
+    checkpoint = Checkpoint(tmp_path)
+    records = records_by_file(checkpoint)
+    for file, in_file in records.items():
+        places = [(record.start, record.chunk.nbytes) for record in in_file]
+        assert places == sorted(places)
+        assert {record.chunk.file for record in in_file} == {file}
+    found = [(r.fqn, r.chunk) for in_file in records.values() for r in in_file if r.tensor]
+    tensors = checkpoint.tensors.values()
+    expected = [(tensor.fqn, chunk) for tensor in tensors for chunk in tensor.chunks]
+    assert sorted(found, key=repr) == sorted(expected, key=repr)
+    objects = {r.fqn for in_file in records.values() for r in in_file if r.tensor is None}
+    assert objects == {"step"}
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=1, max_size=8))
+def test_shared_bytes_against_one_record_after_another(places: list[tuple[int, int]]) -> None:
+    chunks = [StoredChunk(Box((), ()), "file", *place) for place in sorted(places)]
+    owners: list[Any] = [Record(str(at), chunk, None) for at, chunk in enumerate(chunks)]
+    columns = [[chunk.start, chunk.nbytes, at, 0, -1, 0] for at, chunk in enumerate(chunks)]
+    records = FileRecords(_Shared(owners, [None]), "file", np.array(columns).T)
+    expected, reached = [], owners[0]
+    for record in owners:
+        if reached.start < record.start < reached.end:
+            expected.append((reached, record))
+        if record.end > reached.end:
+            reached = record
+    assert list(_shared_bytes(records)) == expected
 
 
 @given(st.data())

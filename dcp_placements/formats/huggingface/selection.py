@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_names
 from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.offline.checks.structure import records_by_file, structural_faults
+from dcp_placements.offline.checks.records import records_by_file
+from dcp_placements.offline.checks.structure import structural_faults
 from dcp_placements.offline.declared import matcher
 
 

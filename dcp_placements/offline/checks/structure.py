@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import NamedTuple
+
+import numpy as np
 
 from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import contains, format_box, overlaps, tiles, uncovered
-from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredTensor
-from dcp_placements.offline.readers.dcp import check_count
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
 from dcp_placements.storage.metadata.save_ids import id_in_name
 
 MAX_BOXES = 4
@@ -29,79 +29,13 @@ class CheckpointFault:
     message: str  # the numbers in the files against those declared
 
 
-class Record(NamedTuple):
-    """One stretch of a file, as the metadata describe it."""
-
-    fqn: str  # the key that it belongs to
-    chunk: StoredChunk  # its chunk; of an object a chunk without dims
-    tensor: StoredTensor | None  # its tensor; None for an object
-    copied: tuple[str, ...] = ()  # of a shadow: the keys that it holds copies of
-
-    @property
-    def start(self) -> int:
-        """Where it begins in the file, in bytes."""
-        return self.chunk.start
-
-    @property
-    def end(self) -> int:
-        """Where it ends in the file, in bytes."""
-        return self.chunk.start + self.chunk.nbytes
-
-    @property
-    def places(self) -> list[tuple[str, tuple[int, ...] | None]]:
-        """Key and offset of its chunk or object; of a shadow, of those that it has copies of."""
-        offsets = None if self.tensor is None else self.chunk.box.offsets
-        if self.copied and offsets is not None:
-            offsets = offsets[1:]  # the first is the number of the shadow's writer
-        return [(fqn, offsets) for fqn in self.copied or (self.fqn,)]
-
-    @property
-    def name(self) -> str:
-        """The key, with the box where it is a part of the tensor."""
-        if self.copied:
-            return f"the copy of {format_names(self.copied, 2)}"
-        if self.tensor is None or len(self.tensor.boxes) == 1:
-            return self.fqn
-        return f"{self.fqn} {format_box(self.chunk.box, self.tensor.shape)}"
-
-
-def records_by_file(checkpoint: Checkpoint) -> dict[str, list[Record]]:
-    """Return the records of every file, in file order; files sorted by name.
-
-    Raises:
-        CannotLook: There are too many.
-    """
-    check_count(checkpoint.path, checkpoint.description)
-    by_file: dict[str, list[Record]] = defaultdict(list)
-    for fqn, tensor in checkpoint.tensors.items():
-        for chunk in tensor.chunks:
-            if chunk.file is not None:
-                by_file[chunk.file].append(Record(fqn, chunk, tensor))
-    for fqn, stored in checkpoint.objects.items():
-        if stored.file is not None:
-            chunk = StoredChunk(Box((), ()), stored.file, stored.start, stored.nbytes)
-            by_file[stored.file].append(Record(fqn, chunk, None))
-    for key, pack in checkpoint.shadows.items():
-        for chunk in pack.copies:
-            assert chunk.file is not None
-            by_file[chunk.file].append(Record(key, chunk, pack.tensor, pack.fqns))
-    for records in by_file.values():
-        records.sort(key=attrgetter("chunk.start", "chunk.nbytes"))
-    return dict(sorted(by_file.items()))
-
-
-def fqns_of(records: Iterable[Record]) -> tuple[str, ...]:
-    """Return the keys of what records hold, or hold copies of; sorted."""
-    return tuple(sorted({fqn for record in records for fqn in record.copied or (record.fqn,)}))
-
-
 def structural_faults(
-    checkpoint: Checkpoint, records: dict[str, list[Record]]
+    checkpoint: Checkpoint, records: Mapping[str, FileRecords]
 ) -> list[CheckpointFault]:
     """Return all that the metadata, the sizes of files and the ids of saves prove to be wrong."""
     return [
         *_tiling_faults(checkpoint),
-        *_place_faults(checkpoint, records),
+        *_place_faults(checkpoint),
         *_id_faults(checkpoint),
         *_file_faults(checkpoint, records),
     ]
@@ -109,12 +43,12 @@ def structural_faults(
 
 def _tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield holes, overlaps, and chunks out of bounds: one fault for tensors that are cut alike."""
-    alike: dict[tuple[tuple[int, ...], int], list[StoredTensor]] = defaultdict(list)
-    for tensor in checkpoint.tensors.values():
-        alike[tensor.shape, tensor.cut].append(tensor)
-    for tensors in alike.values():
-        names = tuple(sorted(tensor.fqn for tensor in tensors))
+    groups: dict[tuple[tuple[int, ...], int], list[StoredTensor]] = defaultdict(list)
+    for alike in checkpoint.alike:
+        groups[alike.tensors[0].shape, alike.tensors[0].cut] += alike.tensors
+    for tensors in groups.values():
         for kind, message in box_faults(tensors[0].whole, tensors[0].boxes):
+            names = tuple(sorted([tensor.fqn for tensor in tensors]))
             yield CheckpointFault(kind, names, (), message)
 
 
@@ -141,19 +75,14 @@ def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
         yield "hole", f"no chunk holds {_format_boxes(holes, shape)} of {shape}"
 
 
-def _place_faults(
-    checkpoint: Checkpoint, records: dict[str, list[Record]]
-) -> Iterator[CheckpointFault]:
+def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield chunks without a place, places without a chunk, and keys of an index without either."""
-    placed = Counter(r.fqn for in_file in records.values() for r in in_file if not r.copied)
-    for fqn, tensor in checkpoint.tensors.items():
-        if placed[fqn] == len(tensor.boxes):
-            continue
-        unplaced = [chunk.box for chunk in tensor.chunks if chunk.file is None]
-        if unplaced:
-            boxes = _format_boxes(unplaced, tensor.shape)
-            message = f"the metadata name no file for {boxes} of {tensor.shape}"
-            yield CheckpointFault("unplaced", (fqn,), (), message)
+    lacking = [alike for alike in checkpoint.alike if alike.unplaced]
+    unplaced = {tensor.fqn: alike.unplaced for alike in lacking for tensor in alike.tensors}
+    for fqn in [fqn for fqn in checkpoint.tensors if fqn in unplaced]:
+        shape = checkpoint.tensors[fqn].shape
+        message = f"the metadata name no file for {_format_boxes(unplaced[fqn], shape)} of {shape}"
+        yield CheckpointFault("unplaced", (fqn,), (), message)
     for fqn, stored in checkpoint.objects.items():
         if stored.file is None:
             message = "the metadata name no file for this object"
@@ -195,7 +124,7 @@ def files_without_id(checkpoint: Checkpoint) -> list[str]:
 
 
 def _file_faults(
-    checkpoint: Checkpoint, records: dict[str, list[Record]]
+    checkpoint: Checkpoint, records: Mapping[str, FileRecords]
 ) -> Iterator[CheckpointFault]:
     """Yield files that are missing or too short, and records that share bytes."""
     for file, in_file in records.items():
@@ -204,26 +133,33 @@ def _file_faults(
             why = checkpoint.directory.why_barred(file) or "the file is not there"
             yield CheckpointFault("missing_file", fqns_of(in_file), (file,), why)
             continue
-        beyond = [record for record in in_file if record.end > size]
-        if beyond:
-            needed = max(record.end for record in beyond)
+        beyond = np.flatnonzero(in_file.ends > size)
+        if len(beyond):
             message = (
-                f"{size} bytes, and {needed} are needed: {len(beyond)} of {len(in_file)} records "
-                "end beyond its end"
+                f"{size} bytes, and {in_file.ends.max()} are needed: {len(beyond)} of "
+                f"{len(in_file)} records end beyond its end"
             )
-            yield CheckpointFault("truncated_file", fqns_of(beyond), (file,), message)
-        reached: Record | None = None
-        for record in in_file:
-            # Two keys may share one whole record; that they share a part of one is a fault.
-            if reached is not None and reached.start < record.start < reached.end:
-                message = (
-                    f"bytes {record.start}-{reached.end} belong to {reached.name} and to "
-                    f"{record.name}"
-                )
-                names = tuple(sorted({reached.fqn, record.fqn}))
-                yield CheckpointFault("shared_bytes", names, (file,), message)
-            if reached is None or record.end > reached.end:
-                reached = record
+            names = fqns_of(map(in_file.__getitem__, beyond.tolist()))
+            yield CheckpointFault("truncated_file", names, (file,), message)
+        for reached, record in _shared_bytes(in_file):
+            message = (
+                f"bytes {record.start}-{reached.end} belong to {reached.name} and to {record.name}"
+            )
+            names = tuple(sorted({reached.fqn, record.fqn}))
+            yield CheckpointFault("shared_bytes", names, (file,), message)
+
+
+def _shared_bytes(records: FileRecords) -> Iterator[tuple[Record, Record]]:
+    """Yield each record that begins inside one before it, behind the one that reaches farthest.
+
+    Two keys may share one whole record; that they share a part of one is a fault.
+    """
+    starts, ends = records.starts, records.ends
+    farther = np.append(True, ends[1:] > np.maximum.accumulate(ends)[:-1])
+    reached = np.maximum.accumulate(np.where(farther, np.arange(len(ends)), 0))[:-1]
+    is_shared = (starts[reached] < starts[1:]) & (starts[1:] < ends[reached])
+    for at in np.flatnonzero(is_shared).tolist():
+        yield records[int(reached[at])], records[at + 1]
 
 
 def _format_boxes(boxes: list[Box], shape: tuple[int, ...] | None) -> str:

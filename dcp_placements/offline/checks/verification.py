@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 from dcp_placements.errors import format_names
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.record_checks import RecordChecker
+from dcp_placements.offline.checks.records import FileRecords, records_by_file
 from dcp_placements.offline.checks.structure import (
     CheckpointFault,
-    Record,
     files_without_id,
-    records_by_file,
     structural_faults,
 )
 from dcp_placements.offline.declared import Progress
@@ -89,7 +88,7 @@ def verify(
         faults = structural_faults(checkpoint, records)
     if digests:
         faults += _digest_gaps(checkpoint.provenance or {}, records)
-    total = sum(record.chunk.nbytes for in_file in records.values() for record in in_file)
+    total = int(sum([float((one.ends - one.starts).sum(dtype=float)) for one in records.values()]))
     checker = RecordChecker(
         checkpoint,
         contents=contents,
@@ -110,14 +109,14 @@ def verify(
         faults=tuple(sorted(faults, key=lambda fault: (fault.kind, fault.files, fault.tensors))),
         notes=tuple(notes),
         tensors=len(checkpoint.tensors),
-        chunks=sum(len(tensor.boxes) for tensor in checkpoint.tensors.values()),
+        chunks=sum([len(one.tensors) * one.tensors[0].count for one in checkpoint.alike]),
         nbytes=checker.nbytes if contents or digests else 0,
         digests=checker.digests,
     )
 
 
 def _digest_gaps(
-    provenance: Mapping[str, Any], records: Mapping[str, list[Record]]
+    provenance: Mapping[str, Any], records: Mapping[str, FileRecords]
 ) -> list[CheckpointFault]:
     """Return the tensors and objects that have no stored digest."""
     if not provenance.get("digests"):

@@ -18,7 +18,8 @@ from dcp_placements.errors import (
     format_nbytes,
 )
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.offline.checks.structure import records_by_file, structural_faults
+from dcp_placements.offline.checks.records import records_by_file
+from dcp_placements.offline.checks.structure import structural_faults
 from dcp_placements.offline.declared import MeshAxes, Progress, format_mesh_axes
 from dcp_placements.offline.readers.dcp import TORCH_DIST
 from dcp_placements.offline.rehearsals.world_parts import WorldParts

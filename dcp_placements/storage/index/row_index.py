@@ -334,27 +334,30 @@ class RowIndex:
         for start, stop in zip(starts, [*starts, len(places)][1:], strict=True):
             yield int(places[start]), keys[start:stop]
 
-    def pieces(self) -> Iterator[tuple[Ints, int, Ints]]:
-        """Yield all rows in pieces.
+    def pieces(self, number: int, keys: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Yield the rows of keys with the same places, in pieces.
+
+        Args:
+            number: Of the places.
+            keys: Their numbers.
 
         Yields:
-            The numbers of some keys; of the places that they have; and, for each of them and each
-            chunk, ``(keys, chunks, 4)``: position among all files, transforms, start, length.
+            The numbers of some keys; and, for each of them and each chunk, ``(keys, chunks, 4)``:
+            position among all files, transforms, start, length.
         """
-        for number, keys in self.classes():
-            places = self.places[number]
-            chunks = len(places.writers)
-            if not chunks:
-                continue
-            kinds, kind_of = self._kinds(places)
-            first_files = self.writers.first_files[places.writers]
-            step = max(_PIECE_ROWS // chunks, 1)
-            for start in range(0, len(keys), step):
-                some = keys[start : start + step]
-                by_kind = np.stack([self._template_rows(t, o, some) for t, o in kinds])
-                rows = by_kind[kind_of].swapaxes(0, 1)
-                rows[..., 0] += first_files
-                yield some, number, rows
+        places = self.places[number]
+        chunks = len(places.writers)
+        if not chunks:
+            return
+        kinds, kind_of = self._kinds(places)
+        first_files = self.writers.first_files[places.writers]
+        step = max(_PIECE_ROWS // chunks, 1)
+        for start in range(0, len(keys), step):
+            some = keys[start : start + step]
+            by_kind = np.stack([self._template_rows(t, o, some) for t, o in kinds])
+            rows = by_kind[kind_of].swapaxes(0, 1)
+            rows[..., 0] += first_files
+            yield some, rows
 
     def _kinds(self, places: Places) -> tuple[list[list[int]], Ints]:
         """Return each template and ordinal of the chunks of places once, and by chunk which."""

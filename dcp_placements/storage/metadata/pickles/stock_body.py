@@ -242,7 +242,8 @@ class Body:
         is_moved = np.array([steps is not None for steps in index.transforms], bool)
         pool: dict[tuple[bool, bool], list[Ints]] = {}
         pooled = 0
-        for keys, number, places in index.pieces():
+        pieces = ((n, *piece) for n, keys in index.classes() for piece in index.pieces(n, keys))
+        for number, keys, places in pieces:
             rows = np.empty((6, *places.shape[:2]), np.int64)
             rows[0] = memo.fqns[keys][:, None]
             rows[1] = offsets.get(number, 0)
