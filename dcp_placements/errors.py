@@ -151,7 +151,9 @@ def unpacked_faults(packed: bytes) -> Sequence[Fault]:
     return faults
 
 
-def raise_faults_of_ranks(refused: str, sent: Mapping[int, bytes]) -> None:
+def raise_faults_of_ranks(
+    refused: str, sent: Mapping[int, bytes], mistakes: Sequence[Fault] = ()
+) -> None:
     """Raise one ``PlacementError`` for the faults of all ranks; do nothing when there are none.
 
     A fault that several ranks have is described once, with its ranks.
@@ -159,6 +161,7 @@ def raise_faults_of_ranks(refused: str, sent: Mapping[int, bytes]) -> None:
     Args:
         refused: The opening line after the ranks, such as ``"cannot be loaded"``.
         sent: By rank, its faults packed.
+        mistakes: Possible causes that no single rank knows of.
     """
     by_content: dict[bytes, list[int]] = {}
     for rank, packed in sorted(sent.items()):
@@ -183,7 +186,7 @@ def raise_faults_of_ranks(refused: str, sent: Mapping[int, bytes]) -> None:
         opening = f"{format_ranks(refusing)} {refused}"
         if are_more:
             opening += f"; the first {MAX_SENT:,} faults of each rank"
-        raise PlacementError(format_faults(opening, faults, ranks=refusing))
+        raise PlacementError(format_faults(opening, [*faults, *mistakes], ranks=refusing))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -66,7 +66,8 @@ class SaveReport:
         keys: One entry per tensor.
         objects: Keys that are not tensors.
         rules: Rules that matched, with the number of keys on the rank where each matched most.
-        unmatched: Patterns that matched no key on any rank.
+        unmatched: Patterns of rules that matched no key on any rank; with the option, as
+            ``rename=Replace('module')`` or ``waive='head'``, those of others.
         partial_keys: Keys that only some ranks have, with those ranks. Not a fault: pipeline
             stages and per-rank experts have such keys.
         stateless: Parameters without optimizer state, where others have it.
@@ -174,7 +175,7 @@ class LoadReport:
         compared: Whether this load is declared as the save was, with the number of keys that
             both shard; ``"no record"`` if the checkpoint has no record of its save.
         waived: Patterns of keys whose differences are waived, with the reason given.
-        unmatched: Patterns that matched no key on any rank; on the coordinator only.
+        unmatched: As in ``SaveReport``; on the coordinator only.
         warnings: What does not refuse the load but may be wrong.
         planned: Whether a plan was made; if not, the numbers mean nothing.
     """

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from dcp_placements.errors import Fault, format_ranks, unpacked_faults
 from dcp_placements.load.comparison.asked import Asked
 from dcp_placements.load.exchange.shares import Claims
+from dcp_placements.rules.matches import Declared, Matches, matched_nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,8 @@ class LoadMessage:
     Attributes:
         rank: Its global rank.
         claims: What it could exchange; None where nothing.
-        matched: Names of the rules that matched a key.
-        patterns: The patterns that should match a key on some rank.
+        declared: What is declared by pattern, and whether a key of the rank matches; None where
+            it is refused before that is known.
         asked: What it asks for of wholes that ranks divide.
         notes: Declarations that are probably wrong, packed.
         save: Which save wrote the checkpoint that this rank reads; empty where nothing tells.
@@ -27,8 +28,7 @@ class LoadMessage:
 
     rank: int
     claims: Claims | None = None
-    matched: tuple[str, ...] = ()
-    patterns: tuple[str, ...] = ()
+    declared: Matches | None = field(default_factory=dict)
     asked: Asked = field(default_factory=Asked)
     notes: bytes = b""
     save: str = ""
@@ -43,7 +43,7 @@ class LoadMessage:
     @property
     def is_empty(self) -> bool:
         """Whether the coordinator has no use for it."""
-        others = self.asked.keys or self.patterns or self.notes or self.save or self.faults
+        others = self.asked.keys or self.declared or self.notes or self.save or self.faults
         return self.claims is None and not others
 
 
@@ -79,8 +79,8 @@ def mixed_checkpoints(messages: Iterable[LoadMessage]) -> list[Fault]:
     ]
 
 
-def unmatched_patterns(messages: Sequence[LoadMessage]) -> tuple[str, ...]:
-    """Return the patterns that matched no key on any rank."""
-    matched = {name for message in messages for name in message.matched}
-    patterns = dict.fromkeys(pattern for message in messages for pattern in message.patterns)
-    return tuple(pattern for pattern in patterns if repr(pattern) not in matched)
+def unmatched_of(messages: Sequence[LoadMessage]) -> tuple[Declared, ...]:
+    """Return what is declared by pattern and matches no key on any rank, where all ranks know."""
+    declared = [message.declared for message in messages]
+    known = [matches for matches in declared if matches is not None]
+    return matched_nowhere(known) if len(known) == len(declared) else ()

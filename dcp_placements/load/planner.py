@@ -25,7 +25,7 @@ from dcp_placements.errors import Fault, PlacementError, RankFaults, format_faul
 from dcp_placements.load.casting import CASTS
 from dcp_placements.load.exchange.shares import Verdict, verdicts
 from dcp_placements.load.message import LoadMessage
-from dcp_placements.load.policy import Policy, compiled
+from dcp_placements.load.policy import Policy, compiled, optional_patterns
 from dcp_placements.load.rank_load import RankLoad
 from dcp_placements.load.verification import VERIFY
 from dcp_placements.names.rename_results import Rename
@@ -129,7 +129,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             raise PlacementError(f"exchange={exchange!r}: give True, False or a process group")
         self.rules = rules
         self.rename = rename
-        self.optional = compiled(optional)
+        self.optional = optional_patterns(optional)
         self.cast = cast
         self.verify = verify
         self.live = live
@@ -191,16 +191,19 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
                 message = self._planned(rank)
         except RankFaults as refusal:
             load.refusal = refusal
-            return LoadPlan([], planner_data=LoadMessage(rank, faults=refusal.packed()))
+            message = LoadMessage(rank, declared=load.declared, faults=refusal.packed())
+            return LoadPlan([], planner_data=message)
         return LoadPlan(load.items, planner_data=message)  # type: ignore[arg-type]
 
     def _planned(self, rank: int) -> LoadMessage | None:
         """Plan this rank's reads; return what is sent to the coordinator."""
         load = self._run
-        policy = Policy(self.allow_partial_load, self.cast, self.optional, compiled(self.waive))
+        optional, waived = compiled(self.optional), compiled(self.waive)
+        policy = Policy(self.allow_partial_load, self.cast, optional, waived)
         if self.flatten_state_dict:
             load.use_keys_of_torch_2_3(self.rename)
         load.place(self.rules, self.rename)
+        load.declare(self.rules, self.waive, self.optional)
         load.plan(
             policy,
             rules=self.rules,
@@ -210,7 +213,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             rank=rank,
         )
         load.report.waived = dict(self.waive)
-        return load.message(self.rules, self.exchange, rank)
+        return load.message(self.exchange, rank)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans with the answer on what each rank exchanges.

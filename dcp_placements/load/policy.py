@@ -46,13 +46,23 @@ class Policy:
         return self.waives(fqn) or self.is_optional(fqn)
 
 
-def compiled(optional: str | Iterable[str]) -> tuple[re.Pattern[str], ...]:
-    """Return patterns of keys as ``Policy`` has them.
+def optional_patterns(optional: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the patterns that ``optional=`` gives.
 
     Raises:
         PlacementError: They are no patterns.
     """
     if not isinstance(optional, Iterable):
         raise PlacementError(f"optional={optional!r}: give patterns of keys")
-    patterns = [optional] if isinstance(optional, str) else optional
+    patterns = (optional,) if isinstance(optional, str) else tuple(optional)
+    compiled(patterns)
+    return patterns
+
+
+def compiled(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    """Return patterns of keys as ``Policy`` has them.
+
+    Raises:
+        PlacementError: They are no patterns.
+    """
     return tuple([compile_pattern(pattern) for pattern in patterns])

@@ -43,7 +43,7 @@ from dcp_placements.load.message import (
     LoadMessage,
     all_notes,
     mixed_checkpoints,
-    unmatched_patterns,
+    unmatched_of,
 )
 from dcp_placements.load.missing import lacking_rows
 from dcp_placements.load.overlaps import Overlaps, overlaps_of
@@ -52,9 +52,17 @@ from dcp_placements.load.request import Request
 from dcp_placements.load.verification import Verification
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, put_at, rename_keys
+from dcp_placements.names.renames import rename_matches
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
-from dcp_placements.rules.patterns import Rules, expected_patterns
+from dcp_placements.rules.matches import (
+    Matches,
+    names_of,
+    option_matches,
+    rule_matches,
+    unmatched_fault,
+)
+from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.metadata.provenance import saved_by, stored
 from dcp_placements.storage.metadata.save_ids import IdRecord, id_records, speaking_for
 
@@ -85,6 +93,8 @@ class RankLoad:
         verification: Compares digests; None without ``verify="digests"``.
         exchange: None where nothing can be exchanged.
         report: The report on the load.
+        declared: What is declared by pattern, and whether a key of this rank matches; None before
+            that is known.
     """
 
     original_state_dict: dict[str, Any] = field(default_factory=dict)
@@ -106,6 +116,8 @@ class RankLoad:
     verification: Verification | None = None
     exchange: Exchange | None = None
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
+    declared: Matches | None = None
+    _rename_matches: Matches = field(default_factory=dict)
     # By scalar or object, the first key whose value was read, and the value.
     _first_values: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
@@ -125,6 +137,7 @@ class RankLoad:
         """
         self.local_keys = set(self.state_dict)
         self.state_dict, self.mappings = rename_keys(self.state_dict, self.mappings, rename)
+        self._rename_matches = rename_matches(rename, self.local_keys)
 
     def use_keys_of_torch_2_3(self, rename: Rename | None) -> None:
         """Take the keys that torch 2.3 and older gave, where the checkpoint has those."""
@@ -136,6 +149,7 @@ class RankLoad:
         # rename=, a local name may well be the checkpoint's name of another rank's tensor.
         if unasked & (set(flat) - self.local_keys):
             self.state_dict, self.mappings = rename_keys(flat, mappings, rename)
+            self._rename_matches = rename_matches(rename, flat)
 
     def place(self, rules: Rules | None, rename: Rename | None) -> None:
         """Work out the places of the tensors."""
@@ -145,6 +159,15 @@ class RankLoad:
             unfolded = unfold(self.state_dict, self.mappings, self.placing, rules, stored_keys)
             self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
             self.copies, self.shared = unfolded.copies, unfolded.shared
+
+    def declare(self, rules: Rules | None, waive: Iterable[str], optional: Iterable[str]) -> None:
+        """Note which patterns of the user's match a key. The tensors have their places."""
+        self.declared = {
+            **rule_matches(rules, self.placing.matched),
+            **self._rename_matches,
+            **option_matches("waive", waive, self.state_dict),
+            **option_matches("optional", optional, self.state_dict),
+        }
 
     def plan(
         self,
@@ -200,9 +223,7 @@ class RankLoad:
             self.report.warnings += tuple(map(str, notes))
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
 
-    def message(
-        self, rules: Rules | None, exchange: bool | dist.ProcessGroup, rank: int
-    ) -> LoadMessage | None:
+    def message(self, exchange: bool | dist.ProcessGroup, rank: int) -> LoadMessage | None:
         """Return what is sent to the coordinator; None where there is nothing to send."""
         claims = None
         if exchange is not False and world_size() > 1:
@@ -215,8 +236,7 @@ class RankLoad:
         message = LoadMessage(
             rank=rank,
             claims=claims,
-            matched=tuple(self.placing.matched),
-            patterns=expected_patterns(rules),
+            declared=self.declared,
             asked=self.checks.asked,
             notes=packed_faults(self.checks.notes),
             save=saved_by(self.metadata) if world_size() > 1 else "",
@@ -234,7 +254,12 @@ class RankLoad:
             PlacementError: What single ranks refuse; or ranks that together ask for something else
                 than was saved.
         """
-        raise_faults_of_ranks(REFUSED, {message.rank: message.faults for message in messages})
+        unmatched = unmatched_of(messages) if complete else ()
+        self.report.unmatched = names_of(unmatched)
+        # Listed with the faults, too: a mistake in a pattern may be their cause.
+        mistakes = [unmatched_fault(unmatched, list(self.state_dict))] if unmatched else []
+        sent = {message.rank: message.faults for message in messages}
+        raise_faults_of_ranks(REFUSED, sent, mistakes)
         if notes := all_notes(messages):
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
         if complete:
@@ -243,19 +268,9 @@ class RankLoad:
             self.report.compared += ", but not with what other ranks ask for"
         asked = {message.rank: message.asked for message in messages}
         faults = asked_faults(asked, self.checks.record, self.metadata, complete=complete)
-        self.report.unmatched = unmatched_patterns(messages) if complete else ()
-        if self.report.unmatched:
-            note = Fault(
-                ", ".join(map(repr, self.report.unmatched)),
-                "no key on any rank matches",
-                ("way out:     correct the pattern, or drop it",),
-            )
-            # Listed with the faults, too: a mistake in a pattern may be their cause.
-            if faults:
-                faults.append(note)
-            else:
-                self.warn([note])
-        raise_faults("the ranks do not ask for what was saved", faults)
+        if faults:
+            raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
+        self.warn(mistakes)
 
     def take_verdict(self, verdict: Any) -> None:
         """Take the coordinator's answer on what is exchanged."""

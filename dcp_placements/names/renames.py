@@ -6,10 +6,13 @@ in a key, so that optimizer state is renamed with its parameter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dcp_placements.names.rename_results import Parts, Rename, Renamed, RenameError, Row
 from dcp_placements.names.renumber import Numbered, ReadyRename, Renumber, Replace
+from dcp_placements.rules.matches import Declared
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -29,29 +32,21 @@ class Renames(ReadyRename):
         steps: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, ``Split``, or any function of a
             key. Steps after a ``Stack``, an ``Unstack`` or a ``Split`` rename the keys that it
             makes.
+        optional: Do not warn of steps that match nothing: for the names of a family of models,
+            each of which has some of them.
     """
 
     steps: tuple[Rename, ...]
+    optional: bool
 
-    def __init__(self, *steps: Rename) -> None:
+    def __init__(self, *steps: Rename, optional: bool = False) -> None:
         object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "optional", optional)
 
     def __call__(self, key: str) -> Renamed:
         name: Renamed = key
         for step in self.steps:
-            if isinstance(name, str):
-                name = step(name)
-            elif isinstance(name, Row):
-                name = _row_of(name, step(name.fqn), step)
-            elif isinstance(name, Parts):
-                fqns = [_one_name(step, fqn) for fqn in name.fqns]
-                name = replace(name, fqns=tuple(fqns), whole=_whole_name(step, name.whole))
-            elif isinstance(parts := step(name.fqn), Parts):
-                name = replace(parts, whole=name.stacked, rows=name.dim)
-            else:
-                name = replace(
-                    name, fqn=_one_name(step, name.fqn), stacked=_whole_name(step, name.stacked)
-                )
+            name = _renamed(step, name)
         return name
 
     def name(self, key: str) -> str:
@@ -79,6 +74,20 @@ class Renames(ReadyRename):
         return "\n".join(map(str, self.steps))
 
 
+def _renamed(step: Rename, name: Renamed) -> Renamed:
+    """Return what a step makes of the name that the steps before it gave."""
+    if isinstance(name, str):
+        return step(name)
+    if isinstance(name, Row):
+        return _row_of(name, step(name.fqn), step)
+    if isinstance(name, Parts):
+        fqns = [_one_name(step, fqn) for fqn in name.fqns]
+        return replace(name, fqns=tuple(fqns), whole=_whole_name(step, name.whole))
+    if isinstance(parts := step(name.fqn), Parts):
+        return replace(parts, whole=name.stacked, rows=name.dim)
+    return replace(name, fqn=_one_name(step, name.fqn), stacked=_whole_name(step, name.stacked))
+
+
 def _row_of(row: Row, renamed: Renamed, step: Rename) -> Row:
     """Return a row of a stack that a later step renames, or makes a row itself."""
     if isinstance(renamed, Row):
@@ -102,6 +111,61 @@ def _whole_name(step: Rename, name: str) -> str:
     """Return the name of the whole tensor for the rules, which do not name its rows or parts."""
     renamed = step(name)
     return renamed if isinstance(renamed, str) else name
+
+
+def steps_of(rename: Any) -> Iterator[Any]:
+    """Yield the steps of a rename, those of its ``Renames`` one by one; none for None."""
+    if isinstance(rename, Renames):
+        for step in rename.steps:
+            yield from steps_of(step)
+    elif rename is not None:
+        yield rename
+
+
+def rename_matches(rename: Any, keys: Iterable[str]) -> dict[Declared, bool]:
+    """Return whether the steps of a rename match a key, as the steps before leave it.
+
+    >>> rename = Renames(Replace("module", ""), Renumber("expert.{}", [0, 1], total=2))
+    >>> {str(step): is_matched for step, is_matched in rename_matches(rename, ["module.w"]).items()}
+    {"rename=Replace('module')": True, "rename=Renumber('expert.{}')": False}
+
+    Args:
+        rename: The rename. Functions of the user's, which may leave every key as it is, and the
+            steps of ``Renames(..., optional=True)`` are left out.
+        keys: This rank's keys. The rename has a name for each.
+    """
+    matches = {_declared(step): False for step in _expected_steps(rename)}
+    waiting = set(matches)
+    steps = [(step, _declared(step)) for step in steps_of(rename)]
+    for key in keys:
+        if not waiting:
+            break
+        name: Renamed = key
+        for step, declared in steps:
+            if declared in waiting and any(map(step.matches, _fqns(name))):
+                waiting.remove(declared)
+                matches[declared] = True
+            name = _renamed(step, name)
+    return matches
+
+
+def _expected_steps(rename: Any) -> Iterator[ReadyRename]:
+    """Yield the steps that should match a key on some rank."""
+    if isinstance(rename, Renames):
+        for step in () if rename.optional else rename.steps:
+            yield from _expected_steps(step)
+    elif isinstance(rename, ReadyRename):
+        yield rename
+
+
+def _declared(step: Any) -> Declared:
+    return Declared(f"rename={type(step).__name__}({{}})", getattr(step, "pattern", ""))
+
+
+def _fqns(name: Renamed) -> tuple[str, ...]:
+    if isinstance(name, str):
+        return (name,)
+    return (name.fqn,) if isinstance(name, Row) else name.fqns
 
 
 def numbering(rename: object) -> tuple[Numbered, ...]:

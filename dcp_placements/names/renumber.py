@@ -62,6 +62,10 @@ class ReadyRename(ABC):
     @abstractmethod
     def __call__(self, key: str) -> Renamed: ...
 
+    def matches(self, key: str) -> bool:
+        """Whether its pattern is in a key."""
+        return self(key) != key
+
     def table(self, keys: Iterable[str]) -> str:
         """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
         changed = [(key, _format_name(new)) for key in keys if (new := self(key)) != key]
@@ -145,6 +149,10 @@ class Renumber(ReadyRename):
             raise self._unknown(selector, match[NUMBER])
         start, stop = match.span(NUMBER)
         return f"{key[: start - 1]}{number}{key[stop - 1 :]}"
+
+    def matches(self, key: str) -> bool:
+        """Whether its pattern is in a key, which may have the same number in the whole."""
+        return compile_with_number(self.pattern, self._by).search("." + key) is not None
 
     def _unknown(self, selector: str, local: str) -> RenameError:
         if selector not in self._maps:

@@ -26,6 +26,7 @@ def _experts(block: str, gate: str, up: str, down: str) -> Renames:
         Unstack("mlp.experts.{}.down_proj"),
         Replace("mlp.experts.*.down_proj", f"{block}.experts.{{}}.{down}.weight"),
         Replace("mlp.gate", f"{block}.gate"),
+        optional=True,
     )
 
 

@@ -189,7 +189,7 @@ def _rename(chunks: Sequence[nn.Module], config: Any, expert_mesh: Mesh | None) 
     if experts and expert_mesh is not None:
         numbers = expert_numbers(expert_mesh, experts)
         steps += [Renumber(pattern, numbers, experts) for pattern in NUMBERED_EXPERTS]
-    return Renames(*steps)
+    return Renames(*steps, optional=True)
 
 
 def _layer_numbers(chunk: nn.Module) -> Sequence[int]:

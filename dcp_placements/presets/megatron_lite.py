@@ -96,7 +96,7 @@ def megatron_lite(
     for names, placement in _dense_placements(dense_mesh, vocabulary).items():
         rules |= dict.fromkeys([f"{name}.weight" for name in names], placement)
     renames.append(Replace("model_pp*", "model"))
-    return Placements(PlacementRules(rules, optional=True), rename=Renames(*renames))
+    return Placements(PlacementRules(rules, optional=True), rename=Renames(*renames, optional=True))
 
 
 def _dense_placements(

@@ -185,11 +185,6 @@ def why_unmatched(pattern: str, keys: Sequence[str]) -> str | None:
     return None
 
 
-def expected_patterns(rules: Rules | None) -> tuple[str, ...]:
-    """Return the patterns that should match a key on some rank."""
-    return rules.patterns if isinstance(rules, PlacementRules) and not rules.optional else ()
-
-
 def rule_name(rules: Rules | None, fqn: str) -> str | None:
     """Return the name for messages of the rule that matches ``fqn``, or None."""
     if rules is None:

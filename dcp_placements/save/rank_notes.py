@@ -12,6 +12,7 @@ from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault
 from dcp_placements.names.rename_record import Step
 from dcp_placements.names.renumber import Numbered
+from dcp_placements.rules.matches import Matches
 from dcp_placements.rules.mesh import MeshNumbers
 from dcp_placements.rules.patterns import PlacementRules, Rules
 
@@ -22,7 +23,7 @@ class Statement:
 
     Attributes:
         matched: Rules that matched here, with the number of keys.
-        patterns: All rules there are, where they are known.
+        declared: What is declared by pattern, and whether a key here matches.
         stateless: Parameters without optimizer state where others have it.
         notes: Warnings of this rank.
         numbered: The numbers of experts and layers that its rename gives.
@@ -33,7 +34,7 @@ class Statement:
     """
 
     matched: Mapping[str, int] = field(default_factory=dict)
-    patterns: tuple[str, ...] = ()
+    declared: Matches = field(default_factory=dict)
     stateless: tuple[str, ...] = ()
     notes: tuple[Fault, ...] = ()
     numbered: tuple[Numbered, ...] = ()

@@ -28,7 +28,9 @@ from dcp_placements.lazy_items import GroupedItems
 from dcp_placements.names.rename_record import Step, renames_in_force
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, checkpoint_path, rename_keys
+from dcp_placements.names.renames import rename_matches
 from dcp_placements.report import SaveReport
+from dcp_placements.rules.matches import Matches
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.held_digests import Objects
 from dcp_placements.save.items import Assignment, Outlines, assigned_items, grouped_items
@@ -57,6 +59,7 @@ class RankSave:
         packs: The keys of its shadows, by pack.
         report: The report on the save; None before it is made.
         renames: What the checkpoint is to keep of the rename.
+        rename_matches: Whether the steps of the rename match a key.
         is_planned: Whether the local plan has been made.
         target: A checksum of the name of the directory that it writes into; 0 for no name.
         refusal: Why the rank cannot save; the coordinator raises it for all ranks.
@@ -74,6 +77,7 @@ class RankSave:
     packs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     report: SaveReport | None = None
     renames: tuple[Step, ...] = ()
+    rename_matches: Matches = field(default_factory=dict)
     is_planned: bool = False
     target: int = 0
     refusal: RankFaults | None = None
@@ -88,6 +92,7 @@ class RankSave:
         local = self.state_dict
         self.state_dict, self.mappings = rename_keys(local, self.mappings, rename)
         self.renames = renames_in_force(rename, local, self.state_dict)
+        self.rename_matches = rename_matches(rename, local)
 
     def place(self, rules: Rules | None, rename: Rename | None, *, flat: bool) -> None:
         """Work out where the tensors lie, and what the rank holds.

@@ -10,6 +10,7 @@ readers which load all that there is find the canonical tensors alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,11 @@ def check_shadows(option: Any) -> Wanted | None:
         PlacementError: It is neither ``"off"``, nor a budget, nor patterns.
     """
     if isinstance(option, str):
+        if re.fullmatch(r"[\d.]+\s*[KMGT]?(i?B)?", option, re.IGNORECASE):
+            raise PlacementError(
+                f"shadows={option!r} is a pattern of keys, not a size\n"
+                "    way out:     the number of bytes, as shadows=4 * 2**20"
+            )
         option = None if option == "off" else (option,)
     if option is None or (isinstance(option, int) and not isinstance(option, bool) and option >= 0):
         return option or None

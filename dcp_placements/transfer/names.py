@@ -7,7 +7,7 @@ global numbers, and determine which of them the rank holds. From the first ``Sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.names.boxes import Target, renamed_boxes, row_target
 from dcp_placements.names.rename_results import Rename, RenameError, Row
-from dcp_placements.names.renames import Renames
+from dcp_placements.names.renames import Renames, steps_of
 from dcp_placements.names.renumber import Renumber, Replace
 from dcp_placements.names.stacks import Split, Stack, Unstack
 
@@ -51,7 +51,7 @@ def split_rename(rename: object) -> tuple[Renames, Renames]:
         PlacementError: A function of the user's among the first: which keys a rank holds does not
             follow from it.
     """
-    steps = list(_flat(rename))
+    steps = list(steps_of(rename))
     first = [isinstance(step, Stack | Unstack | Split) for step in steps]
     at = first.index(True) if any(first) else len(steps)
     for step in steps[:at]:
@@ -63,14 +63,6 @@ def split_rename(rename: object) -> tuple[Renames, Renames]:
                 "that differ between the worlds and not between ranks"
             )
     return Renames(*steps[:at]), Renames(*steps[at:])
-
-
-def _flat(rename: Any) -> Iterator[Any]:
-    if isinstance(rename, Renames):
-        for step in rename.steps:
-            yield from _flat(step)
-    elif rename is not None:
-        yield rename
 
 
 def named_tensors(

@@ -92,13 +92,14 @@ def test_m46_a_fused_load_with_the_rule_forgotten_is_refused(tmp_path: Path, ver
             WORLD, tmp_path, plain_template, verify=verify, waive={"other.key": "has nothing here"}
         )
     refusal.says(
-        "ranks 0-1 cannot be loaded from this checkpoint (1 fault)",
+        "ranks 0-1 cannot be loaded from this checkpoint (2 faults)",
         f"{GATE_UP}: this load cuts it by 'tp' in another way than the save did",
         "saved:       FusedShard(0, 2) over 'tp' of size 2",
         "this load:   Shard(0) over 'tp' of size 2",
         "by rule:     no rule, its own DTensor",
         'way out:     {"tp": FusedShard(0, 2)} in the rules of this load',
         "waive={pattern: reason}",
+        "waive='other.key': no key on any rank matches",
     )
 
 

@@ -122,12 +122,6 @@ def test_ranks_that_do_not_agree_on_the_total_are_told() -> None:
         ),
         pytest.param(
             2,
-            lambda rank: {"norm": torch.ones(1)},
-            lambda rank: Renumber("experts.{}", contiguous([2, 2], rank), total=4),
-            id="no key of that kind",
-        ),
-        pytest.param(
-            2,
             lambda rank: {
                 **{f"model.layers.{i}.w": torch.ones(2) for i in range(2)},
                 **({"stats.layers.1.tokens": torch.ones(2)} if rank else {}),

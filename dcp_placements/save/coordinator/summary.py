@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from dcp_placements._torch import world_size
 from dcp_placements.bind.placed import Placing
-from dcp_placements.errors import Fault, format_faults, format_names, raise_faults
+from dcp_placements.errors import Fault, format_faults, raise_faults
 from dcp_placements.report import SaveReport, key_report
-from dcp_placements.rules.patterns import why_unmatched
+from dcp_placements.rules.matches import matched_nowhere, names_of, unmatched_fault
 from dcp_placements.save.coordinator.global_plan import Coordinator
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import Holding
@@ -39,10 +39,13 @@ def judged(coordinator: Coordinator, waived: Mapping[str, str], *, strict: bool)
     ranks, world = len(coordinator.plans), world_size()
     report = summarise(coordinator, waived)
     # A rank that plans alone cannot see what the patterns match on others.
-    if report.unmatched and coordinator.complete:
+    declared = [one.declared for one in coordinator.statements]
+    unmatched = matched_nowhere(declared) if coordinator.complete else ()
+    report.unmatched = names_of(unmatched)
+    if unmatched:
         # Listed with the faults, too: a mistake in a pattern is their likely cause.
         fqns = [fqn for table in coordinator.cohorts.tables for fqn in table.fqns]
-        (faults or notes).append(_unmatched(report.unmatched, list(dict.fromkeys(fqns))))
+        (faults or notes).append(unmatched_fault(unmatched, list(dict.fromkeys(fqns))))
     raise_faults("the ranks' plans do not make a checkpoint", faults)
     if 1 < ranks < world:
         notes.append(_too_few(ranks, world))
@@ -63,13 +66,11 @@ def summarise(coordinator: Coordinator, waived: Mapping[str, str]) -> SaveReport
     for statement in statements:
         for rule, count in statement.matched.items():
             rules[rule] = max(rules.get(rule, 0), count)
-    patterns = dict.fromkeys(pattern for one in statements for pattern in one.patterns)
     return SaveReport(
         ranks=len(coordinator.plans),
         keys=coordinator.keys,
         objects=tuple(coordinator.objects),
         rules=rules,
-        unmatched=tuple(pattern for pattern in patterns if repr(pattern) not in rules),
         partial_keys=coordinator.partial,
         stateless=tuple(dict.fromkeys(name for one in statements for name in one.stateless)),
         waived=dict(waived),
@@ -97,19 +98,6 @@ def _uncompared(keys: int) -> Fault:
             "these keys hold other keys beside them",
             "way out:     dcp_placements.check(state_dict, rules) compares key by key",
         ),
-    )
-
-
-def _unmatched(patterns: Sequence[str], keys: Sequence[str]) -> Fault:
-    details = [f"the keys are {format_names(keys, 4)}"] if keys else []
-    for pattern in patterns:
-        if reason := why_unmatched(pattern, keys):
-            of = f"for {pattern!r}, " if len(patterns) > 1 else ""
-            details.append(f"likely:      {of}{reason}")
-    return Fault(
-        ", ".join(map(repr, patterns)),
-        "no key on any rank matches",
-        (*details, "way out:     correct the pattern, or drop it"),
     )
 
 
