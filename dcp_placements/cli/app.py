@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -149,9 +150,16 @@ def _main(
     pass
 
 
+def _print_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
+    """Print a warning of this package without the place in the source where it is given."""
+    print_error(str(message) if category is UserWarning else f"{category.__name__}: {message}")
+
+
 def _exit_code(command: Callable[[], int], *, json: bool) -> int:
     try:
-        return command()
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning  # type: ignore[assignment]
+            return command()
     except PlacementError as error:
         code = 2 if isinstance(error, CannotLook) else 1
         failure: Exception = error

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from dcp_placements.names.numbers import NUMBER, number_finder
-from dcp_placements.names.renames import Renames
+from dcp_placements.names.renames import Renames, declared_step, expected_steps, steps_of
 from dcp_placements.names.renumber import Renumber, Replace
 from dcp_placements.names.stacks import Split, Stack, Unstack
+from dcp_placements.rules.matches import Declared
 
 FUNCTION = "function"
 
@@ -101,6 +102,22 @@ def held_numbers(rename: object) -> Numbers | None:
         elif not isinstance(step, Replace):
             return None
     return tuple(numbers)
+
+
+def stored_numbers(rename: Any) -> dict[Declared, str]:
+    """Return, by ``Renumber`` of a rename, the pattern that keys of the checkpoint should match.
+
+    Nothing of a rename with other steps than ``Renumber`` and ``Replace``, after which the keys may
+    have no number, and of ``Renames(..., optional=True)``.
+    """
+    renames, expected = Renames(*steps_of(rename)), set(expected_steps(rename))
+    if held_numbers(renames) is None:
+        return {}
+    return {
+        declared_step(step): renames.pattern_after(at, step.pattern)
+        for at, step in enumerate(renames.steps)
+        if isinstance(step, Renumber) and step in expected
+    }
 
 
 def number_in(pattern: str, key: str) -> tuple[str, int] | None:

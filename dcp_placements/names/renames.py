@@ -134,9 +134,9 @@ def rename_matches(rename: Any, keys: Iterable[str]) -> dict[Declared, bool]:
             steps of ``Renames(..., optional=True)`` are left out.
         keys: This rank's keys. The rename has a name for each.
     """
-    matches = {_declared(step): False for step in _expected_steps(rename)}
+    matches = {declared_step(step): False for step in expected_steps(rename)}
     waiting = set(matches)
-    steps = [(step, _declared(step)) for step in steps_of(rename)]
+    steps = [(step, declared_step(step)) for step in steps_of(rename)]
     for key in keys:
         if not waiting:
             break
@@ -149,16 +149,17 @@ def rename_matches(rename: Any, keys: Iterable[str]) -> dict[Declared, bool]:
     return matches
 
 
-def _expected_steps(rename: Any) -> Iterator[ReadyRename]:
+def expected_steps(rename: Any) -> Iterator[ReadyRename]:
     """Yield the steps that should match a key on some rank."""
     if isinstance(rename, Renames):
         for step in () if rename.optional else rename.steps:
-            yield from _expected_steps(step)
+            yield from expected_steps(step)
     elif isinstance(rename, ReadyRename):
         yield rename
 
 
-def _declared(step: Any) -> Declared:
+def declared_step(step: Any) -> Declared:
+    """Return a step as what it declares: its pattern."""
     return Declared(f"rename={type(step).__name__}({{}})", getattr(step, "pattern", ""))
 
 

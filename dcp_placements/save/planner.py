@@ -32,7 +32,6 @@ from dcp_placements.names.renamed_keys import Path, flattened
 from dcp_placements.names.renames import numbering
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
-from dcp_placements.rules.matches import Matches, option_matches, rule_matches
 from dcp_placements.rules.options import (
     OfRun,
     OneRunPlanner,
@@ -237,7 +236,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         axes = named_axes_of(save.placing, self.rules)
         statement = Statement(
             matched=save.placing.matched,
-            declared=self._declared(),
+            declared=save.declared(self.rules, self.waive, self.shadows),
             stateless=tuple(stateless_parameters(save.state_dict)),
             notes=(*repeats, *findings),
             numbered=numbering(self.rename),
@@ -249,17 +248,6 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         coordinate = tuple([position for position, _ in axes.values()])
         plan = LocalPlan(rank, (), b"", coordinate, statement=statement.packed())
         return self._with_holding(plan)
-
-    def _declared(self) -> Matches:
-        """Return what is declared by pattern, and whether a key of this rank matches."""
-        save = self._run
-        shadowed = () if self.shadows is None or isinstance(self.shadows, int) else self.shadows
-        return {
-            **rule_matches(self.rules, save.placing.matched),
-            **save.rename_matches,
-            **option_matches("waive", self.waive, save.state_dict),
-            **option_matches("shadows", shadowed, save.state_dict),
-        }
 
     def _with_holding(self, plan: LocalPlan) -> LocalPlan:
         """Return a plan with the keys, boxes and digests of what this rank holds."""

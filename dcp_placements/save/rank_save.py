@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, checkpoint_path, rename_keys
 from dcp_placements.names.renames import rename_matches
 from dcp_placements.report import SaveReport
-from dcp_placements.rules.matches import Matches
+from dcp_placements.rules.matches import Matches, option_matches, rule_matches
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.held_digests import Objects
 from dcp_placements.save.items import Assignment, Outlines, assigned_items, grouped_items
@@ -59,7 +59,6 @@ class RankSave:
         packs: The keys of its shadows, by pack.
         report: The report on the save; None before it is made.
         renames: What the checkpoint is to keep of the rename.
-        rename_matches: Whether the steps of the rename match a key.
         is_planned: Whether the local plan has been made.
         target: A checksum of the name of the directory that it writes into; 0 for no name.
         refusal: Why the rank cannot save; the coordinator raises it for all ranks.
@@ -77,10 +76,10 @@ class RankSave:
     packs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     report: SaveReport | None = None
     renames: tuple[Step, ...] = ()
-    rename_matches: Matches = field(default_factory=dict)
     is_planned: bool = False
     target: int = 0
     refusal: RankFaults | None = None
+    _rename_matches: Matches = field(default_factory=dict)
     _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
 
     def rename(self, rename: Rename | None) -> None:
@@ -92,7 +91,7 @@ class RankSave:
         local = self.state_dict
         self.state_dict, self.mappings = rename_keys(local, self.mappings, rename)
         self.renames = renames_in_force(rename, local, self.state_dict)
-        self.rename_matches = rename_matches(rename, local)
+        self._rename_matches = rename_matches(rename, local)
 
     def place(self, rules: Rules | None, rename: Rename | None, *, flat: bool) -> None:
         """Work out where the tensors lie, and what the rank holds.
@@ -119,6 +118,18 @@ class RankSave:
                 self.paths = {key: checkpoint_path(key, at) for key, at in self.mappings.items()}
         self.hold()
         self.is_planned = True
+
+    def declared(
+        self, rules: Rules | None, waive: Iterable[str], shadows: int | Iterable[str] | None
+    ) -> Matches:
+        """Return what is declared by pattern, and whether a key of this rank matches."""
+        shadowed = shadows if isinstance(shadows, Iterable) else ()
+        return {
+            **rule_matches(rules, self.placing.matched),
+            **self._rename_matches,
+            **option_matches("waive", waive, self.state_dict),
+            **option_matches("shadows", shadowed, self.state_dict),
+        }
 
     def hold(self, left: Collection[str] = ()) -> None:
         """Take all keys for what the rank holds, but for those that are left to other ranks."""

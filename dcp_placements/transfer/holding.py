@@ -15,15 +15,27 @@ import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.sharding import Cut, LayoutError, Sharding, dim_pieces
-from dcp_placements.names.rename_record import Numbers, held_numbers, number_in
+from dcp_placements.names.rename_record import Numbers, held_numbers, number_in, stored_numbers
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.names.renames import Renames
+from dcp_placements.names.renames import (
+    Renames,
+    declared_step,
+    expected_steps,
+    rename_matches,
+)
 from dcp_placements.offline.declared import matcher, mesh_at, rules_at
 from dcp_placements.offline.views.cutting import (
     cut_signature,
     fsdp_axes,
     in_mesh_order,
     whole_sharding,
+)
+from dcp_placements.rules.matches import (
+    Declared,
+    Matches,
+    matched_nowhere,
+    option_matches,
+    rule_matches,
 )
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
@@ -51,19 +63,20 @@ class Group:
 
 
 class _Rank(NamedTuple):
-    """What one rank declares: its place in the mesh, its rules, and what determines its keys."""
+    """What one rank declares: its place in the mesh, its rules and rename, what gives its keys."""
 
     place: int
     coordinate: tuple[int, ...]
     rules: Rules
+    rename: Any
     numbers: Numbers
     absent: tuple[str, ...]
 
 
 def held_groups(
     world: TransferWorld, tensors: Mapping[str, Any], more: Rename | None, faults: list[Fault]
-) -> list[Group]:
-    """Return the tensors of a world by group.
+) -> tuple[list[Group], tuple[Declared, ...]]:
+    """Return the tensors of a world by group, and what is declared by pattern and matches no key.
 
     Args:
         world: The world.
@@ -78,7 +91,8 @@ def held_groups(
     ranks, whole = _declared(world)
     named = named_tensors(tensors, whole, more, faults)
     cutter = _Cutter(world, ranks, faults)
-    return [cutter.group(alike) for alike in _alike(named, ranks)]
+    groups = [cutter.group(alike) for alike in _alike(named, ranks)]
+    return groups, _unmatched(ranks, whole, more, named)
 
 
 def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
@@ -92,7 +106,7 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
         numbers = held_numbers(local)
         assert numbers is not None, "split_rename leaves Renumber and Replace"
         absent = () if world.absent is None else tuple(world.absent(mesh_at(axes, place)))
-        ranks.append(_Rank(place, coordinate, rules, numbers, absent))
+        ranks.append(_Rank(place, coordinate, rules, rename, numbers, absent))
         if whole not in wholes:
             wholes.append(whole)
     if len(wholes) > 1:
@@ -101,6 +115,37 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
             "    way out:     put Renumber before these steps; the rest must be equal on all ranks"
         )
     return ranks, wholes[0]
+
+
+def _unmatched(
+    ranks: Sequence[_Rank], whole: Renames, more: Rename | None, named: Sequence[Named]
+) -> tuple[Declared, ...]:
+    """Return what no key of a world matches, as far as the world's own keys show it."""
+    keys = [tensor.key for tensor in named]
+    names = {tensor.rule_name for tensor in named if tensor.shape}
+    tables = {
+        one.rules.patterns: one.rules for one in ranks if isinstance(one.rules, PlacementRules)
+    }
+    matches: list[Matches] = [
+        rule_matches(rules, {repr(rules.pattern_of(name)) for name in names})
+        for rules in tables.values()
+    ]
+    numbers: dict[Declared, str] = {}
+    expected = set(map(declared_step, expected_steps(more)))
+    absent: dict[str, None] = {}
+    for rank in ranks:
+        own = set(map(declared_step, expected_steps(rank.rename)))
+        given = stored_numbers(split_rename(rank.rename)[0])
+        numbers |= {declared: pattern for declared, pattern in given.items() if declared in own}
+        expected |= own
+        absent |= dict.fromkeys(rank.absent)
+    matches.append(
+        {one: any(number_in(pattern, key) for key in keys) for one, pattern in numbers.items()}
+    )
+    steps = rename_matches(whole if more is None else Renames(*whole.steps, more), keys)
+    matches.append({one: is_matched for one, is_matched in steps.items() if one in expected})
+    matches.append(option_matches("absent", absent, keys))
+    return matched_nowhere(matches)
 
 
 class _Alike(NamedTuple):

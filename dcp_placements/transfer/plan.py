@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dcp_placements.errors import Fault, PlacementError, raise_faults
+from dcp_placements.errors import Fault, PlacementError, format_faults, raise_faults
 from dcp_placements.names.rename_results import Rename
+from dcp_placements.rules.matches import names_of, unmatched_fault
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.holding import Group, held_groups
 from dcp_placements.transfer.matching import Matcher
@@ -50,6 +52,8 @@ class TransferPlan:
         unused: Keys of the source that no target tensor needs.
         casts: ``{target key: (dtype that is sent, its own)}`` where these differ: the receiver
             casts.
+        unmatched: Patterns that a world declares and none of its tensors' keys matches, after
+            ``"source: "`` or ``"target: "``; each is also warned of.
     """
 
     def __init__(
@@ -60,11 +64,13 @@ class TransferPlan:
         routes: list[Route],
         unused: list[str],
         casts: Mapping[str, tuple[torch.dtype, torch.dtype]],
+        unmatched: tuple[str, ...] = (),
     ) -> None:
         self.source = source
         self.target = target
         self.unused = unused
         self.casts = casts
+        self.unmatched = unmatched
         self._routes = routes
         self._sent_by = _by_rank([np.unique(route.source.rank) for route in routes])
         self._sent_to = _by_rank([np.unique(route.target.rank) for route in routes])
@@ -178,15 +184,29 @@ def transfer_plan(
     faults: list[Fault] = []
     if source.tensors is None:
         raise PlacementError("the source of a transfer needs tensors=, its whole tensors by key")
-    sources = held_groups(source, source.tensors, rename, faults)
+    sources, of_source = held_groups(source, source.tensors, rename, faults)
     wanted = _made(sources) if target.tensors is None else target.tensors
-    targets = held_groups(target, wanted, None, faults)
+    targets, of_target = held_groups(target, wanted, None, faults)
     raise_faults("the transfer cannot be planned", faults)
     matcher = Matcher(sources, targets, Hosts(source, target))
     routes = matcher.routes()
     raise_faults("the transfer cannot be planned", matcher.faults)
     unused = [one.key for group in sources for one in group.tensors if one.key not in matcher.used]
-    return TransferPlan(source, target, routes=routes, unused=unused, casts=matcher.casts)
+    unmatched: list[str] = []
+    for side, declared, groups in ("source", of_source, sources), ("target", of_target, targets):
+        if declared:
+            keys = [tensor.key for group in groups for tensor in group.tensors]
+            note = unmatched_fault(declared, keys)
+            warnings.warn(format_faults(f"look at the {side}", [note], "note"), stacklevel=2)
+            unmatched += [f"{side}: {name}" for name in names_of(declared)]
+    return TransferPlan(
+        source,
+        target,
+        routes=routes,
+        unused=unused,
+        casts=matcher.casts,
+        unmatched=tuple(unmatched),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -546,6 +547,17 @@ def test_an_exclude_that_matches_nothing_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="'nothing': exclude= matches none of the"):
         export_safetensors(tmp_path / "ckpt", tmp_path / "out", exclude=["nothing", "norm.weight"])
     assert not any("norm.weight" in name for name in read(tmp_path / "out"))
+
+
+def test_a_warning_of_a_command_names_no_place_in_the_source(tmp_path: Path, run: Run) -> None:
+    save(tmp_path / "ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        ran = run("export", tmp_path / "ckpt", tmp_path / "out", "--to", "hf", "--exclude", "head")
+    assert ran.code == 0
+    assert ran.err.startswith("dcp-placements: look at this export (1 note)\n'head': exclude= ")
+    assert "UserWarning" not in ran.err
+    assert ".py" not in ran.err
 
 
 def test_a_run_of_components_can_be_renamed_too(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from dcp_placements import (
     PlacementRules,
     Placements,
     PlacementSavePlanner,
+    Renames,
     Renumber,
+    Stack,
 )
 from dcp_placements.offline import CannotLook, rehearse
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, damage
@@ -200,6 +203,55 @@ def test_missing_unread_and_unmatched_are_told(tmp_path: Path) -> None:
     assert found.unmatched == ("nothing.like.it",)
     assert not found.loads
     assert found.unique_nbytes == 4
+
+
+def misspelt(mesh: Any) -> Placements:
+    """Rules and names by EP, each with a typing error."""
+    rename = Renumber("expert.{}", [0], total=None)
+    return Placements(
+        {"expert": CheckpointPlacement(mesh, {"ep": Shard(0)})},
+        rename=rename,
+        waive={"hed": "tied"},
+    )
+
+
+def test_declarations_that_match_no_key_are_findings(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "ckpt")
+    found = rehearse(tmp_path / "ckpt", misspelt, {"ep": 2})
+    assert found.loads
+    assert found.unmatched == ("expert", "rename=Renumber('expert.{}')", "waive='hed'")
+    (note,) = found.notes
+    assert "no key on any rank matches" in note.headline
+    assert "for 'expert', 'expert' is no component of any key; 'experts' is" in str(note)
+    given = ("--rules", "tests.offline.test_rehearse:misspelt", "--mesh", "ep=2")
+    ran = run("rehearse", tmp_path / "ckpt", *given)
+    assert ran.code == 1, ran.err
+    assert "rename=Renumber('expert.{}'), waive='hed': no key on any rank matches" in ran.out
+    assert ran.out.splitlines()[-1] == "loads, but with declarations that match no key"
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        ran = run("reshard", tmp_path / "ckpt", tmp_path / "out", *given)
+    assert ran.code == 0, ran.err
+    assert "waive='hed': no key on any rank matches" in ran.err
+
+
+def test_what_may_match_nothing_is_no_finding(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+
+    def rules(mesh: Any) -> Placements:
+        table = {"layers": None, "nothing.like.it": None}
+        rename = Renames(Renumber("expert.{}", [0], None), optional=True)
+        return Placements(PlacementRules(table, optional=True), rename=rename)
+
+    assert rehearse(tmp_path, rules, {"ep": 2}).unmatched == ()
+
+    def stacked(mesh: Any) -> Placements:
+        # In the checkpoint, experts have no numbers after these steps.
+        return Placements(
+            None, rename=Renames(Renumber("experts.{}", [0], 8), Stack("experts.{}", 8))
+        )
+
+    assert rehearse(tmp_path, stacked, {"ep": 2}).unmatched == ()
 
 
 def test_a_rule_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:

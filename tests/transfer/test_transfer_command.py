@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.tensor import Shard
 
+from dcp_placements import CheckpointPlacement, Placements, Renumber, Replace
 from tests.offline_scenes import Run, save_sharded
 
 RULES = "tests.offline_scenes:rules_by_ep"
+without_module = Replace("module", "")
 
 
 def test_text_and_json_have_the_same_pairs(tmp_path: Path, run: Run) -> None:
@@ -26,6 +31,28 @@ def test_text_and_json_have_the_same_pairs(tmp_path: Path, run: Run) -> None:
     assert together["copied_bytes"] > 0
     total = together["sent_bytes"] + together["copied_bytes"]
     assert total == found["sent_bytes"]
+
+
+def misspelt(mesh: Any) -> Placements:
+    rename = Renumber("expert.{}", [0], total=None)
+    return Placements({"expert": CheckpointPlacement(mesh, {"ep": Shard(0)})}, rename=rename)
+
+
+def test_declarations_that_match_no_key_are_findings(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path)
+    wrong = "tests.transfer.test_transfer_command:misspelt"
+    given = ("--rules", RULES, "--mesh", "ep=4", "--target-rules", wrong, "--target-mesh", "ep=2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        ran = run("transfer", tmp_path, *given, "--rename", f"{__name__}:without_module")
+        document = run("transfer", tmp_path, *given, "--json")
+    assert ran.code == document.code == 1
+    assert "look at the source (1 note)\nrename=Replace('module'): no key on any" in ran.err
+    assert "look at the target (1 note)\n'expert', rename=Renumber('expert.{}')" in ran.err
+    assert "for 'expert', 'expert' is no component of any key; 'experts' is" in ran.err
+    assert "UserWarning" not in ran.err
+    assert ".py" not in ran.err
+    assert document.json["unmatched"] == ["target: expert", "target: rename=Renumber('expert.{}')"]
 
 
 def test_an_unknown_axis_cannot_be_looked_at(tmp_path: Path, run: Run) -> None:

@@ -42,7 +42,7 @@ def rehearse_command(
         rehearsal = offline.rehearse(
             ckpt, resolve(rules), mesh, fsdp=fsdp, expect=keys, progress=step
         )
-    code = 0 if rehearsal.loads else 1
+    code = 0 if rehearsal.loads and not rehearsal.unmatched else 1
     return show(rehearsal, lambda: _print(rehearsal), json=json, code=code)
 
 
@@ -98,8 +98,6 @@ def _print(rehearsal: Rehearsal) -> None:
         f"whole:     {format_count(rehearsal.replicated, 'tensor')} that no rule cuts",
         *_metadata_lines(rehearsal.metadata),
     )
-    if rehearsal.unmatched:
-        print_lines(f"unmatched: {short([repr(pattern) for pattern in rehearsal.unmatched])}")
     for label, keys in (("unread", rehearsal.unread), ("missing", rehearsal.missing)):
         if keys:
             print_lines(f"{label + ':':<10} {format_count(len(keys), 'key')}: {short(keys)}")
@@ -107,7 +105,8 @@ def _print(rehearsal: Rehearsal) -> None:
         print_text(format_faults("a load would warn", rehearsal.notes, "note"))
     if rehearsal.faults:
         print_text(format_faults("does not load", rehearsal.faults))
-    print_lines("loads" if rehearsal.loads else "does not load")
+    loads = "loads, but with declarations that match no key" if rehearsal.unmatched else "loads"
+    print_lines(loads if rehearsal.loads else "does not load")
 
 
 def _metadata_lines(saved: SavedMetadata) -> list[str]:

@@ -89,12 +89,14 @@ def transfer_command(
         "copied_bytes": copied,
         "unused": plan.unused,
         "casts": list(plan.casts),
+        "unmatched": list(plan.unmatched),
         "pairs": [
             dict(zip(("source", "target", "bytes", "messages"), pair, strict=True))
             for pair in pairs
         ],
     }
-    return show(document, lambda: _print(document, pairs), json=json)
+    code = 1 if plan.unmatched else 0
+    return show(document, lambda: _print(document, pairs), json=json, code=code)
 
 
 def _print(document: dict[str, Any], pairs: list[tuple[Any, ...]]) -> None:

@@ -22,6 +22,7 @@ from dcp_placements.offline.rehearsals.costs import Part
 from dcp_placements.offline.rehearsals.owners import Owners
 from dcp_placements.offline.rehearsals.saved_metadata import SavedMetadata, SavedRows
 from dcp_placements.offline.rehearsals.world_parts import RankParts, WorldParts
+from dcp_placements.rules.matches import names_of, unmatched_fault
 from dcp_placements.rules.mesh import MeshCoordinate
 
 
@@ -64,7 +65,8 @@ class Rehearsal:
     # Keys of the checkpoint that are not expected, sorted; they are not counted
     unread: tuple[str, ...]
     replicated: int  # how many tensors no rule cuts: every rank needs all of them
-    unmatched: tuple[str, ...]  # patterns of the rules that match no key
+    # Patterns of rules that match no key; steps of ``rename=`` and patterns of ``waive=``, too
+    unmatched: tuple[str, ...]
     unique_nbytes: int  # bytes of the whole tensors that are needed, each once
     metadata: SavedMetadata  # what the metadata of a save by all ranks take
 
@@ -126,15 +128,17 @@ def rehearse(
         # Objects are in the file of rank 0.
         ranks[at] = replace(ranks[at], resharded_files=len(files | {0} if objects else files))
     cut = {fqn for part in cut_parts.values() for fqn in part.fqns}
+    unmatched = world.unmatched()
+    notes = [unmatched_fault(unmatched, sorted(expected))] if unmatched else []
     return Rehearsal(
         axes=world.axes,
         ranks=tuple(ranks),
         faults=world.refusals.faults(),
-        notes=world.refusals.notes(),
+        notes=(*world.refusals.notes(), *notes),
         missing=tuple(sorted(expected - stored)),
         unread=tuple(sorted(stored - expected)),
         replicated=sum(len(tensors.fqns) for tensors in world.classes) - len(cut),
-        unmatched=tuple(p for p, is_matched in world.is_matched.items() if not is_matched),
+        unmatched=names_of(unmatched),
         unique_nbytes=sum(tensors.total_nbytes for tensors in world.classes),
         metadata=saved.metadata(),
     )

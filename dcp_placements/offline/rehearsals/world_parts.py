@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.sharding import LayoutError, Sharding
-from dcp_placements.names.rename_record import holder
+from dcp_placements.names.rename_record import holder, number_in, stored_numbers
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import MeshAxes, rules_at
 from dcp_placements.offline.rehearsals.costs import Part, RankPart, parts_by_rule, tensor_classes
@@ -20,6 +20,13 @@ from dcp_placements.offline.views.cutting import (
     in_mesh_order,
     layout_at,
     whole_sharding,
+)
+from dcp_placements.rules.matches import (
+    Declared,
+    Matches,
+    matched_nowhere,
+    option_matches,
+    rule_matches,
 )
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
@@ -50,7 +57,6 @@ class WorldParts:
         classes: The tensors by class.
         file_numbers: The number of every data file, by name.
         refusals: What a load on the ranks seen so far would be refused for.
-        is_matched: Whether a key matches, by pattern.
 
     Raises:
         CannotLook: An axis in ``fsdp`` is unknown.
@@ -71,7 +77,9 @@ class WorldParts:
         self.file_numbers = {name: number for number, name in enumerate(checkpoint.files)}
         self.classes = tensor_classes(checkpoint, expected, self.file_numbers)
         self.refusals = Refusals(checkpoint.metadata, self.axes)
-        self.is_matched: dict[str, bool] = {}
+        self._matches: list[Matches] = []  # of rules
+        self._numbers: dict[Declared, str] = {}
+        self._waived: dict[str, None] = {}
         self._parts: dict[tuple[tuple[str, ...], str], list[Part]] = {}
         self._shardings: dict[Any, Sharding] = {}
 
@@ -89,11 +97,23 @@ class WorldParts:
         for rank, coordinate in enumerate(product(*map(range, self.axes.values()))):
             rules, rename, waive = rules_at(self._function, self.axes, rank)
             parts = self._parts_of(rules, rename)
+            self._numbers.update(stored_numbers(rename))
+            self._waived.update(dict.fromkeys(waive))
             held = [p for part in parts if (p := self._rank_part(rank, coordinate, part, rules))]
             for one in held:
                 self.refusals.check_local_shape(rank, coordinate, one, renamed=rename is not None)
             self.refusals.compare_with_save(rank, parts, held, rename, waive)
             yield RankParts(rank, coordinate, held, rename)
+
+    def unmatched(self) -> tuple[Declared, ...]:
+        """Return what the ranks seen so far declare by pattern and no key matches."""
+        keys = [fqn for tensors in self.classes for fqn in tensors.fqns]
+        numbers = {
+            declared: any(number_in(pattern, key) for key in keys)
+            for declared, pattern in self._numbers.items()
+        }
+        waivers = option_matches("waive", self._waived, [*keys, *self.checkpoint.objects])
+        return matched_nowhere([*self._matches, numbers, waivers])
 
     def _parts_of(self, rules: Rules, rename: Any) -> list[Part]:
         """Return the tensors that a rank has, by class and rule."""
@@ -106,10 +126,8 @@ class WorldParts:
         key = (rules.patterns, "" if holds is None else repr(rename))
         if key not in self._parts:
             parts = parts_by_rule(self.classes, lambda fqn, _: rules.pattern_of(fqn), holds)
-            matched = {rules.pattern_of(part.fqn) for part in parts if part.tensors.shape}
-            for pattern in rules.patterns:
-                is_matched = pattern in matched or self.is_matched.get(pattern, False)
-                self.is_matched[pattern] = is_matched
+            matched = {repr(rules.pattern_of(part.fqn)) for part in parts if part.tensors.shape}
+            self._matches.append(rule_matches(rules, matched))
             self._parts[key] = parts
         return self._parts[key]
 

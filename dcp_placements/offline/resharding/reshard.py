@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +14,7 @@ from dcp_placements.errors import (
     CannotLook,
     PlacementError,
     format_count,
+    format_faults,
     format_name,
     format_names,
     format_nbytes,
@@ -27,6 +29,7 @@ from dcp_placements.offline.remote_output import AnyFolder, AnyOutput, output_at
 from dcp_placements.offline.resharding.records import SMALL_NBYTES, RecordWriter
 from dcp_placements.offline.resharding.target import Target, stamp_of
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.rules.matches import unmatched_fault
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import write_metadata
@@ -109,7 +112,11 @@ def reshard(
             )
         _check_whole(checkpoint)
         versions = checkpoint.directory.versions(checkpoint.files)
-        target = Target(WorldParts(checkpoint, rules, axes, fsdp))
+        world = WorldParts(checkpoint, rules, axes, fsdp)
+        target = Target(world)
+        if unmatched := world.unmatched():
+            note = unmatched_fault(unmatched, list(checkpoint.tensors))
+            warnings.warn(format_faults("look at this checkpoint", [note], "note"), stacklevel=2)
         identity = target.identity(versions)
         save_id = bytes.fromhex(identity)[:16]
         names = {rank: target.file_name(rank, save_id) for rank in target.ranks}
