@@ -241,6 +241,7 @@ def test_a_save_by_rules_is_sound_whatever_the_mesh(tmp_path: Path, run: Run, ax
         assert ran.code == 0
         assert "experts:   all there, in 9 tensors" in ran.out
         assert f"saved as:    Shard(0) over '{axis}' of size 2" in ran.out
+        assert "mesh:      not used, the checkpoint records how" in ran.out
     assert run("doctor", tmp_path, "--experts-per-layer", 24).code == 1
 
 

@@ -185,6 +185,8 @@ def test_holes_are_told(saved: Path, tmp_path: Path) -> None:
         (["nothing.like.it"], "no tensor nothing.like.it"),
         (["step"], "an object and no tensor"),
         ([W1, "--rules", "x:y"], "go together"),
+        ([W1, "--rank", 0], "--rank and --fsdp need --rules and --mesh"),
+        ([W1, "--fsdp", "dp"], "--rank and --fsdp need --rules and --mesh"),
         ([W1, "--rules", "explain_rules:rules", "--mesh", "ep"], "no mesh"),
         ([W1, "--rules", "explain_rules:rules", "--mesh", "tp=2"], "no axis 'ep'"),
         ([W1, "--rules", "explain_rules:fails", "--mesh", "ep=2"], "no such model"),
@@ -200,6 +202,12 @@ def test_what_cannot_be_explained(
     assert (ran.code, ran.out) == (2, "")
     assert message in ran.err
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("given", [{"rank": 1}, {"fsdp": ["dp"]}, {"axes": {"ep": 2}}])
+def test_what_would_be_ignored_is_refused(saved: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(CannotLook, match="rules= and axes= go together; rank= and fsdp= need both"):
+        explain(saved / "ep2", W1, **given)
 
 
 def test_an_open_checkpoint_serves_many_calls(saved: Path) -> None:

@@ -29,7 +29,8 @@ def doctor_command(
 ) -> int:
     """Report which experts survived a save that took them for replicas, and who wrote them.
 
-    --mesh is the mesh of the run that saved, in rank order. One of its axes must be ep.
+    --mesh is the mesh of the run that saved, in rank order. One of its axes must be ep. It is not
+    used for a checkpoint that records how its experts were saved.
     """
     with progress("doctor"):
         checkpoint = offline.Checkpoint(ckpt)
@@ -43,6 +44,8 @@ def doctor_command(
 
     def print_result() -> None:
         _print(diagnosis)
+        if mesh is not None and diagnosis.axes is None:
+            print_lines("mesh:      not used, the checkpoint records how its experts were saved")
         if rescued is not None:
             _print_rescue(rescued)
 

@@ -33,6 +33,8 @@ def explain_command(
     """Follow one tensor from its rule to axes, chunks, files and byte ranges."""
     if (rules is None) != (mesh is None):
         raise typer.BadParameter("--rules and --mesh go together")
+    if rules is None and (rank is not None or fsdp):
+        raise typer.BadParameter("--rank and --fsdp need --rules and --mesh")
     with progress("explain"):
         function = None if rules is None else resolve(rules)
         explanation = offline.explain(ckpt, fqn, rules=function, axes=mesh, fsdp=fsdp, rank=rank)

@@ -91,7 +91,7 @@ class Diagnosis:
     JSON: ClassVar[str] = "path healthy axes tensors layers sound"
 
     path: str  # the checkpoint
-    axes: Mapping[str, int] | None  # the mesh of the save; None if it is not given
+    axes: Mapping[str, int] | None  # the mesh that was given; None if it was not needed
     tensors: Mapping[str, ExpertTensor]  # the tensors of experts, by key
     # The losses by layer, if the mesh is given and a tensor of the layer is overwritten
     layers: Mapping[str, ExpertLoss]
@@ -132,7 +132,9 @@ def diagnose(
     families = _families(checkpoint)
     states = OptimizerStates({**checkpoint.tensors, **checkpoint.objects})
     recorded = recorded_experts(checkpoint, families, axis=EP)
-    if axes is not None and (len(recorded) < len(families) or not families):
+    if families and len(recorded) == len(families):
+        axes = None
+    if axes is not None:
         _check_axes(checkpoint, axes)
     routers = _routers(checkpoint, families, states)
     tensors = {}

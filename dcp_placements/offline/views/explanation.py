@@ -102,9 +102,12 @@ def explain(
         rank: Only this one; None for all.
 
     Raises:
-        CannotLook: There is no checkpoint, no such tensor in it, or ``rules`` fails.
+        CannotLook: There is no checkpoint, no such tensor in it, or ``rules`` fails; one of
+            ``rules`` and ``axes`` without the other, or ``rank`` or ``fsdp`` without them.
         PlacementError: A rule that does not fit the tensor.
     """
+    if (rules is None) != (axes is None) or (rules is None and (rank is not None or fsdp)):
+        raise CannotLook("rules= and axes= go together; rank= and fsdp= need both")
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     tensor = tensor_of(checkpoint, fqn)
     provenance = checkpoint.provenance or {}
