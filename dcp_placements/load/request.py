@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from dcp_placements.load.policy import Policy
 from dcp_placements.load.reads import Read, Reads, read_items
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.report import LoadReport
+from dcp_placements.storage.metadata.provenance import stored
+from dcp_placements.storage.metadata.record import Cuts, SaveRecord, cuts_of, record_of
 from dcp_placements.storage.protocols import ReadGroup
 from dcp_placements.storage.record_writer import SMALL_NBYTES
 
@@ -85,6 +87,7 @@ class Request:
     ) -> None:
         self.state_dict = state_dict
         self.stored = metadata.state_dict_metadata
+        self._metadata = metadata
         self.placing = placing
         self.policy = policy
         self.report = LoadReport()
@@ -232,6 +235,25 @@ class Request:
             return None
         return self._tensor_filling(fqn, value, placed, stored)
 
+    @cached_property
+    def _record(self) -> SaveRecord | None:
+        return record_of(stored(self._metadata), self.stored)
+
+    def _declarations(self, fqn: str, placed: Placed | None) -> list[str]:
+        """Return how the save and this load declare a key, where the checkpoint records it."""
+        if self._record is None or placed is None:
+            return []
+        names = [axis.name for axis in placed.binding.axes]
+        saved, loaded = self._record.cuts(fqn), cuts_of(placed.binding.sharding, names)
+        lines = [f"saved:       {_format_cuts(saved)}", f"this load:   {_format_cuts(loaded)}"]
+        dims = {cut.axis: cut.dim for cut in loaded}
+        if any(cut.axis in dims and cut.dim != dims[cut.axis] for cut in saved):
+            lines.append(
+                "likely:      one of the two declares a wrong dim; if the save does, load as it "
+                "was saved, on as many ranks, and save again with the right dim"
+            )
+        return lines
+
     def _tensor_filling(
         self, fqn: str, value: Any, placed: Placed | None, stored: TensorStorageMetadata
     ) -> _Filling | None:
@@ -244,7 +266,7 @@ class Request:
             rule = None if placed is None else placed.rule
             needs = f"{shape} is needed"
             headline, details = shape_mismatch(tuple(stored.size), shape, needs, rule)
-            self._fault(fqn, headline, *details)
+            self._fault(fqn, headline, *self._declarations(fqn, placed), *details)
             return None
         dtype = value.dtype if placed is None else placed.tensor.dtype
         stored_dtype = stored.properties.dtype
@@ -306,6 +328,10 @@ def _are_alike(one: TensorStorageMetadata, other: Any) -> bool:
         and one.size == other.size
         and one.properties.dtype == other.properties.dtype
     )
+
+
+def _format_cuts(cuts: Cuts) -> str:
+    return ", then ".join(map(str, cuts)) or "whole, cut by no axis"
 
 
 def shape_mismatch(

@@ -103,6 +103,29 @@ def test_m46_a_fused_load_with_the_rule_forgotten_is_refused(tmp_path: Path, ver
     )
 
 
+def test_a_wrong_dim_at_the_save_is_named_by_the_load(tmp_path: Path) -> None:
+    """Both shapes are possible, so that the save could not see it."""
+    save(WORLD, tmp_path, lambda rank: {"w": torch.ones(4, 6)}, tp_rules(WORLD, "w", Shard(1)))
+    with refused() as refusal:
+        rules = tp_rules(WORLD, "w", Shard(0))
+        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(4, 6)}, rules)
+    refusal.says(
+        "w: the checkpoint holds a (4, 12) tensor, but (8, 6) is needed",
+        "saved:       Shard(1) over 'tp' of size 2",
+        "this load:   Shard(0) over 'tp' of size 2",
+        "likely:      one of the two declares a wrong dim; if the save does, load as it was saved",
+    )
+
+
+def test_a_save_without_the_rule_is_named_by_the_load(tmp_path: Path) -> None:
+    save(WORLD, tmp_path, lambda rank: {"w": torch.ones(4, 6)})
+    with refused() as refusal:
+        rules = tp_rules(WORLD, "w", Shard(0))
+        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(4, 6)}, rules)
+    refusal.says("saved:       whole, cut by no axis", "this load:   Shard(0) over 'tp' of size 2")
+    assert "wrong dim" not in refusal.text
+
+
 def test_m46_a_fused_load_by_another_rule_names_the_rule(tmp_path: Path) -> None:
     save_fused(tmp_path, arange(8, 3))
     with refused() as refusal:
