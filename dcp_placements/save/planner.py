@@ -67,14 +67,8 @@ from dcp_placements.storage.metadata.provenance import RESERVED_KEY, SAMPLED, id
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
 from dcp_placements.storage.metadata.write_results import Outline
 
-_GIVE_DATA = (
-    "resolve_data",
-    "lookup_object",
-    "transform_object",
-    "create_local_plan",
-    "create_global_plan",
-    "finish_plan",
-)
+_PLAN = ("create_local_plan", "create_global_plan", "finish_plan")
+_GIVE_DATA = ("resolve_data", "lookup_object", "transform_object", *_PLAN)
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
 
