@@ -39,6 +39,10 @@ class CannotLook(PlacementError):
     """
 
 
+class NoCheckpoint(PlacementError, FileNotFoundError):
+    """A load names a directory that has no ``.metadata``: no checkpoint, or not a complete one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault of a plan or a checkpoint.

@@ -39,7 +39,12 @@ from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.merged_reads import ChunkReader, Job, jobs_of
 from dcp_placements.storage.metadata.file import read_metadata
-from dcp_placements.storage.metadata.rank_files import merge_rank_metadata, rank_files
+from dcp_placements.storage.metadata.rank_files import (
+    merge_rank_metadata,
+    no_checkpoint,
+    rank_files,
+    unreadable,
+)
 from dcp_placements.storage.metadata.save_ids import (
     ID_PREFIX,
     MIXED,
@@ -106,7 +111,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         self.bytes_read = self.opens = self.reads = 0
         self._stored: Mapping[str, Any] = {}
         self._ids: Mapping[str, IdRecord] = {}
-        self._unmerged: PlacementError | None = None
+        self._refusal: PlacementError | None = None
         if is_url(path):
             self._use(path)
 
@@ -115,20 +120,28 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """Return the checkpoint's metadata. Called on every rank.
 
         Raises:
-            PlacementError: Ranks' own metadata that contradict each other; with ``restricted``,
-                metadata that are refused, or are none.
+            NoCheckpoint: There are no metadata.
+            PlacementError: Metadata that cannot be read; ranks' own that contradict each other;
+                with ``restricted``, metadata that are refused.
         """
         rank = kwargs.get("rank")
-        if rank is not None and self._unmerged is not None:
-            # Without .metadata torch asks for this rank's own; where the ranks' files contradict
-            # each other, a part of them is no checkpoint either.
-            raise self._unmerged
-        path = self._get_metadata_path(rank)
-        if rank is None and not self.fs.exists(path):
-            files = rank_files(self.fs, self.path)
-            if files:
-                return self._identified(self._merged(files))
-        return self._identified(self._read_metadata(path))
+        if rank is not None and self._refusal is not None:
+            # Torch asks for this rank's own then; where the metadata of all ranks together are
+            # none, a part of them is no checkpoint either.
+            raise PlacementError("for the same reason") from self._refusal
+        self._refusal = None
+        try:
+            path = self._get_metadata_path(rank)
+            if rank is None and not self.fs.exists(path):
+                files = rank_files(self.fs, self.path)
+                if not files:
+                    raise no_checkpoint(self.path)
+                parts = [(number, self._read_metadata(file)) for number, file in files]
+                return self._identified(merge_rank_metadata(parts))
+            return self._identified(self._read_metadata(path))
+        except PlacementError as error:
+            self._refusal = None if rank is not None else error
+            raise
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -287,17 +300,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             data = bytes(held)
         raise_faults(MIXED, filter(None, [record.fault(data)]))
 
-    def _merged(self, files: Sequence[tuple[int, Any]]) -> Metadata:
-        self._unmerged = None
-        parts = []
-        for rank, path in files:
-            parts.append((rank, self._read_metadata(path)))
-        try:
-            return merge_rank_metadata(parts)
-        except PlacementError as error:
-            self._unmerged = error
-            raise
-
     def _read_metadata(self, path: Any) -> Metadata:
         is_remote = isinstance(self.fs, RemoteFileSystem)
         opener = self.fs.opener(path) if is_remote else partial(self._open_metadata, path)
@@ -308,7 +310,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         except Exception as error:
             # A broken or hostile pickle can raise anything.
             if not self.restricted:
-                raise
+                raise unreadable(path, error) from error
             raise PlacementError(
                 f"{path}: refused, this is no metadata of DCP's that can be read\n"
                 f"    found:       {format_name(error)}\n"

@@ -508,8 +508,52 @@ def test_ranks_of_two_saves_are_refused(tmp_path: Path, caplog: pytest.LogCaptur
     assert "older save of more ranks" in f"{caught.value}{caplog.text}"
 
 
-def test_without_any_metadata_the_error_is_torchs(tmp_path: Path) -> None:
+def test_without_any_metadata_the_error_is_of_torchs_type(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"\.metadata"):
         PlacementFileSystemReader(tmp_path).read_metadata()
     with pytest.raises(FileNotFoundError, match=r"\.metadata"):
         PlacementFileSystemReader(tmp_path / "nowhere").read_metadata()
+
+
+def refused_load(path: Path) -> str:
+    """Return why a load from a path is refused."""
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(3)}, storage_reader=PlacementFileSystemReader(path))
+    return str(caught.value)
+
+
+def test_a_path_without_metadata_is_described(tmp_path: Path) -> None:
+    for step in (10, 9):  # 9 is the newer one
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / str(step))
+    os.utime(tmp_path / "10" / ".metadata", ns=(0, 1))
+    beside = "way out:     the newest complete one beside it: 9"
+    text = refused_load(tmp_path / "11")
+    assert f"{tmp_path}/11: no complete checkpoint, as there is no .metadata" in text
+    assert "found:       no such directory" in text
+    assert text.count(beside) == 1
+    assert "rank local metadata read failed: for the same reason" in text
+    (tmp_path / "12").mkdir()
+    assert "found:       an empty directory" in refused_load(tmp_path / "12")
+    (tmp_path / "12" / ".metadata.tmp").touch()
+    (tmp_path / "12" / "__0_0.distcp").touch()
+    text = refused_load(tmp_path / "12")
+    assert "found:       .metadata.tmp, __0_0.distcp" in text
+    assert "likely:      a save that was cut off, as .metadata comes last" in text
+    assert "way out:     one of the checkpoints inside: 10, 9" in refused_load(tmp_path)
+    (tmp_path / "file").touch()
+    assert "found:       a file, and no directory" in refused_load(tmp_path / "file")
+    with pytest.raises(FileNotFoundError):
+        PlacementFileSystemReader(tmp_path / "12").read_metadata()
+
+
+@pytest.mark.parametrize("kept", [0, 0.5])
+def test_metadata_that_are_cut_off_are_named(tmp_path: Path, kept: float) -> None:
+    for step in "ab":
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / step)
+    data = (tmp_path / "b" / ".metadata").read_bytes()
+    size = int(kept * len(data))
+    (tmp_path / "b" / ".metadata").write_bytes(data[:size])
+    text = refused_load(tmp_path / "b")
+    assert f"{tmp_path}/b/.metadata: this is no metadata of DCP's that can be read" in text
+    assert f", in {size} bytes\n    likely:      the file was damaged or cut short" in text
+    assert "way out:     the newest complete one beside it: a" in text

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dcp_placements._torch import (
@@ -20,7 +21,17 @@ from dcp_placements._torch import (
     StorageInfo,
     TensorStorageMetadata,
 )
-from dcp_placements.errors import Fault, format_faults, format_names, format_ranks, raise_faults
+from dcp_placements.errors import (
+    Fault,
+    NoCheckpoint,
+    PlacementError,
+    format_count,
+    format_faults,
+    format_name,
+    format_names,
+    format_ranks,
+    raise_faults,
+)
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, overlaps, tiles, uncovered
 from dcp_placements.storage.index.storage_table import StorageTable
@@ -34,6 +45,12 @@ from dcp_placements.storage.metadata.provenance import (
 from dcp_placements.storage.metadata.record import merged_record
 from dcp_placements.storage.metadata.save_ids import id_records, rank_file_rank
 from dcp_placements.storage.metadata.table import place_of, rows_of_places
+from dcp_placements.storage.remote.urls import is_url
+
+MAX_LISTED = 200
+"""Directories beside a path that a message is derived from."""
+
+_WAY_OUT = "the directory of a checkpoint, in which .metadata is"
 
 
 def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
@@ -44,7 +61,7 @@ def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
         path: The checkpoint.
     """
     if hasattr(fs, "ls"):
-        if not fs.exists(path):
+        if not fs.exists(path) or (isinstance(path, Path) and not path.is_dir()):
             return []
         listed = [rank_file_rank(os.path.basename(str(entry))) for entry in fs.ls(path)]
         ranks = sorted(rank for rank in listed if rank is not None)
@@ -53,6 +70,65 @@ def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
     while fs.exists(file := fs.concat_path(path, f"__{len(probed)}.metadata")):
         probed.append((len(probed), file))
     return probed
+
+
+def no_checkpoint(path: str | os.PathLike[str]) -> NoCheckpoint:
+    """Return the error of a load from a path without ``.metadata``, or ranks' own metadata.
+
+    Args:
+        path: Of a local file system, or a URL, at which nothing more is read for the message.
+    """
+    folder = Path(path)
+    if is_url(str(path)):
+        return NoCheckpoint(f"{path}: there is no .metadata\n    way out:     {_WAY_OUT}")
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    found = format_names(names, 4) or "an empty directory"
+    if not folder.is_dir():
+        found = "a file, and no directory" if folder.exists() else "no such directory"
+    lines = [f"{path}: no complete checkpoint, as there is no .metadata", f"found:       {found}"]
+    if any(name.startswith(".metadata.") or name.endswith(".distcp") for name in names):
+        lines.append("likely:      a save that was cut off, as .metadata comes last")
+    return NoCheckpoint("\n    ".join([*lines, _way_out(folder, names)]))
+
+
+def unreadable(path: str | os.PathLike[str], error: Exception) -> PlacementError:
+    """Return the error of a load from metadata that cannot be read.
+
+    Args:
+        path: Of the file.
+        error: What reading it raised.
+    """
+    file, nbytes = Path(path), ""
+    if file.is_file():
+        nbytes = f", in {format_count(file.stat().st_size, 'byte')}"
+    return PlacementError(
+        f"{path}: this is no metadata of DCP's that can be read\n"
+        f"    found:       {type(error).__name__}: {format_name(error)}{nbytes}\n"
+        "    likely:      the file was damaged or cut short: a copy in part, a full disk\n"
+        f"    {_way_out(file.parent, [])}"
+    )
+
+
+def _way_out(folder: Path, names: Sequence[str]) -> str:
+    """Return which complete checkpoint to load: one inside, or the newest one beside."""
+    inside = [name for name in names[:MAX_LISTED] if _completed(folder / name)]
+    if inside:
+        return f"way out:     one of the checkpoints inside: {format_names(inside, 4)}"
+    beside = sorted(os.listdir(folder.parent))[-MAX_LISTED:] if folder.parent.is_dir() else []
+    complete = {at: name for name in beside if (at := _completed(folder.parent / name))}
+    complete = {at: name for at, name in complete.items() if name != folder.name}
+    if complete:
+        return f"way out:     the newest complete one beside it: {complete[max(complete)]}"
+    return f"way out:     {_WAY_OUT}"
+
+
+def _completed(folder: Path) -> int:
+    """Return when a checkpoint was completed, in ns; 0 for what is none."""
+    try:
+        metadata = (folder / ".metadata").stat()
+    except OSError:
+        return 0
+    return metadata.st_mtime_ns if metadata.st_size else 0
 
 
 def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = False) -> Metadata:
