@@ -44,7 +44,7 @@ from dcp_placements.storage.index.building import build_index
 from dcp_placements.storage.index.storage_table import StorageTable, paths_of
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
 from dcp_placements.storage.metadata.description import read_file_names
-from dcp_placements.storage.metadata.file import write_metadata
+from dcp_placements.storage.metadata.file import SentIndex, SentPart, write_metadata
 from dcp_placements.storage.metadata.save_ids import (
     is_data_file,
     named,
@@ -72,8 +72,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     """Writes a checkpoint that any reader of torch's reads; takes what ``FileSystemWriter`` takes.
 
     ``dcp.save(state_dict, storage_writer=PlacementFileSystemWriter(path), planner=...)``, with
-    any planner. ``storage_data`` of the ``Metadata`` that ``dcp.save`` returns is a read-only
-    mapping; ``dict()`` converts it.
+    any planner. ``storage_data``, ``state_dict_metadata`` and ``planner_data`` of the ``Metadata``
+    that ``dcp.save`` returns are read-only mappings; ``dict()`` converts them.
 
     The names of data files carry the id of the save, as in ``__3_5e0f1a2b_0.distcp``. A save over
     an older checkpoint leaves its files as they are, and removes them when its own ``.metadata``
@@ -279,19 +279,21 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             path = self._get_metadata_path(None if self.use_collectives else self.rank)
             if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
                 upload = BytesIO()
-                write(upload)
+                sent = write(upload)
                 self.fs.put(os.fspath(path), upload.getvalue())
+                _send(metadata, sent)
                 return
             # Another save into this directory has a name of its own.
             name = unfinished_name(os.path.basename(path))
             new = self.fs.concat_path(self.path, name)
             try:
                 with errors_of(new), self.fs.create_stream(new, "wb") as stream:
-                    write(stream)
+                    sent = write(stream)
                     self._sync(stream)
             except BaseException:
                 self._remove([name])
                 raise
+            _send(metadata, sent)
         if type(self.fs) is FileSystem:
             # Atomic: a job that is killed here leaves the older checkpoint or the new one.
             os.replace(new, path)
@@ -339,6 +341,16 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 @dataclass
 class _KeptPrefix(StoragePrefix):
     """The beginning of file names, from a coordinator that knows the rank's items by its plan."""
+
+
+def _send(metadata: Metadata, sent: SentIndex) -> None:
+    """Let metadata be pickled as the index that was written, for the other ranks."""
+    assert isinstance(metadata.storage_data, StorageTable)
+    metadata.storage_data = StorageTable(metadata.storage_data.index, sent=sent)
+    for name in ("state_dict_metadata", "planner_data"):
+        held = getattr(metadata, name)
+        if type(held) is dict:
+            setattr(metadata, name, SentPart(sent, name, held))
 
 
 def _is_known(results: Sequence[WriteResult]) -> bool:

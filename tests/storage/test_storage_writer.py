@@ -345,6 +345,31 @@ def test_what_a_save_returns_can_be_looked_at_like_torchs(tmp_path: Path) -> Non
     assert pickle.loads(pickle.dumps(ours.storage_data)) == ours.storage_data
 
 
+def test_what_a_save_returns_is_sent_as_its_index_and_read_when_it_is_used(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {
+        "lr": 0.1,
+        "model": {f"layers.{n}.w": torch.rand(2) for n in range(500)},
+    }
+    ours = dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
+    expected = stock_metadata(tmp_path)
+    sent = pickle.dumps(ours)
+    assert len(sent) < len(pickle.dumps(expected)) / 4
+    arrived = pickle.loads(sent)
+    assert type(arrived) is Metadata
+    index = arrived.storage_data._sent
+    assert "metadata" not in vars(index)
+    again = pickle.loads(pickle.dumps(arrived))
+    assert "metadata" not in vars(index)
+    for found in (ours, arrived, again):
+        assert dict(found.state_dict_metadata) == expected.state_dict_metadata
+        assert list(found.state_dict_metadata) == list(expected.state_dict_metadata)
+        assert dict(found.storage_data) == expected.storage_data
+        assert found.planner_data == expected.planner_data
+        assert found.planner_data["model.layers.7.w"] == ("model", "layers.7.w")
+        assert "layers.7.w" not in found.planner_data
+        assert found.storage_meta.checkpoint_id == tmp_path
+
+
 @pytest.mark.parametrize("start", [0, (1 << 31) - 1, 1 << 31, 1 << 40])
 @pytest.mark.parametrize("transforms", [None, ["zstd"], []])
 def test_every_kind_of_record_comes_back(start: int, transforms: list[str] | None) -> None:

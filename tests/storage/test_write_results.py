@@ -151,6 +151,24 @@ def test_a_confirmation_of_thousands_of_tensors_is_small() -> None:
     assert arrived == results
 
 
+@pytest.mark.parametrize("moved", [None, 2])
+def test_one_chunk_of_each_key_in_order_is_confirmed_at_its_offset(moved: int | None) -> None:
+    offsets, slots = ((0, 0), (4, 0), None), [0, 1, 1, 0, 2]
+    outline = Outline(tuple("abcde"), torch.tensor(slots).numpy().tobytes(), offsets)
+    builder = RowsBuilder()
+    for at, (fqn, slot) in enumerate(zip("abcde", slots, strict=True)):
+        offset = offsets[0 if at == moved else slot]
+        index = dcp.metadata.MetadataIndex(fqn, None if offset is None else torch.Size(offset))
+        builder.add(index, path="__0_0.distcp", start=100 * at, length=100)
+    results = WriteResults(builder.rows(), lambda: outline)
+    assert is_confirmation(results) == (moved is None)
+    arrived = pickle.loads(pickle.dumps(results))
+    arrived.outline = lambda: outline
+    found = [(one.index.fqn, one.index.offset, one.storage_data.offset) for one in arrived]
+    expected = [offsets[0 if at == moved else slot] for at, slot in enumerate(slots)]
+    assert found == [(fqn, expected[at], 100 * at) for at, fqn in enumerate("abcde")]
+
+
 def test_rows_that_are_not_those_of_the_plan_are_sent(tmp_path: Path) -> None:
     [one, _] = save(tmp_path, PlacementSavePlanner, 2)
     builder = RowsBuilder()

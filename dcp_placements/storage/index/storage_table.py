@@ -7,11 +7,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from dcp_placements._torch import MetadataIndex, StorageInfo
+from dcp_placements._torch import Metadata, MetadataIndex, StorageInfo
 from dcp_placements.storage.index.building import build_index, by_file
 from dcp_placements.storage.index.columns import IndexDamage, Ints
 from dcp_placements.storage.index.entries import Entries
@@ -28,18 +28,34 @@ from dcp_placements.storage.metadata.table import (
 T = TypeVar("T")
 
 
+class HasMetadata(Protocol):
+    """What reads metadata when they are used."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata; their ``storage_data`` is a ``StorageTable``."""
+
+
 class StorageTable(Mapping[MetadataIndex, StorageInfo]):
     """``Metadata.storage_data``: a read-only mapping as torch's dict.
 
     Args:
         held: Its rows, of which the later one counts where two are for the same chunk; or their
-            index, which may be packed, as ``__reduce__`` has it, until it is used.
+            index, which may be packed, as ``__reduce__`` has it, until it is used; or what has
+            read it when it is used.
         stock: Serves where a part of the index is damaged; None to raise.
+        sent: What is pickled for the rows; None to pack their index.
     """
 
-    def __init__(self, held: Rows | RowIndex | bytes, stock: Stock | None = None) -> None:
+    def __init__(
+        self,
+        held: Rows | RowIndex | bytes | HasMetadata,
+        stock: Stock | None = None,
+        sent: HasMetadata | None = None,
+    ) -> None:
         self._held = held
         self._stock = stock
+        self._sent = sent
 
     @property
     def index(self) -> RowIndex:
@@ -49,6 +65,10 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
             self._held = held
         elif isinstance(self._held, Rows):
             self._held = build_index(by_file(self._held))
+        elif not isinstance(self._held, RowIndex):
+            read = self._held.metadata.storage_data
+            assert isinstance(read, StorageTable)
+            self._held = read.index
         return self._held
 
     def index_for(self, entries: Entries) -> RowIndex:
@@ -127,6 +147,8 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         return f"StorageTable({len(self)} entries)"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._sent is not None:
+            return StorageTable, (self._sent, None, self._sent)
         if isinstance(self._held, bytes):
             return StorageTable, (self._held,)
         return StorageTable, (self._or_stock(self._packed),)

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from functools import cached_property
 from itertools import chain
 from typing import IO, Any
 
 from dcp_placements._torch import Metadata, StorageMeta
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index.blocks import Blocks, Opener
+from dcp_placements.storage.index.blocks import Blocks, Opener, blocks_of
 from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.packing import PackedIndex, packed_index
 from dcp_placements.storage.index.storage_table import StorageTable
@@ -48,13 +50,18 @@ from dcp_placements.storage.metadata.pickles.tensor_properties import (
 )
 
 
-def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: bool = True) -> None:
+def write_metadata(
+    metadata: Metadata, stream: IO[bytes], *, stock_metadata: bool = True
+) -> SentIndex:
     """Write a ``.metadata`` file.
 
     Args:
         metadata: Its ``storage_data`` is a ``StorageTable``.
         stream: The file.
         stock_metadata: Whether to write what plain DCP reads; otherwise it is refused.
+
+    Returns:
+        The index in the file.
     """
     with quiet_gc():
         entries = entries_of(metadata.state_dict_metadata)
@@ -78,6 +85,69 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
             nbytes += len(piece)
         for block in (*blocks, end(nbytes)):
             stream.write(block)
+        return SentIndex(b"".join([*blocks, end(0)]))
+
+
+class SentIndex:
+    """The index of a ``.metadata`` file, as it is sent to other ranks; it is read when it is used.
+
+    Torch sends the metadata to all ranks after a save, where they are mostly not used. Their
+    objects are many times as large as the index, and take as long to make as a rank's plan.
+
+    Args:
+        packed: The index, without the pickle before it.
+    """
+
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """The metadata, as they are read from the file."""
+        with quiet_gc():
+            blocks = blocks_of(lambda: io.BytesIO(self._packed), io.BytesIO(self._packed))
+            assert blocks is not None
+            return _indexed(blocks, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SentIndex, (self._packed,)
+
+
+class SentPart(Mapping[str, Any]):
+    """A mapping of ``Metadata`` that is sent as a part of its index.
+
+    Args:
+        index: The index.
+        name: The attribute of ``Metadata``.
+        held: Its value, where that is at hand.
+    """
+
+    def __init__(self, index: SentIndex, name: str, held: Mapping[str, Any] | None = None) -> None:
+        self._index = index
+        self._name = name
+        self._held = held
+
+    @property
+    def _mapping(self) -> Mapping[str, Any]:
+        if self._held is None:
+            held: Mapping[str, Any] = getattr(self._index.metadata, self._name)
+            self._held = held
+        return self._held
+
+    def __getitem__(self, key: str) -> Any:
+        return self._mapping[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mapping)
+
+    def __len__(self) -> int:
+        return len(self._mapping)
+
+    def __repr__(self) -> str:
+        return f"SentPart({self._name!r}, {len(self)} keys)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SentPart, (self._index, self._name)
 
 
 def read_metadata(opener: Opener, *, restricted: bool = False) -> Metadata:
@@ -124,7 +194,7 @@ def description_of(metadata: Metadata) -> Description:
     return Description(entries, rows, *rest)
 
 
-def _indexed(blocks: Blocks, stock: StockPickle[Metadata]) -> Metadata:
+def _indexed(blocks: Blocks, stock: StockPickle[Metadata] | None) -> Metadata:
     packed = PackedIndex(blocks)
     value = _load(io.BytesIO(packed.values))
     if type(value) is not tuple or len(value) != 3 or type(value[0]) is not Metadata:
