@@ -138,15 +138,11 @@ class ChunkReader:
         Raises:
             PlacementError: The file does not hold what the metadata says.
         """
-        cut_off = [run for run in runs if run.end > file.size]
+        beyond = [run for run in runs if run.start < 0 or run.end > file.size]
         faults = [
-            Fault(
-                record.item.storage_index.fqn,
-                f"{path} ends before it: {file.size} bytes, {record.end} needed",
-                DAMAGED,
-            )
-            for record in (*records, *[one for run in cut_off for one in run.records(path)])
-            if record.end > file.size
+            Fault(record.item.storage_index.fqn, problem, DAMAGED)
+            for record in (*records, *[one for run in beyond for one in run.records(path)])
+            if (problem := _beyond(record, path, file.size)) is not None
         ]
         raise_faults("the checkpoint is damaged", faults)
         for run in runs:
@@ -292,6 +288,16 @@ class ChunkReader:
                 return True
             wanted += item.lengths.numel() * stored.properties.dtype.itemsize
         return bool(2 * wanted >= info.length)
+
+
+def _beyond(record: Record, path: str, nbytes: int) -> str | None:
+    """Return why a record does not lie within its file of ``nbytes``; None if it does."""
+    start, end = record.info.offset, record.end
+    if 0 <= start <= end:
+        if end <= nbytes:
+            return None
+        return f"{path} ends before it: {nbytes} bytes, {end} needed"
+    return f"{path} has no bytes from {start} to {end}, where the metadata has it"
 
 
 def _alike(span: Sequence[Record]) -> Iterator[list[Record]]:

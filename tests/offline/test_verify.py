@@ -267,6 +267,28 @@ def test_places_without_chunks_and_chunks_without_places(copy: Path) -> None:
     assert expected["unclaimed"].tensors == ("nobody",)
 
 
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_object_that_no_longer_begins_as_a_zip_file(tmp_path: Path, at: int) -> None:
+    state_dict = {"step": list(range(100))}
+    dcp.save(state_dict, checkpoint_id=tmp_path, planner=dcp.DefaultSavePlanner())
+    file = data_file(tmp_path, 0)
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    [fault] = verify(tmp_path, contents=True).faults
+    assert (fault.kind, fault.tensors) == ("wrong_record", ("step",))
+
+
+def test_objects_in_another_format_are_no_damage(tmp_path: Path) -> None:
+    class Texts(PlacementSavePlanner):
+        def transform_object(self, write_item: Any, object: Any) -> Any:
+            return io.BytesIO(object)
+
+    state_dict = {"a": b"a text", "b": b""}
+    dcp.save(state_dict, checkpoint_id=tmp_path, planner=Texts(digests="off"))
+    assert verify(tmp_path, contents=True).sound
+
+
 def test_another_dtype_in_the_metadata(copy: Path) -> None:
     metadata = damage._read(copy)
     metadata.state_dict_metadata["layers.1.attention"].properties.dtype = torch.int32

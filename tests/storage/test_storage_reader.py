@@ -40,6 +40,7 @@ from tests.storage_scenes import (
     same,
     save_alone,
     sharded,
+    stock_metadata,
     wholes,
 )
 from tests.strategies import examples
@@ -382,6 +383,20 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     assert "the checkpoint is damaged (1 fault)" in message
     assert "\nc: __0_0.distcp ends before it: 1500000 bytes, 2004" in message
     assert "load an older checkpoint" in message
+
+
+@pytest.mark.parametrize("place", [{"offset": -1}, {"length": -1}])
+@pytest.mark.parametrize("key", ["a", "b.0"])
+def test_a_place_that_no_file_has_is_named(tmp_path: Path, key: str, place: dict[str, int]) -> None:
+    saved = {"a": torch.ones(40, 40), **{f"b.{at}": torch.ones(3) for at in range(8)}}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    metadata = stock_metadata(tmp_path)
+    for index, info in metadata.storage_data.items():
+        if index.fqn[0] == key[0]:
+            vars(info).update(place)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(dcp.CheckpointException, match=f"{key}: .* has no bytes"):
+        load(tmp_path, blank(saved), PlacementFileSystemReader(tmp_path))
 
 
 @pytest.mark.parametrize("size", [3, 100_000])

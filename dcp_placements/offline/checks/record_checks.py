@@ -197,8 +197,9 @@ class RecordChecker:
         stored = self._stored_digests(record)
         start = bytearray(min(nbytes, len(LOCAL)))
         part.read_into(memoryview(start), 0)
-        # An object may be written in any way; if it is a zip file, it has checksums.
-        broken = list(self._checksums(part, nbytes)) if bytes(start) == LOCAL else []
+        # An object may be written in any way; if it begins or ends as a zip file, it has checksums.
+        is_zip = bytes(start) == LOCAL or zipfile.is_zipfile(part.stream())
+        broken = list(self._checksums(part, nbytes)) if is_zip else []
         yield from broken
         if not broken and _differ(stored, [hasher.digest()]):
             yield _OTHER_CONTENTS
