@@ -30,7 +30,10 @@ from dcp_placements import (
     PlacementRules,
     Placements,
     PlacementSavePlanner,
+    Renames,
     Renumber,
+    Stack,
+    contiguous,
 )
 from dcp_placements.offline import CannotLook, Checkpoint, diff, inspect, rehearse, reshard, verify
 from dcp_placements.offline.resharding import records
@@ -96,6 +99,41 @@ def test_any_topology_is_rewritten_for_any_other(source: Topology, tmp_path: Pat
             assert same_bits(read[key], tensor), f"{key} for {target}"
         assert verify(out, contents=True).sound
         load_and_check(out, Ranks(target))
+
+
+def test_stacked_steps_of_experts_that_two_axes_cut_are_no_refusal(tmp_path: Path) -> None:
+    """Ranks have a step per expert; a planner asks no rule about those, so neither do commands."""
+    world, whole = World(4), arange((4, 3, 6))
+
+    def rules(mesh: Any) -> Placements:
+        renames = Renames(
+            Renumber("experts.{}", contiguous([2, 2], at=mesh.get_coordinate()[0]), 4),
+            Stack("experts.{}", 4),
+        )
+        cuts = CheckpointPlacement(mesh, {"ep": Shard(0), "etp": Shard(2)})
+        return Placements({"experts.w": cuts}, rename=renames)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        ep, etp = divmod(rank, 2)
+        made: dict[str, Any] = {}
+        for at, expert in enumerate((2 * ep, 2 * ep + 1)):
+            held = cut(whole[expert], [Shard(1)], (2,), (etp,))
+            made[f"model.experts.{at}.w"] = held
+            made[f"optim.state.experts.{at}.w.exp_avg"] = held + 100
+            made[f"optim.state.experts.{at}.w.step"] = torch.tensor(7.0)
+        return made
+
+    world.save(
+        tmp_path / "source",
+        state_dict,
+        lambda rank: rules(world.mesh(rank, ep=2, etp=2)).save_planner(),
+    )
+    assert not rehearse(tmp_path / "source", rules, {"ep": 2, "etp": 2}).faults
+    reshard(tmp_path / "source", tmp_path / "out", rules, {"ep": 2, "etp": 2})
+    read = read_whole(tmp_path / "out")
+    assert torch.equal(read["model.experts.w"], whole)
+    assert torch.equal(read["optim.state.experts.w.exp_avg"], whole + 100)
+    assert torch.equal(read["optim.state.experts.w.step"], torch.full((4,), 7.0))
 
 
 # What each rank reads

@@ -19,6 +19,7 @@ from dcp_placements.layout.byte_ranges import segments
 from dcp_placements.layout.sharding import Box, Intervals, Layout, Sharding
 from dcp_placements.layout.tiling import tiles, uncovered
 from dcp_placements.load.reads import StoredChunks
+from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.merged_reads import SMALL_NBYTES, cheap_gap
@@ -52,6 +53,7 @@ class TensorClass:
     files: Array  # the file's number, by tensor and chunk; -1 where the metadata name no file
     nbytes: Array  # the length of the record, by tensor and chunk
     example: torch.Tensor  # a meta tensor of that shape and dtype
+    are_steps: bool  # whether they are stacked optimizer steps, of which the ranks have scalars
     _needs: dict[tuple[tuple[Intervals, ...], bytes], Need] = field(default_factory=dict)
 
     @property
@@ -126,11 +128,14 @@ def tensor_classes(
 ) -> list[TensorClass]:
     """Return the tensors of a checkpoint by class."""
     by_kind: dict[Any, list[StoredTensor]] = {}
+    states = OptimizerStates(checkpoint.metadata.state_dict_metadata)
     for fqn, tensor in checkpoint.tensors.items():
         if expected is None or fqn in expected:
-            by_kind.setdefault((tensor.shape, tensor.dtype, tensor.cut), []).append(tensor)
+            is_step = fqn.endswith(".step") and states.of(fqn) is not None
+            kind = tensor.shape, tensor.dtype, tensor.cut, is_step
+            by_kind.setdefault(kind, []).append(tensor)
     classes = []
-    for tensors in by_kind.values():
+    for (*_, are_steps), tensors in by_kind.items():
         first = tensors[0]
         chunks = [tensor.chunks for tensor in tensors]
         files = [[-1 if c.file is None else file_numbers[c.file] for c in row] for row in chunks]
@@ -147,6 +152,7 @@ def tensor_classes(
                 np.array(files, np.int64).reshape(shape),
                 np.array(nbytes, np.int64).reshape(shape),
                 torch.empty(first.shape, dtype=first.dtype, device="meta"),
+                are_steps,
             )
         )
     return classes

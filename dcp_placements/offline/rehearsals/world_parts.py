@@ -30,6 +30,7 @@ from dcp_placements.rules.matches import (
 )
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
+from dcp_placements.rules.placement import CheckpointPlacement
 
 
 class RankParts(NamedTuple):
@@ -135,19 +136,33 @@ class WorldParts:
         self, rank: int, coordinate: Sequence[int], part: Part, rules: Rules
     ) -> RankPart | None:
         """Return how a rank holds a part; None, and a fault, if its rule does not fit."""
-        shape = part.tensors.shape
-        placement = rules(part.fqn, part.tensors.example) if shape else None
-        rule = None if placement is None else rule_name(rules, part.fqn)
-        own = fsdp_axes(shape, placement, self._fsdp)
-        key = (part.tensors, cut_signature(placement))
+        tensors = part.tensors
+        placement = rules(part.fqn, tensors.example) if tensors.shape else None
         try:
-            if key not in self._shardings:
-                self._shardings[key] = whole_sharding(shape, placement, self.axes, own)
-            sharding = self._shardings[key]
-            layout = layout_at(sharding, placement, self.axes, own, coordinate)
+            return self._cut(coordinate, part, placement, rules)
         except (PlacementError, LayoutError) as error:
+            if tensors.are_steps:
+                # The rule is that of the parameter, and planners ask none about scalars.
+                return self._cut(coordinate, part, None, rules)
             detail = f"by rule:     {rule_name(rules, part.fqn)}"
             for fqn in part.fqns:
                 self.refusals.add(rank, fqn, str(error), detail)
             return None
+
+    def _cut(
+        self,
+        coordinate: Sequence[int],
+        part: Part,
+        placement: CheckpointPlacement | None,
+        rules: Rules,
+    ) -> RankPart:
+        """Return how a rank holds a part by a placement, which may not fit it."""
+        shape = part.tensors.shape
+        rule = None if placement is None else rule_name(rules, part.fqn)
+        own = fsdp_axes(shape, placement, self._fsdp)
+        key = (part.tensors, cut_signature(placement))
+        if key not in self._shardings:
+            self._shardings[key] = whole_sharding(shape, placement, self.axes, own)
+        sharding = self._shardings[key]
+        layout = layout_at(sharding, placement, self.axes, own, coordinate)
         return RankPart(part, placement, rule, key, own, sharding, layout)
