@@ -18,12 +18,12 @@ w4      Llama-70B with AdamW moments                                      2,169 
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -335,20 +335,17 @@ WORKLOADS: dict[str, Callable[[int, bool], Workload]] = {
 
 
 class Memory:
-    """Local tensors that take no memory: views of one buffer that nobody writes to."""
+    """Local tensors that take no memory: views of zeros that nobody writes to."""
 
-    _ALIGNMENT = 16
+    _NBYTES = 1 << 40
+    _MAP_NORESERVE = 0x4000  # which mmap names from Python 3.13 on
 
     def __init__(self) -> None:
-        self._buffer = torch.zeros(0, dtype=DTYPE)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | self._MAP_NORESERVE
+        self._buffer = torch.frombuffer(mmap.mmap(-1, self._NBYTES, flags=flags), dtype=DTYPE)
 
-    def tensor(self, sizes: tuple[int, ...], index: int) -> torch.Tensor:
-        """Return a contiguous tensor whose address is that of no other index."""
-        start = index * self._ALIGNMENT
-        needed = start + prod(sizes)
-        if needed > self._buffer.numel():
-            # Grows in few steps. numpy's zeros, unlike torch's, take no memory until touched.
-            self._buffer = torch.from_numpy(np.zeros(max(needed, 1 << 26), np.float32))
+    def tensor(self, sizes: tuple[int, ...], start: int) -> torch.Tensor:
+        """Return a contiguous tensor whose first element is at ``start``."""
         strides = [1] * len(sizes)
         for dim in range(len(sizes) - 2, -1, -1):
             strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
@@ -368,12 +365,13 @@ def _nested(workload: Workload, rank: int, value: Callable[[Lay], Any]) -> dict[
 
 
 def real_state_dict(workload: Workload, rank: int, memory: Memory) -> dict[str, Any]:
-    """Return a rank's state dict of torch's own DTensors, each an object of its own."""
+    """Return a rank's state dict of torch's own DTensors, each an object with its own memory."""
     meshes: dict[Axes, DeviceMesh] = {}
     known: dict[Lay, tuple[DTensorSpec, tuple[int, ...]]] = {}
-    count = iter(range(1 << 40))
+    start = 0
 
     def value(lay: Lay) -> DTensor:
+        nonlocal start
         if lay not in known:
             if lay.axes not in meshes:
                 meshes[lay.axes] = DeviceMesh(
@@ -391,9 +389,15 @@ def real_state_dict(workload: Workload, rank: int, memory: Memory) -> dict[str, 
         # A spec of its own for each, as from_local() makes them; the constructor is 30 times
         # faster.
         own = DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta)
-        return DTensor(memory.tensor(sizes, next(count)), own, requires_grad=False)
+        local = memory.tensor(sizes, start)
+        start += local.numel()
+        return DTensor(local, own, requires_grad=False)
 
     return _nested(workload, rank, value)
+
+
+_APART = 16
+"""Elements between the addresses of tensors that need not have a memory of their own."""
 
 
 class Column:
@@ -416,11 +420,11 @@ class Column:
             if lay.axes not in meshes:
                 meshes[lay.axes] = _fake_mesh(lay.axes, rank)
             fake.device_mesh = meshes[lay.axes]
-            fake._local = self._memory.tensor(tuple(lay.local(rank)[0]), index)
+            fake._local = self._memory.tensor(tuple(lay.local(rank)[0]), index * _APART)
 
     def _fake(self, lay: Lay, rank: int) -> FakeDTensor:
         if lay not in self._fakes:
-            local = self._memory.tensor(tuple(lay.local(rank)[0]), len(self._fakes))
+            local = self._memory.tensor(tuple(lay.local(rank)[0]), len(self._fakes) * _APART)
             mesh = _fake_mesh(lay.axes, rank)
             self._fakes[lay] = FakeDTensor(local, mesh, lay.placements, lay.shape)
         return self._fakes[lay]
