@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Container, Iterable, Mapping
-from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dcp_placements._torch import Metadata, ReadItem, has_hooks
@@ -20,6 +20,8 @@ from dcp_placements.bind.aliases import data_pointer
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault, format_names, raise_faults
 from dcp_placements.storage.hashing import full_digest
+
+Ints = npt.NDArray[np.int64]
 
 MAX_KEYS = 6
 """Keys of one memory that a message lists."""
@@ -127,53 +129,55 @@ def overlaps_of(
         excluded: Keys that are not read into their own memory.
     """
     fqns: list[str] = []
-    spans: list[tuple[int, int]] = []
-    stored = metadata.state_dict_metadata
+    tensors: list[torch.Tensor] = []
+    stored, placed_of = metadata.state_dict_metadata, placing.placed
     for fqn, value in state_dict.items():
-        placed = placing.placed.get(fqn)
+        placed = placed_of.get(fqn)
         if fqn not in stored or fqn in excluded:
             continue
         if placed is not None and not placed.parts:
             fqns.append(fqn)
-            spans.append(_span(placed.tensor))
+            tensors.append(placed.tensor)
         elif placed is not None:
             fqns += [fqn] * len(placed.parts)
-            spans += map(_span, placed.parts)
+            tensors += placed.parts
         elif isinstance(value, torch.Tensor) and fqn not in placing.absent and not has_hooks(value):
             fqns.append(fqn)
-            spans.append(_span(value))
-    ends = np.fromiter(chain.from_iterable(spans), np.int64, 2 * len(spans))
-    runs = _runs(ends.reshape(-1, 2))
+            tensors.append(value)
+    # Of tensors that have no memory, or none that can be seen, both are 0.
+    starts = list(map(data_pointer, tensors))
+    extents = [
+        (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)) if start else 0
+        for start, tensor in zip(starts, tensors, strict=True)
+    ]
     groups: dict[str, tuple[str, ...]] = {}
-    for run in runs:
+    for run in _runs(np.array(starts, np.int64), np.array(extents, np.int64)):
         keys = tuple(dict.fromkeys([fqns[at] for at in run]))
         groups.update(dict.fromkeys(keys, keys))
     return Overlaps(groups)
 
 
-def _runs(spans: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> list[list[int]]:
+def _runs(starts: Ints, extents: Ints) -> list[list[int]]:
     """Return the positions of spans that overlap, directly or over others, in ascending order."""
-    held = np.flatnonzero(spans[:, 0] < spans[:, 1])
-    order = held[np.argsort(spans[held, 0], kind="stable")]
-    starts, stops = spans[order].T
-    begins = starts[1:] >= np.maximum.accumulate(stops)[:-1]
+    held = np.flatnonzero(extents)
+    order = held[np.argsort(starts[held], kind="stable")]
+    starts = starts[order]
+    stops = np.maximum.accumulate(starts + extents[order])
+    begins = starts[1:] >= stops[:-1]
     if begins.all():
         return []
     parts = np.split(order, np.flatnonzero(begins) + 1)
     return [sorted(part.tolist()) for part in parts if len(part) > 1]
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where the elements of a tensor begin and end in memory; zeros where that is unknown.
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last.
 
-    The columns of a matrix lie within the span of others. They are then compared without need.
+    The columns of a matrix lie within the extent of others. They are then compared without need.
     """
-    start = data_pointer(tensor)
-    if start and tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    if not start or not tensor.numel():
-        return 0, 0
+    if not tensor.numel():
+        return 0
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return start, start + (last + 1) * tensor.itemsize
+    return (last + 1) * tensor.itemsize

@@ -194,8 +194,10 @@ class Request:
         else:
             return self._new_filling(fqn, value, stored)
         last = self._last.get(key)
+        if last is not None and last[0] is not stored and _are_alike(last[0], stored):
+            last = self._last[key] = stored, *last[1:]
         # An equal list that is another object is searched again.
-        if last is not None and (last[0] is stored or _are_alike(last[0], stored)):
+        if last is not None and last[0] is stored:
             last[2].append(fqn)
             return last[1]
         faults = len(self.faults)

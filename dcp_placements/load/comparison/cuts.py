@@ -59,7 +59,7 @@ def differences(saved: Cuts, loaded: Cuts, shape: Sequence[int]) -> Iterator[Dif
         loaded: Those of the load.
         shape: Of the whole tensor.
     """
-    if 0 in shape:
+    if saved == loaded or 0 in shape:
         return
     for dim in sorted({cut.dim for cut in saved} & {cut.dim for cut in loaded}):
         one, other = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
