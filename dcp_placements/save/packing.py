@@ -7,7 +7,8 @@ out the same few names recur, and the numbers count up; both compress to little.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -44,10 +45,31 @@ def unpacked_ints(packed: bytes) -> Ints:
     >>> unpacked_ints(packed_ints([3, -1, 70000])).tolist()
     [3, -1, 70000]
     """
-    kind, data = packed[:1], packed[1:]
-    if kind == _COMPRESSED:
-        kind, data = data[:1], zlib.decompress(data[1:])
-    return np.frombuffer(data, kind.decode()).astype(np.int64)
+    row = _inflated(packed)
+    return np.frombuffer(row[1:], row[:1].decode()).astype(np.int64)
+
+
+def unpacked_rows(packed: Sequence[bytes]) -> Iterator[tuple[list[int], Ints]]:
+    """Yield rows of integers that were packed, those of equal form together.
+
+    Returns:
+        Positions in ``packed``, and the rows there as one array.
+    """
+    inflated = cache(_inflated)
+    rows = [inflated(row) if row[:1] == _COMPRESSED else row for row in packed]
+    alike: dict[tuple[bytes, int], list[int]] = {}
+    for at, row in enumerate(rows):
+        alike.setdefault((row[:1], len(row)), []).append(at)
+    for (kind, _), positions in alike.items():
+        data = b"".join([rows[at][1:] for at in positions])
+        table = np.frombuffer(data, kind.decode()).reshape(len(positions), -1)
+        yield positions, table.astype(np.int64)
+
+
+def _inflated(packed: bytes) -> bytes:
+    if packed[:1] != _COMPRESSED:
+        return packed
+    return packed[1:2] + zlib.decompress(packed[2:])
 
 
 def packed_keys(keys: Sequence[str]) -> Any:

@@ -26,7 +26,13 @@ from dcp_placements.save.key_table import (
     path_counts,
     unpacked_table,
 )
-from dcp_placements.save.packing import packed_ints, packed_keys, unpacked_ints, unpacked_keys
+from dcp_placements.save.packing import (
+    packed_ints,
+    packed_keys,
+    unpacked_ints,
+    unpacked_keys,
+    unpacked_rows,
+)
 from dcp_placements.storage.metadata.record import SavedCut
 
 WORDS = st.sampled_from(
@@ -211,3 +217,21 @@ def test_integers_come_back(largest: int, count: int) -> None:
 
 def test_boxes_that_repeat_themselves_travel_in_few_bytes() -> None:
     assert len(packed_ints([128, 0, 512, 4096] * 1000)) < 200
+
+
+def test_rows_of_integers_are_unpacked_as_each_of_them_is():
+    rows = [
+        [1, 2, 3],
+        [4, 5, 600],
+        [7, 8, 9],
+        [],
+        list(range(1000)),
+        list(range(1000)),
+        [2**40, 0, 1],
+    ]
+    packed = [packed_ints(row) for row in rows]
+    assert packed[4][:1] != packed[1][:1]
+    unpacked: dict[int, list[int]] = {}
+    for positions, table in unpacked_rows(packed):
+        unpacked.update(zip(positions, table.tolist(), strict=True))
+    assert [unpacked[at] for at in range(len(rows))] == rows

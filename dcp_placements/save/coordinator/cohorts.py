@@ -15,7 +15,7 @@ import numpy as np
 from dcp_placements.save.digest_folding import Digests, Slots, may_have_replicas
 from dcp_placements.save.key_table import KeyTable, unpacked_table
 from dcp_placements.save.local_plan import Holding, LocalPlan, sent_holding
-from dcp_placements.save.packing import Ints, unpacked_ints
+from dcp_placements.save.packing import Ints, unpacked_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +110,22 @@ class Cohorts:
     def _add(self, tables: tuple[int, ...], members: list[int], is_folded: bool) -> None:
         """Make cohorts of plans with the same tables."""
         width = sum(len(self.tables[table].groups) for table in tables)
-        unpacked = {
-            packed: unpacked_ints(packed) for packed in {self.plans[at].boxes for at in members}
-        }
-        counts_of = {packed: flat[:width].tobytes() for packed, flat in unpacked.items()}
-        by_counts: dict[bytes, list[int]] = {}
-        for at in members:
-            by_counts.setdefault(counts_of[self.plans[at].boxes], []).append(at)
-        for counts, plans in by_counts.items():
-            cohort = Cohort(len(self.cohorts), tables, np.array(plans, np.int64))
+        # By the number of boxes of each group: positions of plans, and their boxes.
+        alike: dict[bytes, list[tuple[Ints, Ints]]] = {}
+        for at, table in unpacked_rows([self.plans[member].boxes for member in members]):
+            plans = np.array([members[position] for position in at], np.int64)
+            by_counts: dict[bytes, list[int]] = {}
+            for row, counts in enumerate(table[:, :width]):
+                by_counts.setdefault(counts.tobytes(), []).append(row)
+            for counts, rows in by_counts.items():
+                alike.setdefault(counts, []).append((plans[rows], table[rows, width:]))
+        for counts, parts in alike.items():
+            plans, boxes = map(np.concatenate, zip(*parts, strict=True))
+            order = np.argsort(plans)
+            cohort = Cohort(len(self.cohorts), tables, plans[order])
             self.cohorts.append(cohort)
             per_group: list[int] = np.frombuffer(counts, np.int64).tolist()
-            boxes = np.stack([unpacked[self.plans[at].boxes][width:] for at in plans])
-            self._add_rows(cohort, per_group, boxes, is_folded)
+            self._add_rows(cohort, per_group, boxes[order], is_folded)
 
     def _add_rows(self, cohort: Cohort, counts: list[int], boxes: Ints, is_folded: bool) -> None:
         """Append what a cohort holds to the rows of each of its groups."""
