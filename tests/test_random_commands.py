@@ -1,0 +1,242 @@
+"""Random worlds against plain slicing: copies that differ, transfers, and commands on files."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
+
+from dcp_placements import (
+    MeshCoordinate,
+    Placements,
+    PlacementSavePlanner,
+    TransferWorld,
+    transfer_plan,
+)
+from dcp_placements.offline import (
+    diff,
+    export_safetensors,
+    import_safetensors,
+    merge_metadata,
+    reshard,
+    verify,
+)
+from dcp_placements.save import digest_folding
+from dcp_placements.testing import World
+from dcp_placements.transfer.names import split_rename
+from tests.differential import (
+    Wholes,
+    bits,
+    checkpoint,
+    elements,
+    opposite,
+    same_bits,
+    units,
+    wholes,
+)
+from tests.drawn_worlds import draw_pair
+from tests.random_ranks import Rank, Value
+from tests.random_worlds import Pair, Side
+from tests.test_differential import assert_torch_reads, load, save, save_planners
+
+ALTERED, TRANSFERRED, WRITTEN = range(300, 316), range(400, 430), range(500, 515)
+"""The worlds of each test."""
+
+
+@pytest.fixture(autouse=True)
+def without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings(action="ignore"):
+        yield
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers; complex128 has none of its size."""
+    return tensor if tensor.dtype is torch.complex128 else bits(tensor)
+
+
+# Copies that differ
+
+
+def alter(values: list[list[Value]], draw: random.Random) -> tuple[Value, int, int] | None:
+    """Change one element that one rank holds; return where, its number, and its holders."""
+    held = [value for each in values for value in each if value.numbers is not None]
+    held = [value for value in held if (value.numbers >= 0).any()]
+    if not held:
+        return None
+    value = draw.choice(held)
+    assert value.numbers is not None
+    at = draw.choice((value.numbers.reshape(-1) >= 0).nonzero().reshape(-1).tolist())
+    number = int(value.numbers.reshape(-1)[at])
+    index = torch.unravel_index(torch.tensor(at), value.numbers.shape) if value.local.dim() else ()
+    local = value.local.detach()
+    raw(local)[index] = raw(opposite(local.clone()))[index]
+    of_it = [each for each in held if each.of == value.of]
+    return value, number, sum(int((each.numbers == number).sum()) for each in of_it)
+
+
+@pytest.mark.parametrize("budget", [8, 1 << 24], ids=["folded", "one by one"])
+def test_a_copy_that_differs_in_one_element_refuses_the_save(
+    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest_folding, "BUDGET_NBYTES", budget)
+    monkeypatch.setattr(digest_folding, "WORLD_BUDGET_NBYTES", budget)
+    seen = Counter[bool]()
+    for seed in ALTERED:
+        pair = draw_pair(seed)
+        whole = wholes(pair)
+        ranks = [Rank(pair, pair.save, rank) for rank in range(pair.save.size)]
+        values = [list(rank.values(whole)) for rank in ranks]
+        altered = alter(values, random.Random(seed))
+        if altered is None:
+            continue
+        value, number, holders = altered
+        planners = [
+            PlacementSavePlanner(rank.rules(), rename=rank.rename(), digests="full")
+            for rank in ranks
+        ]
+        world, path = World(len(ranks)), tmp_path / str(seed)
+        states = [r.state_dict(v, blank=False) for r, v in zip(ranks, values, strict=True)]
+        seen[holders > 1] += 1
+        if holders > 1:
+            with pytest.raises(CheckpointException, match="differ"):
+                world.save(path, states.__getitem__, planners.__getitem__)
+            assert not (path / ".metadata").exists(), f"world {seed}, {value.key}"
+        else:
+            world.save(path, states.__getitem__, planners.__getitem__)
+            assert value.of is not None
+            changed = whole | {value.of: whole[value.of].clone()}
+            flat = raw(changed[value.of]).view(-1)
+            flat[number] = raw(opposite(whole[value.of])).reshape(-1)[number]
+            assert_torch_reads(pair, changed, path)
+    assert min(seen[True], seen[False]) > 3
+
+
+# Transfers
+
+
+def without_dtensors(side: Side) -> Side:
+    """Return a side as a ``TransferWorld`` declares it: by rules and ``Renumber`` alone.
+
+    Of its first family: ``Renumber`` has to come before all other steps.
+    """
+    plain = {"own": (), "also": (), "repeated": (), "kind": "plain", "tiles": (), "tile_axes": ()}
+    holds = []
+    for hold in side.holds[:1]:
+        cuts = tuple(replace(cut, **plain, declared=True, unnamed=False) for cut in hold.cuts)
+        ids = tuple(ids and replace(ids, renumbered=True) for ids in hold.ids)
+        holds.append(replace(hold, stage=None, follows=False, ids=ids, cuts=cuts))
+    return replace(side, holds=tuple(holds), wrapped=False)
+
+
+def held_in(
+    pair: Pair, side: Side, whole: Wholes
+) -> tuple[list[dict[str, Value]], dict[str, torch.Tensor]]:
+    """Return what each rank holds by the keys of the world, and the whole tensors of the world."""
+    ranks: list[dict[str, Value]] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for number in range(side.size):
+        rank = Rank(pair, side, number)
+        to_world, _ = split_rename(rank.rename())
+        values, mine = rank.values(whole), dict[str, Value]()
+        for family, hold in rank.families:
+            for _, _, part in units(family, rank.rows(family, hold), by_parts=hold.parts):
+                for _ in ("", *family.moments):
+                    value = next(values)
+                    key = to_world(value.key)
+                    assert isinstance(key, str)
+                    mine[key] = value
+                    tensors[key] = torch.empty(part.shape, dtype=value.local.dtype, device="meta")
+                if family.step is not None:
+                    next(values)
+        ranks.append(mine)
+    return ranks, tensors
+
+
+def test_a_transfer_fills_every_element_once() -> None:
+    for seed in TRANSFERRED:
+        draw, pair = random.Random(seed), draw_pair(seed)
+        pair = replace(pair, families=pair.families[:1])
+        sides = [without_dtensors(side) for side in (pair.save, pair.load)]
+        whole = wholes(pair)
+        blank = {key: opposite(tensor) for key, tensor in whole.items()}
+        ranks = [range(sides[0].size)]
+        first = draw.choice((0, sides[0].size, draw.randrange(sides[0].size)))
+        ranks.append(range(first, first + sides[1].size))
+        hosts = draw.choice((None, 1, 2, 3))
+        held, worlds = [], []
+        for side, content, numbers in zip(sides, (whole, blank), ranks, strict=True):
+            values, tensors = held_in(pair, side, content)
+
+            def declared(mesh: MeshCoordinate, side: Side = side, pair: Pair = pair) -> Placements:
+                rank = Rank(pair, side, *mesh.get_coordinate())
+                return Placements(rank.rules(), rename=rank.rename())
+
+            axes = {"rank": side.size}
+            held.append(values)
+            worlds.append(TransferWorld(axes, declared, tensors, ranks=numbers, hosts=hosts))
+        filled = Counter[tuple[int, str, int]]()
+        for one in transfer_plan(*worlds).everything():
+            source = held[0][ranks[0].index(one.source_rank)][one.source_fqn].local.detach()
+            target = held[1][ranks[1].index(one.target_rank)][one.target_fqn]
+            into = raw(target.local.detach())[one.target_slices]
+            into.copy_(raw(source)[one.source_slices].reshape(into.shape))
+            assert target.numbers is not None
+            for number in target.numbers[one.target_slices].reshape(-1).tolist():
+                filled[one.target_rank, one.target_fqn, number] += 1
+        needed = Counter[tuple[int, str, int]]()
+        for rank, values in zip(ranks[1], held[1], strict=True):
+            for key, value in values.items():
+                assert value.of is not None
+                assert value.numbers is not None
+                expected = elements(whole[value.of], value.numbers, value.padding)
+                assert same_bits(value.local, expected), f"world {seed}: {key} on rank {rank}"
+                numbers = value.numbers[value.numbers >= 0].tolist()
+                needed.update((rank, key, number) for number in numbers)
+        assert filled == needed, f"world {seed}"
+
+
+# Commands
+
+
+def test_commands_keep_every_bit(tmp_path: Path) -> None:
+    for seed in WRITTEN:
+        pair, root = draw_pair(seed), tmp_path / str(seed)
+        # A new checkpoint has no digests, which a load of the pair would ask for.
+        options = {**dict(pair.save.options), "digests": "sampled"}
+        pair = replace(pair, save=replace(pair.save, options=tuple(options.items())))
+        whole = wholes(pair)
+        save(pair, whole, root / "saved", save_planners(pair))
+        merge_metadata(root / "saved", rewrite=True)
+        assert_torch_reads(pair, whole, root / "saved")
+
+        def declared(mesh: MeshCoordinate, pair: Pair = pair) -> Placements:
+            rank = Rank(pair, pair.load, *mesh.get_coordinate())
+            return Placements(rank.rules(), rename=rank.rename())
+
+        if not any(level.stacked for family in pair.families for level in family.levels):
+            reshard(root / "saved", root / "resharded", declared, {"rank": pair.load.size})
+            assert_torch_reads(pair, whole, root / "resharded")
+            load(pair, whole, root / "resharded")
+            assert verify(root / "resharded", contents=True).sound
+            assert diff(root / "saved", root / "resharded").same
+        expected = checkpoint(pair, whole)
+        tensors = {key: one for key, one in expected.items() if isinstance(one, torch.Tensor)}
+        if any(tensor.dtype is torch.complex128 for tensor in tensors.values()):
+            continue  # safetensors files have no such dtype
+        export_safetensors(root / "saved", root / "hf", prefix="", optimizer=True)
+        exported = load_file(root / "hf" / "model.safetensors")
+        assert exported.keys() == tensors.keys()
+        assert all(same_bits(exported[key], tensor) for key, tensor in tensors.items())
+        import_safetensors(root / "hf", root / "imported")
+        read = {key: opposite(tensor) for key, tensor in tensors.items()}
+        dcp.load(read, checkpoint_id=root / "imported", no_dist=True)
+        assert all(same_bits(read[key], tensor) for key, tensor in tensors.items())
