@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -471,6 +472,12 @@ def test_a_load_planner_is_reused(tmp_path: Path) -> None:
 
 @of_torch_s_own_making
 @pytest.mark.usefixtures("one_rank_group")
+def test_a_directory_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"step-\xff")
+    save(path, {"w": torch.ones(3)}, PlacementSavePlanner())
+    assert torch.equal(load(path, {"w": torch.zeros(3)})["w"], torch.ones(3))
+
+
 def test_meta_templates_are_made_as_torch_makes_them(tmp_path: Path) -> None:
     save(tmp_path, mixed())
     found = []

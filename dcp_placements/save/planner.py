@@ -185,7 +185,8 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         if self.flatten_state_dict:
             self.state_dict, self.mappings = flattened(state_dict, self._flattened_by_torch)
         target = None if storage_meta is None else storage_meta.checkpoint_id
-        self._run.target = 0 if target is None else zlib.crc32(str(target).encode())
+        name = b"" if target is None else str(target).encode(errors="backslashreplace")
+        self._run.target = zlib.crc32(name)
         try:
             self._run.rename(self.rename)
         except RankFaults as refusal:
