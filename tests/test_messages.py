@@ -751,6 +751,75 @@ def test_a_pattern_that_matches_nothing_anywhere_is_warned_about_and_reported(
     assert "unmatched" in str(report)
 
 
+@pytest.mark.parametrize(("first", "other"), [("full", "sampled"), ("sampled", "off")])
+def test_ranks_that_do_not_agree_on_digests_are_refused(
+    tmp_path: Path, first: str, other: str
+) -> None:
+    with pytest.raises(CheckpointException) as refused:
+        World(3).save(
+            tmp_path,
+            lambda rank: {"w": torch.ones(3)},
+            lambda rank: PlacementSavePlanner(digests=other if rank == 2 else first),
+        )
+    text = str(refused.value.failures[0][0])
+    assert_says(text, "this save: the ranks do not agree on digests=:", "rank 2", "ranks 0-1")
+    assert_says(
+        text, repr(first), repr(other), "way out:     give every rank's PlacementSavePlanner"
+    )
+    assert not (tmp_path / ".metadata").exists()
+
+
+def test_a_rules_function_that_fails_is_named_with_key_and_rank(tmp_path: Path) -> None:
+    def by_name(fqn: str, tensor: torch.Tensor) -> CheckpointPlacement | None:
+        return {"norm": None}[fqn]  # type: ignore[return-value]
+
+    world = World(2)
+    with pytest.raises(CheckpointException) as refused:
+        world.save(
+            tmp_path,
+            lambda rank: {"norm" if not rank else "head": torch.ones(3)},
+            lambda rank: PlacementSavePlanner(by_name),
+        )
+    error = refused.value.failures[1][0]
+    assert_says(
+        str(error),
+        "head: the rules fail on rank 1: KeyError: 'head'",
+        "raised:      ",
+        "test_messages.py:",
+        "in by_name",
+        "by_name()",
+        "way out:     a CheckpointPlacement for this tensor, or None",
+    )
+    assert isinstance(error, PlacementError)
+    assert isinstance(error.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("parts", [(4, 4), (7, 9)])
+def test_wrong_parts_get_advice_on_parts(tmp_path: Path, parts: tuple[int, ...]) -> None:
+    world = World(2)
+    with pytest.raises(CheckpointException) as refused:
+        world.save(
+            tmp_path,
+            lambda rank: {"gate_up": torch.ones(8, 3)},
+            lambda rank: PlacementSavePlanner(
+                PlacementRules(
+                    {
+                        "gate_up": CheckpointPlacement(
+                            world.mesh(rank, tp=2), {"tp": FusedShard(0, parts)}
+                        )
+                    }
+                )
+            ),
+        )
+    text = str(refused.value.failures[0][0])
+    assert_says(
+        text,
+        "way out:     parts= of FusedShard: the number of equal tensors in the dim, or the rows of "
+        "each, over all ranks together; global_shape= where ranks hold unequal rows",
+    )
+    assert "IndexShard" not in text
+
+
 def test_a_pattern_that_matches_on_one_rank_only_is_no_warning(tmp_path: Path) -> None:
     """Pipeline stages share one set of rules."""
     world = World(2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dcp_placements._torch import DTensor, dtensor_facts, has_hooks, is_dtensor_like
+from dcp_placements._torch import DTensor, dtensor_facts, global_rank, has_hooks, is_dtensor_like
 from dcp_placements.bind.aliases import alias_faults
 from dcp_placements.bind.own_chunks import (
     check_equal,
@@ -31,7 +31,7 @@ from dcp_placements.names.optimizer_state import (
 )
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.rules.mesh import Axis, Mesh, MeshNumbers, mesh_axes
-from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
+from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, shards
 
 
@@ -193,7 +193,7 @@ class Placer:
             pattern, placement = match
             name = self._names.setdefault(pattern, repr(pattern))
         else:
-            placement = self.rules(fqn, value)
+            placement = asked(self.rules, fqn, value, rank=global_rank())
             if placement is None:
                 return None, None
             if not isinstance(placement, CheckpointPlacement):

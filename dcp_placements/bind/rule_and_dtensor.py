@@ -192,7 +192,8 @@ def _layout(
         layout = sharding.at([axis.position for axis in axes])
     except LayoutError as error:
         text = str(error)
-        raise BindError(text, *_sources(own, placement), place=_coordinate(axes)) from None
+        details = *_sources(own, placement), *_parts_advice(placement)
+        raise BindError(text, *details, place=_coordinate(axes)) from None
     # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
     empty = not math.prod(layout.local_shape) and not math.prod(local_shape)
     if layout.local_shape != local_shape and not (empty and len(local_shape) == len(own.shape)):
@@ -336,9 +337,8 @@ def _without(own_cuts: Sequence[Cut], replaced: set[int], axes: Sequence[Axis]) 
 def _sources(own: Own, placement: CheckpointPlacement | None) -> tuple[str, ...]:
     lines = []
     if placement is not None:
-        shape = (
-            "" if placement.global_shape is None else f" of global_shape {placement.global_shape}"
-        )
+        whole = placement.global_shape
+        shape = "" if whole is None else f" of global_shape {whole}"
         padded = "" if placement.padded_shape is None else f", padded {placement.padded_shape}"
         lines.append(f"declared:    {placement.format()}{shape}{padded}")
     lines.append(f"the tensor:  {own.format()}")
@@ -384,7 +384,16 @@ def _mismatch_advice(own: Own, placement: CheckpointPlacement | None) -> tuple[s
             "axes; or shards that torch.chunk would not make",
             f"way out:     correct global_shape=; or {rows}",
         )
-    return (f"way out:     global_shape= in the rule; or {rows}",)
+    return _parts_advice(placement) or (f"way out:     global_shape= in the rule; or {rows}",)
+
+
+def _parts_advice(placement: CheckpointPlacement | None) -> tuple[str, ...]:
+    if placement is None or not any(isinstance(p, FusedShard) for p in placement.placements):
+        return ()
+    text = "the number of equal tensors in the dim, or the rows of each, over all ranks together"
+    return (
+        f"way out:     parts= of FusedShard: {text}; global_shape= where ranks hold unequal rows",
+    )
 
 
 def _axis_name(axis: Axis) -> str:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from dcp_placements.errors import CannotLook, PlacementError, format_names
@@ -30,6 +31,13 @@ def resolve(spec: str) -> Callable[..., Any]:
     module_name, _, path = spec.partition(":")
     if not module_name or not path:
         raise CannotLook(f"{spec!r} names no function: write MODULE:FUNC, as in my_rules:rules")
+    if module_name.endswith(".py") or "/" in module_name:
+        file = Path(module_name).with_suffix("")
+        raise CannotLook(
+            f"{spec!r} names a file, not a module\n"
+            f"    way out:     {file.name}:{path}, in the directory {file.parent}, or with that in "
+            "PYTHONPATH"
+        )
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -96,7 +104,10 @@ def parse_mesh(text: str) -> MeshAxes:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part)
         if match is None or match[1] in axes:
-            raise CannotLook(f"{text!r} is no mesh: write axis=size,..., as in ep=8,edp=2")
+            why = f"{part.strip()!r} is not axis=size with a size of 1 and more"
+            if match is not None:
+                why = f"it names axis {match[1]!r} twice"
+            raise CannotLook(f"{text!r} is no mesh, {why}: write for instance ep=8,edp=2")
         axes[match[1]] = int(match[2])
     return axes
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from traceback import extract_tb
 from typing import Any
 
 from dcp_placements.errors import PlacementError
@@ -183,6 +184,34 @@ def why_unmatched(pattern: str, keys: Sequence[str]) -> str | None:
             prefix = ".".join(components[:start])
             return f"the prefix {prefix!r} is not in the keys; {shorter!r} would match"
     return None
+
+
+def asked(
+    rules: Rules, fqn: str, tensor: Any, *, rank: int | None = None
+) -> CheckpointPlacement | None:
+    """Return the placement that rules give to a tensor.
+
+    Args:
+        rules: The user's.
+        fqn: The tensor's key.
+        tensor: It, or one like it.
+        rank: For messages; None where no rank asks.
+
+    Raises:
+        PlacementError: The function of the user's raises an error, which is its cause.
+    """
+    try:
+        return rules(fqn, tensor)
+    except Exception as error:
+        at = extract_tb(error.__traceback__)[-1]
+        on = "" if rank is None else f" on rank {rank}"
+        raise PlacementError(
+            f"{fqn}: the rules fail{on}: {type(error).__name__}: {error}\n"
+            f"    raised:      {at.filename}:{at.lineno}, in {at.name}\n"
+            f"    by rule:     {rule_name(rules, fqn)}\n"
+            "    way out:     a CheckpointPlacement for this tensor, or None where it keeps its "
+            "own mesh and placements"
+        ) from error
 
 
 def rule_name(rules: Rules | None, fqn: str) -> str | None:

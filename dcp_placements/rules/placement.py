@@ -38,7 +38,8 @@ class FusedShard:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.parts, str):
+        are_parts = isinstance(self.parts, int | Iterable) and not isinstance(self.parts, str)
+        if not isinstance(self.dim, int) or not are_parts:
             raise PlacementError(
                 f"FusedShard takes a dim and a number of parts, or their sizes, not {self.dim!r} "
                 f"and {self.parts!r}"

@@ -37,7 +37,7 @@ from dcp_placements.rules.matches import (
     option_matches,
     rule_matches,
 )
-from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
+from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.joins import distinct_rows, expanded
@@ -182,7 +182,7 @@ def _label(rules: Rules, tensor: Named) -> Hashable:
     """Return what tensors of one shape have in common if one rank's rules cut them alike."""
     if isinstance(rules, PlacementRules):
         return rules.pattern_of(tensor.rule_name)
-    placement = rules(tensor.rule_name, tensor.probe())
+    placement = asked(rules, tensor.rule_name, tensor.probe())
     place = None if placement is None else placement.mesh.get_coordinate()
     return cut_signature(placement), None if place is None else tuple(place)
 
@@ -286,7 +286,7 @@ class _Cutter:
         by_signature: dict[Hashable, tuple[list[_Rank], list[Any]]] = {}
         placements: dict[Hashable, CheckpointPlacement | None] = {}
         for rank in self._ranks:
-            placement = rank.rules(tensor.rule_name, probe) if tensor.shape else None
+            placement = asked(rank.rules, tensor.rule_name, probe) if tensor.shape else None
             place = () if placement is None else placement.mesh.get_coordinate()
             if place is None:
                 continue  # no part of the rule's mesh: it holds nothing

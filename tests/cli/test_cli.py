@@ -315,3 +315,23 @@ def test_a_mesh_without_an_axis_of_the_rules_is_exit_2(sound: Path, run: Run) ->
         ran = run(*command, *rules, "--mesh", "tp=2")
         assert (ran.code, ran.out) == (2, "")
         assert "no axis 'ep'" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--rules", "rules.py:rules", "names a file, not a module"),
+        ("--rules", "rules.py:rules", "way out:     rules:rules, in the directory ., or with that"),
+        ("--rules", "jobs/moe.py:f", "way out:     moe:f, in the directory jobs, or with that in"),
+        ("--mesh", "ep=0", "'ep=0' is no mesh, 'ep=0' is not axis=size with a size of 1 and more"),
+        ("--mesh", "ep=2,edp", "'edp' is not axis=size with a size of 1 and more: write for"),
+        ("--mesh", "ep=2,ep=2", "it names axis 'ep' twice"),
+    ],
+)
+def test_rules_and_meshes_of_a_wrong_form(
+    sound: Path, run: Run, option: str, value: str, message: str
+) -> None:
+    given = {"--rules": "tests.offline_scenes:rules_by_ep", "--mesh": "ep=4", option: value}
+    ran = run("rehearse", sound, *[text for pair in given.items() for text in pair])
+    assert (ran.code, ran.out) == (2, "")
+    assert message in ran.err

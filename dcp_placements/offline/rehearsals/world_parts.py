@@ -29,7 +29,7 @@ from dcp_placements.rules.matches import (
     rule_matches,
 )
 from dcp_placements.rules.mesh import MeshCoordinate
-from dcp_placements.rules.patterns import PlacementRules, Rules, rule_name
+from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
 
 
@@ -121,7 +121,9 @@ class WorldParts:
         holds = holder(rename)
         if not isinstance(rules, PlacementRules):
             return parts_by_rule(
-                self.classes, lambda fqn, tensors: cut_signature(rules(fqn, tensors.example)), holds
+                self.classes,
+                lambda fqn, tensors: cut_signature(asked(rules, fqn, tensors.example)),
+                holds,
             )
         # Ranks with equal patterns and equal numbers have equal parts.
         key = (rules.patterns, "" if holds is None else repr(rename))
@@ -137,7 +139,7 @@ class WorldParts:
     ) -> RankPart | None:
         """Return how a rank holds a part; None, and a fault, if its rule does not fit."""
         tensors = part.tensors
-        placement = rules(part.fqn, tensors.example) if tensors.shape else None
+        placement = asked(rules, part.fqn, tensors.example) if tensors.shape else None
         try:
             return self._cut(coordinate, part, placement, rules)
         except (PlacementError, LayoutError) as error:

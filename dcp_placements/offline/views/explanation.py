@@ -21,7 +21,7 @@ from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChu
 from dcp_placements.offline.declared import MeshAxes, mesh_at, rules_at
 from dcp_placements.offline.views.cutting import fsdp_axes, in_mesh_order, layout_at, whole_sharding
 from dcp_placements.rules.mesh import MeshCoordinate
-from dcp_placements.rules.patterns import rule_name
+from dcp_placements.rules.patterns import asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, format_placement
 from dcp_placements.storage.file_reads import CountedFile, FilePart
 from dcp_placements.storage.tensor_record import RecordHeads
@@ -134,7 +134,7 @@ def explain(
     parts: list[RankPart] = []
     for number in range(size) if rank is None else (rank,):
         rank_rules, *_ = rules_at(rules, axes, number)
-        placement = rank_rules(fqn, example) if tensor.shape else None
+        placement = asked(rank_rules, fqn, example) if tensor.shape else None
         own = fsdp_axes(tensor.shape, placement, fsdp)
         parts.append(source.part(number, placement, axes, own))
         if len(parts) == 1:
