@@ -123,10 +123,11 @@ class Inspection:
     @property
     def groups(self) -> tuple[TensorGroup, ...]:
         """The tensors by groups of numbered keys, in natural order."""
-        kinds = {fqn: (tensor.shape, tensor.dtype) for fqn, tensor in self.tensors.items()}
-        return tuple(
-            _group(family, [self.tensors[fqn] for fqn in family.keys]) for family in families(kinds)
-        )
+        with quiet_gc():
+            kinds = {fqn: (tensor.shape, tensor.dtype) for fqn, tensor in self.tensors.items()}
+            return tuple(
+                [_group(one, [self.tensors[fqn] for fqn in one.keys]) for one in families(kinds)]
+            )
 
     @property
     def totals(self) -> dict[str, Any]:

@@ -71,12 +71,10 @@ def _memo(head: bytes, entries: Entries, index: RowIndex) -> Memo:
     value = unpickler.load()
     if type(value) is not PlainMetadata or unpickler.stack:
         raise _unlike()
-    memo = unpickler.memo
-    held = [(number, value) for number, value in memo.items() if type(value) in (str, list)]
-    named = [(number, value) for number, value in memo.items() if type(value) is StandIn]
-    classes = {value.name: number for number, value in reversed(named)}
+    held = list(unpickler.memo.items())
+    classes = {value.name: number for number, value in reversed(held) if type(value) is StandIn}
     try:
-        return memo_of(held, classes, max(memo, default=-1) + 1, entries, index)
+        return memo_of(held, classes, max(unpickler.memo, default=-1) + 1, entries, index)
     except (KeyError, ValueError) as error:
         raise _unlike() from error
 

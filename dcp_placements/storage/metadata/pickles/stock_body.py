@@ -115,7 +115,7 @@ def memo_of(
         KeyError: A text, a list of texts or a class is missing.
         ValueError: A class or the name of an attribute is not among the first.
     """
-    numbers: dict[Hashable, int] = {v: n for n, v in reversed(held) if isinstance(v, str)}
+    numbers: dict[Hashable, int] = {v: n for n, v in reversed(held) if type(v) is str}
     lists = [(n, v) for n, v in reversed(held) if type(v) is list]
     numbers.update((tuple(v), n) for n, v in lists if all(type(one) is str for one in v))
     words = {name: b"h" + bytes([classes[name]]) for name in CLASSES}
