@@ -199,7 +199,10 @@ class RankLoad:
         self.collapsed, self.stateless = request.collapsed, request.stateless
         alone = {*self.shared, *self.collapsed}
         self.overlaps = overlaps_of(state_dict, placing, metadata, alone)
-        faults = [*lacking_rows(self.stateless, self.shared), *placing.faults, *request.faults]
+        faults = [*lacking_rows(self.stateless, self.shared), *placing.faults]
+        # A tensor without its place has another shape, which is no fault of its own.
+        placeless = {fault.fqn for fault in placing.faults}
+        faults += [fault for fault in request.faults if fault.fqn not in placeless]
         if verify:
             self.verification = Verification(metadata, rank, report)
             faults += self.verification.faults()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -241,20 +241,12 @@ class Request:
     def _record(self) -> SaveRecord | None:
         return record_of(stored(self._metadata), self.stored)
 
-    def _declarations(self, fqn: str, placed: Placed | None) -> list[str]:
-        """Return how the save and this load declare a key, where the checkpoint records it."""
+    def _declarations(self, fqn: str, placed: Placed | None) -> tuple[Cuts, Cuts] | None:
+        """Return the cuts of the save and of this load, where the checkpoint records them."""
         if self._record is None or placed is None:
-            return []
+            return None
         names = [axis.name for axis in placed.binding.axes]
-        saved, loaded = self._record.cuts(fqn), cuts_of(placed.binding.sharding, names)
-        lines = [f"saved:       {_format_cuts(saved)}", f"this load:   {_format_cuts(loaded)}"]
-        dims = {cut.axis: cut.dim for cut in loaded}
-        if any(cut.axis in dims and cut.dim != dims[cut.axis] for cut in saved):
-            lines.append(
-                "likely:      one of the two declares a wrong dim; if the save does, load as it "
-                "was saved, on as many ranks, and save again with the right dim"
-            )
-        return lines
+        return self._record.cuts(fqn), cuts_of(placed.binding.sharding, names)
 
     def _tensor_filling(
         self, fqn: str, value: Any, placed: Placed | None, stored: TensorStorageMetadata
@@ -267,8 +259,9 @@ class Request:
         if tuple(stored.size) != shape:
             rule = None if placed is None else placed.rule
             needs = f"{shape} is needed"
-            headline, details = shape_mismatch(tuple(stored.size), shape, needs, rule)
-            self._fault(fqn, headline, *self._declarations(fqn, placed), *details)
+            cuts = self._declarations(fqn, placed)
+            headline, details = shape_mismatch(tuple(stored.size), shape, needs, rule, cuts)
+            self._fault(fqn, headline, *details)
             return None
         dtype = value.dtype if placed is None else placed.tensor.dtype
         stored_dtype = stored.properties.dtype
@@ -332,12 +325,26 @@ def _are_alike(one: TensorStorageMetadata, other: Any) -> bool:
     )
 
 
-def _format_cuts(cuts: Cuts) -> str:
-    return ", then ".join(map(str, cuts)) or "whole, cut by no axis"
+def _compared(saved: Cuts, loaded: Cuts) -> Iterator[str]:
+    """Yield how the save and the load declare a key, and what follows from it."""
+    for label, cuts in (("saved:", saved), ("this load:", loaded)):
+        yield f"{label:<12} {', then '.join(map(str, cuts)) or 'whole, cut by no axis'}"
+    dims = {cut.axis: cut.dim for cut in loaded}
+    if any(cut.axis in dims and cut.dim != dims[cut.axis] for cut in saved):
+        yield (
+            "likely:      one of the two declares a wrong dim; if the save does, load as it was "
+            "saved, on as many ranks, and save again with the right dim"
+        )
+    elif saved and saved == loaded:
+        yield "likely:      a model of another size: the two declare the same cuts"
 
 
 def shape_mismatch(
-    stored: tuple[int, ...], needed: tuple[int, ...], needs: str, rule: str | None
+    stored: tuple[int, ...],
+    needed: tuple[int, ...],
+    needs: str,
+    rule: str | None,
+    cuts: tuple[Cuts, Cuts] | None = None,
 ) -> tuple[str, tuple[str, ...]]:
     """Return headline and details of the fault that a tensor is stored in another shape.
 
@@ -346,10 +353,12 @@ def shape_mismatch(
         needed: The shape of the whole tensor that a local one and its rule make.
         needs: Who needs it, and the shape.
         rule: The name of the rule that applies; None where none does.
+        cuts: Of the save and of the load; None where they are not recorded.
     """
-    details = []
+    details = [] if cuts is None else list(_compared(*cuts))
     differing = [d for d, (a, b) in enumerate(zip(stored, needed, strict=False)) if a != b]
-    if len(stored) == len(needed) and len(differing) == 1:
+    as_saved = cuts is not None and cuts[0] == cuts[1] != ()
+    if len(stored) == len(needed) and len(differing) == 1 and not as_saved:
         dim = differing[0]
         small, large = sorted((stored[dim], needed[dim]))
         if small and large % small == 0:

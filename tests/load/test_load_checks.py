@@ -117,6 +117,36 @@ def test_a_wrong_dim_at_the_save_is_named_by_the_load(tmp_path: Path) -> None:
     )
 
 
+def test_a_model_of_another_size_is_the_likely_cause_of_equal_cuts(tmp_path: Path) -> None:
+    rules = tp_rules(WORLD, "w", Shard(0))
+    save(WORLD, tmp_path, lambda rank: {"w": torch.ones(4, 6)}, rules)
+    with refused() as refusal:
+        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(2, 6)}, rules)
+    refusal.says("likely:      a model of another size: the two declare the same cuts")
+    assert "lack a rule" not in refusal.text
+
+
+def test_a_tensor_that_has_no_place_has_no_other_fault(tmp_path: Path) -> None:
+    """Without its place it would be a smaller tensor than the stored one."""
+    mesh = FOUR.mesh
+
+    def state(rank: int) -> dict[str, Any]:
+        part = arange(8, 3)[4 * (rank % 2) :][:4]
+        return {"w": FakeDTensor.distribute(part, mesh(rank, edp=2, ep=2)["edp"], [Shard(0)])}
+
+    def rules(other: bool) -> Callable[[int], PlacementRules]:
+        axes = {"ep": 2, "edp": 2} if other else {"edp": 2, "ep": 2}
+        return lambda rank: PlacementRules(
+            {"w": CheckpointPlacement(mesh(rank, **axes), {"ep": Shard(0)})}
+        )
+
+    save(FOUR, tmp_path, state, rules(False))
+    with refused() as refusal:
+        load(FOUR, tmp_path, state, rules(True))
+    refusal.says("ranks 1-2 cannot be loaded", "two meshes of the same axis names")
+    assert "Size mismatch" not in refusal.text
+
+
 def test_a_save_without_the_rule_is_named_by_the_load(tmp_path: Path) -> None:
     save(WORLD, tmp_path, lambda rank: {"w": torch.ones(4, 6)})
     with refused() as refusal:
