@@ -168,7 +168,10 @@ def why_unmatched(pattern: str, keys: Sequence[str]) -> str | None:
         return None
     dotted = ["." + key for key in keys]
     if any(compile_pattern(pattern).search(key) for key in dotted):
-        return "a pattern above it takes the keys that it matches; the first match wins"
+        return (
+            "a pattern above it takes the keys that it matches, as the first match wins; or they "
+            "are scalars or no tensors, to which no rule applies"
+        )
     if re.search(r"[\\^$+()|\[\]]", pattern):
         return "a regular expression as a string; compile it: re.compile(...)"
     components = pattern.split(".")

@@ -239,3 +239,15 @@ def test_a_load_that_lacks_keys_names_what_matches_nothing(tmp_path: Path) -> No
             rename=lambda rank: Replace("modul", ""),
         )
     refusal.says("module.layers.w", "the checkpoint lacks", f"rename=Replace('modul'): {NOWHERE}")
+
+
+def test_a_rule_for_a_scalar_or_an_object_applies_to_nothing(tmp_path: Path) -> None:
+    rules = PlacementRules({"step": None, "w": None})
+    with warned() as texts:
+        WORLD.save(
+            tmp_path,
+            lambda rank: {"w": torch.ones(2), "step": 3, "o.step": torch.tensor(3)},
+            lambda rank: PlacementSavePlanner(rules),
+        )
+    assert f"'step': {NOWHERE}" in texts[0]
+    assert "or they are scalars or no tensors, to which no rule applies" in texts[0]
