@@ -144,6 +144,7 @@ __all__ = [
     "narrow_tensor_by_index",
     "set_element",
     "state_dicts_of_statefuls",
+    "without_class",
     "world_size",
 ]
 
@@ -255,6 +256,18 @@ def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     """Return ``(flat state dict, mappings)`` with the keys that torch 2.3 and older gave."""
     with _flattening_as_2_3():
         return flatten_state_dict(state_dict)
+
+
+def without_class(data: Any) -> Any:
+    """Return a tensor as a plain one if it has a class of its own and elements as any other.
+
+    With their class tensors are stored in a way that no reader accepts.
+    """
+    kind = type(data)
+    has_class = kind not in (torch.Tensor, torch.nn.Parameter) and isinstance(data, torch.Tensor)
+    if has_class and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return data.as_subclass(torch.Tensor)
+    return data
 
 
 def global_rank() -> int:

@@ -36,6 +36,7 @@ from dcp_placements import (
     FusedShard,
     MeshCoordinate,
     PlacementError,
+    PlacementFileSystemWriter,
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
@@ -470,14 +471,40 @@ def test_a_load_planner_is_reused(tmp_path: Path) -> None:
         assert planner.report.read_nbytes == 4 * (step + 2)
 
 
-@of_torch_s_own_making
-@pytest.mark.usefixtures("one_rank_group")
+class Labelled(torch.Tensor):
+    """A class that no reader of files is told of."""
+
+
+@pytest.mark.parametrize("kind", [Labelled, torch.nn.Buffer, torch.nn.Parameter])
+@pytest.mark.parametrize("shape", [(3,), (300, 40)])
+def test_tensors_of_another_class_are_stored_as_plain_ones(
+    tmp_path: Path, kind: Any, shape: tuple[int, ...]
+) -> None:
+    values = {f"w.{at}": torch.full(shape, at + 1.0) for at in range(5)}
+
+    def of_kind(tensor: torch.Tensor) -> torch.Tensor:
+        is_class = kind is Labelled
+        made: torch.Tensor = tensor.clone().as_subclass(kind) if is_class else kind(tensor.clone())
+        return made
+
+    for writer in (FileSystemWriter(tmp_path / "a"), PlacementFileSystemWriter(tmp_path / "b")):
+        saved = {key: of_kind(value) for key, value in values.items()}
+        dcp.save(saved, storage_writer=writer, planner=PlacementSavePlanner(), no_dist=True)
+        plain = {key: torch.zeros(shape) for key in values}
+        assert same(load(writer.path, plain), values)
+        again = {key: of_kind(torch.zeros(shape)) for key in values}
+        load(writer.path, again, PlacementLoadPlanner())
+        assert all(torch.equal(again[key].detach(), values[key]) for key in values)
+
+
 def test_a_directory_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"step-\xff")
     save(path, {"w": torch.ones(3)}, PlacementSavePlanner())
     assert torch.equal(load(path, {"w": torch.zeros(3)})["w"], torch.ones(3))
 
 
+@of_torch_s_own_making
+@pytest.mark.usefixtures("one_rank_group")
 def test_meta_templates_are_made_as_torch_makes_them(tmp_path: Path) -> None:
     save(tmp_path, mixed())
     found = []

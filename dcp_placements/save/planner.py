@@ -21,6 +21,7 @@ from dcp_placements._torch import (
     files_by_name,
     filled,
     global_rank,
+    without_class,
     world_size,
 )
 from dcp_placements.bind.lint import lint
@@ -342,7 +343,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             pickled = self._run.objects.get(write_item.index.fqn)
             if pickled is not None:
                 return io.BytesIO(pickled.getbuffer())
-        return super().resolve_data(write_item)
+        return without_class(super().resolve_data(write_item))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what stands at ``index``; of a placed tensor a view. Called on every rank."""
