@@ -23,8 +23,13 @@ Digests = np.ndarray[Any, np.dtype[np.uint64]]
 BUDGET_NBYTES = 4 << 10
 """What a rank's digests may take in a world of any size."""
 
-WORLD_BUDGET_NBYTES = 16 << 20
-"""What the digests of all ranks may take together before any is folded."""
+WORLD_BUDGET_NBYTES = 8 << 20
+"""What the digests of all ranks may take together before any is folded.
+
+A conflict names its key where none is folded, and some candidates where they are. So small worlds,
+where a coordinator receives few bytes anyway, fold nothing: from 2,048 ranks on ``BUDGET_NBYTES``
+is what counts.
+"""
 
 BUCKETS = 4
 """Buckets in a row."""

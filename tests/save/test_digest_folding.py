@@ -124,6 +124,12 @@ def test_the_budget_is_shared_by_the_ranks_of_a_small_world_and_bounded_below() 
         assert exceeds_budget(most + 1, world)
 
 
+@pytest.mark.parametrize("world", [2048, 4096, 16384])
+def test_digests_of_a_rank_of_a_large_world_take_4_kib(world: int) -> None:
+    assert not exceeds_budget(512, world)
+    assert exceeds_budget(513, world)
+
+
 @pytest.mark.parametrize(("keys", "room"), [(40, 40), (41, 40), (400, 40)], ids=str)
 def test_what_fits_is_not_folded(keys: int, room: int) -> None:
     world, planner = World(4), PlacementSavePlanner()
