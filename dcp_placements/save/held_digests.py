@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.layout.tiling import format_box
 from dcp_placements.save.digest_folding import Digests, Slots, exceeds_budget, may_have_replicas
 from dcp_placements.save.key_table import OBJECT
-from dcp_placements.save.local_plan import Held, Holding, chunk_data, held_chunks
+from dcp_placements.save.local_plan import Held, Holding, LocalPlan, chunk_data, held_chunks
 from dcp_placements.storage.hashing import (
     FULL_NBYTES,
     SAMPLED_NBYTES,
@@ -37,36 +37,24 @@ Lookup = Callable[[MetadataIndex], Any]
 _NO_DIGEST = bytes(FULL_NBYTES)
 
 
-class HeldDigests(NamedTuple):
-    """Digests of what a rank holds.
-
-    Attributes:
-        vector: As ``LocalPlan.digests``.
-        is_folded: As there.
-        stored: As ``LocalPlan.stored_digests``.
-        objects: The objects that files will hold, where those had to be made.
-    """
-
-    vector: bytes
-    is_folded: bool
-    stored: bytes
-    objects: Objects
-
-
-def held_digests(
-    holding: Holding, kind: str, *, world: int, lookup: Lookup, exact: bool
-) -> HeldDigests:
-    """Return digests of what a rank holds.
+def with_digests(
+    plan: LocalPlan, holding: Holding, kind: str, *, world: int, lookup: Lookup, exact: bool
+) -> tuple[LocalPlan, Objects]:
+    """Return a plan with the digests of what the rank holds.
 
     Args:
+        plan: The rest of the plan.
         holding: What the rank holds.
         kind: ``"sampled"``, ``"full"`` or ``"off"``; only full ones are worth storing.
         world: Number of ranks.
         lookup: Gives the data of a tensor that names its own chunks.
         exact: Whether every key keeps a digest of its own, however many there are.
+
+    Returns:
+        The plan, and the objects that files will hold, where those had to be made.
     """
     if kind == "off":
-        return HeldDigests(b"", False, b"", {})
+        return plan, {}
     is_full = kind == "full"
     # A rank that holds nothing of a group counts as the others do, which hold one box.
     count = sum(
@@ -96,7 +84,13 @@ def held_digests(
         if may_have_replicas(keys[0].group, world):
             slots = Slots([held.fqn for held in keys], is_folded)
             vectors.append(slots.vector(_as_ints(digests).reshape(len(keys), -1)).tobytes())
-    return HeldDigests(b"".join(vectors), is_folded, b"".join(stored), objects)
+    plan = plan._replace(
+        digest_kind=kind,
+        digests=b"".join(vectors),
+        is_folded=is_folded,
+        stored_digests=b"".join(stored),
+    )
+    return plan, objects
 
 
 def digests_by_chunk(holding: Holding, lookup: Lookup) -> StoredDigests:

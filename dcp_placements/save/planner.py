@@ -47,7 +47,7 @@ from dcp_placements.save.coordinator.global_plan import Coordinator
 from dcp_placements.save.coordinator.making import cuts_and_renames, making, written_digests
 from dcp_placements.save.coordinator.owners import left_to_others
 from dcp_placements.save.coordinator.summary import judged, summarise_rank
-from dcp_placements.save.held_digests import digests_by_chunk, held_digests, repeat_faults
+from dcp_placements.save.held_digests import digests_by_chunk, repeat_faults, with_digests
 from dcp_placements.save.items import (
     Assignment,
     Outlines,
@@ -248,22 +248,19 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
     def _with_holding(self, plan: LocalPlan) -> LocalPlan:
         """Return a plan with the keys, boxes and digests of what this rank holds."""
         save = self._run
-        digests = held_digests(
+        plan = plan._replace(
+            tables=tuple([table.packed() for table in save.holding.tables]),
+            boxes=packed_boxes(save.holding.boxes),
+        )
+        plan, save.objects = with_digests(
+            plan,
             save.holding,
             self.digests,
             world=world_size(),
             lookup=self.lookup_object,
             exact=self._exact,
         )
-        save.objects = digests.objects
-        return plan._replace(
-            tables=tuple([table.packed() for table in save.holding.tables]),
-            boxes=packed_boxes(save.holding.boxes),
-            digest_kind=self.digests,
-            digests=digests.vector,
-            is_folded=digests.is_folded,
-            stored_digests=digests.stored,
-        )
+        return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plans with each element once, and the metadata. Called on the coordinator.
