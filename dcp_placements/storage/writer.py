@@ -45,6 +45,7 @@ from dcp_placements.storage.index.storage_table import StorageTable, paths_of
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
 from dcp_placements.storage.metadata.description import read_file_names
 from dcp_placements.storage.metadata.file import SentIndex, SentPart, write_metadata
+from dcp_placements.storage.metadata.provenance import REPLACED, RESERVED_KEY, stored
 from dcp_placements.storage.metadata.save_ids import (
     is_data_file,
     named,
@@ -215,6 +216,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             if isinstance(result, WriteResults):
                 result.outline = getattr(items, "outline", None)
         self._plans = ()
+        if older and not self.use_collectives and stored(metadata) is not None:
+            metadata.planner_data[RESERVED_KEY][REPLACED] = True
         self._write_metadata(metadata, results)
         if older:
             assert metadata.storage_data is not None

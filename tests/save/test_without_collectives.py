@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import assert_holds, digest_budget, read_whole
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
     PlacementError,
     PlacementFileSystemReader,
+    PlacementFileSystemWriter,
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
@@ -289,6 +291,36 @@ def test_a_later_save_that_was_cut_off_is_told_by_its_step(tmp_path: Path) -> No
         (tmp_path / "first" / file.name).write_bytes(file.read_bytes())
     with pytest.raises(PlacementError, match=r"several saves: step 10 by .*; step 20 by rank 2"):
         merge_metadata(tmp_path / "first")
+
+
+@pytest.mark.parametrize("steps", [(None, None), (None, 20)], ids=str)
+def test_parts_that_may_be_of_an_older_save_are_warned_of(
+    steps: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    class Killed(PlacementFileSystemWriter):
+        def finish(self, *args: Any) -> None:
+            raise OSError("killed")
+
+    def save_all(step: int | None, killed: int | None) -> None:
+        def state_dict(rank: int) -> dict[str, Any]:
+            mesh = WORLD.mesh(rank, fsdp=8)
+            return {"w": FakeDTensor.distribute(WHOLE + (killed or 0), mesh, [Shard(0)])}
+
+        WORLD.save(
+            tmp_path,
+            state_dict,
+            lambda rank: PlacementSavePlanner(step=step),
+            lambda rank: (Killed if rank == killed else PlacementFileSystemWriter)(tmp_path),
+            use_collectives=False,
+        )
+
+    save_all(steps[0], None)
+    with warnings.catch_warnings(action="error"):
+        PlacementFileSystemReader(tmp_path).read_metadata()
+    with pytest.raises(CheckpointException, match="killed"):
+        save_all(steps[1], 3)
+    with pytest.warns(UserWarning, match="may be of several saves: .* stored no step"):
+        merge_metadata(tmp_path)
 
 
 @pytest.mark.parametrize("first", ["scalar", "sharded"])

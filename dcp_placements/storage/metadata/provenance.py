@@ -17,6 +17,9 @@ RESERVED_KEY = "dcp_placements"
 SAMPLED = "sampled_digests"
 """The key of the sampled digests in the provenance of a rank that saved alone."""
 
+REPLACED = "replaced"
+"""The key in the provenance of a rank that saved alone, over older metadata of its own."""
+
 StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
 """FQN to offset (None for an object) to digest."""
 
@@ -85,7 +88,8 @@ def stored_digest(
 def merged_provenance(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the provenance of ranks that each wrote their own; the lowest rank's entries win."""
     merged = dict(parts[0])
-    merged.pop(SAMPLED, None)
+    for name in (SAMPLED, REPLACED):
+        merged.pop(name, None)
     for name in ("rules", "row_maps", "digests"):
         joined: dict[str, Any] = {}
         for part in parts:

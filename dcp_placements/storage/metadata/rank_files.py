@@ -36,6 +36,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, overlaps, tiles, uncovered
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.provenance import (
+    REPLACED,
     RESERVED_KEY,
     SAMPLED,
     merged_provenance,
@@ -269,7 +270,20 @@ class _Merger:
             warnings.warn(format_faults("look at this checkpoint", notes, "note"), stacklevel=4)
 
     def _notes(self) -> Iterator[Fault]:
-        """Yield of which keys the lowest rank's contents are kept without proof."""
+        """Yield what is taken without proof: parts of one save, the lowest rank's contents."""
+        without = [rank for rank, of in self._provenance.items() if of and "step" not in of]
+        over = [rank for rank, of in self._provenance.items() if of.get(REPLACED)]
+        if without and (over or len(without) < len(self._provenance)):
+            yield Fault(
+                "this checkpoint",
+                f"may be of several saves: {format_ranks(without)} stored no step"
+                + (f", and {format_ranks(over)} saved over an older checkpoint" if over else ""),
+                (
+                    "reason:      where the last save was cut off, a part of the one before it is "
+                    "still there, and is taken for a part of this checkpoint",
+                    "way out:     save with PlacementSavePlanner(step=...) on all ranks",
+                ),
+            )
         for fqn, ranks in self._kept.items():
             yield Fault(
                 fqn,
