@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -214,17 +215,23 @@ def packed_boxes(held: Sequence[Boxes]) -> bytes:
 
 def unpacked_boxes(packed: bytes, groups: Sequence[Group]) -> list[Boxes]:
     """Return the boxes that were packed."""
+    return list(_unpacked_boxes(packed, tuple([len(group.shape) for group in groups])))
+
+
+@lru_cache(maxsize=1 << 8)
+def _unpacked_boxes(packed: bytes, dims: tuple[int, ...]) -> tuple[Boxes, ...]:
+    """Return the boxes of groups of these numbers of dims; replicas pack the same bytes."""
     flat: list[int] = unpacked_ints(packed).tolist()
-    at = len(groups)
+    at = len(dims)
     held = []
-    for group, count in zip(groups, flat[:at], strict=True):
-        boxes, ndim = [], len(group.shape)
+    for ndim, count in zip(dims, flat[:at], strict=True):
+        boxes = []
         for _ in range(count):
             row = tuple(flat[at : at + 2 * ndim])
             boxes.append(Box(row[:ndim], row[ndim:]))
             at += 2 * ndim
         held.append(tuple(boxes))
-    return held
+    return tuple(held)
 
 
 def _source_of_group(fqn: str, value: Any) -> Any:

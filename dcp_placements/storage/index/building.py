@@ -113,9 +113,10 @@ class _Builder:
         rows = group.first.rows()
         if self.starts is not None and len(rows.rows):
             self.starts = None if rows.starts is None else agreed_starts(self.starts, rows.starts)
-        keys = np.array(
-            [self.numbers.setdefault(fqn, len(self.numbers)) for fqn in rows.fqns], np.int64
-        )
+        if not self.numbers.keys() >= set(rows.fqns):
+            for fqn in rows.fqns:
+                self.numbers.setdefault(fqn, len(self.numbers))
+        keys = np.fromiter(map(self.numbers.__getitem__, rows.fqns), np.int64, len(rows.fqns))
         transforms = np.array(
             [self.transforms.setdefault(steps, len(self.transforms)) for steps in rows.transforms],
             np.int64,
@@ -154,20 +155,24 @@ class _Builder:
             self.finish_group(group, dims)
         fqns = tuple(self.numbers)
         places: dict[Hashable, tuple[int, Places]] = {}
-        numbers: dict[Hashable, int] = {}
         lists = [] if entries is None else entries.list_numbers()
+        lists += [-1] * (len(fqns) - len(lists))
         keys, starts, rows = _rows_by_key(groups)
+        # Keys whose lists of chunks differ have places of their own, in the order of each.
+        list_of = list(map(lists.__getitem__, keys))
         content, nbytes = rows.tobytes(), rows.itemsize * rows.shape[1]
-        of_keys: list[int] = []
-        for key, start, stop in zip(keys, starts, [*starts, len(rows)][1:], strict=True):
-            # Keys whose lists of chunks differ have places of their own, in the order of each.
-            number = lists[key] if key < len(lists) else -1
-            signature = content[start * nbytes : stop * nbytes], number
-            if signature not in numbers:
-                listed = entries.lists[number].offsets if entries and number >= 0 else None
-                held = _places(groups, rows[start:stop], number, listed)
-                numbers[signature] = places.setdefault(held.content, (len(places), held))[0]
-            of_keys.append(numbers[signature])
+        begins = [start * nbytes for start in starts]
+        parts = map(content.__getitem__, map(slice, begins, [*begins[1:], len(content)]))
+        signatures = list(zip(parts, list_of, strict=True))
+        numbers = dict.fromkeys(signatures, 0)
+        first = dict(zip(reversed(signatures), reversed(starts), strict=True))
+        for signature in numbers:
+            part, number = signature
+            start = first[signature]
+            listed = entries.lists[number].offsets if entries and number >= 0 else None
+            held = _places(groups, rows[start : start + len(part) // nbytes], number, listed)
+            numbers[signature] = places.setdefault(held.content, (len(places), held))[0]
+        of_keys = list(map(numbers.__getitem__, signatures))
         of_writer = np.array(self.of_writer, np.int64).reshape(-1, 2)
         templates = np.zeros(len(of_writer), np.int64)
         for group in groups:

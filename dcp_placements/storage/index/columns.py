@@ -38,25 +38,25 @@ class ColumnWriter:
         # The differences of two's complement numbers, modulo 2**64, add up to them again.
         steps = column.copy()
         steps[1:] -= column[:-1]
-        ends = np.ones(len(steps), bool)
-        np.not_equal(steps[1:], steps[:-1], out=ends[:-1])
-        last = np.flatnonzero(ends)
-        if 2 * len(last) < len(column):
-            counts = np.diff(last, prepend=-1)
-            values_, counts_ = _narrow(steps[last]), _narrow(counts)
-            self._parts += [
-                _HEAD.pack(_RUNS, _KINDS.index(values_.dtype), len(column), len(last)),
-                values_.tobytes(),
-                bytes([_KINDS.index(counts_.dtype)]),
-                counts_.tobytes(),
-            ]
+        # Where runs end, but for the last one.
+        (changes,) = (steps[1:] != steps[:-1]).nonzero()
+        if 2 * (len(changes) + 1) < len(column):
+            bounds = np.empty(len(changes) + 2, np.int64)
+            bounds[0], bounds[1:-1], bounds[-1] = 0, changes, len(column)
+            bounds[1:-1] += 1
+            kind, stored = _narrow(steps[bounds[:-1]])
+            count_kind, counts = _narrow(bounds[1:] - bounds[:-1])
+            head = _HEAD.pack(_RUNS, kind, len(column), len(changes) + 1)
+            self._parts += [head, stored.tobytes(), bytes([count_kind]), counts.tobytes()]
             return
-        plain, stepped = _narrow(column), _narrow(steps)
-        form, stored = (_STEPS, stepped) if stepped.itemsize < plain.itemsize else (_PLAIN, plain)
-        self._parts += [
-            _HEAD.pack(form, _KINDS.index(stored.dtype), len(column), len(column)),
-            stored.tobytes(),
-        ]
+        form = _PLAIN
+        kind, stored = _narrow(column)
+        if stored.itemsize > 1:
+            step_kind, stepped = _narrow(steps)
+            if stepped.itemsize < stored.itemsize:
+                form, kind, stored = _STEPS, step_kind, stepped
+        head = _HEAD.pack(form, kind, len(column), len(column))
+        self._parts += [head, stored.tobytes()]
 
     def texts(self, values: Iterable[str]) -> None:
         """Add a list of texts."""
@@ -166,10 +166,11 @@ class ColumnReader:
         return taken
 
 
-def _narrow(column: Ints) -> np.ndarray[Any, Any]:
-    """Return integers in as few bytes each as they all fit into."""
-    low, high = int(column.min(initial=0)), int(column.max(initial=0))
-    for kind, least, most in _RANGES:
+def _narrow(column: Ints) -> tuple[int, np.ndarray[Any, Any]]:
+    """Return integers in as few bytes each as they all fit into, and which kind has these."""
+    low = int(np.minimum.reduce(column, initial=0))
+    high = int(np.maximum.reduce(column, initial=0))
+    for number, (kind, least, most) in enumerate(_RANGES):
         if least <= low and high <= most:
-            return column.astype(kind)
+            return number, column.astype(kind)
     raise AssertionError("integers of more than 64 bits")

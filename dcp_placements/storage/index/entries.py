@@ -78,13 +78,15 @@ def build_entries(
     lists = _Lists()
     others: list[Any] = []
     form_of: list[int] = []
-    last = None
+    # Of keys that are cut alike the planner lists one entry.
+    latest: dict[Hashable, tuple[Any, int]] = {}
     for entry in stored.values():
-        if entry is last:
-            # Of keys that are cut alike the planner lists one entry.
-            form_of.append(form_of[-1])
+        size = getattr(entry, "size", None)
+        size = size if isinstance(size, tuple) else None
+        held = latest.get(size)
+        if held is not None and held[0] is entry:
+            form_of.append(held[1])
             continue
-        last = entry
         try:
             described = properties_of(entry)
         except OtherEntry:
@@ -100,7 +102,9 @@ def build_entries(
                     lists.number(entry.chunks, len(entry.size)),
                 )
             )
-        form_of.append(forms.setdefault(form, len(forms)))
+        number = forms.setdefault(form, len(forms))
+        latest[size] = entry, number
+        form_of.append(number)
     return Entries(
         tuple(stored),
         form_of,

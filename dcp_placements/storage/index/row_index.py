@@ -366,17 +366,15 @@ class RowIndex:
         return pairs[first].tolist(), kind_of
 
     def _template_rows(self, template: int, ordinal: int, keys: Ints) -> Ints:
-        held = self.templates[template]
-        # Keys are in order, and most have one row.
-        at = np.searchsorted(held["key"], keys) + ordinal
-        at_most = np.minimum(at, len(held) - 1)
-        if (
-            not len(held)
-            or not ((held["key"][at_most] == keys) & (held["ordinal"][at_most] == ordinal)).all()
-        ):
+        held = self.templates[template].view(np.int64).reshape(-1, len(TEMPLATE.names or ()))
+        if not len(held):
             raise IndexDamage(_UNWRITTEN)
-        rows = held[at_most]
-        return np.stack([rows[name] for name in ("file", "transforms", "start", "length")], axis=1)
+        # Keys are in order, and most have one row.
+        at = held[:, 0].searchsorted(keys) + ordinal
+        rows = held[np.minimum(at, len(held) - 1)]
+        if not ((rows[:, 0] == keys) & (rows[:, 1] == ordinal)).all():
+            raise IndexDamage(_UNWRITTEN)
+        return rows[:, 2:]
 
 
 def _name(parts: tuple[str, str | None], number: int) -> str:

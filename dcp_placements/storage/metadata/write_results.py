@@ -238,9 +238,10 @@ def _rows(places: bytes, fqns: tuple[str, ...], slots: bytes) -> Rows:
     path = np.zeros(len(order), np.uint32)
     if paths is not None:
         path = np.frombuffer(paths, np.uint32)
-    names: dict[str, int] = {}
+    held = [fqns[at] for at in order]
+    names = {fqn: number for number, fqn in enumerate(dict.fromkeys(held))}
     rows = np.zeros(len(order), ROW)
-    rows["fqn"] = [names.setdefault(fqns[at], len(names)) for at in order]
+    rows["fqn"] = list(map(names.__getitem__, held)) if len(names) < len(held) else range(len(held))
     rows["offset"] = by_row
     rows["path"] = path
     rows["start"] = _following(path, length) if begins is None else np.frombuffer(begins, np.int64)

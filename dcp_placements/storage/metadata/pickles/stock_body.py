@@ -123,7 +123,7 @@ def memo_of(
     first_other = count - len(entries.others)
     return Memo(
         words,
-        np.array([numbers[fqn] for fqn in index.fqns], np.int64),
+        np.array(list(map(numbers.__getitem__, index.fqns)), np.int64),
         np.array([numbers[path] for path in index.writers.files()], np.int64),
         np.array([0 if v is None else numbers[v] for v in index.transforms], np.int64),
         np.arange(first_other - len(entries.properties), first_other),

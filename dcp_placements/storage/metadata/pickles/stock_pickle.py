@@ -56,13 +56,13 @@ def plain_metadata(metadata: Metadata, fqns: Sequence[str]) -> Metadata:
     if metadata.storage_meta is not None:
         rest.storage_meta = _portable_meta(metadata.storage_meta)
     if type(metadata.planner_data) is dict:
-        texts = dict(zip(fqns, fqns, strict=True))
-        # The path of most keys is the key alone.
+        data, texts = metadata.planner_data, dict(zip(fqns, fqns, strict=True))
+        # The path of many keys is the key alone.
         rest.planner_data = {
-            texts.get(fqn, fqn): (texts.get(fqn, fqn),)
-            if type(path) is tuple and len(path) == 1 and type(path[0]) is str and path[0] == fqn
+            text: (text,)
+            if type(path) is tuple and len(path) == 1 and type(path[0]) is str and path[0] == text
             else path
-            for fqn, path in metadata.planner_data.items()
+            for text, path in zip(map(texts.get, data, data), data.values(), strict=True)
         }
     return rest
 

@@ -10,7 +10,7 @@ import torch
 
 from dcp_placements._torch import MemoryFormat as TorchMemoryFormat
 from dcp_placements._torch import TensorProperties, layout_named
-from dcp_placements.storage.metadata.properties import MemoryFormat, Properties, dtype_of
+from dcp_placements.storage.metadata.properties import STRIDED, MemoryFormat, Properties, dtype_of
 
 PORTABLE_PROPERTIES = len(Properties._fields)
 """The fields of ``TensorProperties`` in a pickle that every torch reads."""
@@ -51,8 +51,10 @@ def _plain(
 
 def torch_properties(properties: Properties) -> TensorProperties:
     """Return properties as torch's object."""
-    dtype, layout, grad, form, pinned = properties
-    state = dtype.torch, layout_named(layout), grad, TorchMemoryFormat(form.value), pinned
+    dtype, name, grad, form, pinned = properties
+    # Torch searches all its names for the layouts, at the first call.
+    layout = torch.strided if name == STRIDED else layout_named(name)
+    state = dtype.torch, layout, grad, TorchMemoryFormat(form.value), pinned
     instance: TensorProperties = object.__new__(_PickledProperties)
     instance.__setstate__(state)
     return instance
