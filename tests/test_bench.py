@@ -90,6 +90,7 @@ def test_bench_io_reports_both_sides_and_the_raw_cost(tmp_path: Path) -> None:
                 names = ("s", "plan_s", f"{part}_s", "finish_s", "rss_bytes", "bytes", "opens")
                 names += ("cpu_s", "of_raw", "ratio")
                 assert {f"{what}_{name}" for name in names} <= set(side)
+        assert {side["rounds"] for side in entry["sides"].values()} == {1}
         assert entry["sides"]["stock"]["save_ratio"] == 1
         assert entry["sides"]["raw"]["load_of_raw"] == 1
         assert entry["sides"]["raw"]["save_bytes"] >= entry["nbytes"] / 2
