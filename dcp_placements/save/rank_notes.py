@@ -60,11 +60,17 @@ def named_axes_of(placing: Placing, rules: Rules | None) -> dict[str, tuple[int,
     for mesh in rules.meshes if isinstance(rules, PlacementRules) else ():
         axes.update(named_axes(mesh))
     number_of = MeshNumbers()
-    meshes = [placed.mesh for placed in placing.placed.values() if placed.mesh is not None]
-    for mesh in {number_of(mesh): mesh for mesh in meshes}.values():
+    recent = None
+    meshes, places = {}, {}
+    for placed in placing.placed.values():
+        if placed.mesh is not recent and placed.mesh is not None:
+            recent = placed.mesh
+            meshes[number_of(recent)] = recent
+        places[placed.place.number] = placed.place
+    for mesh in meshes.values():
         axes.update(named_axes(mesh))
-    for binding in dict.fromkeys([placed.binding for placed in placing.placed.values()]):
-        for axis in binding.axes:
+    for place in places.values():
+        for axis in place.binding.axes:
             if axis.name is not None:
                 axes[axis.name] = (axis.position, axis.size)
     return axes

@@ -368,6 +368,10 @@ def test_what_a_save_returns_is_sent_as_its_index_and_read_when_it_is_used(tmp_p
         assert found.planner_data["model.layers.7.w"] == ("model", "layers.7.w")
         assert "layers.7.w" not in found.planner_data
         assert found.storage_meta.checkpoint_id == tmp_path
+        written = io.BytesIO()
+        write_metadata(found, written)
+        assert b"dcp_placements.storage" not in written.getvalue()
+        assert pickle.loads(written.getvalue()) == expected
 
 
 @pytest.mark.parametrize("start", [0, (1 << 31) - 1, 1 << 31, 1 << 40])

@@ -252,6 +252,7 @@ def _declared(
 
 def tensor_positions(metadata: Metadata) -> dict[str, int]:
     """Return the checkpoint's keys that are tensors, in its order, and the position of each."""
-    stored = metadata.state_dict_metadata.items()
-    fqns = [fqn for fqn, value in stored if isinstance(value, TensorStorageMetadata)]
-    return {fqn: position for position, fqn in enumerate(fqns)}
+    stored = metadata.state_dict_metadata
+    # The items of a mapping that is no dict take twice the time.
+    fqns = [fqn for fqn in stored if isinstance(stored[fqn], TensorStorageMetadata)]
+    return dict(zip(fqns, range(len(fqns)), strict=True))

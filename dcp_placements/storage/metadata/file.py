@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from itertools import chain
 from typing import IO, Any
@@ -66,6 +66,8 @@ def write_metadata(
     with quiet_gc():
         entries = entries_of(metadata.state_dict_metadata)
         assert isinstance(metadata.storage_data, StorageTable)
+        if isinstance(metadata.planner_data, SentPart):
+            metadata = replace(metadata, planner_data=dict(metadata.planner_data))
         index = metadata.storage_data.index_for(entries)
         buffer = io.BytesIO()
         properties = list(map(torch_properties, entries.properties))

@@ -6,6 +6,7 @@ import copy
 import copyreg
 import io
 import pickle
+import pickletools
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -101,7 +102,11 @@ def pickled_head(plain: Metadata, entries: Entries, index: RowIndex) -> tuple[by
         start = buffer.tell()
         pickler.dump(value)
         dumped.append(buffer.getvalue()[start:-1])
-    first = len(pickler.memo.copy())
+    # The memo numbers its values in order; a copy of it would take longer than all dumps.
+    start = buffer.tell()
+    pickler.dump("the next of the memo")
+    opcodes = pickletools.genops(buffer.getvalue()[start:])
+    first: int = next(at for code, at, _ in opcodes if at is not None and "PUT" in code.name)
     for number, data in enumerate(dumped[:-1], first):
         parts += [data, put(number)]
     parts.append(dumped[-1])
