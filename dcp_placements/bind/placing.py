@@ -193,7 +193,7 @@ class Placer:
             pattern, placement = match
             name = self._names.setdefault(pattern, repr(pattern))
         else:
-            placement = asked(self.rules, fqn, value, rank=global_rank())
+            placement = asked(self.rules, fqn, value, rank=global_rank(), refusals=(BindError,))
             if placement is None:
                 return None, None
             if not isinstance(placement, CheckpointPlacement):

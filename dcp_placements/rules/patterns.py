@@ -190,7 +190,12 @@ def why_unmatched(pattern: str, keys: Sequence[str]) -> str | None:
 
 
 def asked(
-    rules: Rules, fqn: str, tensor: Any, *, rank: int | None = None
+    rules: Rules,
+    fqn: str,
+    tensor: Any,
+    *,
+    rank: int | None = None,
+    refusals: tuple[type[Exception], ...] = (),
 ) -> CheckpointPlacement | None:
     """Return the placement that rules give to a tensor.
 
@@ -199,12 +204,15 @@ def asked(
         fqn: The tensor's key.
         tensor: It, or one like it.
         rank: For messages; None where no rank asks.
+        refusals: Errors by which rules refuse a tensor; they are raised as they are.
 
     Raises:
         PlacementError: The function of the user's raises an error, which is its cause.
     """
     try:
         return rules(fqn, tensor)
+    except refusals:
+        raise
     except Exception as error:
         at = extract_tb(error.__traceback__)[-1]
         on = "" if rank is None else f" on rank {rank}"
