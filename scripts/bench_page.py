@@ -30,7 +30,7 @@ COMMANDS = {
     "plan": "--workloads w1 w4 w3-own --ranks 256 2048",
     "io": "",
     "load": "",
-    "restart": "--workloads w1 w2 --ranks 64 1024",
+    "restart": "--workloads w1 w2 --ranks 64 1024 4096 16384",
     "exchange": "",
     "digests": "",
     "offline": "",
