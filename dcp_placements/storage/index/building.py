@@ -113,10 +113,10 @@ class _Builder:
         rows = group.first.rows()
         if self.starts is not None and len(rows.rows):
             self.starts = None if rows.starts is None else agreed_starts(self.starts, rows.starts)
-        if not self.numbers.keys() >= set(rows.fqns):
-            for fqn in rows.fqns:
-                self.numbers.setdefault(fqn, len(self.numbers))
-        keys = np.fromiter(map(self.numbers.__getitem__, rows.fqns), np.int64, len(rows.fqns))
+        numbers = list(map(self.numbers.get, rows.fqns))
+        if None in numbers:
+            numbers = [self.numbers.setdefault(fqn, len(self.numbers)) for fqn in rows.fqns]
+        keys = np.array(numbers, np.int64)
         transforms = np.array(
             [self.transforms.setdefault(steps, len(self.transforms)) for steps in rows.transforms],
             np.int64,
@@ -125,10 +125,11 @@ class _Builder:
         of_key, slots = keys[held["fqn"]], held["offset"].astype(np.int64)
         # Of two rows for the same chunk the later one counts.
         codes = of_key * len(dims) + slots
-        _, last = np.unique(codes[::-1], return_index=True)
-        kept = np.sort(len(held) - 1 - last)
-        kept = kept[np.argsort(of_key[kept], kind="stable")]
-        held, of_key, slots = held[kept], of_key[kept], slots[kept]
+        if not (codes[1:] > codes[:-1]).all():
+            _, last = np.unique(codes[::-1], return_index=True)
+            kept = np.sort(len(held) - 1 - last)
+            kept = kept[np.argsort(of_key[kept], kind="stable")]
+            held, of_key, slots = held[kept], of_key[kept], slots[kept]
         firsts = np.flatnonzero(np.diff(of_key, prepend=-1))
         counts = np.diff(firsts, append=len(of_key))
         template = np.zeros(len(held), TEMPLATE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -128,20 +129,14 @@ class ColumnReader:
         data = self.data()
         if sum(lengths) != len(data):
             raise IndexDamage("texts of other lengths than they have")
-        texts, start = [], 0
+        ends = list(accumulate(lengths))
+        parts = map(slice, [0, *ends], ends)
+        if data.isascii():
+            return list(map(data.decode("ascii").__getitem__, parts))
         try:
-            if data.isascii():
-                whole = data.decode("ascii")
-                for length in lengths:
-                    texts.append(whole[start : start + length])
-                    start += length
-                return texts
-            for length in lengths:
-                texts.append(data[start : start + length].decode("utf-8", "surrogatepass"))
-                start += length
+            return [data[part].decode("utf-8", "surrogatepass") for part in parts]
         except UnicodeDecodeError as error:
             raise IndexDamage("a text that is none") from error
-        return texts
 
     def data(self) -> bytes:
         """Return the next bytes."""
@@ -168,8 +163,7 @@ class ColumnReader:
 
 def _narrow(column: Ints) -> tuple[int, np.ndarray[Any, Any]]:
     """Return integers in as few bytes each as they all fit into, and which kind has these."""
-    low = int(np.minimum.reduce(column, initial=0))
-    high = int(np.maximum.reduce(column, initial=0))
+    low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
     for number, (kind, least, most) in enumerate(_RANGES):
         if least <= low and high <= most:
             return number, column.astype(kind)

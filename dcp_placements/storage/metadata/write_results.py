@@ -231,17 +231,20 @@ def _rows(places: bytes, fqns: tuple[str, ...], slots: bytes) -> Rows:
     )
     numbers = np.frombuffer(slots, np.int64)
     if order is None:
-        order = _order_of(np.frombuffer(in_order, np.int32), numbers).tolist()
+        order = _order_of(np.frombuffer(in_order, np.int32), numbers)
     by_row = numbers[order]
     length = np.array(lengths, np.int64)[by_row]
     length[length < 0] = explicit
     path = np.zeros(len(order), np.uint32)
     if paths is not None:
         path = np.frombuffer(paths, np.uint32)
-    held = [fqns[at] for at in order]
-    names = {fqn: number for number, fqn in enumerate(dict.fromkeys(held))}
+    held = list(map(fqns.__getitem__, order.tolist() if in_order else order))
+    names = dict.fromkeys(held)
     rows = np.zeros(len(order), ROW)
-    rows["fqn"] = list(map(names.__getitem__, held)) if len(names) < len(held) else range(len(held))
+    rows["fqn"] = np.arange(len(held))
+    if len(names) < len(held):
+        at = dict(zip(names, range(len(names)), strict=True))
+        rows["fqn"] = list(map(at.__getitem__, held))
     rows["offset"] = by_row
     rows["path"] = path
     rows["start"] = _following(path, length) if begins is None else np.frombuffer(begins, np.int64)
@@ -251,6 +254,8 @@ def _rows(places: bytes, fqns: tuple[str, ...], slots: bytes) -> Rows:
 
 def _order_of(by_row: Array, slots: Array) -> Array:
     """Return the plan's position of every row, where the chunks of each slot are in order."""
+    if np.array_equal(by_row, slots):
+        return np.arange(len(slots))
     order = np.empty(len(by_row), np.int64)
     order[np.argsort(by_row, kind="stable")] = np.argsort(slots, kind="stable")
     return order

@@ -159,7 +159,7 @@ class Body:
         self.first_chunk = first + len(self.sizes)
         self.first_list = self.first_chunk + len(self.chunks)
 
-    def pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytes | bytearray]:
         """Yield it in bounded pieces."""
         words = self.memo.words
         yield from self._size_records()
@@ -175,7 +175,7 @@ class Body:
         # Into the state of the metadata, and that into the metadata.
         yield b"sb."
 
-    def _size_records(self) -> Iterator[bytes]:
+    def _size_records(self) -> Iterator[bytes | bytearray]:
         first = self.memo.count
         for sizes in self.sizes.unique:
             count, ndim = sizes.shape
@@ -188,7 +188,7 @@ class Body:
             yield records(parts, columns | {"number": np.arange(first, first + count)})
             first += count
 
-    def _chunk_records(self) -> Iterator[bytes]:
+    def _chunk_records(self) -> Iterator[bytes | bytearray]:
         words = self.memo.words
         parts: list[Part] = [
             words["ChunkStorageMetadata"] + b")\x81}(" + words["offsets"] + b"j",
@@ -204,7 +204,7 @@ class Body:
             columns = {"offsets": pairs[:, 0], "sizes": pairs[:, 1], "number": numbers}
             yield records(parts, columns)
 
-    def _entry_records(self) -> Iterator[bytes]:
+    def _entry_records(self) -> Iterator[bytes | bytearray]:
         memo, words = self.memo, self.memo.words
         forms = np.array(self.entries.forms, np.int64).reshape(-1, 3)
         form_of = np.asarray(self.entries.form_of, np.int64)
@@ -232,7 +232,7 @@ class Body:
                 yield records([*key, *tensor, b"ub"], columns)
             start = stop
 
-    def _row_records(self) -> Iterator[bytes]:
+    def _row_records(self) -> Iterator[bytes | bytearray]:
         memo, index = self.memo, self.index
         offsets = {
             number: self.offsets[one.listed] if one.listed >= 0 else next(self.own)
@@ -262,7 +262,7 @@ class Body:
                 pooled = 0
         yield from self._pooled(pool)
 
-    def _pooled(self, pool: dict[tuple[bool, bool], list[Ints]]) -> Iterator[bytes]:
+    def _pooled(self, pool: dict[tuple[bool, bool], list[Ints]]) -> Iterator[bytes | bytearray]:
         for (is_chunk, transformed), parts in sorted(pool.items()):
             rows = np.concatenate(parts, axis=1)
             columns = dict(zip(_ROW_COLUMNS, rows, strict=True))
@@ -297,7 +297,7 @@ def _number(name: str, *, is_wide: bool) -> list[Part]:
     return [b"\x8a\x08", (name, "<i8")] if is_wide else [b"J", (name, "<i4")]
 
 
-def records(parts: Sequence[Part], columns: Mapping[str, Ints]) -> bytes:
+def records(parts: Sequence[Part], columns: Mapping[str, Ints]) -> bytearray:
     """Return records of equal length.
 
     Args:
@@ -322,10 +322,11 @@ def records(parts: Sequence[Part], columns: Mapping[str, Ints]) -> bytes:
         }
     )
     count = len(columns[next(iter(fields))]) if fields else 0
-    filled = np.repeat(np.frombuffer(row, f"V{len(row)}"), count).view(dtype)
+    data = bytearray(row) * count
+    filled = np.frombuffer(data, dtype)
     for name in fields:
         filled[name] = columns[name]
-    return filled.tobytes()
+    return data
 
 
 def put(number: int) -> bytes:

@@ -110,7 +110,7 @@ def pickled_head(plain: Metadata, entries: Entries, index: RowIndex) -> tuple[by
     for number, data in enumerate(dumped[:-1], first):
         parts += [data, put(number)]
     parts.append(dumped[-1])
-    classes = {value.__name__: number for number, value in held if isinstance(value, type)}
+    classes = {value.__name__: number for number, value in held[: len(_CLASSES)]}
     memo = memo_of(held, classes, first + len(dumped) - 1, entries, index)
     return b"".join(parts), memo
 
