@@ -19,7 +19,6 @@ from functools import cached_property
 import numpy as np
 
 from dcp_placements.storage.index.columns import IndexDamage, Ints
-from dcp_placements.storage.index.coordinates import distinct
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.metadata.table import Offset, Starts, Transforms
 
@@ -359,11 +358,12 @@ class RowIndex:
             rows[..., 0] += first_files
             yield some, rows
 
-    def _kinds(self, places: Places) -> tuple[list[list[int]], Ints]:
+    def _kinds(self, places: Places) -> tuple[list[tuple[int, int]], Ints]:
         """Return each template and ordinal of the chunks of places once, and by chunk which."""
-        pairs = np.stack([self.writers.templates[places.writers], places.ordinals], axis=1)
-        first, kind_of = distinct(pairs)
-        return pairs[first].tolist(), kind_of
+        templates = self.writers.templates[places.writers].tolist()
+        pairs = list(zip(templates, places.ordinals.tolist(), strict=True))
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(pairs))}
+        return list(kinds), np.array(list(map(kinds.__getitem__, pairs)), np.int64)
 
     def _template_rows(self, template: int, ordinal: int, keys: Ints) -> Ints:
         held = self.templates[template].view(np.int64).reshape(-1, len(TEMPLATE.names or ()))
