@@ -41,19 +41,7 @@ def live_faults(
         mappings: Each key's path in the nested state dict, which gives this rank's own name.
     """
     names = _names(live) if isinstance(live, torch.nn.Module) else set()
-    tensors = (
-        [*live.parameters(), *live.buffers()] if isinstance(live, torch.nn.Module) else list(live)
-    )
-    others = {
-        type(tensor).__name__
-        for tensor in tensors
-        if not (isinstance(tensor, torch.Tensor) or is_dtensor_like(tensor))
-    }
-    if others:
-        raise PlacementError(
-            f"live= has values that are no tensors: {', '.join(sorted(others))}\n"
-            "    way out:     live=model, or its tensors: live=model.parameters()"
-        )
+    tensors = _tensors(live)
     named = {fqn for fqn in state_dict if names and _is_named(fqn, mappings.get(fqn), names)}
     kinds = {kind for tensor in tensors for kind in _kinds(tensor)}
     ranges = {_range(local_tensor(t) if is_dtensor_like(t) else t) for t in tensors}
@@ -85,6 +73,23 @@ def live_faults(
             )
     report.copies = tuple(copies)
     return faults
+
+
+def _tensors(live: torch.nn.Module | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(live, torch.nn.Module):
+        return [*live.parameters(), *live.buffers()]
+    tensors = list(live)
+    others = {
+        type(tensor).__name__
+        for tensor in tensors
+        if not (isinstance(tensor, torch.Tensor) or is_dtensor_like(tensor))
+    }
+    if others:
+        raise PlacementError(
+            f"live= has values that are no tensors: {', '.join(sorted(others))}\n"
+            "    way out:     live=model, or its tensors: live=model.parameters()"
+        )
+    return tensors
 
 
 def _names(live: torch.nn.Module) -> set[str]:

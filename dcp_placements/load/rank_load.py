@@ -60,7 +60,7 @@ from dcp_placements.rules.matches import (
     names_of,
     option_matches,
     rule_matches,
-    unmatched_fault,
+    unmatched_faults,
 )
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.metadata.provenance import saved_by, stored
@@ -260,7 +260,7 @@ class RankLoad:
         unmatched = unmatched_of(messages) if complete else ()
         self.report.unmatched = names_of(unmatched)
         # Listed with the faults, too: a mistake in a pattern may be their cause.
-        mistakes = [unmatched_fault(unmatched, list(self.state_dict))] if unmatched else []
+        mistakes = unmatched_faults(unmatched, list(self.state_dict))
         sent = {message.rank: message.faults for message in messages}
         raise_faults_of_ranks(REFUSED, sent, mistakes)
         if notes := all_notes(messages):

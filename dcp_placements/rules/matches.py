@@ -67,13 +67,15 @@ def names_of(unmatched: Iterable[Declared]) -> tuple[str, ...]:
     return tuple(one.pattern if one.form == OF_RULES else str(one) for one in unmatched)
 
 
-def unmatched_fault(unmatched: Sequence[Declared], keys: Sequence[str]) -> Fault:
+def unmatched_faults(unmatched: Sequence[Declared], keys: Sequence[str]) -> list[Fault]:
     """Return the fault, or the note, on what matches nothing.
 
     Args:
-        unmatched: At least one.
+        unmatched: What does; for nothing there is no fault.
         keys: Those that the likely cause is derived from.
     """
+    if not unmatched:
+        return []
     details = [f"the keys are {format_names(keys, 4)}"] if keys else []
     for one in unmatched:
         if reason := _likely_cause(one, keys):
@@ -82,7 +84,8 @@ def unmatched_fault(unmatched: Sequence[Declared], keys: Sequence[str]) -> Fault
     way_out = "way out:     correct the pattern, or drop it"
     if any(one.form.startswith("rename=") for one in unmatched):
         way_out += "; Renames(..., optional=True) where steps may match nothing"
-    return Fault(", ".join(map(str, unmatched)), "no key on any rank matches", (*details, way_out))
+    names = ", ".join(map(str, unmatched))
+    return [Fault(names, "no key on any rank matches", (*details, way_out))]
 
 
 def _likely_cause(declared: Declared, keys: Sequence[str]) -> str | None:

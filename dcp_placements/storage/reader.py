@@ -42,7 +42,6 @@ from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import (
     merge_rank_metadata,
     no_checkpoint,
-    rank_files,
     unreadable,
 )
 from dcp_placements.storage.metadata.save_ids import (
@@ -51,6 +50,7 @@ from dcp_placements.storage.metadata.save_ids import (
     IdRecord,
     id_records,
     missing,
+    rank_files,
     speaking_for,
 )
 from dcp_placements.storage.protocols import AfterReads, WantsReader

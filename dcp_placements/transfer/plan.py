@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 
 from dcp_placements.errors import Fault, PlacementError, format_faults, raise_faults
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.rules.matches import names_of, unmatched_fault
+from dcp_placements.rules.matches import Declared, names_of, unmatched_faults
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.holding import Group, held_groups
 from dcp_placements.transfer.matching import Matcher
@@ -192,21 +192,18 @@ def transfer_plan(
     routes = matcher.routes()
     raise_faults("the transfer cannot be planned", matcher.faults)
     unused = [one.key for group in sources for one in group.tensors if one.key not in matcher.used]
-    unmatched: list[str] = []
-    for side, declared, groups in ("source", of_source, sources), ("target", of_target, targets):
-        if declared:
-            keys = [tensor.key for group in groups for tensor in group.tensors]
-            note = unmatched_fault(declared, keys)
-            warnings.warn(format_faults(f"look at the {side}", [note], "note"), stacklevel=2)
-            unmatched += [f"{side}: {name}" for name in names_of(declared)]
+    unmatched = *_unmatched("source", of_source, sources), *_unmatched("target", of_target, targets)
     return TransferPlan(
-        source,
-        target,
-        routes=routes,
-        unused=unused,
-        casts=matcher.casts,
-        unmatched=tuple(unmatched),
+        source, target, routes=routes, unused=unused, casts=matcher.casts, unmatched=unmatched
     )
+
+
+def _unmatched(side: str, declared: Sequence[Declared], groups: Sequence[Group]) -> list[str]:
+    """Return what one world declares and no key matches, after a warning."""
+    keys = [tensor.key for group in groups for tensor in group.tensors]
+    if notes := unmatched_faults(declared, keys):
+        warnings.warn(format_faults(f"look at the {side}", notes, "note"), stacklevel=3)
+    return [f"{side}: {name}" for name in names_of(declared)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -66,27 +67,27 @@ def import_command(
     Such as: dcp-placements import Mixtral-8x7B step-0 --from hf
     --rename dcp_placements.presets.hub:mixtral
     """
-    options: dict[Source, dict[str, Any]] = {
-        Source.megatron: {
-            "vocab_size": vocab_size,
-            "optimizer": optimizer,
-            "expert_parallel_size": expert_parallel_size,
-            "expert_tensor_parallel_size": expert_tensor_parallel_size,
-        },
-        Source.hf: {"rename": rename, "memory": memory},
+    of_megatron = {
+        "vocab_size": vocab_size,
+        "optimizer": optimizer,
+        "expert_parallel_size": expert_parallel_size,
+        "expert_tensor_parallel_size": expert_tensor_parallel_size,
     }
-    given = {
-        source: {name: value for name, value in values.items() if value is not None}
-        for source, values in options.items()
-    }
-    for source, values in given.items():
-        if source is not from_ and values:
-            name = next(iter(values)).replace("_", "-")
-            raise typer.BadParameter(f"--{name} is for --from {source}")
+    of_hf = {"rename": rename, "memory": memory}
+    given = _given({Source.megatron: of_megatron, Source.hf: of_hf}, from_)
     with progress("import") as step:
         result: Any
         if from_ is Source.hf:
-            result = offline.import_safetensors(src, out, progress=step, **given[from_])
+            result = offline.import_safetensors(src, out, progress=step, **given)
         else:
-            result = offline.import_megatron(src, out, preset=preset, progress=step, **given[from_])
+            result = offline.import_megatron(src, out, preset=preset, progress=step, **given)
     return show(result, lambda: print_text(str(result)), json=json)
+
+
+def _given(options: Mapping[Source, Mapping[str, Any]], from_: Source) -> dict[str, Any]:
+    """Return the options that are given, which have to be those of the format."""
+    for source, values in options.items():
+        given = [name for name, value in values.items() if value is not None]
+        if given and source is not from_:
+            raise typer.BadParameter(f"--{given[0].replace('_', '-')} is for --from {source}")
+    return {name: value for name, value in options[from_].items() if value is not None}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import prod
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +23,9 @@ from dcp_placements.cli.printing import print_lines, print_table, short, show
 from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_count, format_nbytes
 from dcp_placements.offline.declared import MeshAxes, Rename, resolve
+
+if TYPE_CHECKING:
+    from dcp_placements.transfer.plan import TransferPlan
 
 MAX_ROWS = 32
 SAME = "The same for the target."
@@ -81,22 +85,22 @@ def transfer_command(
         pairs = list(zip(*[column.tolist() for column in plan.pairs()], strict=True))
         if output is not None:
             offline.save_figure(transfer_figure(plan), output)
+    document = {"source": mesh, "target": target_mesh, **_document(plan, pairs)}
+    code = 1 if plan.unmatched else 0
+    return show(document, lambda: _print(document, pairs), json=json, code=code)
+
+
+def _document(plan: TransferPlan, pairs: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     copied = sum(nbytes for sender, receiver, nbytes, _ in pairs if sender == receiver)
-    document = {
-        "source": mesh,
-        "target": target_mesh,
+    names = "source", "target", "bytes", "messages"
+    return {
         "sent_bytes": sum(nbytes for *_, nbytes, _ in pairs) - copied,
         "copied_bytes": copied,
         "unused": plan.unused,
         "casts": list(plan.casts),
         "unmatched": list(plan.unmatched),
-        "pairs": [
-            dict(zip(("source", "target", "bytes", "messages"), pair, strict=True))
-            for pair in pairs
-        ],
+        "pairs": [dict(zip(names, pair, strict=True)) for pair in pairs],
     }
-    code = 1 if plan.unmatched else 0
-    return show(document, lambda: _print(document, pairs), json=json, code=code)
 
 
 def _print(document: dict[str, Any], pairs: list[tuple[Any, ...]]) -> None:

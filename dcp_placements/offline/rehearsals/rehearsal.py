@@ -18,11 +18,11 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Sharding
 from dcp_placements.offline.checkpoint import Checkpoint, StoredObject
 from dcp_placements.offline.declared import MeshAxes, Progress
-from dcp_placements.offline.rehearsals.costs import Part
+from dcp_placements.offline.rehearsals.costs import RankPart
 from dcp_placements.offline.rehearsals.owners import Owners
 from dcp_placements.offline.rehearsals.saved_metadata import SavedMetadata, SavedRows
 from dcp_placements.offline.rehearsals.world_parts import RankParts, WorldParts
-from dcp_placements.rules.matches import names_of, unmatched_fault
+from dcp_placements.rules.matches import names_of, unmatched_faults
 from dcp_placements.rules.mesh import MeshCoordinate
 
 
@@ -112,7 +112,6 @@ def rehearse(
     world = WorldParts(checkpoint, rules, axes, fsdp, expected)
     objects = [one for fqn, one in checkpoint.objects.items() if fqn in expected]
     saved, owners = SavedRows(checkpoint.metadata, world.size), Owners()
-    cut_parts: dict[Any, Part] = {}
     ranks, held = [], []
     for one in world.ranks():
         ranks.append(_rank_costs(world, one, objects))
@@ -120,28 +119,34 @@ def rehearse(
         for part in one.parts:
             owners.add(one.rank, part)
             saved.add(one.rank, part)
-            if part.layout.local_shape != part.part.tensors.shape:
-                cut_parts[part.part.key] = part.part
         progress(len(ranks), world.size)
-    for at, parts in enumerate(held):
-        files = frozenset[int]().union(*map(owners.ranks, parts))
-        # Objects are in the file of rank 0.
-        ranks[at] = replace(ranks[at], resharded_files=len(files | {0} if objects else files))
-    cut = {fqn for part in cut_parts.values() for fqn in part.fqns}
+    # Objects are in the file of rank 0.
+    first = frozenset({0} if objects else ())
+    files = [len(first.union(*map(owners.ranks, parts))) for parts in held]
     unmatched = world.unmatched()
-    notes = [unmatched_fault(unmatched, sorted(expected))] if unmatched else []
     return Rehearsal(
         axes=world.axes,
-        ranks=tuple(ranks),
+        ranks=tuple(replace(one, resharded_files=n) for one, n in zip(ranks, files, strict=True)),
         faults=world.refusals.faults(),
-        notes=(*world.refusals.notes(), *notes),
+        notes=(*world.refusals.notes(), *unmatched_faults(unmatched, sorted(expected))),
         missing=tuple(sorted(expected - stored)),
         unread=tuple(sorted(stored - expected)),
-        replicated=sum(len(tensors.fqns) for tensors in world.classes) - len(cut),
+        replicated=sum(len(tensors.fqns) for tensors in world.classes) - _count_cut(held),
         unmatched=names_of(unmatched),
         unique_nbytes=sum(tensors.total_nbytes for tensors in world.classes),
         metadata=saved.metadata(),
     )
+
+
+def _count_cut(held: Iterable[Iterable[RankPart]]) -> int:
+    """Return the number of tensors of which some rank holds a part only."""
+    cut = {
+        one.part.key: one.part
+        for parts in held
+        for one in parts
+        if one.layout.local_shape != one.part.tensors.shape
+    }
+    return len({fqn for part in cut.values() for fqn in part.fqns})
 
 
 def _rank_costs(

@@ -72,17 +72,7 @@ def rescue(
             checkpoint was overwritten while it was read, and nothing is written then.
         PlacementError: There is nothing to rescue, or a file of the checkpoint is damaged.
     """
-    if checkpoint.format == SAFETENSORS:
-        raise CannotLook(f"{checkpoint.path}: only a DCP checkpoint can be rescued")
-    if diagnosis.healthy:
-        reason = "all experts are there" if diagnosis.tensors else "no key names experts"
-        raise PlacementError(f"{checkpoint.path}: {reason}, so nothing is to be rescued")
-    unclear = diagnosis.of(UNCLEAR)
-    if unclear:
-        raise PlacementError(
-            f"{unclear[0].fqn}: it is not clear which experts it holds: {unclear[0].reason}\n"
-            "    way out:     --experts-per-layer and --mesh of the run that saved"
-        )
+    _check_rescuable(checkpoint, diagnosis)
     families = expert_families(checkpoint.tensors.values())
     overwritten = diagnosis.of(OVERWRITTEN)
     losses = diagnosis.layers.values()
@@ -122,6 +112,20 @@ def rescue(
             beside={LIST: (json.dumps(document, indent=2) + "\n").encode()},
         )
     return result
+
+
+def _check_rescuable(checkpoint: Checkpoint, diagnosis: Diagnosis) -> None:
+    if checkpoint.format == SAFETENSORS:
+        raise CannotLook(f"{checkpoint.path}: only a DCP checkpoint can be rescued")
+    if diagnosis.healthy:
+        reason = "all experts are there" if diagnosis.tensors else "no key names experts"
+        raise PlacementError(f"{checkpoint.path}: {reason}, so nothing is to be rescued")
+    unclear = diagnosis.of(UNCLEAR)
+    if unclear:
+        raise PlacementError(
+            f"{unclear[0].fqn}: it is not clear which experts it holds: {unclear[0].reason}\n"
+            "    way out:     --experts-per-layer and --mesh of the run that saved"
+        )
 
 
 def _copied(checkpoint: Checkpoint, reader: BoxReader, fqn: str) -> Iterator[Piece]:

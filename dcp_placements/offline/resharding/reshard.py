@@ -29,7 +29,7 @@ from dcp_placements.offline.remote_output import AnyFolder, AnyOutput, output_at
 from dcp_placements.offline.resharding.records import SMALL_NBYTES, RecordWriter
 from dcp_placements.offline.resharding.target import Target, stamp_of
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.rules.matches import unmatched_fault
+from dcp_placements.rules.matches import unmatched_faults
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import write_metadata
@@ -105,18 +105,11 @@ def reshard(
     with output_at(out, source=source) as output:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)
-        if checkpoint.format == TORCH_DIST:
-            raise CannotLook(
-                f"{checkpoint.path}: Megatron's torch_dist has state beside its tensors\n"
-                "    way out:     dcp-placements import makes a DCP checkpoint of it"
-            )
         _check_whole(checkpoint)
         versions = checkpoint.directory.versions(checkpoint.files)
-        world = WorldParts(checkpoint, rules, axes, fsdp)
-        target = Target(world)
-        if unmatched := world.unmatched():
-            note = unmatched_fault(unmatched, list(checkpoint.tensors))
-            warnings.warn(format_faults("look at this checkpoint", [note], "note"), stacklevel=2)
+        target = Target(world := WorldParts(checkpoint, rules, axes, fsdp))
+        if notes := unmatched_faults(world.unmatched(), list(checkpoint.tensors)):
+            warnings.warn(format_faults("look at this checkpoint", notes, "note"), stacklevel=2)
         identity = target.identity(versions)
         save_id = bytes.fromhex(identity)[:16]
         names = {rank: target.file_name(rank, save_id) for rank in target.ranks}
@@ -141,7 +134,12 @@ def reshard(
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
-    """Refuse a source whose metadata or sizes of files show that it is damaged."""
+    """Refuse a source with state beside its tensors, or that metadata or sizes show as damaged."""
+    if checkpoint.format == TORCH_DIST:
+        raise CannotLook(
+            f"{checkpoint.path}: Megatron's torch_dist has state beside its tensors\n"
+            "    way out:     dcp-placements import makes a DCP checkpoint of it"
+        )
     faults = structural_faults(checkpoint, records_by_file(checkpoint))
     if faults:
         lines = [

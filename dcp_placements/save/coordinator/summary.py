@@ -10,7 +10,7 @@ from dcp_placements._torch import world_size
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault, format_faults, raise_faults
 from dcp_placements.report import SaveReport, key_report
-from dcp_placements.rules.matches import matched_nowhere, names_of, unmatched_fault
+from dcp_placements.rules.matches import matched_nowhere, names_of, unmatched_faults
 from dcp_placements.save.coordinator.global_plan import Coordinator
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import Holding
@@ -45,7 +45,7 @@ def judged(coordinator: Coordinator, waived: Mapping[str, str], *, strict: bool)
     if unmatched:
         # Listed with the faults, too: a mistake in a pattern is their likely cause.
         fqns = [fqn for table in coordinator.cohorts.tables for fqn in table.fqns]
-        (faults or notes).append(unmatched_fault(unmatched, list(dict.fromkeys(fqns))))
+        (faults or notes).extend(unmatched_faults(unmatched, list(dict.fromkeys(fqns))))
     raise_faults("the ranks' plans do not make a checkpoint", faults)
     if 1 < ranks < world:
         notes.append(_too_few(ranks, world))

@@ -44,7 +44,7 @@ from dcp_placements.storage.metadata.provenance import (
     stored_digest,
 )
 from dcp_placements.storage.metadata.record import merged_record
-from dcp_placements.storage.metadata.save_ids import id_records, rank_file_rank
+from dcp_placements.storage.metadata.save_ids import id_records
 from dcp_placements.storage.metadata.table import place_of, rows_of_places
 from dcp_placements.storage.remote.urls import is_url
 
@@ -52,25 +52,6 @@ MAX_LISTED = 200
 """Directories beside a path that a message is derived from."""
 
 _WAY_OUT = "the directory of a checkpoint, in which .metadata is"
-
-
-def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
-    """Return ``(rank, file)`` of every rank's own metadata in a checkpoint, by rank.
-
-    Args:
-        fs: The checkpoint's file system, torch's or one of its kind.
-        path: The checkpoint.
-    """
-    if hasattr(fs, "ls"):
-        if not fs.exists(path) or (isinstance(path, Path) and not path.is_dir()):
-            return []
-        listed = [rank_file_rank(os.path.basename(str(entry))) for entry in fs.ls(path)]
-        ranks = sorted(rank for rank in listed if rank is not None)
-        return [(rank, fs.concat_path(path, f"__{rank}.metadata")) for rank in ranks]
-    probed: list[tuple[int, Any]] = []
-    while fs.exists(file := fs.concat_path(path, f"__{len(probed)}.metadata")):
-        probed.append((len(probed), file))
-    return probed
 
 
 def no_checkpoint(path: str | os.PathLike[str]) -> NoCheckpoint:

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_placements.errors import Fault
@@ -72,6 +73,25 @@ def rank_file_rank(name: str) -> int | None:
     """
     match = _RANK_FILE.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def rank_files(fs: Any, path: Any) -> list[tuple[int, Any]]:
+    """Return ``(rank, file)`` of every rank's own metadata in a checkpoint, by rank.
+
+    Args:
+        fs: The checkpoint's file system, torch's or one of its kind.
+        path: The checkpoint.
+    """
+    if hasattr(fs, "ls"):
+        if not fs.exists(path) or (isinstance(path, Path) and not path.is_dir()):
+            return []
+        listed = [rank_file_rank(os.path.basename(str(entry))) for entry in fs.ls(path)]
+        ranks = sorted(rank for rank in listed if rank is not None)
+        return [(rank, fs.concat_path(path, f"__{rank}.metadata")) for rank in ranks]
+    probed: list[tuple[int, Any]] = []
+    while fs.exists(file := fs.concat_path(path, f"__{len(probed)}.metadata")):
+        probed.append((len(probed), file))
+    return probed
 
 
 def unfinished_name(name: str) -> str:
