@@ -48,7 +48,7 @@ def option_matches(
     """Return the patterns of an option, such as ``waive``, whose keys are the checkpoint's."""
     regexes = {pattern: compile_pattern(_with_stars(pattern)) for pattern in patterns}
     return {
-        Declared(f"{option}={{}}", pattern): any(map(regex.search, [f".{key}" for key in keys]))
+        Declared(f"{option}={{}}", pattern): any(regex.search(f".{key}") for key in keys)
         for pattern, regex in regexes.items()
     }
 
