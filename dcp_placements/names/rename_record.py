@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from dcp_placements.names.numbers import NUMBER, number_finder
@@ -117,6 +117,14 @@ def stored_numbers(rename: Any) -> dict[Declared, str]:
         declared_step(step): renames.pattern_after(at, step.pattern)
         for at, step in enumerate(renames.steps)
         if isinstance(step, Renumber) and step in expected
+    }
+
+
+def number_matches(numbers: Mapping[Declared, str], keys: Collection[str]) -> dict[Declared, bool]:
+    """Return whether a key of the checkpoint has a number of each, as ``stored_numbers`` has it."""
+    return {
+        declared: any(number_in(pattern, key) for key in keys)
+        for declared, pattern in numbers.items()
     }
 
 

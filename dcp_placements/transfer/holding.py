@@ -15,7 +15,13 @@ import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.sharding import Cut, LayoutError, Sharding, dim_pieces
-from dcp_placements.names.rename_record import Numbers, held_numbers, number_in, stored_numbers
+from dcp_placements.names.rename_record import (
+    Numbers,
+    held_numbers,
+    number_in,
+    number_matches,
+    stored_numbers,
+)
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import (
     Renames,
@@ -139,9 +145,7 @@ def _unmatched(
         numbers |= {declared: pattern for declared, pattern in given.items() if declared in own}
         expected |= own
         absent |= dict.fromkeys(rank.absent)
-    matches.append(
-        {one: any(number_in(pattern, key) for key in keys) for one, pattern in numbers.items()}
-    )
+    matches.append(number_matches(numbers, keys))
     steps = rename_matches(whole if more is None else Renames(*whole.steps, more), keys)
     matches.append({one: is_matched for one, is_matched in steps.items() if one in expected})
     matches.append(option_matches("absent", absent, keys))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.sharding import LayoutError, Sharding
-from dcp_placements.names.rename_record import holder, number_in, stored_numbers
+from dcp_placements.names.rename_record import holder, number_matches, stored_numbers
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import MeshAxes, rules_at
 from dcp_placements.offline.rehearsals.costs import Part, RankPart, parts_by_rule, tensor_classes
@@ -109,10 +109,7 @@ class WorldParts:
     def unmatched(self) -> tuple[Declared, ...]:
         """Return what the ranks seen so far declare by pattern and no key matches."""
         keys = [fqn for tensors in self.classes for fqn in tensors.fqns]
-        numbers = {
-            declared: any(number_in(pattern, key) for key in keys)
-            for declared, pattern in self._numbers.items()
-        }
+        numbers = number_matches(self._numbers, keys)
         waivers = option_matches("waive", self._waived, [*keys, *self.checkpoint.objects])
         return matched_nowhere([*self._matches, numbers, waivers])
 
