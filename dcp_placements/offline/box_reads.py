@@ -160,7 +160,10 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             if chunk.start + chunk.nbytes > file.size:
                 raise _unread(tensor.fqn, chunk.file, "it ends too early")
             record = _record(tensor.fqn, chunk, shared, box)
-            head = self._reader.tensor_record(record, FilePart(file, chunk.start, chunk.nbytes))
+            try:
+                head = self._reader.tensor_record(record, FilePart(file, chunk.start, chunk.nbytes))
+            except EOFError as error:  # it was cut off since it was opened
+                raise _unread(tensor.fqn, chunk.file, str(error)) from error
             if head is None or (head.dtype, head.shape) != (tensor.stored_dtype, held.sizes):
                 return None
             skipped = position(_minus(shared, held), held.sizes) * itemsize

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -65,8 +66,10 @@ class Directory:
         if name not in self._sizes:
             path = self._path(name)
             if self._remote is None:
-                plain = os.path.isfile(path) and self.why_barred(name) is None
-                self._sizes[name] = os.path.getsize(path) if plain else None
+                self._sizes[name] = None
+                with suppress(FileNotFoundError):  # removed in between
+                    if os.path.isfile(path) and self.why_barred(name) is None:
+                        self._sizes[name] = os.path.getsize(path)
             else:
                 self._sizes[name] = self._remote.size(path)
         return self._sizes[name]
@@ -76,8 +79,13 @@ class Directory:
         return None if self._remote else why_barred(self._root, name)
 
     def modified(self, name: str) -> float | None:
-        """Return when a file was last written, in seconds since 1970; None for a URL."""
-        return None if self._remote else os.path.getmtime(self._path(name))
+        """Return when a file was last written, in seconds since 1970.
+
+        None for a URL, and for a file that is not there.
+        """
+        with suppress(FileNotFoundError):
+            return None if self._remote else os.path.getmtime(self._path(name))
+        return None
 
     def open(self, name: str) -> IO[bytes]:
         """Return a file, open for reading by position.
@@ -137,13 +145,17 @@ class Directory:
         now = self.versions(versions)
         changed = sorted(n for n in {*now, *versions} if now.get(n) != versions.get(n))
         if changed:
-            raise CannotLook(
-                f"{format_name(self.path)}: it was overwritten while it was read, so nothing of it "
-                "is kept\n"
-                f"    found:       {format_names(changed, 4)}: other contents than at the start\n"
-                "    likely:      a save into the same directory\n"
-                "    way out:     run it again when the save has ended"
-            )
+            raise self.overwritten(changed)
+
+    def overwritten(self, changed: Sequence[str]) -> CannotLook:
+        """Return the error of files that were written again while they were read."""
+        return CannotLook(
+            f"{format_name(self.path)}: it was overwritten while it was read, so nothing of it "
+            "is kept\n"
+            f"    found:       {format_names(changed, 4)}: other contents than at the start\n"
+            "    likely:      a save into the same directory\n"
+            "    way out:     run it again when the save has ended"
+        )
 
     def local(self, name: str) -> Path | None:
         """Return where a file is on this machine's disk; None where it is elsewhere."""

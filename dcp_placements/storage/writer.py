@@ -91,6 +91,9 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             checkpoint, by an index; ``dcp-placements merge-metadata`` adds it later.
         stock_limit: Bytes of stock metadata beyond which the writer warns.
         storage_options: What fsspec passes to the file system of a URL.
+
+    Raises:
+        PlacementError: A ``serialization_format`` that no reader of ``.distcp`` files reads.
     """
 
     _plans: Sequence[Any] = ()
@@ -111,6 +114,13 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     ) -> None:
         path = local_or_url(path)
         super().__init__(path, *args, **kwargs)
+        if self.serialization_format != SerializationFormat.TORCH_SAVE:
+            raise PlacementError(
+                f"serialization_format={self.serialization_format}: no reader, torch's included, "
+                "reads .distcp files of this format\n"
+                "    way out:     leave it at TORCH_SAVE; for safetensors files use torch's "
+                "HuggingFaceStorageWriter, or dcp-placements export"
+            )
         self.stock_metadata = stock_metadata
         self.stock_limit = stock_limit
         self._storage_options = dict(storage_options or {})
@@ -162,9 +172,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         Raises:
             Exception: Whatever the planner or the file system raised, in any thread.
         """
-        if self.transforms.extensions or (
-            self.serialization_format != SerializationFormat.TORCH_SAVE
-        ):
+        if self.transforms.extensions:
             return super().write_data(plan, planner)
         groups: Sequence[WriteGroup] = ()
         items: Sequence[WriteItem] = plan.items

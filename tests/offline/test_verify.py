@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import dcp_placements.offline
 from dcp_placements import PlacementSavePlanner
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline import verify
+from dcp_placements.offline import CannotLook, verify
 from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk
 from dcp_placements.offline.checks import record_checks
 from dcp_placements.offline.checks.records import FileRecords, Record, _Shared, records_by_file
@@ -392,3 +392,50 @@ def test_the_readme_lists_every_kind() -> None:
     _, _, table = readme.partition("| kind | is |")
     rows = table.partition("\n\n")[0].splitlines()[2:]
     assert {kind for row in rows for kind in re.findall(r"`(\w+)`", row.split("|")[1])} == made
+
+
+def once(change: Callable[[], object]) -> Callable[[int, int], None]:
+    """Return a ``progress`` that changes something at its first call."""
+    waiting = [change]
+
+    def progress(done: int, total: int) -> None:
+        while waiting:
+            waiting.pop()()
+
+    return progress
+
+
+def test_a_checkpoint_that_a_save_replaces_meanwhile_is_not_called_damaged(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    replace = once(lambda: save_sharded(tmp_path, add=1000.0, step=2))
+    with pytest.raises(CannotLook, match="it was overwritten while it was read") as refused:
+        verify(tmp_path, contents=True, progress=replace)
+    assert "way out:     run it again when the save has ended" in str(refused.value)
+    assert verify(tmp_path, contents=True).sound
+
+
+def test_a_file_that_is_cut_off_meanwhile_is_a_fault(tmp_path: Path) -> None:
+    save_sharded(tmp_path, lean=False)
+    cut_off = once(lambda: [os.truncate(file, 100) for file in tmp_path.glob("*.distcp")])
+    faults = verify(tmp_path, contents=True, progress=cut_off).faults
+    assert {fault.kind for fault in faults} == {"missing_file"}
+    assert {fault.message.partition(" at ")[0] for fault in faults} == {
+        "it cannot be read: the file ends"
+    }, faults
+
+
+def test_a_file_that_is_removed_meanwhile_has_no_size_and_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_sharded(tmp_path)
+    directory = Checkpoint(tmp_path).directory
+    assert directory.size(".metadata")
+    file = data_file(tmp_path, 0)
+
+    def removed(path: str) -> bool:
+        os.unlink(path)
+        return True
+
+    monkeypatch.setattr(os.path, "isfile", removed)
+    assert directory.size(file.name) is None
+    assert directory.modified(file.name) is None

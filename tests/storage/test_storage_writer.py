@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from dcp_placements import PlacementError
 from dcp_placements.storage import record_writer
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
@@ -481,3 +482,14 @@ def test_a_file_that_grows_too_large_names_the_reason(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large" in str(caught.value.failures[0][0])
     assert not (tmp_path / ".metadata").exists()
+
+
+def test_a_format_that_no_reader_reads_is_refused(tmp_path: Path) -> None:
+    """Torch's reader takes each record for a file of torch.save, whatever the writer's format."""
+    path = tmp_path / "ckpt"
+    stock = dcp.FileSystemWriter(path, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"w": torch.ones(3)}, storage_writer=stock, no_dist=True)
+    with pytest.raises(dcp.CheckpointException):
+        dcp.load({"w": torch.zeros(3)}, checkpoint_id=path, no_dist=True)
+    with pytest.raises(PlacementError, match="no reader, torch's included"):
+        PlacementFileSystemWriter(path, serialization_format=SerializationFormat.SAFETENSORS)

@@ -102,7 +102,7 @@ class RecordChecker:
                             continue
                         message = f"{record.name} in {file}: {message}"
                         faults.append(CheckpointFault(kind, fqns_of([record]), (file,), message))
-        except OSError as error:
+        except (OSError, EOFError) as error:  # it was cut off since its size was read
             message = f"it cannot be read: {error}"
             return [CheckpointFault("missing_file", fqns_of(records), (file,), message)]
         if changed:

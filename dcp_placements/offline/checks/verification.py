@@ -19,6 +19,7 @@ from dcp_placements.offline.checks.structure import (
     structural_faults,
 )
 from dcp_placements.offline.declared import Progress
+from dcp_placements.offline.directory import Directory
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.provenance import stored_digest
 
@@ -80,9 +81,12 @@ def verify(
         progress: Called as files are read.
 
     Raises:
-        CannotLook: There is no checkpoint, or it cannot be read.
+        CannotLook: There is no checkpoint, or it cannot be read; or there are faults, and a save
+            has replaced its ``.metadata`` meanwhile.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    directory = path.directory if isinstance(path, Checkpoint) else Directory(path)
+    before = _version(directory)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
     with quiet_gc():
         records = records_by_file(checkpoint)
         faults = structural_faults(checkpoint, records)
@@ -98,6 +102,8 @@ def verify(
     )
     for file, in_file in records.items():
         faults += checker.check_file(file, in_file)
+    if faults and _version(directory) != before:
+        raise directory.overwritten([".metadata"])
     notes = _notes(checkpoint)
     if contents and checkpoint.format == SAFETENSORS:
         notes.append("safetensors files have no checksums: nothing proves their contents")
@@ -113,6 +119,14 @@ def verify(
         nbytes=checker.nbytes if contents or digests else 0,
         digests=checker.digests,
     )
+
+
+def _version(directory: Directory) -> str | None:
+    """Return what is different after ``.metadata`` was written again; None without one."""
+    try:
+        return directory.version(".metadata")
+    except OSError:
+        return None
 
 
 def _digest_gaps(
