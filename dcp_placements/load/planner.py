@@ -155,7 +155,9 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         self._run = RankLoad()
         super().set_up_planner({}, metadata, is_coordinator)
         if self.flatten_state_dict:
-            self.state_dict, self.mappings = flattened(state_dict, self._set_up_by_torch)
+            self.state_dict, self.mappings = flattened(
+                state_dict, self._set_up_by_torch, fills_meta=True
+            )
             self.original_state_dict = state_dict
         else:
             self._set_up_by_torch(state_dict)

@@ -6,7 +6,7 @@ global name; rules, plans, messages and the file use only that one.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -59,44 +59,51 @@ class Unstacked:
 
 
 def flattened(
-    values: dict[str, Any], rest: Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Path]]]
+    values: dict[str, Any],
+    rest: Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Path]]],
+    *,
+    fills_meta: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return ``(flat state dict, mappings)`` as DCP flattens a nested dict.
 
     Torch visits every value three times and more, which takes longer than to plan it. Here that is
-    left to lists, objects, and tensors without memory.
+    left to lists and objects.
 
     Args:
         values: The state dict.
         rest: Flattens a dict of one key by torch's functions, which may replace its value.
+        fills_meta: Whether ``rest`` replaces tensors without memory: these are left to it, too.
 
     Raises:
         ValueError: Two values with one key.
     """
-    leaves: list[tuple[str, Any, Path]] = []
+    flat: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
 
     def add(values: dict[str, Any], prefix: str, path: Path) -> None:
         for key, value in values.items():
             kind = type(value)
-            if kind is dict or kind is OrderedDict:
+            if kind in _LEAVES and not (fills_meta and kind in _TENSORS and value.is_meta):
+                text = str(key)
+                put(prefix + text, value, (*path, text))
+            elif kind is dict or kind is OrderedDict:
                 add(value, f"{prefix}{key}.", (*path, str(key)))
-            elif kind in _LEAVES and not (kind in _TENSORS and value.is_meta):
-                leaves.append((f"{prefix}{key}", value, (*path, str(key))))
             else:
                 part = {key: value}
-                flat, paths = rest(part)
+                held, paths_of_held = rest(part)
                 if part[key] is not value:
                     values[key] = part[key]
-                leaves.extend(
-                    (f"{prefix}{fqn}", held, path + paths[fqn]) for fqn, held in flat.items()
-                )
+                for fqn, one in held.items():
+                    put(prefix + fqn, one, path + paths_of_held[fqn])
+
+    def put(fqn: str, value: Any, path: Path) -> None:
+        if fqn in flat:
+            raise ValueError(f"duplicated flatten key {fqn}")
+        flat[fqn] = value
+        paths[fqn] = path
 
     add(values, "", ())
-    flat = {fqn: value for fqn, value, _ in leaves}
-    if len(flat) < len(leaves):
-        several = [fqn for fqn, count in Counter(fqn for fqn, *_ in leaves).items() if count > 1]
-        raise ValueError(f"duplicated flatten key {several[0]}")
-    return flat, {fqn: path for fqn, _, path in leaves}
+    return flat, paths
 
 
 def put_at(values: Any, path: Path, value: Any) -> None:
