@@ -264,19 +264,17 @@ def simulated_ours(workload: Workload, path: Path, *, shadows: bool) -> dict[str
         wants.append([])
         own.append(set())
         is_written = assignment.is_written(holding)
-        for held in holding.keys:
-            for chunk, box in enumerate(held.boxes, held.first_chunk):
-                if held.group.kind == OBJECT or not box.numel:
-                    continue
-                part = held.fqn, box.offsets
-                is_owned = is_written[chunk]
-                if is_owned:
-                    owner[part] = rank
-                if is_owned or held.fqn in copied:
-                    own[rank].add(part)
-                    written[rank] += box.numel * held.group.itemsize
-                else:
-                    wants[rank].append(part)
+        for (fqn, group, box), is_owned in zip(holding.chunks(), is_written, strict=True):
+            if group.kind == OBJECT or not box.numel:
+                continue
+            part = fqn, box.offsets
+            if is_owned:
+                owner[part] = rank
+            if is_owned or fqn in copied:
+                own[rank].add(part)
+                written[rank] += box.numel * group.itemsize
+            else:
+                wants[rank].append(part)
     opened = [
         bool(own[rank]) + len({owner[part] for part in parts}) for rank, parts in enumerate(wants)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -58,32 +58,32 @@ def with_digests(
     is_full = kind == "full"
     # A rank that holds nothing of a group counts as the others do, which hold one box.
     count = sum(
-        len(keys) * max(len(keys[0].boxes), 1)
-        for keys in holding.groups
-        if may_have_replicas(keys[0].group, world)
+        len(held.fqns) * max(len(held.boxes), 1)
+        for held in holding.groups
+        if may_have_replicas(held.group, world)
     )
     is_folded = not exact and exceeds_budget(count, world)
     hashed = [
-        keys
-        for keys in holding.groups
-        if keys[0].boxes and (is_full or may_have_replicas(keys[0].group, world))
+        held
+        for held in holding.groups
+        if held.boxes and (is_full or may_have_replicas(held.group, world))
     ]
-    data = [one for keys in hashed for held in keys for one in _data(held, lookup)]
-    of_tensors = iter(_digests(data, kind))
+    of_tensors = iter(_digests([data for held in hashed for data in _data(held, lookup)], kind))
     objects: Objects = {}
     vectors, stored = [], []
-    for keys in hashed:
-        if keys[0].group.kind == OBJECT:
-            digests = [object_digest(held.value) for held in keys]
+    for held in hashed:
+        if held.group.kind == OBJECT:
+            digests = list(map(object_digest, held.values))
             if is_full:
-                stored += [_object_bytes(held, objects) for held in keys]
+                named = zip(held.fqns, held.values, strict=True)
+                stored += [_object_bytes(fqn, value, objects) for fqn, value in named]
         else:
-            digests = list(islice(of_tensors, len(keys) * len(keys[0].boxes)))
+            digests = list(islice(of_tensors, len(held.fqns) * len(held.boxes)))
             if is_full:
                 stored += [digest or _NO_DIGEST for digest in digests]
-        if may_have_replicas(keys[0].group, world):
-            slots = Slots([held.fqn for held in keys], is_folded)
-            vectors.append(slots.vector(_as_ints(digests).reshape(len(keys), -1)).tobytes())
+        if may_have_replicas(held.group, world):
+            slots = Slots(held.fqns, is_folded)
+            vectors.append(slots.vector(_as_ints(digests).reshape(len(held.fqns), -1)).tobytes())
     plan = plan._replace(
         digest_kind=kind,
         digests=b"".join(vectors),
@@ -104,13 +104,15 @@ def digests_by_chunk(holding: Holding, lookup: Lookup) -> StoredDigests:
         lookup: Gives the data of a tensor that names its own chunks.
     """
     found: StoredDigests = {}
-    digests = iter(sampled_digests([data for held in holding.keys for data in _data(held, lookup)]))
-    for held in holding.keys:
-        is_object = held.group.kind == OBJECT
-        for box in held.boxes:
-            digest = object_digest(held.value) if is_object else next(digests)
+    for held in holding.groups:
+        if held.group.kind == OBJECT:
+            digests = list(map(object_digest, held.values))
+        else:
+            digests = sampled_digests(_data(held, lookup))
+        for (fqn, box), digest in zip(product(held.fqns, held.boxes), digests, strict=True):
             if digest is not None:
-                found.setdefault(held.fqn, {})[None if is_object else box.offsets] = digest
+                place = None if held.group.kind == OBJECT else box.offsets
+                found.setdefault(fqn, {})[place] = digest
     return found
 
 
@@ -171,14 +173,18 @@ def _digests(tensors: Sequence[torch.Tensor], kind: str) -> list[bytes | None]:
 
 
 def _data(held: Held, lookup: Lookup) -> list[torch.Tensor]:
-    """Return what a rank holds of one tensor, box by box: views; nothing of an object."""
+    """Return what a rank holds of a group, key by key and box by box: views; none of objects."""
+    data: list[torch.Tensor] = []
     if held.group.kind == OBJECT:
-        return []
-    if held.placed is not None:
-        return [chunk_data(held.placed, chunk) for chunk in held_chunks(held.placed)]
-    if type(held.value) is torch.Tensor or not has_hooks(held.value):
-        return [held.value]
-    return [lookup(MetadataIndex(held.fqn, torch.Size(box.offsets))) for box in held.boxes]
+        return data
+    for fqn, value in zip(held.fqns, held.values, strict=True):
+        if type(value) is Placed:
+            data += [chunk_data(value, chunk) for chunk in held_chunks(value)]
+        elif type(value) is torch.Tensor or not has_hooks(value):
+            data.append(value)
+        else:
+            data += [lookup(MetadataIndex(fqn, torch.Size(box.offsets))) for box in held.boxes]
+    return data
 
 
 def _as_ints(digests: Sequence[bytes | None]) -> Digests:
@@ -187,8 +193,8 @@ def _as_ints(digests: Sequence[bytes | None]) -> Digests:
     return np.frombuffer(joined, "<u8").astype(np.uint64)
 
 
-def _object_bytes(held: Held, objects: Objects) -> bytes:
+def _object_bytes(fqn: str, value: Any, objects: Objects) -> bytes:
     """Return the digest of an object's bytes, and keep those."""
-    buffer = objects[held.fqn] = io.BytesIO()
-    torch.save(held.value, buffer)
+    buffer = objects[fqn] = io.BytesIO()
+    torch.save(value, buffer)
     return xxhash.xxh3_128_digest(buffer.getbuffer())

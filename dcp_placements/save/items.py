@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +61,7 @@ class Assignment(NamedTuple):
     place: int = 0
 
     def is_written(self, holding: Holding) -> list[bool]:
-        """Return for each chunk that the rank holds, by ``Held.first_chunk``, if it writes it."""
+        """Return for each of ``Holding.chunks`` if the rank writes it."""
         counts = tuple(map(len, holding.boxes))
         chunks = _chunks_held(holding.tables, counts, self.pieces)
         is_written: list[bool] = _is_written(chunks, self.runs).tolist()
@@ -181,33 +181,31 @@ def grouped_items(
     is_written = assignment.is_written(holding)
     groups: list[WriteGroup] = []
     stop = 0
-    for keys in holding.groups:
-        group, boxes = keys[0].group, keys[0].boxes
-        start, stop = stop, stop + len(keys) * len(boxes)
+    for held in holding.groups:
+        group, boxes = held.group, held.boxes
+        start, stop = stop, stop + len(held.fqns) * len(boxes)
         if len(boxes) != 1 or not 0 < boxes[0].numel * group.itemsize <= SMALL_NBYTES:
             continue
-        written = [one for one, mine in zip(keys, is_written[start:stop], strict=True) if mine]
-        if len(written) > 1:
-            tensors = [one.value if one.placed is None else one.placed.tensor for one in written]
-            fqns, (data,) = [one.fqn for one in written], _write_data(group, boxes)
+        mine = is_written[start:stop]
+        if sum(mine) > 1:
+            fqns, tensors = list(compress(held.fqns, mine)), list(compress(held.tensors, mine))
+            (data,) = _write_data(group, boxes)
             groups.append(WriteGroup(fqns, data, _item_type(group), tensors))
-            is_written[start:stop] = [False] * len(keys)
+            is_written[start:stop] = [False] * len(mine)
     return groups, _items(holding, iter(is_written)) if any(is_written) else []
 
 
 def _items(holding: Holding, is_written: Iterator[bool]) -> list[WriteItem]:
     """Return the items of those chunks of a rank that are written; those of a group share data."""
     items_of: dict[str, list[WriteItem]] = {}
-    for keys in holding.groups:
-        group, boxes = keys[0].group, keys[0].boxes
-        kind, data = _item_type(group), _write_data(group, boxes)
-        for held in keys:
-            items_of[held.fqn] = [
-                write_item(held.fqn, one, kind) for one in data if next(is_written)
-            ]
+    for held in holding.groups:
+        group = held.group
+        kind, data = _item_type(group), _write_data(group, held.boxes)
+        for fqn in held.fqns:
+            items_of[fqn] = [write_item(fqn, one, kind) for one in data if next(is_written)]
             if group.kind == OBJECT and next(is_written):
-                items_of[held.fqn].append(WriteItem(MetadataIndex(held.fqn), WriteItemType.BYTE_IO))
-    return [item for held in holding.keys for item in items_of[held.fqn]]
+                items_of[fqn].append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
+    return [item for fqn in holding.fqns for item in items_of[fqn]]
 
 
 def _item_type(group: Group) -> WriteItemType:

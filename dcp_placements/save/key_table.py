@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from io import BytesIO
@@ -22,7 +22,13 @@ import torch
 
 from dcp_placements.layout.sharding import Pick, Sharding
 from dcp_placements.names.renamed_keys import Path
-from dcp_placements.save.packing import packed_ints, packed_keys, unpacked_ints, unpacked_keys
+from dcp_placements.save.packing import (
+    numbered,
+    packed_ints,
+    packed_keys,
+    unpacked_ints,
+    unpacked_keys,
+)
 from dcp_placements.storage.metadata.record import Cuts, SavedCut, cuts_of
 
 _RAW = -zlib.MAX_WBITS
@@ -178,13 +184,16 @@ def unpacked_table(packed: bytes) -> KeyTable:
     return KeyTable(groups, unpacked_keys(keys), sizes, rules, rule_of, paths, path_of)
 
 
-def path_counts(path: Path) -> tuple[int, ...]:
-    """Return how a path's parts make its key.
+def path_counts(paths: Iterable[Path]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Return the different ways in which the parts of paths make keys, and that of each path.
 
-    >>> path_counts(("optim", "layers.0.w", 3))
-    (1, 3, -1)
+    >>> path_counts([("optim", "layers.0.w", 3), ("optim", "layers.1.w", 3)])
+    ([(1, 3, -1)], [0, 0])
     """
-    return tuple(map(_components, path))
+    # First by all parts but the last: there are few of those.
+    heads, head_of = numbered([(path[:-1], _components(path[-1])) for path in paths])
+    counts, counts_of = numbered([(*map(_components, parts), last) for parts, last in heads])
+    return counts, [counts_of[at] for at in head_of]
 
 
 @lru_cache(maxsize=1 << 16)

@@ -8,16 +8,17 @@ all that the coordinator needs to compare.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain, product
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
 from dcp_placements._torch import SavePlan, default_write_items, has_hooks
-from dcp_placements.bind.placed import Placed, Placing
+from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.names.renamed_keys import Path
@@ -30,9 +31,7 @@ from dcp_placements.save.key_table import (
     declared_group,
     path_counts,
 )
-from dcp_placements.save.packing import packed_ints, unpacked_ints
-
-T = TypeVar("T")
+from dcp_placements.save.packing import numbered, packed_ints, unpacked_ints
 
 Boxes = tuple[Box, ...]
 
@@ -71,23 +70,25 @@ class LocalPlan(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """One key of a rank.
+    """The keys of one group, as a rank holds them.
 
     Attributes:
-        fqn: The key.
-        value: The state dict's value; None on the coordinator.
-        placed: Where a placed tensor lies; None for what has no place of its own.
-        group: What it has in common with the other keys of its group.
-        boxes: The boxes that the rank holds of it.
-        first_chunk: The number of its first box among those of all keys, table after table.
+        group: What they have in common.
+        boxes: The boxes that the rank holds of each.
+        fqns: The keys.
+        values: By key, its ``Placed``, or the state dict's value where it has no place; empty on
+            the coordinator.
     """
 
-    fqn: str
-    value: Any
-    placed: Placed | None
     group: Group
     boxes: Boxes
-    first_chunk: int = 0
+    fqns: list[str] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The local tensor of each key, of several the first; the values of objects."""
+        return [one.tensor if type(one) is Placed else one for one in self.values]
 
 
 @dataclass(slots=True)
@@ -97,27 +98,30 @@ class Holding:
     Attributes:
         tables: Its key tables.
         groups: The keys of each group of each table in turn.
-        keys: All keys: on the rank in state dict order, on the coordinator in table order.
+        fqns: All keys: on the rank in state dict order, on the coordinator in table order.
     """
 
     tables: list[KeyTable] = field(default_factory=list)
-    groups: list[list[Held]] = field(default_factory=list)
-    keys: list[Held] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        chunks = 0
-        for held in chain.from_iterable(self.groups):
-            held.first_chunk = chunks
-            chunks += len(held.boxes)
+    groups: list[Held] = field(default_factory=list)
+    fqns: list[str] = field(default_factory=list)
 
     @property
     def boxes(self) -> list[Boxes]:
         """The boxes of each group."""
-        return [keys[0].boxes for keys in self.groups]
+        return [held.boxes for held in self.groups]
+
+    def chunks(self) -> Iterator[tuple[str, Group, Box]]:
+        """Yield each box of each key of each group, in the order in which chunks are numbered."""
+        for held in self.groups:
+            for fqn, box in product(held.fqns, held.boxes):
+                yield fqn, held.group, box
 
 
 def holding_of(
-    state_dict: Mapping[str, Any], placing: Placing, paths: Mapping[str, Path]
+    state_dict: Mapping[str, Any],
+    placed: Mapping[str, Placed],
+    paths: Mapping[str, Path],
+    without: Collection[str] = (),
 ) -> Holding:
     """Return what a rank holds of a flat state dict, by group.
 
@@ -126,55 +130,49 @@ def holding_of(
 
     Args:
         state_dict: Flat, with the checkpoint's keys.
-        placing: Its tensors' places.
+        placed: Its tensors' places.
         paths: By key, where it stands in the nested dict; empty where it was not flattened.
+        without: Keys that it has no part of, or leaves to other ranks.
     """
-    keys = []
-    # Of each table, the keys of each group.
-    tables: dict[Any, dict[tuple[Group, Boxes], list[Held]]] = {}
+    fqns = [fqn for fqn in state_dict if fqn not in without]
+    # Of each table, the groups.
+    tables: dict[Any, dict[tuple[Group, Boxes], Held]] = {}
     # The group of a key, by all that determines it.
-    groups: dict[Any, tuple[Group, Boxes, list[Held]]] = {}
-    for fqn, value in state_dict.items():
-        if fqn in placing.absent:
-            continue
-        placed = placing.placed.get(fqn)
-        path = paths.get(fqn, (fqn,))
+    groups: dict[Any, Held] = {}
+    for fqn in fqns:
+        path = paths.get(fqn, ())
         head = path[0] if len(path) > 1 else fqn.partition(".")[0]
+        value = placed.get(fqn)
         source: tuple[Any, ...]
-        if placed is None:
+        if value is None:
+            value = state_dict[fqn]
             source = head, _source_of_group(fqn, value)
         else:
-            tensor = placed.tensor
-            look = tensor.dtype, tensor.layout, tensor.requires_grad
-            source = head, placed.place.number, placed.has_own_key, look
-        found = groups.get(source)
-        if found is None:
-            group, boxes = _group_and_boxes(fqn, value, placed)
-            has_own_key = placed is not None and placed.has_own_key
-            table = tables.setdefault((head, has_own_key, group.kind, group.axis_names), {})
-            found = groups[source] = group, boxes, table.setdefault((group, boxes), [])
-        group, boxes, members = found
-        held = Held(fqn, value, placed, group, boxes)
-        keys.append(held)
-        members.append(held)
+            source = head, value.place.number, value.has_own_key, _LOOK(value.tensor)
+        held = groups.get(source)
+        if held is None:
+            held = _held(fqn, value)
+            has_own_key = type(value) is Placed and value.has_own_key
+            table = tables.setdefault(
+                (head, has_own_key, held.group.kind, held.group.axis_names), {}
+            )
+            held = groups[source] = table.setdefault((held.group, held.boxes), held)
+        held.fqns.append(fqn)
+        held.values.append(value)
     by_table = [list(table.values()) for table in tables.values()]
     key_tables = [_table_of(members, paths) for members in by_table]
-    return Holding(key_tables, list(chain.from_iterable(by_table)), keys)
+    return Holding(key_tables, list(chain.from_iterable(by_table)), fqns)
 
 
-def _table_of(groups: Sequence[Sequence[Held]], paths: Mapping[str, Path]) -> KeyTable:
-    keys = list(chain.from_iterable(groups))
-    fqns = [held.fqn for held in keys]
-    rules = [None if held.placed is None else held.placed.rule for held in keys]
-    forms = [path_counts(paths.get(fqn, (fqn,))) for fqn in fqns]
-    declared, sizes = [members[0].group for members in groups], list(map(len, groups))
-    return KeyTable(declared, fqns, sizes, *_numbered(rules), *_numbered(forms))
+_LOOK = attrgetter("dtype", "layout", "requires_grad")
 
 
-def _numbered(values: Sequence[T]) -> tuple[list[T], list[int]]:
-    """Return the different values, and the number of each value among them."""
-    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
-    return list(numbers), [numbers[value] for value in values]
+def _table_of(groups: Sequence[Held], paths: Mapping[str, Path]) -> KeyTable:
+    fqns = [fqn for held in groups for fqn in held.fqns]
+    rules = [one.rule if type(one) is Placed else None for held in groups for one in held.values]
+    forms = path_counts([paths.get(fqn, (fqn,)) for fqn in fqns])
+    declared, sizes = [held.group for held in groups], [len(held.fqns) for held in groups]
+    return KeyTable(declared, fqns, sizes, *numbered(rules), *forms)
 
 
 def foreign_plans(plans: Sequence[SavePlan]) -> list[Fault]:
@@ -195,15 +193,11 @@ def foreign_plans(plans: Sequence[SavePlan]) -> list[Fault]:
 
 def sent_holding(plan: LocalPlan, tables: Sequence[KeyTable]) -> Holding:
     """Return what a plan, with its tables unpacked, shows of its rank's holding."""
-    fqns = [table.keys(number) for table in tables for number in range(len(table.groups))]
     declared = [group for table in tables for group in table.groups]
-    groups = [
-        [Held(fqn, None, None, group, boxes) for fqn in keys]
-        for keys, group, boxes in zip(
-            fqns, declared, unpacked_boxes(plan.boxes, declared), strict=True
-        )
-    ]
-    return Holding(list(tables), groups, list(chain.from_iterable(groups)))
+    fqns = [table.keys(number) for table in tables for number in range(len(table.groups))]
+    boxes = unpacked_boxes(plan.boxes, declared)
+    groups = list(map(Held, declared, boxes, fqns))
+    return Holding(list(tables), groups, list(chain.from_iterable(fqns)))
 
 
 def packed_boxes(held: Sequence[Boxes]) -> bytes:
@@ -239,23 +233,24 @@ def _source_of_group(fqn: str, value: Any) -> Any:
     if has_hooks(value):
         return fqn
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.layout, value.requires_grad
+        return value.shape, _LOOK(value)
     return None
 
 
-def _group_and_boxes(fqn: str, value: Any, placed: Placed | None) -> tuple[Group, Boxes]:
-    if placed is not None:
-        binding = placed.binding
+def _held(fqn: str, value: Any) -> Held:
+    """Return the group and the boxes of a key, as those of no key."""
+    if type(value) is Placed:
+        binding = value.binding
         names = tuple([axis.name for axis in binding.axes])
-        look = _look_of(placed.tensor)
+        look = _look_of(value.tensor)
         group = declared_group(binding.sharding, names, *look, is_exact=binding.is_exact)
-        return group, tuple([chunk.box for chunk in held_chunks(placed)])
+        return Held(group, tuple([chunk.box for chunk in held_chunks(value)]))
     if has_hooks(value):
-        return _of_own_chunks(fqn, value)
+        return Held(*_of_own_chunks(fqn, value))
     if not isinstance(value, torch.Tensor):
-        return Group(OBJECT), OBJECT_BOXES
+        return Held(Group(OBJECT), OBJECT_BOXES)
     shape = tuple(value.shape)
-    return Group(PLAIN, shape, *_look_of(value)), (Box.whole(shape),)
+    return Held(Group(PLAIN, shape, *_look_of(value)), (Box.whole(shape),))
 
 
 def _look_of(tensor: Any) -> tuple[torch.dtype, str, bool]:

@@ -7,12 +7,15 @@ out the same few names recur, and the numbers count up; both compress to little.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -72,6 +75,18 @@ def _inflated(packed: bytes) -> bytes:
     return packed[1:2] + zlib.decompress(packed[2:])
 
 
+def numbered(values: Iterable[T]) -> tuple[list[T], list[int]]:
+    """Return the different values, and the number of each value among them.
+
+    >>> numbered("abca")
+    (['a', 'b', 'c'], [0, 1, 2, 0])
+    """
+    numbers: defaultdict[T, int] = defaultdict()
+    numbers.default_factory = numbers.__len__
+    number_of = list(map(numbers.__getitem__, values))
+    return list(numbers), number_of
+
+
 def packed_keys(keys: Sequence[str]) -> Any:
     """Return keys as a value that pickles to bytes that compress well.
 
@@ -98,10 +113,9 @@ def packed_keys(keys: Sequence[str]) -> Any:
     is_digit[starts] = False
     zeros = text.copy()
     zeros[starts] = ord("0")
-    name_of = zeros[~is_digit].tobytes().decode().split("\n")
-    names = {name: number for number, name in enumerate(dict.fromkeys(name_of))}
-    order = np.fromiter(map(names.__getitem__, name_of), np.int64, len(keys))
-    by_place, is_first = _by_place(list(names), order)
+    names, name_of = numbered(zeros[~is_digit].tobytes().decode().split("\n"))
+    order = np.array(name_of)
+    by_place, is_first = _by_place(names, order)
     steps = np.empty_like(numbers)
     steps[by_place] = np.where(is_first, numbers[by_place], np.diff(numbers[by_place], prepend=0))
     columns = [packed_ints(column, compress=False) for column in (order, steps)]

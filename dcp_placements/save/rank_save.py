@@ -133,8 +133,8 @@ class RankSave:
 
     def hold(self, left: Collection[str] = ()) -> None:
         """Take all keys for what the rank holds, but for those that are left to other ranks."""
-        kept = {fqn: value for fqn, value in self.state_dict.items() if fqn not in left}
-        self.holding = holding_of(kept, self.placing, self.paths)
+        without = self.placing.absent.union(left)
+        self.holding = holding_of(self.state_dict, self.placing.placed, self.paths, without)
 
     def items(self, assignment: Assignment, planner: SavePlanner | None) -> GroupedItems[WriteItem]:
         """Return what the rank writes, shadows last.

@@ -100,18 +100,18 @@ def packs_of(holding: Holding, assignment: Assignment) -> list[Pack]:
     if shadowing is None:
         return []
     candidates: list[Candidate] = []
-    is_written = assignment.is_written(holding)
-    for held in holding.keys:
+    is_written = iter(assignment.is_written(holding))
+    for held in holding.groups:
         group = held.group
-        chunks = enumerate(held.boxes, held.first_chunk)
-        others = tuple([box for chunk, box in chunks if not is_written[chunk]])
-        nbytes = sum(box.numel for box in others) * group.itemsize
-        if group.kind == OBJECT:
-            wanted = shadowing.unlike is not None and held.fqn not in shadowing.unlike
-        else:
-            wanted = nbytes > 0 and group.layout == "strided"
-        if others and wanted:
-            candidates.append((nbytes, held.fqn, group, others))
+        for fqn in held.fqns:
+            others = tuple([box for box in held.boxes if not next(is_written)])
+            nbytes = sum(box.numel for box in others) * group.itemsize
+            if group.kind == OBJECT:
+                wanted = shadowing.unlike is not None and fqn not in shadowing.unlike
+            else:
+                wanted = nbytes > 0 and group.layout == "strided"
+            if others and wanted:
+                candidates.append((nbytes, fqn, group, others))
     alike: dict[tuple[Group, Boxes], list[str]] = {}
     for _, fqn, group, boxes in _chosen(candidates, shadowing.wanted):
         alike.setdefault((Group(*group[:5]), boxes), []).append(fqn)

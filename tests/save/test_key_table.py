@@ -180,12 +180,10 @@ PATH = st.lists(st.one_of(st.integers(0, 20), KEYS.filter(bool)), min_size=1, ma
 @given(st.lists(PATH.map(tuple), max_size=20, unique_by=lambda path: ".".join(map(str, path))))
 @examples(50)
 def test_a_table_knows_where_its_keys_stand(paths: list[tuple[str | int, ...]]) -> None:
-    counts = list(dict.fromkeys(map(path_counts, paths)))
-    found = KeyTable([Group(PLAIN)], sizes=[len(paths)], rules=[None], paths=counts)
-    for path in paths:
-        found.fqns.append(".".join(map(str, path)))
-        found.rule_of.append(0)
-        found.path_of.append(counts.index(path_counts(path)))
+    fqns, rule_of = [".".join(map(str, path)) for path in paths], [0] * len(paths)
+    forms, form_of = path_counts(paths)
+    assert len(set(forms)) == len(forms)
+    found = KeyTable([Group(PLAIN)], fqns, [len(paths)], [None], rule_of, forms, form_of)
     sent = unpacked_table(found.packed())
     assert sent == found
     assert sent.paths_of_keys() == dict(zip(found.fqns, paths, strict=True))

@@ -49,11 +49,11 @@ def making(
     for plan in cohorts.plans:
         tables = cohorts.tables_of(plan)
         if any(_listed_dim(group) is not None for table in tables for group in table.groups):
-            for keys in cohorts.holding(plan).groups:
-                if (dim := _listed_dim(keys[0].group)) is not None:
-                    rows = tuple(dict.fromkeys(box.offsets[dim] for box in keys[0].boxes))
-                    for held in keys:
-                        row_maps.setdefault(held.fqn, {})[plan.rank] = rows
+            for held in cohorts.holding(plan).groups:
+                if (dim := _listed_dim(held.group)) is not None:
+                    rows = tuple(dict.fromkeys(box.offsets[dim] for box in held.boxes))
+                    for fqn in held.fqns:
+                        row_maps.setdefault(fqn, {})[plan.rank] = rows
     return {
         "axes": {
             name: size for statement in statements for name, size in statement.axis_sizes.items()
@@ -76,10 +76,8 @@ def written_digests(cohorts: Cohorts, assignments: Sequence[Assignment]) -> Stor
     for plan, assignment in zip(cohorts.plans, assignments, strict=True):
         holding = cohorts.holding(plan)
         is_written = assignment.is_written(holding)
-        for held in holding.keys:
-            for chunk, box in enumerate(held.boxes, held.first_chunk):
-                digest = plan.stored_digests[chunk * FULL_NBYTES : (chunk + 1) * FULL_NBYTES]
-                if is_written[chunk] and any(digest):
-                    place = None if held.group.kind == OBJECT else box.offsets
-                    found.setdefault(held.fqn, {})[place] = digest
+        for chunk, (fqn, group, box) in enumerate(holding.chunks()):
+            digest = plan.stored_digests[chunk * FULL_NBYTES : (chunk + 1) * FULL_NBYTES]
+            if is_written[chunk] and any(digest):
+                found.setdefault(fqn, {})[None if group.kind == OBJECT else box.offsets] = digest
     return found

@@ -80,12 +80,14 @@ def summarise(coordinator: Coordinator, waived: Mapping[str, str]) -> SaveReport
 def summarise_rank(holding: Holding, placing: Placing, waived: Mapping[str, str]) -> SaveReport:
     """Return what one rank holds, for a rank that sees no plan but its own."""
     report = SaveReport(ranks=1, rules=dict(placing.matched), waived=dict(waived))
-    report.objects = tuple(held.fqn for held in holding.keys if held.group.kind == OBJECT)
-    for held in holding.keys:
-        if held.group.kind != OBJECT:
-            shape, dtype, boxes = held.group.shape, held.group.dtype, set(held.boxes)
-            numel = sum(box.numel for box in boxes)
-            report.keys[held.fqn] = key_report(shape, dtype, len(boxes), numel, numel)
+    for held in holding.groups:
+        if held.group.kind == OBJECT:
+            report.objects += tuple(held.fqns)
+            continue
+        boxes = set(held.boxes)
+        numel = sum(box.numel for box in boxes)
+        of_key = key_report(held.group.shape, held.group.dtype, len(boxes), numel, numel)
+        report.keys.update(dict.fromkeys(held.fqns, of_key))
     return report
 
 
