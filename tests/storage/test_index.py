@@ -40,6 +40,7 @@ from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, Ind
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries
 from dcp_placements.storage.metadata import description
+from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.pickles.stock_body import MARKER_NBYTES
 from dcp_placements.storage.metadata.table import place_of, rows_of_places
 from dcp_placements.testing import World
@@ -124,6 +125,37 @@ def test_the_text_of_a_key_is_pickled_once(tmp_path: Path) -> None:
     for key in whole:
         assert planner_data[key] == (key,)
         assert stock.count(b"X" + struct.pack("<I", len(key)) + key.encode()) == 1
+
+
+@pytest.mark.parametrize("stock_metadata", [True, False], ids=["stock", "index"])
+def test_any_planner_data_come_back(tmp_path: Path, stock_metadata: bool) -> None:
+    """Keys that are words of the pickle, paths that are none, and a value that has itself."""
+    keys = ["offset", "planner_data", "__0_0.distcp", "w"]
+    dcp.save({key: torch.ones(3) for key in keys}, checkpoint_id=tmp_path, no_dist=True)
+    file = tmp_path / ".metadata"
+    metadata = read(tmp_path, restricted=False)
+    places = [place_of(i.fqn, i.offset, info) for i, info in metadata.storage_data.items()]
+    metadata.storage_data = StorageTable(rows_of_places(places))
+    shared: list[Any] = ["shared"]
+    shared.append(shared)
+    for planner_data in (
+        {key: (key,) for key in keys} | {"other": ("a", 1, "a"), "number": 2, 3: ("b",)},
+        {"w": ("w", shared), "offset": (shared,), "x": (True, None)},
+        ("no", "dict"),
+        None,
+    ):
+        metadata.planner_data = planner_data
+        with open(file, "wb") as stream:
+            write_metadata(metadata, stream, stock_metadata=stock_metadata)
+        found = [read(tmp_path, restricted=False)]
+        if stock_metadata:
+            found.append(pickle.loads(file.read_bytes()))
+        for one in found:
+            assert repr(one.planner_data) == repr(planner_data)
+            assert one.state_dict_metadata == dict(metadata.state_dict_metadata)
+        if stock_metadata:
+            assert found[1].storage_data == dict(metadata.storage_data)
+            Checkpoint(tmp_path)
 
 
 def test_torchs_planner_and_reader_load_what_our_reader_reads(tmp_path: Path) -> None:

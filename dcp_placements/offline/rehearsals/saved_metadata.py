@@ -26,7 +26,7 @@ from dcp_placements.storage.index.stored_entries import StoredEntries, entries_o
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.pickles.stock_body import Body
-from dcp_placements.storage.metadata.pickles.stock_pickle import pickled_head, plain_metadata
+from dcp_placements.storage.metadata.pickles.stock_pickle import pickled_head
 from dcp_placements.storage.metadata.table import ROW, Array, Offset, Rows
 from dcp_placements.storage.metadata.write_results import Outline, WriteResults
 
@@ -186,8 +186,8 @@ def _stock_nbytes(saved: Metadata, written: Sequence[Written], rows: int) -> int
     """Return the bytes of stock metadata; all but the rows and files are made."""
     entries = entries_of(saved.state_dict_metadata)
     no_rows = build_index([], entries)
-    head, memo = pickled_head(plain_metadata(saved, entries.fqns), entries, no_rows)
-    nbytes = len(head) + sum(map(len, Body(memo, entries, no_rows).pieces()))
+    head = pickled_head(saved, entries, no_rows)
+    nbytes = len(head.data) + sum(map(len, Body(head.memo, entries, no_rows).pieces()))
     ends = [int((held["start"] + held["length"]).max()) for held in map(_rows, written)]
     row = _WIDE_ROW_NBYTES if max(ends, default=0) >= 1 << 31 else _ROW_NBYTES
     paths = sum(len(path) + _PATH_NBYTES for one in written for path in one.paths)

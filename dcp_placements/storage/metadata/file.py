@@ -40,13 +40,10 @@ from dcp_placements.storage.metadata.pickles.metadata_pickle import (
 from dcp_placements.storage.metadata.pickles.stock_body import Body, marker, refusing_pickle
 from dcp_placements.storage.metadata.pickles.stock_pickle import (
     pickled_head,
-    plain_metadata,
-    portable_pickler,
 )
 from dcp_placements.storage.metadata.pickles.tensor_properties import (
     PICKLED_PROPERTIES,
     plain_properties,
-    torch_properties,
 )
 
 
@@ -69,17 +66,13 @@ def write_metadata(
         if isinstance(metadata.planner_data, SentPart):
             metadata = replace(metadata, planner_data=dict(metadata.planner_data))
         index = metadata.storage_data.index_for(entries)
-        buffer = io.BytesIO()
-        properties = list(map(torch_properties, entries.properties))
-        plain = plain_metadata(metadata, entries.fqns)
-        portable_pickler(buffer).dump((plain, properties, list(entries.others)))
-        head, memo = pickled_head(plain, entries, index) if stock_metadata else (b"", None)
-        values = buffer.getvalue()
-        blocks, end, digest = packed_index(values, entries, index, head_nbytes=len(head))
+        head = pickled_head(metadata, entries, index)
+        head_nbytes = len(head.data) if stock_metadata else 0
+        blocks, end, digest = packed_index(head.values, entries, index, head_nbytes=head_nbytes)
         pieces = (
-            [refusing_pickle(digest)]
-            if memo is None
-            else chain([marker(digest), head], Body(memo, entries, index).pieces())
+            chain([marker(digest), head.data], Body(head.memo, entries, index).pieces())
+            if stock_metadata
+            else [refusing_pickle(digest)]
         )
         nbytes = 0
         for piece in pieces:

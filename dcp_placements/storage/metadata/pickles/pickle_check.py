@@ -8,6 +8,7 @@ the index and has to be the same bytes.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Hashable
 
 from dcp_placements.storage.index.blocks import Opener
 from dcp_placements.storage.index.entries import Entries
@@ -71,10 +72,14 @@ def _memo(head: bytes, entries: Entries, index: RowIndex) -> Memo:
     value = unpickler.load()
     if type(value) is not PlainMetadata or unpickler.stack:
         raise _unlike()
-    held = list(unpickler.memo.items())
-    classes = {value.name: number for number, value in reversed(held) if type(value) is StandIn}
+    # Of equal values the first one counts.
+    held = list(unpickler.memo.items())[::-1]
+    numbers: dict[Hashable, int] = {value: at for at, value in held if type(value) is str}
+    lists = [(at, value) for at, value in held if type(value) is list]
+    numbers.update((tuple(v), at) for at, v in lists if all(type(one) is str for one in v))
+    classes = {value.name: number for number, value in held if type(value) is StandIn}
     try:
-        return memo_of(held, classes, max(unpickler.memo, default=-1) + 1, entries, index)
+        return memo_of(numbers, classes, max(unpickler.memo, default=-1) + 1, entries, index)
     except (KeyError, ValueError) as error:
         raise _unlike() from error
 

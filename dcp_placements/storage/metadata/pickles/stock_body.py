@@ -11,7 +11,6 @@ import struct
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -96,7 +95,7 @@ class Memo:
 
 
 def memo_of(
-    held: Sequence[tuple[int, Any]],
+    numbers: Mapping[Hashable, int],
     classes: Mapping[str, int],
     count: int,
     entries: Entries,
@@ -105,7 +104,7 @@ def memo_of(
     """Return the memo of a head.
 
     Args:
-        held: Numbers and values, in order; of equal values the first one counts.
+        numbers: Of texts, and of lists of texts by their tuples.
         classes: Numbers by name.
         count: How many there are; properties and other entries are the last.
         entries: Of all keys.
@@ -115,9 +114,6 @@ def memo_of(
         KeyError: A text, a list of texts or a class is missing.
         ValueError: A class or the name of an attribute is not among the first.
     """
-    numbers: dict[Hashable, int] = {v: n for n, v in reversed(held) if type(v) is str}
-    lists = [(n, v) for n, v in reversed(held) if type(v) is list]
-    numbers.update((tuple(v), n) for n, v in lists if all(type(one) is str for one in v))
     words = {name: b"h" + bytes([classes[name]]) for name in CLASSES}
     words |= {name: b"h" + bytes([numbers[name]]) for name in NAMES}
     first_other = count - len(entries.others)
@@ -332,3 +328,8 @@ def records(parts: Sequence[Part], columns: Mapping[str, Ints]) -> bytearray:
 def put(number: int) -> bytes:
     """Return what puts the top of the stack into the memo, and takes it off."""
     return b"r" + struct.pack("<I", number) + b"0"
+
+
+def get(number: int) -> bytes:
+    """Return what puts a value of the memo on the stack."""
+    return b"j" + struct.pack("<I", number)

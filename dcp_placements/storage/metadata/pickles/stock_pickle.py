@@ -6,10 +6,9 @@ import copy
 import copyreg
 import io
 import pickle
-import pickletools
-from collections.abc import Sequence
-from operator import itemgetter
-from typing import Any
+from collections.abc import Hashable, Sequence
+from itertools import chain, count
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +29,7 @@ from dcp_placements.storage.metadata.pickles.metadata_pickle import PATHS_OF_3_1
 from dcp_placements.storage.metadata.pickles.stock_body import (
     NAMES,
     Memo,
+    get,
     memo_of,
     put,
 )
@@ -44,75 +44,125 @@ _CLASSES = (
 )
 
 
-def plain_metadata(metadata: Metadata, fqns: Sequence[str]) -> Metadata:
-    """Return metadata without entries and rows, in the form that every torch reads.
+class Head(NamedTuple):
+    """The pickle from the marker to the records; the stack has the metadata.
 
-    Args:
-        metadata: All of it.
-        fqns: The keys. Equal texts in ``planner_data`` become these, so that they are pickled once.
+    Attributes:
+        data: Its bytes.
+        memo: What it leaves in the memo.
+        values: A pickle of its own of the same metadata, properties and other entries, as a tuple.
     """
-    rest = copy.copy(metadata)
-    for name in ("state_dict_metadata", "storage_data"):
-        vars(rest).pop(name, None)
-    if metadata.storage_meta is not None:
-        rest.storage_meta = _portable_meta(metadata.storage_meta)
-    if type(metadata.planner_data) is dict:
-        data, texts = metadata.planner_data, dict(zip(fqns, fqns, strict=True))
-        # The path of many keys is the key alone.
-        rest.planner_data = {
-            text: (text,)
-            if type(path) is tuple and len(path) == 1 and type(path[0]) is str and path[0] == text
-            else path
-            for text, path in zip(map(texts.get, data, data), data.values(), strict=True)
-        }
-    return rest
+
+    data: bytes
+    memo: Memo
+    values: bytes
 
 
-def portable_pickler(buffer: io.BytesIO) -> pickle.Pickler:
-    """Return a pickler of the form that every torch reads."""
-    # Protocol 3 has no frames, which would need the length of the records, and it numbers its
-    # memo in order.
-    pickler = pickle.Pickler(buffer, 3)
-    pickler.dispatch_table = {
-        **copyreg.dispatch_table,
-        TensorProperties: _portable,
-        # Python 3.11 before 3.11.4 would pickle a call of getattr.
-        MemoryFormat: lambda member: (MemoryFormat, (member.value,)),
-    }
-    return pickler
-
-
-def pickled_head(plain: Metadata, entries: Entries, index: RowIndex) -> tuple[bytes, Memo]:
-    """Return the pickle from the marker to the records, and the memo; the stack has the metadata.
+def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> Head:
+    """Return the beginning of a pickle, in the form that every torch reads.
 
     Args:
-        plain: Of ``plain_metadata``.
+        metadata: Its ``state_dict_metadata`` and ``storage_data`` are left out.
         entries: Written as its ``state_dict_metadata``.
         index: Written as its ``storage_data``.
     """
-    buffer = io.BytesIO()
-    pickler = portable_pickler(buffer)
-    transforms = [None if steps is None else list(steps) for steps in index.transforms]
-    pickler.dump((_CLASSES, NAMES, tuple(index.fqns), list(index.writers.files()), transforms))
-    held = sorted(pickler.memo.copy().values(), key=itemgetter(0))
-    parts = [buffer.getvalue()[2:-1], b"0"]
-    dumped = []
-    listed = map(torch_properties, entries.properties)
-    for value in (*listed, *entries.others, plain):
-        start = buffer.tell()
-        pickler.dump(value)
-        dumped.append(buffer.getvalue()[start:-1])
-    # The memo numbers its values in order; a copy of it would take longer than all dumps.
-    start = buffer.tell()
-    pickler.dump("the next of the memo")
-    opcodes = pickletools.genops(buffer.getvalue()[start:])
-    first: int = next(at for code, at, _ in opcodes if at is not None and "PUT" in code.name)
-    for number, data in enumerate(dumped[:-1], first):
-        parts += [data, put(number)]
-    parts.append(dumped[-1])
-    classes = {value.__name__: number for number, value in held[: len(_CLASSES)]}
-    memo = memo_of(held, classes, first + len(dumped) - 1, entries, index)
-    return b"".join(parts), memo
+    pickling = _Pickling()
+    begin = [pickling.dump(_CLASSES), b"0"]
+    classes = {c.__name__: n for n, c in pickling.memo() if isinstance(c, type)}
+    # Different texts are different objects: each gets a number.
+    texts = dict.fromkeys((*NAMES, *index.fqns))
+    numbers: dict[Hashable, int] = dict(zip(texts, count(pickling.next_number())))
+    begin += [pickling.dump(tuple(texts)), b"0", _plain_metadata(pickling, metadata, entries.fqns)]
+    properties = map(torch_properties, entries.properties)
+    shared = [pickling.dump(value) for value in (*properties, *entries.others)]
+    # From here on numbers are given one by one.
+    number = pickling.next_number()
+    end = []
+    for value in (*index.writers.files(), *index.transforms):
+        if value is not None and value not in numbers:
+            dumped = value if isinstance(value, str) else list(value)
+            end += [pickling.dump(dumped, fast=True), put(number)]
+            numbers[value] = number
+            number += 1
+    for at, data in enumerate(shared, number):
+        begin += [data, put(at)]
+    memo = memo_of(numbers, classes, number + len(shared), entries, index)
+    values = [b"\x80\x03", *begin]
+    for held in (memo.properties, memo.others):
+        values += [b"](", *map(get, held.tolist()), b"e"]
+    return Head(b"".join(begin + end), memo, b"".join([*values, b"\x87."]))
+
+
+def _plain_metadata(pickling: _Pickling, metadata: Metadata, fqns: Sequence[str]) -> bytes:
+    """Return the pickle of metadata without entries and rows, in the form that every torch reads.
+
+    Args:
+        pickling: Its memo has the keys.
+        metadata: All of it.
+        fqns: The keys.
+    """
+    plain = copy.copy(metadata)
+    for name in ("state_dict_metadata", "storage_data"):
+        vars(plain).pop(name, None)
+    if metadata.storage_meta is not None:
+        plain.storage_meta = _portable_meta(metadata.storage_meta)
+    data = metadata.planner_data
+    if type(data) is not dict:
+        return pickling.dump(plain)
+    del plain.planner_data
+    texts = dict(zip(fqns, fqns, strict=True))
+    # The path of many keys is the key alone.
+    paths = {
+        (text := texts.get(key, key)): (text,) if len(path) == 1 and path[0] == text else path
+        for key, path in data.items()
+        if type(path) is tuple and type(key) is str
+    }
+    if not set(map(type, chain.from_iterable(paths.values()))) <= {str, int}:
+        paths = {}
+    parts = [pickling.dump(plain), b"}", pickling.dump("planner_data")]
+    # In the memo paths would take half of the index, and nothing refers to them.
+    parts.append(pickling.dump(paths, fast=True))
+    for item in data.items():
+        if item[0] not in paths:
+            parts += [*map(pickling.dump, item), b"s"]
+    return b"".join([*parts, b"sb"])
+
+
+class _Pickling:
+    """One pickle, piece by piece; later pieces refer to what earlier ones put into the memo."""
+
+    def __init__(self) -> None:
+        self._buffer = io.BytesIO()
+        # Protocol 3 has no frames, which would need the length of the records, and it numbers its
+        # memo in order.
+        self._pickler = pickle.Pickler(self._buffer, 3)
+        self._pickler.dispatch_table = {
+            **copyreg.dispatch_table,
+            TensorProperties: _portable,
+            # Python 3.11 before 3.11.4 would pickle a call of getattr.
+            MemoryFormat: lambda member: (MemoryFormat, (member.value,)),
+        }
+
+    def dump(self, value: Any, *, fast: bool = False) -> bytes:
+        """Return what puts a value on the stack.
+
+        Args:
+            value: What to pickle.
+            fast: Whether to put nothing of it into the memo. It must have no cycles.
+        """
+        self._pickler.fast = fast
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        self._pickler.dump(value)
+        return self._buffer.getvalue()[2:-1]
+
+    def next_number(self) -> int:
+        """Return the number that the next value in the memo gets; it is the one behind a list's."""
+        return int.from_bytes(self.dump([])[2:], "little") + 1
+
+    def memo(self) -> list[tuple[int, Any]]:
+        """Return numbers and values of the memo."""
+        return list(self._pickler.memo.copy().values())
 
 
 def _portable(properties: TensorProperties) -> tuple[Any, ...]:
