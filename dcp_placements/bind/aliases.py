@@ -30,7 +30,7 @@ def alias_faults(state_dict: Mapping[str, Any], placed: Mapping[str, Placed]) ->
         tensor = value if place is None else place.tensor
         if place is None and (not isinstance(tensor, torch.Tensor) or has_hooks(tensor)):
             continue
-        pointer = data_pointer(tensor)
+        pointer = _data_pointer(tensor)
         if not pointer:
             continue
         # Nearly always the only tensor there, so its view is needed only when a second comes.
@@ -85,17 +85,14 @@ def _place_text(placed: Placed | None) -> str:
 
 
 def _all_differ(placed: Mapping[str, Placed], state_dict: Mapping[str, Any]) -> bool:
-    """Whether no two tensors begin at one address; False also if that cannot be seen."""
+    """Whether no two tensors begin at one address."""
     tensors = [place.tensor for place in placed.values()]
     tensors += [
         value
         for fqn, value in state_dict.items()
         if fqn not in placed and isinstance(value, torch.Tensor)
     ]
-    try:
-        pointers = [tensor.data_ptr() for tensor in tensors]
-    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
-        return False
+    pointers = data_pointers(tensors)
     return len({*pointers} - {0}) == len(pointers) - pointers.count(0)
 
 
@@ -109,9 +106,16 @@ def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return tuple([(size, 0 if size == 1 else stride) for size, stride in dims])
 
 
-def data_pointer(tensor: torch.Tensor) -> int:
-    """Return where the elements of a tensor begin in memory; 0 where it has none."""
+def data_pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return where the elements of each tensor begin in memory; 0 where it has none."""
+    try:
+        return [tensor.data_ptr() for tensor in tensors]
+    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
+        return list(map(_data_pointer, tensors))
+
+
+def _data_pointer(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
+    except RuntimeError:
         return 0

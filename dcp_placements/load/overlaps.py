@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_placements._torch import Metadata, ReadItem, has_hooks
-from dcp_placements.bind.aliases import data_pointer
+from dcp_placements._torch import ReadItem
+from dcp_placements.bind.aliases import data_pointers
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault, format_names, raise_faults
+from dcp_placements.load.request import Group
 from dcp_placements.storage.hashing import full_digest
 
 Ints = npt.NDArray[np.int64]
@@ -114,47 +115,38 @@ class Overlaps:
         )
 
 
-def overlaps_of(
-    state_dict: Mapping[str, object],
-    placing: Placing,
-    metadata: Metadata,
-    excluded: Container[str],
-) -> Overlaps:
+def overlaps_of(groups: Iterable[Group], placing: Placing, excluded: Container[str]) -> Overlaps:
     """Return the keys whose tensors overlap in memory.
 
     Args:
-        state_dict: Flat, with the checkpoint's keys.
-        placing: Its tensors' places.
-        metadata: The checkpoint's.
+        groups: What is read.
+        placing: The tensors' places.
         excluded: Keys that are not read into their own memory.
     """
     fqns: list[str] = []
     tensors: list[torch.Tensor] = []
-    stored, placed_of = metadata.state_dict_metadata, placing.placed
-    for fqn, value in state_dict.items():
-        placed = placed_of.get(fqn)
-        if fqn not in stored or fqn in excluded:
-            continue
-        if placed is not None and not placed.parts:
-            fqns.append(fqn)
-            tensors.append(placed.tensor)
-        elif placed is not None:
-            fqns += [fqn] * len(placed.parts)
-            tensors += placed.parts
-        elif isinstance(value, torch.Tensor) and fqn not in placing.absent and not has_hooks(value):
-            fqns.append(fqn)
-            tensors.append(value)
+    for group in groups:
+        if group.placed is not None and group.placed.parts:
+            for fqn in group.fqns:
+                parts = placing.placed[fqn].parts
+                fqns += [fqn] * len(parts)
+                tensors += parts
+        elif group.tensors:
+            fqns += group.fqns
+            tensors += group.tensors
     # Of tensors that have no memory, or none that can be seen, both are 0.
-    starts = list(map(data_pointer, tensors))
+    starts = data_pointers(tensors)
     extents = [
-        (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)) if start else 0
-        for start, tensor in zip(starts, tensors, strict=True)
+        (tensor.nbytes if tensor.is_contiguous() else _extent(tensor))
+        if start and fqn not in excluded
+        else 0
+        for fqn, tensor, start in zip(fqns, tensors, starts, strict=True)
     ]
-    groups: dict[str, tuple[str, ...]] = {}
+    overlapping: dict[str, tuple[str, ...]] = {}
     for run in _runs(np.array(starts, np.int64), np.array(extents, np.int64)):
         keys = tuple(dict.fromkeys([fqns[at] for at in run]))
-        groups.update(dict.fromkeys(keys, keys))
-    return Overlaps(groups)
+        overlapping.update(dict.fromkeys(keys, keys))
+    return Overlaps(overlapping)
 
 
 def _runs(starts: Ints, extents: Ints) -> list[list[int]]:

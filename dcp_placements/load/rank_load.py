@@ -141,7 +141,7 @@ class RankLoad:
 
     def use_keys_of_torch_2_3(self, rename: Rename | None) -> None:
         """Take the keys that torch 2.3 and older gave, where the checkpoint has those."""
-        unasked = set(self.metadata.state_dict_metadata) - set(self.state_dict)
+        unasked = set(self.metadata.state_dict_metadata).difference(self.state_dict)
         if not unasked:
             return
         flat, mappings = flatten_as_2_3(self.original_state_dict)
@@ -198,7 +198,7 @@ class RankLoad:
         self.report = report = request.report
         self.collapsed, self.stateless = request.collapsed, request.stateless
         alone = {*self.shared, *self.collapsed}
-        self.overlaps = overlaps_of(state_dict, placing, metadata, alone)
+        self.overlaps = overlaps_of(request.groups, placing, alone)
         faults = [*lacking_rows(self.stateless, self.shared), *placing.faults]
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
@@ -206,9 +206,7 @@ class RankLoad:
         if verify:
             self.verification = Verification(metadata, rank, report)
             faults += self.verification.faults()
-        self.checks = checks = check_load(
-            state_dict, placing, metadata, rules=rules, rename=rename, policy=policy
-        )
+        self.checks = checks = check_load(request, metadata, rules=rules, rename=rename)
         report.compared = checks.compared
         faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
         faults += counted_faults(state_dict, placing, rename)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,14 +31,17 @@ from dcp_placements.load.policy import Policy
 from dcp_placements.load.reads import Read, Reads, read_items
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.report import LoadReport
+from dcp_placements.storage.index.stored_entries import entries_at
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import Cuts, SaveRecord, cuts_of, record_of
 from dcp_placements.storage.protocols import ReadGroup
 from dcp_placements.storage.record_writer import SMALL_NBYTES
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 @dataclass(frozen=True, slots=True)
-class _Filling:
+class Filling:
     """What fills a tensor; the same for all tensors of one layout, here and in the checkpoint.
 
     Attributes:
@@ -58,6 +61,40 @@ class _Filling:
     padded: int = 0
 
 
+@dataclass(slots=True)
+class Group:
+    """Keys that are filled alike: of one place here, and of one entry in the checkpoint.
+
+    Attributes:
+        entry: The entry.
+        filling: What fills each of them.
+        placed: The first of them; None where they have no place.
+        fqns: The keys.
+        tensors: Their local tensors, as of ``Placed.tensor``; none where these are not known.
+    """
+
+    entry: Any
+    filling: Filling
+    placed: Placed | None
+    fqns: list[str] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def is_small_and_whole(self) -> bool:
+        """Whether one small stored chunk fills all of each tensor."""
+        reads, placed = self.filling.reads, self.placed
+        # What is not one local tensor is read through views.
+        is_one = placed is None or not (placed.parts or placed.dims or len(placed.chunks) > 1)
+        return (
+            is_one
+            and reads is not None
+            and len(reads) == 1
+            and 0 < self.filling.read_nbytes <= SMALL_NBYTES
+            and reads[0].lengths == reads[0].stored.sizes
+            and not any(reads[0].dest_offsets)
+        )
+
+
 class Request:
     """One rank's read plan.
 
@@ -75,6 +112,7 @@ class Request:
         stateless: The optimizer state keys that the checkpoint lacks, of parameters without any
             state there.
         collapsed: By scalar of which the checkpoint has one per row, the number of rows.
+        groups: The keys that the checkpoint has, by what fills them.
     """
 
     def __init__(
@@ -97,41 +135,39 @@ class Request:
         self.notes: list[Fault] = []
         self._states = OptimizerStates(self.state_dict, self.stored, names=names)
         self._reads = Reads()
-        # By place and dtype, the last such tensor: most tensors are filled as that one.
-        self._last: dict[
-            tuple[Any, torch.dtype], tuple[TensorStorageMetadata, _Filling, list[str]]
-        ] = {}
-        # What fills several tensors, with their keys; and what fills each key.
-        self._groups: list[tuple[_Filling, list[str]]] = []
-        self._fillings: dict[str, _Filling] = {}
+        self.groups: list[Group] = []
 
     def items(self) -> LazyItems[ReadItem]:
         """Plan all reads, and return them."""
-        report = self.report
-        fillings = self._fillings
-        missing = []
-        for fqn, value in self.state_dict.items():
-            stored = self.stored.get(fqn)
-            if stored is not None:
-                filling = self._filling(fqn, value, stored)
-                if filling is not None:
-                    fillings[fqn] = filling
-            elif fqn not in self.placing.absent:
-                missing.append(fqn)
-        report.items = sum(
-            [1 if one.reads is None else len(one.reads) for one in fillings.values()]
-        )
-        report.wanted_nbytes = sum([one.needed_nbytes for one in fillings.values()])
-        report.read_nbytes = sum([one.read_nbytes for one in fillings.values()])
-        report.casts = {fqn: one.cast for fqn, one in fillings.items() if one.cast is not None}
-        report.padded = {fqn: one.padded for fqn, one in fillings.items() if one.padded}
+        missing = self._group()
+        report, groups = self.report, self.groups
+        for group in groups:
+            filling, count = group.filling, len(group.fqns)
+            report.items += count * (1 if filling.reads is None else len(filling.reads))
+            report.wanted_nbytes += count * filling.needed_nbytes
+            report.read_nbytes += count * filling.read_nbytes
+        cast = self._by_key(group for group in groups if group.filling.cast is not None)
+        report.casts = {fqn: str(filling.cast) for fqn, filling in cast}
+        padded = self._by_key(group for group in groups if group.filling.padded)
+        report.padded = {fqn: filling.padded for fqn, filling in padded}
+        matched = sum([len(group.fqns) for group in groups])
         if missing:
-            self._settle_missing(missing, matched=len(fillings))
-        narrowed = [fqn for fqn in report.casts if fillings[fqn].narrows]
+            self._settle_missing(missing, matched=matched)
+        narrowed = [fqn for fqn, filling in cast if filling.narrows]
         if narrowed and self.policy.cast == "warn":
             self.notes.append(narrowing_note(narrowed, report.casts[narrowed[0]]))
-        report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
-        return LazyItems(lambda: read_items((fqn, one.reads) for fqn, one in fillings.items()))
+        if matched < len(self.stored):
+            report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
+        return LazyItems(self._items)
+
+    def _by_key(self, groups: Iterable[Group]) -> list[tuple[str, Filling]]:
+        """Return what fills each key of groups, in the order of the state dict."""
+        filling_of = {fqn: group.filling for group in groups for fqn in group.fqns}
+        fqns = self.state_dict if filling_of else ()
+        return [(fqn, filling_of[fqn]) for fqn in fqns if fqn in filling_of]
+
+    def _items(self) -> list[ReadItem]:
+        return read_items((fqn, filling.reads) for fqn, filling in self._by_key(self.groups))
 
     def grouped(self, apart: AbstractSet[str], planner: LoadPlanner) -> GroupedItems[ReadItem]:
         """Return all items, those of small tensors that are read alike by group.
@@ -141,30 +177,21 @@ class Request:
             planner: That has the items.
         """
         groups: list[ReadGroup] = []
-        taken: set[str] = set()
-        for filling, keys in self._groups:
-            fqns = [fqn for fqn in keys if fqn not in apart]
-            is_small = 0 < filling.read_nbytes <= SMALL_NBYTES
-            if len(fqns) < 2 or not is_small or not _is_whole(filling.reads):
-                continue
-            # What is not one local tensor is read through views.
-            placed = [self.placing.placed.get(fqn) for fqn in fqns]
-            first = placed[0]
-            has_parts = any([one is not None and bool(one.parts or one.dims) for one in placed])
-            if has_parts or (first is not None and len(first.chunks) > 1):
-                continue
-            stored: Any = self.stored[fqns[0]]
-            tensors = [
-                self.state_dict[fqn] if one is None else one.tensor
-                for fqn, one in zip(fqns, placed, strict=True)
-            ]
-            item = read_items([(fqns[0], filling.reads)])[0]
-            groups.append(ReadGroup(fqns, item, stored.properties.dtype, tensors))
-            taken.update(fqns)
-        of_each = self._fillings.items()
-        others = read_items((fqn, one.reads) for fqn, one in of_each if fqn not in taken)
-        make = partial(read_items, [(fqn, one.reads) for fqn, one in of_each])
-        return GroupedItems(make, planner, groups, others)
+        others: list[tuple[str, Sequence[Read] | None]] = []
+        for group in self.groups:
+            left, reads = group.fqns, group.filling.reads
+            if len(left) > 1 and group.is_small_and_whole:
+                fqns, tensors = group.fqns, group.tensors
+                left = [fqn for fqn in fqns if fqn in apart]
+                if left:
+                    tensor_of = dict(zip(fqns, tensors, strict=True))
+                    fqns = [fqn for fqn in fqns if fqn not in apart]
+                    tensors = list(map(tensor_of.__getitem__, fqns))
+                if fqns:
+                    item = read_items([(fqns[0], reads)])[0]
+                    groups.append(ReadGroup(fqns, item, group.entry.properties.dtype, tensors))
+            others += [(fqn, reads) for fqn in left]
+        return GroupedItems(self._items, planner, groups, read_items(others))
 
     def _settle_missing(self, missing: list[str], *, matched: int) -> None:
         keys = MissingKeys(
@@ -181,39 +208,50 @@ class Request:
         self.report.missing = tuple(keys.kept)
         self.report.stateless = tuple(dict.fromkeys(keys.stateless.values()))
 
-    def _filling(self, fqn: str, value: Any, stored: Any) -> _Filling | None:
-        """Return what fills a value; None where nothing does, or where that is a fault."""
-        placed = self.placing.placed.get(fqn)
-        key: tuple[Any, torch.dtype]
-        if placed is not None:
-            key = placed.place.number, placed.tensor.dtype
-        elif fqn in self.placing.absent:
-            return None
-        elif type(value) is torch.Tensor and not has_hooks(value):
-            key = value.shape, value.dtype
-        else:
-            return self._new_filling(fqn, value, stored)
-        last = self._last.get(key)
-        if last is not None and last[0] is not stored and _are_alike(last[0], stored):
-            last = self._last[key] = stored, *last[1:]
-        # An equal list that is another object is searched again.
-        if last is not None and last[0] is stored:
-            last[2].append(fqn)
-            return last[1]
-        faults = len(self.faults)
-        filling = self._new_filling(fqn, value, stored)
-        if filling is not None and len(self.faults) == faults and fqn not in self.collapsed:
-            fqns = [fqn]
-            self._last[key] = stored, filling, fqns
-            self._groups.append((filling, fqns))
-        return filling
+    def _group(self) -> list[str]:
+        """Put the keys into groups, and return those that the checkpoint lacks."""
+        missing = []
+        placed_of, absent = self.placing.placed, self.placing.absent
+        # Most tensors are filled as the last one of their place and dtype.
+        latest: dict[Any, Group] = {}
+        entries = entries_at(self.stored, self.state_dict)
+        for (fqn, value), entry in zip(self.state_dict.items(), entries, strict=True):
+            placed = placed_of.get(fqn)
+            key: Any = None
+            tensor = value
+            if placed is not None:
+                tensor = placed.tensor
+                key = placed.place.number, tensor.dtype, placed.rule, placed.dims
+            elif fqn in absent:
+                continue
+            elif type(value) in _PLAIN and not has_hooks(value):
+                key = value.shape, value.dtype
+            if entry is None:
+                missing.append(fqn)
+                continue
+            group = latest.get(key)
+            # An equal list of chunks that is another object is searched again.
+            if group is None or (group.entry is not entry and not _are_alike(group, entry)):
+                faults = len(self.faults)
+                filling = self._filling(fqn, value, entry)
+                if filling is None:
+                    continue
+                group = Group(entry, filling, placed)
+                self.groups.append(group)
+                is_sound = len(self.faults) == faults and fqn not in self.collapsed
+                if key is not None and is_sound:
+                    latest[key] = group
+            group.fqns.append(fqn)
+            if isinstance(tensor, torch.Tensor) and (key is not None or not has_hooks(tensor)):
+                group.tensors.append(tensor)
+        return missing
 
-    def _new_filling(self, fqn: str, value: Any, stored: Any) -> _Filling | None:
-        """Return what fills a value, whatever filled others."""
+    def _filling(self, fqn: str, value: Any, stored: Any) -> Filling | None:
+        """Return what fills a value; None where nothing does, or where that is a fault."""
         placed = self.placing.placed.get(fqn)
         if isinstance(stored, BytesStorageMetadata):
             if placed is None and not is_tensor(value):
-                return _Filling()
+                return Filling()
             shape = placed.global_shape if placed is not None else tuple(value.size())
             self._fault(
                 fqn,
@@ -250,7 +288,7 @@ class Request:
 
     def _tensor_filling(
         self, fqn: str, value: Any, placed: Placed | None, stored: TensorStorageMetadata
-    ) -> _Filling | None:
+    ) -> Filling | None:
         shape = placed.global_shape if placed is not None else tuple(value.size())
         if shape == () and len(stored.size) == 1 and self._states.of(fqn) is not None:
             # One step for a stacked parameter, of which the checkpoint's rows had one each.
@@ -281,7 +319,7 @@ class Request:
         kind = cast_kind(stored_dtype, dtype)
         if kind == "wrong" or (kind == "narrowing" and self.policy.cast == "error"):
             self.faults.append(cast_fault(fqn, stored_dtype, dtype))
-        return _Filling(
+        return Filling(
             reads,
             sum(box.numel for box in destinations) * dtype.itemsize,
             sum(read.lengths.numel() for read in reads) * stored_dtype.itemsize,
@@ -307,16 +345,9 @@ class Request:
         self.faults.append(Fault(fqn, headline, details))
 
 
-def _is_whole(reads: Sequence[Read] | None) -> bool:
-    """Whether reads are one, of all of a stored chunk into all of a destination."""
-    if reads is None or len(reads) != 1:
-        return False
-    read = reads[0]
-    return read.lengths == read.stored.sizes and not any(read.dest_offsets)
-
-
-def _are_alike(one: TensorStorageMetadata, other: Any) -> bool:
-    """Whether entries differ in nothing that a filling depends on; chunks by identity alone."""
+def _are_alike(group: Group, other: Any) -> bool:
+    """Whether an entry differs in nothing that a filling depends on; chunks by identity alone."""
+    one = group.entry
     return (
         type(other) is TensorStorageMetadata
         and one.chunks is other.chunks

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import compress
 
 from dcp_placements._torch import Metadata, TensorStorageMetadata, world_size
 from dcp_placements.bind.lint import lint
-from dcp_placements.bind.placed import Placed, Placing
+from dcp_placements.bind.placed import Placed
 from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.errors import Fault
 from dcp_placements.load.comparison.asked import AllAsked, Asked, Asking, Form
@@ -22,12 +22,14 @@ from dcp_placements.load.comparison.numbers import (
 )
 from dcp_placements.load.comparison.rows import row_faults
 from dcp_placements.load.policy import Policy
+from dcp_placements.load.request import Group, Request
 from dcp_placements.names.numbers import number_finder
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.rename_record import renames_in_force
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import numbering
 from dcp_placements.rules.patterns import Rules
+from dcp_placements.storage.index.stored_entries import entries_at
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import Cuts, SavedRename, SaveRecord, cuts_of, record_of
 
@@ -52,39 +54,32 @@ class LoadChecks:
 
 
 def check_load(
-    state_dict: Mapping[str, Any],
-    placing: Placing,
+    request: Request,
     metadata: Metadata,
     *,
     rules: Rules | None,
     rename: Rename | None,
-    policy: Policy,
 ) -> LoadChecks:
     """Compare the load of one rank with the save.
 
     Args:
-        state_dict: Flat, with the checkpoint's keys.
-        placing: Its tensors' places.
+        request: What the rank reads.
         metadata: The checkpoint's.
         rules: The user's rules.
         rename: The user's renaming.
-        policy: What is accepted.
     """
+    state_dict, policy = request.state_dict, request.policy
     checks = LoadChecks(record_of(stored(metadata), metadata.state_dict_metadata))
-    placed, renamed = placing.placed.values(), rename is not None
+    placed, renamed = request.placing.placed.values(), rename is not None
     checks.notes = [*lint(placed, renamed=renamed, waived=policy.waived)]
     if checks.record is not None:
-        _compare_cuts(checks, checks.record, placing, metadata, policy)
+        _compare_cuts(checks, checks.record, request.groups, policy)
         checks.faults += rename_faults(checks.record, state_dict, rename, policy)
     if world_size() > 1:
-        asking = Asking(tensor_positions(metadata))
         excused = policy.excused(state_dict)
-        fqns = [fqn for fqn in state_dict if fqn in asking.positions and fqn not in placing.absent]
-        if rules is None and rename is None:
-            # DTensors alone are complete over their meshes.
-            asking.others.extend(map(asking.positions.__getitem__, fqns))
-        else:
-            _ask(asking, fqns, placing, excused)
+        asking = Asking(tensor_positions(metadata))
+        # DTensors alone are complete over their meshes.
+        _ask(asking, request.groups, excused, whole=rules is None and rename is None)
         renames = renames_of(rename)
         families = excused_families(checks.record, renames, metadata, excused)
         checks.asked = asking.packed(families, renames)
@@ -92,31 +87,27 @@ def check_load(
 
 
 def _compare_cuts(
-    checks: LoadChecks,
-    record: SaveRecord,
-    placing: Placing,
-    metadata: Metadata,
-    policy: Policy,
+    checks: LoadChecks, record: SaveRecord, groups: Iterable[Group], policy: Policy
 ) -> None:
     """Add a fault for each key that axes shard in another way than the save had it."""
-    found: dict[tuple[int, int], tuple[Difference, ...] | None] = {}
     compared = waived = 0
-    for fqn, placed in placing.placed.items():
-        key = record.group_of.get(fqn, 0), placed.place.number
-        if key not in found:
-            found[key] = _differences(record.groups[key[0]], placed)
-        differing = found[key]
-        if differing is None:
+    for group in groups:
+        if group.placed is None:
             continue
-        if differing:
-            stored = metadata.state_dict_metadata[fqn]
-            if getattr(stored, "size", None) != placed.global_shape:
-                continue  # the request refuses it for that
-            if policy.waives(fqn):
-                waived += 1
-            else:
-                checks.faults += [one.fault(fqn, placed.rule) for one in differing]
-        compared += 1
+        # Of equal places most keys were cut alike, too.
+        numbers = list(map(record.group_of.__getitem__, group.fqns))
+        for number in dict.fromkeys(numbers):
+            differing = _differences(record.groups[number], group.placed)
+            if differing is None:
+                continue
+            compared += numbers.count(number)
+            for fqn, other in zip(group.fqns, numbers, strict=True) if differing else ():
+                if other != number:
+                    continue
+                if policy.waives(fqn):
+                    waived += 1
+                else:
+                    checks.faults += [one.fault(fqn, group.placed.rule) for one in differing]
     checks.compared = "declared as saved"
     if compared:
         count = compared - waived
@@ -174,47 +165,34 @@ def excused_families(
     return sorted({family for fqn in excused for family, *_ in families.of(fqn)})
 
 
-def _ask(
-    asking: Asking,
-    fqns: Collection[str],
-    placing: Placing,
-    excused: Collection[str],
-) -> None:
+def _ask(asking: Asking, groups: Iterable[Group], excused: Collection[str], *, whole: bool) -> None:
     """Add what a rank asks for.
 
     Rows of optimizer state may be left out, since that of a row's parameter may be missing.
 
     Args:
         asking: Takes in the keys.
-        fqns: The tensors of the checkpoint that the rank reads.
-        placing: The places of tensors of which ranks may ask for the parts of others.
+        groups: What the rank reads.
         excused: Keys of which parts may be left out.
+        whole: Whether ranks ask for no parts of which others may ask for the rest.
     """
     positions, others = asking.positions, asking.others
     states: OptimizerStates | None = None
-    # By place and rule, the keys that are asked for in that form; None for the others.
-    groups: dict[tuple[int, str | None], tuple[Form, list[int]] | None] = {}
-    for fqn in fqns:
-        placed = placing.placed.get(fqn)
-        group = None
-        if placed is not None and fqn not in excused:
-            key = placed.place.number, None if placed.dims else placed.rule
-            if key not in groups:
-                groups[key] = _group(asking, placed)
-            group = groups[key]
-            if group is not None and group[0].dims:
-                states = states or OptimizerStates(dict.fromkeys(positions, UNSEEN))
-                group = None if states.of(fqn) is not None else group
-        (others if group is None else group[1]).append(positions[fqn])
-
-
-def _group(asking: Asking, placed: Placed) -> tuple[Form, list[int]] | None:
-    """Return the form and the group of tensors of one place; None where it is the whole tensor."""
-    if placed.binding.layout.is_whole:
-        return None
-    rule = None if placed.dims else placed.rule
-    form = Form.of(placed.binding.sharding, _cuts_of(placed.binding), rule)
-    return form, asking.group(form, placed.chunks)
+    for group in groups:
+        if not isinstance(group.entry, TensorStorageMetadata):
+            continue
+        placed = group.placed
+        if whole or placed is None or placed.binding.layout.is_whole:
+            others += map(positions.__getitem__, group.fqns)
+            continue
+        rule = None if placed.dims else placed.rule
+        form = Form.of(placed.binding.sharding, _cuts_of(placed.binding), rule)
+        part = asking.group(form, placed.chunks)
+        if form.dims:
+            states = states or OptimizerStates(dict.fromkeys(positions, UNSEEN))
+        for fqn in group.fqns:
+            is_state = states is not None and form.dims and states.of(fqn) is not None
+            (others if is_state or fqn in excused else part).append(positions[fqn])
 
 
 def asked_faults(
@@ -253,6 +231,7 @@ def _declared(
 def tensor_positions(metadata: Metadata) -> dict[str, int]:
     """Return the checkpoint's keys that are tensors, in its order, and the position of each."""
     stored = metadata.state_dict_metadata
-    # The items of a mapping that is no dict take twice the time.
-    fqns = [fqn for fqn in stored if isinstance(stored[fqn], TensorStorageMetadata)]
+    entries = entries_at(stored, stored)
+    is_tensor = [isinstance(entry, TensorStorageMetadata) for entry in entries]
+    fqns = list(compress(stored, is_tensor))
     return dict(zip(fqns, range(len(fqns)), strict=True))

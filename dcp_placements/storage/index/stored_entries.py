@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,20 +40,24 @@ class StoredEntries(Mapping[str, Any]):
         self.entries = entries
         form_of = np.asarray(entries.form_of, np.int64).tolist()
         self._form_of: dict[str, int] = dict(zip(entries.fqns, form_of, strict=True))
-        self._made: dict[int, Any] = {}
+        self._made: dict[int | None, Any] = {}
 
     def __getitem__(self, fqn: str) -> Any:
-        form = self._form_of[fqn]
-        made = self._made.get(form)
-        if made is None:
-            try:
-                made = self._made[form] = self._make(form)
-            except IndexDamage as damage:
-                if self._stock is None:
-                    raise
-                self._take(entries_of(self._stock(damage).state_dict_metadata))
-                return self[fqn]
-        return made
+        made = self._made.get(self._form_of[fqn])
+        return self.at((fqn,))[0] if made is None else made
+
+    def at(self, fqns: Collection[str]) -> list[Any]:
+        """Return the entries of keys; None where there is none."""
+        forms = list(map(self._form_of.get, fqns))
+        try:
+            for form in set(forms).difference(self._made):
+                self._made[form] = None if form is None else self._make(form)
+        except IndexDamage as damage:
+            if self._stock is None:
+                raise
+            self._take(entries_of(self._stock(damage).state_dict_metadata))
+            return self.at(fqns)
+        return list(map(self._made.get, forms))
 
     def _make(self, number: int) -> Any:
         entries, form = self.entries, self.entries.forms[number]
@@ -81,6 +85,11 @@ class StoredEntries(Mapping[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+def entries_at(stored: Mapping[str, Any], fqns: Collection[str]) -> list[Any]:
+    """Return the entries of keys in ``Metadata.state_dict_metadata``; None where there is none."""
+    return stored.at(fqns) if isinstance(stored, StoredEntries) else list(map(stored.get, fqns))
 
 
 def entries_of(stored: Mapping[str, Any]) -> Entries:
