@@ -48,6 +48,7 @@ from dcp_placements.storage.metadata.file import SentIndex, SentPart, write_meta
 from dcp_placements.storage.metadata.provenance import REPLACED, RESERVED_KEY, stored
 from dcp_placements.storage.metadata.save_ids import (
     is_data_file,
+    last_line,
     named,
     unfinished_files,
     unfinished_name,
@@ -337,6 +338,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             path = self.fs.concat_path(self.path, file.name)
             with errors_of(path), self.fs.create_stream(path, "wb") as stream:
                 file.write(stream, planner, builder, **ahead)
+                if file.items or file.groups:
+                    stream.write(last_line(file.name))
                 self._sync(stream)
 
     def _sync(self, stream: Any) -> None:

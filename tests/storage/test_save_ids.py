@@ -408,3 +408,28 @@ def test_metadata_grows_by_less_than_a_hundredth(tmp_path: Path, writer: str) ->
     added = len(pickle.dumps(metadata.planner_data["dcp_placements"]))
     added += sum(len(pickle.dumps(record)) for record in records)
     assert added <= 0.01 * (tmp_path / ".metadata").stat().st_size
+
+
+def test_a_file_under_the_name_of_another_save_is_refused(tmp_path: Path) -> None:
+    """A name carries the id of its save, and may be changed; the last line carries it, too."""
+
+    def written(path: Path, whole: torch.Tensor) -> Path:
+        save(path, whole, lambda rank: PlacementFileSystemWriter(path))
+        (file,) = path.glob("__1_*.distcp")
+        return file
+
+    old, new = written(tmp_path / "old", OLD), written(tmp_path / "new", NEW)
+    shutil.copyfile(new, old)
+    faults = verify(tmp_path / "old").faults
+    assert {(fault.kind, fault.files) for fault in faults} == {("mixed_generations", (old.name,))}
+    message = f"was written by save {new.name.split('_')[3]}, and has the name of a file of save "
+    assert message + old.name.split("_")[3] in faults[0].message
+    state_dict = {"w": torch.zeros(8, 6)}
+    reader = PlacementFileSystemReader(tmp_path / "old")
+    with pytest.raises(CheckpointException, match=message):
+        dcp.load(state_dict, storage_reader=reader, no_dist=True)
+    written(tmp_path / "old", OLD)
+    for reads in dcp.FileSystemReader, PlacementFileSystemReader:
+        dcp.load(state_dict, storage_reader=reads(tmp_path / "old"), no_dist=True)
+        assert torch.equal(state_dict["w"], OLD)
+        state_dict["w"].zero_()
