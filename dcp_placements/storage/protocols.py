@@ -19,17 +19,6 @@ from dcp_placements._torch import (
 from dcp_placements.report import LoadReport
 
 
-@runtime_checkable
-class NamesSave(Protocol):
-    """The data sent with a save plan, by a planner that identifies the save.
-
-    Attributes:
-        save_id: 16 bytes, the same on all ranks.
-    """
-
-    save_id: bytes
-
-
 @dataclass(frozen=True, slots=True)
 class WriteGroup:
     """Small tensors that a rank writes, of one dtype and shape, at one place of their wholes.

@@ -55,7 +55,7 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.metadata.table import RowsBuilder, join
 from dcp_placements.storage.metadata.write_results import WriteResults, written_by
-from dcp_placements.storage.protocols import NamesSave, WriteGroup
+from dcp_placements.storage.protocols import WriteGroup
 from dcp_placements.storage.record_writer import errors_of
 from dcp_placements.storage.records.data_file import DataFile, split_by_chunk
 from dcp_placements.storage.remote.filesystem import (
@@ -147,7 +147,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
         self._unfinished = self._unfinished_files()
-        # A planner of this package has an id, the same on all ranks.
         own = uuid.uuid4().bytes
         # A subclass may look at results before they are worked out.
         is_own = type(self).finish is PlacementFileSystemWriter.finish
@@ -156,8 +155,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         for number, plan in enumerate(plans):
             given = plan.storage_data
             prefix = f"__{number}_" if given is None else given.prefix
-            sent = plan.planner_data
-            save_id = sent.save_id if isinstance(sent, NamesSave) else own
+            # The planner of this package sends an id, the same to all ranks.
+            save_id = getattr(plan.planner_data, "save_id", own)
             # The ranks need not send what the plans of this coordinator have.
             is_kept = bool(self._plans) and getattr(plan.items, "outline", None) is not None
             kind = _KeptPrefix if is_kept else StoragePrefix

@@ -62,7 +62,7 @@ class BlockWriter:
         """Let the next part begin a block."""
         if self._open:
             data = b"".join(self._open)
-            self._blocks.append(zlib.compress(data, 4))
+            self._blocks.append(zlib.compress(data, 2))
             self._sizes.append(len(data))
             self._open, self._filled = [], 0
 
@@ -79,7 +79,7 @@ class BlockWriter:
         columns.data(b"".join(xxhash.xxh3_64_digest(block) for block in self._blocks))
         columns.data(directory)
         packed = columns.packed()
-        stored = zlib.compress(packed, 4)
+        stored = zlib.compress(packed, 2)
         digest = xxhash.xxh3_128_digest(stored)
 
         def end(pickle_nbytes: int) -> bytes:
