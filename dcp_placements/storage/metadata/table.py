@@ -84,7 +84,9 @@ class RowsBuilder:
 
     def __init__(self) -> None:
         self._names: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
-        self._columns: list[list[int]] = [[] for _ in ROW.names or ()]
+        self._fqns: list[int] = []
+        self._offsets: list[int] = []
+        self._added: list[tuple[int, ...]] = []
         self._starts: dict[Kind, int | None] | None = None
         self._ends: dict[str, int] = {}
 
@@ -98,54 +100,43 @@ class RowsBuilder:
         transforms: Sequence[str] | None = None,
     ) -> None:
         """Add a row."""
-        self._add([index.fqn], [self._offset(index.offset)], path, [start], length, transforms)
+        self._add([index.fqn], [self._offset(index.offset)], path, start, length, transforms)
 
     def append(self, indices: Sequence[MetadataIndex], *, path: str, length: int) -> None:
         """Add rows for records of one length behind those that their file has so far."""
-        fqns, offsets = [], []
-        for index in indices:
-            fqns.append(index.fqn)
-            offsets.append(self._offset(index.offset))
-        self._add(fqns, offsets, path, self._starts_behind(path, length, len(fqns)), length)
+        offsets = [self._offset(index.offset) for index in indices]
+        self._append([index.fqn for index in indices], offsets, path, length)
 
     def append_alike(
         self, fqns: Sequence[str], offset: Sequence[int], *, path: str, length: int
     ) -> None:
         """Add rows as ``append`` does, for chunks at one offset."""
-        offsets = [self._offset(offset)] * len(fqns)
-        self._add(fqns, offsets, path, self._starts_behind(path, length, len(fqns)), length)
+        self._append(fqns, [self._offset(offset)] * len(fqns), path, length)
 
     def _offset(self, offset: Sequence[int] | None) -> int:
         numbers = self._names[1]
         return numbers.setdefault(offset, len(numbers))
 
-    def _starts_behind(self, path: str, length: int, count: int) -> Sequence[int]:
-        end = self._ends.get(path, 0)
-        self._ends[path] = end + length * count
-        return range(end, end + length * count, length) if length else [end] * count
+    def _append(self, fqns: Sequence[str], offsets: Sequence[int], path: str, length: int) -> None:
+        start = self._ends.get(path, 0)
+        self._ends[path] = start + length * len(fqns)
+        self._add(fqns, offsets, path, start, length)
 
     def _add(
         self,
         fqns: Sequence[str],
         offsets: Sequence[int],
         path: str,
-        starts: Sequence[int],
+        start: int,
         length: int,
         transforms: Sequence[str] | None = None,
     ) -> None:
         numbers, _, paths, every = self._names
         transform = None if transforms is None else tuple(transforms)
-        count = len(fqns)
-        columns: tuple[Sequence[int], ...] = (
-            [numbers.setdefault(fqn, len(numbers)) for fqn in fqns],
-            offsets,
-            [paths.setdefault(path, len(paths))] * count,
-            [every.setdefault(transform, len(every))] * count,
-            starts,
-            [length] * count,
-        )
-        for column, values in zip(self._columns, columns, strict=True):
-            column += values
+        self._fqns += [numbers.setdefault(fqn, len(numbers)) for fqn in fqns]
+        self._offsets += offsets
+        number = every.setdefault(transform, len(every))
+        self._added.append((len(fqns), paths.setdefault(path, len(paths)), number, start, length))
 
     def add_start(self, kind: Kind | None, start: int | None) -> None:
         """Note where the elements of a record begin. Called for every record, or for none.
@@ -163,20 +154,28 @@ class RowsBuilder:
         """Return all rows, in the order in which they were added."""
         fqns, sizes, paths, transforms = map(tuple, self._names)
         offsets = tuple([None if offset is None else tuple(offset) for offset in sizes])
-        rows = np.empty(len(self._columns[0]), ROW)
-        for name, column in zip(ROW.names or (), self._columns, strict=True):
-            rows[name] = column
+        added = np.array(self._added, np.int64).reshape(-1, 5)
+        counts = added[:, 0]
+        rows = np.empty(counts.sum(), ROW)
+        rows["fqn"], rows["offset"] = self._fqns, self._offsets
+        for name, column in zip((ROW.names or ())[2:], added.T[1:], strict=True):
+            rows[name] = np.repeat(column, counts)
+        position = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows["start"] += position * rows["length"]
         return Rows(fqns, offsets, paths, transforms, rows, self._starts)
 
 
 def join(parts: Iterable[Rows]) -> Rows:
     """Return the rows of all parts, one after another."""
+    held = list(parts)
+    if len(held) == 1:
+        return held[0]
     lists: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
     # Ranks that write the same keys share one tuple of them, and the columns for it.
     maps: BySequence[Array] = BySequence()
     arrays = []
     starts: dict[Kind, int | None] | None = {}
-    for part in parts:
+    for part in held:
         if starts is not None and len(part.rows):
             starts = None if part.starts is None else agreed_starts(starts, part.starts)
         rows = part.rows.copy()
