@@ -121,7 +121,6 @@ __all__ = [
     "agreed",
     "axis_group",
     "chunk_list",
-    "copy_each",
     "cpu_tensors",
     "create_default_global_save_plan",
     "default_write_items",
@@ -135,7 +134,6 @@ __all__ = [
     "group_device",
     "has_hooks",
     "is_dtensor_like",
-    "is_lazy",
     "layout_named",
     "leaves",
     "local_tensor",
@@ -354,20 +352,6 @@ def agreed(
     """
     wrapper = _DistWrapper(process_group, world_size() > 1, 0)
     return wrapper.all_reduce(step, on_rank, on_coordinator)
-
-
-def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a conjugated or negated view; torch copies no lists of those."""
-    return tensor.is_neg() or tensor.is_conj()
-
-
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy every source to the target of its size, in one call where they are plain tensors."""
-    if targets and all(type(one) is torch.Tensor and not is_lazy(one) for one in targets):
-        torch._foreach_copy_(targets, sources)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
 
 
 def cpu_tensors(

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.futures import Future
 
@@ -238,12 +239,12 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         runs: dict[str, list[Run]] = {}
         others = list(items.others)
         for group in items.groups:
-            left = set(range(len(group.fqns)))
+            is_left = np.ones(len(group.fqns), bool)
             if isinstance(self.storage_data, StorageTable) and not self._copies.are_there:
                 for path, run in runs_of(group, self.storage_data):
                     runs.setdefault(path, []).append(run)
-                    left.difference_update(run.keys)
-            others += [group.item(at) for at in sorted(left)]
+                    is_left[run.keys] = False
+            others += [group.item(at) for at in np.flatnonzero(is_left).tolist()]
         return runs, others
 
     def _read_job(self, work: ChunkReader, job: Job) -> None:

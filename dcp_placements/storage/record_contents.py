@@ -19,13 +19,13 @@ from dcp_placements._torch import (
     LoadPlanner,
     ReadItem,
     StorageInfo,
-    copy_each,
     narrow_tensor_by_index,
 )
 from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.layout.byte_ranges import Gap, halves, segments
 from dcp_placements.storage.file_reads import HeldPart, Part
 from dcp_placements.storage.metadata.shadow_records import packed_object
+from dcp_placements.storage.records.rows import fill_each, values_of
 from dcp_placements.storage.shadow_reads import Packed
 from dcp_placements.storage.tensor_record import TensorRecord, load_saved_tensor
 
@@ -132,23 +132,22 @@ class Delivery:
         Raises:
             PlacementError: They do not hold what the metadata says.
         """
-        elements = np.ascontiguousarray(rows[:, tensor.start : tensor.start + tensor.nbytes])
-        items, sources, targets = [], [], []
-        values = torch.from_numpy(elements).view(-1).view(tensor.dtype.torch)
-        for at, source in enumerate(values.view(-1, *tensor.shape).unbind()):
-            item, packed = records[at].reads[0]
+        items, targets, is_whole = [], [], np.ones(len(records), bool)
+        for at, record in enumerate(records):
+            item, packed = record.reads[0]
             if (
                 packed is not None
                 or tuple(item.lengths) != tensor.shape
                 or any(item.storage_offsets)
             ):
                 part = HeldPart(rows[at].data)
-                self.deliver(records[at], tensor, part, every_gap, path)
+                self.deliver(record, tensor, part, every_gap, path)
+                is_whole[at] = False
                 continue
             items.append(item)
-            sources.append(source)
             targets.append(self.target(item, tensor.shape, path))
-        copy_each(targets, sources)
+        if targets:
+            fill_each(targets, values_of(rows[is_whole], tensor))
         for item, target in zip(items, targets, strict=True):
             self._planner.commit_tensor(item, target)
 

@@ -14,16 +14,15 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.byte_ranges import c_strides
-from dcp_placements.storage.records.stamp import Stamp
+from dcp_placements.storage.records.rows import are_alike, rows_of
+from dcp_placements.storage.records.stamp import BLOCK_NBYTES, Stamp
 from dcp_placements.storage.tensor_record import crc32
 
 T = TypeVar("T")
-Array = np.ndarray[Any, Any]
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 """Dtype, shape and strides."""
 
@@ -31,10 +30,7 @@ SMALL_NBYTES = 32 << 10
 """Tensors up to this are small: their files are made together."""
 
 BATCH_NBYTES = 1 << 20
-"""So many bytes of small tensors are written in one call."""
-
-BLOCK_NBYTES = 256 << 10
-"""So many bytes of a large tensor are written in one call, right after their checksum."""
+"""So many bytes of small tensors are gathered at a time."""
 
 
 class Saved(NamedTuple):
@@ -69,7 +65,7 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> Saved:
         return Saved((stream.tell() - before) // len(tensors), None)
     is_contiguous = first.is_contiguous()
     if is_contiguous and first.nbytes <= SMALL_NBYTES:
-        stamp.write(_rows_of(tensors), stream)
+        stamp.write(rows_of(tensors), stream)
     else:
         for tensor in tensors:
             _write_large(stamp, _storage_bytes(tensor), stream)
@@ -89,34 +85,14 @@ def save_alike(tensors: Sequence[torch.Tensor], sizes: torch.Size, stream: Any) 
         one dtype and these sizes, in C order, in host memory.
     """
     first = tensors[0]
-    strides = c_strides(tuple(sizes))
-    is_alike = (
-        set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
-        and {tensor.layout for tensor in tensors} == {torch.strided}
-        and not any([tensor.is_nested for tensor in tensors])
-        and 0 < first.nbytes <= SMALL_NBYTES
-        and all([tensor.is_cpu for tensor in tensors])
-        and {tensor.dtype for tensor in tensors} == {first.dtype}
-        and not (first.is_quantized or any(map(torch.Tensor.is_neg, tensors)))
-        and not (first.is_complex() and any(map(torch.Tensor.is_conj, tensors)))
-        and all([tensor.shape == sizes for tensor in tensors])
-        and all([tensor.stride() == strides for tensor in tensors])
-    )
-    stamp = _stamp_of((first.dtype, sizes, strides)) if is_alike else None
+    is_small = are_alike(tensors, sizes) and 0 < first.nbytes <= SMALL_NBYTES
+    stamp = _stamp_of((first.dtype, sizes, c_strides(tuple(sizes)))) if is_small else None
     if stamp is None:
         return None
-    step = max(BATCH_NBYTES // first.nbytes, 1)
+    step = BATCH_NBYTES // first.nbytes
     for start in range(0, len(tensors), step):
-        stamp.write(_rows_of(tensors[start : start + step]), stream)
+        stamp.write(rows_of(tensors[start : start + step]), stream)
     return Saved(stamp.length, stamp.start)
-
-
-def _rows_of(tensors: Sequence[torch.Tensor]) -> Array:
-    """Return the bytes of tensors of one dtype and shape, a row for each."""
-    with torch.no_grad():
-        stacked = torch.stack(list(tensors))
-    rows: Array = stacked.view(-1).view(torch.uint8).numpy().reshape(len(tensors), -1)
-    return rows
 
 
 @lru_cache(maxsize=1024)

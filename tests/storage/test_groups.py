@@ -17,6 +17,7 @@ from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
 from dcp_placements.storage.metadata.table import RowsBuilder
 from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.storage.record_writer import save_alike
+from dcp_placements.storage.records.rows import fill_each
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (
@@ -140,6 +141,37 @@ def test_tensors_that_are_not_alike_are_left_to_torch(other: torch.Tensor) -> No
         and not other.is_neg()
         and other.numel() > 0
     )
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.full((2, 1, 3), -1.0),
+        torch.full((2, 1, 3), -1, dtype=torch.int16),
+        torch.full((3, 1, 2), -1.0).permute(2, 1, 0),
+        torch.full((2, 1, 6), -1.0)[..., ::2],
+        torch.full((6,), -1.0).as_strided((2, 1, 3), (3, 7, 1)),
+        torch.nn.Parameter(torch.full((2, 1, 3), -1.0)),
+    ],
+)
+def test_targets_are_filled_in_order_whatever_their_memory(target: torch.Tensor) -> None:
+    values = torch.arange(18.0).view(3, 2, 1, 3)
+    whole = target.detach().as_strided(
+        (target.untyped_storage().nbytes() // target.itemsize,), (1,)
+    )
+    plain = torch.zeros(2, 1, 3)
+    with torch.no_grad():
+        targets = [plain, target, plain.clone()]
+        assert fill_each(targets, values)
+    assert all(torch.equal(one.float(), value) for one, value in zip(targets, values, strict=True))
+    assert int((whole != -1).sum()) == 6  # nothing beside its elements
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (3, 2), (6,), (2, 1), (0, 3)])
+def test_nothing_is_filled_where_a_target_has_other_sizes(sizes: tuple[int, ...]) -> None:
+    targets = [torch.zeros(2, 3), torch.zeros(sizes), torch.zeros(2, 3)]
+    assert not fill_each(targets, torch.ones(3, 2, 3))
+    assert not any(map(torch.any, targets))
 
 
 def test_a_planner_with_its_own_data_is_asked_for_every_tensor(tmp_path: Path) -> None:

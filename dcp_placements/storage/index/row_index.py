@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 
@@ -191,7 +192,7 @@ class RowIndex:
     @cached_property
     def numbers(self) -> dict[str, int]:
         """By key, its number."""
-        return {fqn: number for number, fqn in enumerate(self.fqns)}
+        return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
 
     @cached_property
     def _bounds(self) -> list[int]:
@@ -294,7 +295,7 @@ class RowIndex:
             The name of a file; positions in ``fqns``; and for each of these a row of transforms,
             start and length.
         """
-        keys = np.array([self.numbers.get(fqn, -1) for fqn in fqns], np.int64)
+        keys = np.array(list(map(self.numbers.get, fqns, repeat(-1))), np.int64)
         bounds = np.array(self._bounds, np.int64)
         chosen = np.flatnonzero((keys >= 0) & (bounds[keys + 1] - bounds[keys] == 1))
         places_of = self.pairs[1, bounds[keys[chosen]]]

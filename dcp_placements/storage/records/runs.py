@@ -7,18 +7,18 @@ one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import torch
 
-from dcp_placements._torch import StorageInfo, is_lazy
+from dcp_placements._torch import StorageInfo
 from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.protocols import ReadGroup
 from dcp_placements.storage.record_contents import Record
+from dcp_placements.storage.records.rows import fill_each, values_of
 from dcp_placements.storage.tensor_record import TensorRecord
 
 SHORTEST = 4
@@ -47,7 +47,7 @@ class Run:
     start: int
     length: int
     group: ReadGroup
-    keys: Sequence[int]
+    keys: Ints
 
     @property
     def end(self) -> int:
@@ -62,7 +62,7 @@ class Run:
     def records(self, path: str) -> list[Record]:
         """Return the records one by one."""
         starts = range(self.start, self.end, self.length)
-        places = zip(starts, self.keys, strict=True)
+        places = zip(starts, self.keys.tolist(), strict=True)
         return [
             Record(StorageInfo(path, at, self.length, None), [(self.group.item(key), None)])
             for at, key in places
@@ -85,8 +85,7 @@ def runs_of(group: ReadGroup, table: StorageTable) -> Iterator[tuple[str, Run]]:
             # A length of 0 is damage, which is named where the records are read one by one.
             is_short = 0 < length <= LONGEST_NBYTES
             if stop - first >= SHORTEST and is_short and not is_apart:
-                run: Ints = keys[order[first:stop]]
-                yield path, Run(int(starts[first]), length, group, run.tolist())
+                yield path, Run(int(starts[first]), length, group, keys[order[first:stop]])
 
 
 def fill(run: Run, tensor: TensorRecord, held: bytearray) -> bool:
@@ -98,22 +97,10 @@ def fill(run: Run, tensor: TensorRecord, held: bytearray) -> bool:
         held: Begins with their bytes.
     """
     head, length = held[: tensor.start], run.length
-    targets = [run.group.tensors[key] for key in run.keys]
-    sizes, dtype = torch.Size(tensor.shape), targets[0].dtype
-    fits = (
-        sizes == run.group.first.lengths
-        and set(map(type, targets)) <= {torch.Tensor, torch.nn.Parameter}
-        and all([target.is_cpu and target.dtype == dtype for target in targets])
-        and not any(map(is_lazy, targets))
-        and not any(map(torch.Tensor.is_inference, targets))
-        and all([target.shape == sizes for target in targets])
-        and all([held.startswith(head, at) for at in range(0, length * len(run.keys), length)])
+    targets = [run.group.tensors[key] for key in run.keys.tolist()]
+    rows = np.frombuffer(held, np.uint8, length * len(targets)).reshape(-1, length)
+    return (
+        tensor.shape == tuple(run.group.first.lengths)
+        and all([held.startswith(head, at) for at in range(0, rows.size, length)])
+        and fill_each(targets, values_of(rows, tensor))
     )
-    if not fits:
-        return False
-    rows = np.frombuffer(held, np.uint8, length * len(run.keys)).reshape(-1, length)
-    elements = np.ascontiguousarray(rows[:, tensor.start : tensor.start + tensor.nbytes])
-    values = torch.from_numpy(elements).view(-1).view(tensor.dtype.torch).view(-1, *sizes)
-    with torch.no_grad():
-        torch.unbind_copy(values.to(dtype), out=targets)
-    return True

@@ -10,6 +10,7 @@ import io
 import struct
 import zipfile
 from collections.abc import Sequence
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -22,8 +23,8 @@ from dcp_placements.storage.tensor_record import DESCRIPTOR, crc32, entry_start,
 
 Array = np.ndarray[Any, Any]
 
-BLOCK_NBYTES = 1 << 20
-"""So many bytes of files are made at a time."""
+BLOCK_NBYTES = 256 << 10
+"""So many bytes are written in one call, while they are in the processor's cache."""
 
 _DIGITS = 20
 _U64 = (1 << 64) - 1
@@ -123,51 +124,56 @@ class Stamp:
             data: The bytes of a tensor in each row, contiguous uint8.
             stream: Open for writing.
         """
-        count, nbytes = data.shape
-        rows = min(count, max(BLOCK_NBYTES // self.length, 1))
+        rows = min(len(data), max(BLOCK_NBYTES // self.length, 1))
         files = np.empty((rows, self.length), np.uint8)
-        files[:, : self.start] = np.frombuffer(self.head, np.uint8)
-        files[:, self.start + nbytes :] = self._tail
-        flat = data.data.cast("B")
-        for first in range(0, count, len(files)):
-            block = files[: count - first]
-            stop = first + len(block)
-            block[:, self.start : self.start + nbytes] = data[first:stop]
-            places = range(first * nbytes, stop * nbytes, nbytes)
-            checksums = [crc32(flat[at : at + nbytes]) for at in places]
-            self._stamp(block[:, self.start + nbytes :], checksums)
-            stream.write(block.data.cast("B"))
+        head, elements, tails = np.split(files, (self.start, self.start + self._nbytes), axis=1)
+        head[:] = np.frombuffer(self.head, np.uint8)
+        tails[:] = self._tail
+        fields = self._fields(list(map(crc32, data)))
+        for first in range(0, len(data), rows):
+            count = min(rows, len(data) - first)
+            elements[:count] = data[first : first + count]
+            for at, values in fields:
+                tails[:count, at : at + values.shape[1]] = values[first : first + count]
+            stream.write(files[:count].data.cast("B"))
 
     def tail(self, checksum: int) -> bytes:
         """Return what follows elements with this CRC-32."""
-        tails = self._tail.copy()
-        self._stamp(tails[None], [checksum])
-        return tails.tobytes()
+        tail = self._tail.copy()
+        for at, values in self._fields([checksum]):
+            tail[at : at + values.shape[1]] = values
+        return tail.tobytes()
 
-    def _stamp(self, tails: Array, checksums: Sequence[int]) -> None:
-        """Put what depends on the elements into what follows them.
+    def _fields(self, checksums: Sequence[int]) -> list[tuple[int, Array]]:
+        """Return what depends on the elements in what follows them.
 
         Args:
-            tails: A row for each tensor.
-            checksums: The CRC-32 of the elements of each.
+            checksums: The CRC-32 of the elements of each tensor.
+
+        Returns:
+            Where each field begins, and its bytes, a row for each tensor.
         """
         crcs = np.array(checksums, np.uint64)
         combined = _combine(self._before, crcs)
         for other in self._after:
             combined = _combine(combined, other)
-        fours = np.empty((len(crcs), _DIGITS // 4), np.intp)
+        name_crcs = np.full(len(crcs), self._name_crc, np.uint32)
+        fours = np.empty((len(crcs), _DIGITS // 4), np.uint32)
         for column in reversed(range(_DIGITS // 4)):
-            fours[:, column] = combined % 10_000
-            combined = combined // 10_000
-        digits = _FOUR_DIGITS[fours].view(np.uint8)
-        tails[:, self._digits_at : self._digits_at + _DIGITS] = digits
-        # A CRC is linear: that of a text is those of its digits, each at its place.
-        of_digits = _DIGIT_CRCS[np.arange(_DIGITS), digits - ord("0")]
-        name_crcs = np.bitwise_xor.reduce(of_digits, axis=1, initial=self._name_crc)
-        for values, places in ((crcs, self._crc_at), (name_crcs, self._name_crc_at)):
-            fields = values.astype("<u4").view(np.uint8).reshape(-1, 4)
-            for at in places:
-                tails[:, at : at + 4] = fields
+            rest = combined // 10_000
+            four = (combined - rest * 10_000).astype(np.intp)
+            fours[:, column] = _FOUR_DIGITS[four]
+            # A CRC is linear: that of a text is those of its parts, each at its place.
+            name_crcs ^= _FOUR_CRCS[column, four]
+            combined = rest
+        crc, name_crc = (
+            values.astype("<u4").view(np.uint8).reshape(-1, 4) for values in (crcs, name_crcs)
+        )
+        return [
+            (self._digits_at, fours.view(np.uint8)),
+            *((at, crc) for at in self._crc_at),
+            *((at, name_crc) for at in self._name_crc_at),
+        ]
 
     def _cut(self, saved: _Parts, tail: bytes) -> int:
         """Locate the bytes of the tail that differ from file to file; return its checksum."""
@@ -267,9 +273,14 @@ _DIGIT_CRCS = np.array(
 ) ^ np.uint32(crc32(_ZEROS))
 """By place and digit, by how much the CRC-32 of the digits differs from that of zeros."""
 
-_DIGITS_OF = np.stack([np.arange(10_000) // power % 10 for power in (1000, 100, 10, 1)], axis=1)
-_FOUR_DIGITS = (_DIGITS_OF + ord("0")).astype(np.uint8).view(np.uint32)[:, 0]
+_DIGITS_OF = np.arange(10_000)[:, None] // (1000, 100, 10, 1) % 10 + ord("0")
+_FOUR_DIGITS = _DIGITS_OF.astype(np.uint8).view(np.uint32)[:, 0]
 """By number below 10,000, its digits as text, in one element."""
+
+_FOUR_CRCS = np.stack(
+    [reduce(np.bitwise_xor.outer, four).ravel() for four in _DIGIT_CRCS.reshape(-1, 4, 10)]
+)
+"""By place and number below 10,000, by how much its digits change the CRC-32 of zeros."""
 
 
 def _combine(seed: Any, value: Any) -> Any:
