@@ -7,6 +7,7 @@ lacks a chunk, they leave old values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -164,6 +165,10 @@ class Reads:
 def _is_at(chunks: Sequence[ChunkStorageMetadata], at: int, box: Box) -> bool:
     if at >= len(chunks):
         return False
+    if isinstance(chunks, ChunkList):
+        # Without torch's objects, of which a search would make one for each key.
+        held = chunks.offsets[at].tolist(), chunks.sizes[at].tolist()
+        return held == (list(box.offsets), list(box.sizes))
     chunk = chunks[at]
     return chunk.offsets == box.offsets and chunk.sizes == box.sizes
 
@@ -181,7 +186,7 @@ def _read(position: int, box: Box, at: int, stored: Box, piece: Box) -> Read:
 
 
 def _relative(offsets: Sequence[int], origin: Sequence[int]) -> torch.Size:
-    return torch.Size([a - b for a, b in zip(offsets, origin, strict=True)])
+    return torch.Size(list(map(sub, offsets, origin)))
 
 
 def read_items(reads: Iterable[tuple[str, Sequence[Read] | None]]) -> list[ReadItem]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import Any
 
 from dcp_placements._torch import Metadata, TensorStorageMetadata, world_size
 from dcp_placements.bind.lint import lint
-from dcp_placements.bind.placed import Placed
 from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.errors import Fault
 from dcp_placements.load.comparison.asked import AllAsked, Asked, Asking, Form
 from dcp_placements.load.comparison.boxes import box_faults
-from dcp_placements.load.comparison.cuts import Difference, differences
+from dcp_placements.load.comparison.cuts import differences
 from dcp_placements.load.comparison.numbers import (
     Families,
     local_number_faults,
@@ -91,16 +91,24 @@ def _compare_cuts(
 ) -> None:
     """Add a fault for each key that axes shard in another way than the save had it."""
     compared = waived = 0
+    # Layouts of many shapes are cut in a few ways.
+    cuts_by: dict[Any, Cuts] = {}
     for group in groups:
         if group.placed is None:
             continue
+        binding = group.placed.binding
+        key = binding.sharding.cuts, binding.axes
+        loaded = cuts_by.get(key)
+        if loaded is None:
+            loaded = cuts_by[key] = _cuts_of(binding)
         # Of equal places most keys were cut alike, too.
         numbers = list(map(record.group_of.__getitem__, group.fqns))
         for number in dict.fromkeys(numbers):
-            differing = _differences(record.groups[number], group.placed)
-            if differing is None:
+            saved = record.groups[number]
+            if not saved or not loaded:
                 continue
             compared += numbers.count(number)
+            differing = tuple(differences(saved, loaded, binding.global_shape))
             for fqn, other in zip(group.fqns, numbers, strict=True) if differing else ():
                 if other != number:
                     continue
@@ -114,12 +122,6 @@ def _compare_cuts(
         checks.compared += f": {count} key{'' if count == 1 else 's'}"
     if waived:
         checks.compared += f"; {waived} differ, waived"
-
-
-def _differences(saved: Cuts, placed: Placed) -> tuple[Difference, ...] | None:
-    """Return how the cuts of a tensor differ from those of the save; None where one has none."""
-    loaded = _cuts_of(placed.binding)
-    return tuple(differences(saved, loaded, placed.global_shape)) if saved and loaded else None
 
 
 def _cuts_of(binding: Binding) -> Cuts:
