@@ -87,11 +87,9 @@ def _place_text(placed: Placed | None) -> str:
 def _all_differ(placed: Mapping[str, Placed], state_dict: Mapping[str, Any]) -> bool:
     """Whether no two tensors begin at one address."""
     tensors = [place.tensor for place in placed.values()]
-    tensors += [
-        value
-        for fqn, value in state_dict.items()
-        if fqn not in placed and isinstance(value, torch.Tensor)
-    ]
+    if len(placed) < len(state_dict):
+        others = [value for fqn, value in state_dict.items() if fqn not in placed]
+        tensors += [value for value in others if isinstance(value, torch.Tensor)]
     pointers = data_pointers(tensors)
     return len({*pointers} - {0}) == len(pointers) - pointers.count(0)
 

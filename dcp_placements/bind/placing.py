@@ -70,8 +70,9 @@ class Placer:
         recent, number = None, 0
         # By shapes and mesh, the latest placements and their place: these are hashed slowly.
         latest: dict[Any, tuple[Any, Place | None]] = {}
+        unruled, placed = self.rules is None, self.placing.placed
         for fqn, value in state_dict.items():
-            if self.rules is None and type(value) is DTensor:
+            if unruled and type(value) is DTensor:
                 # The common case, inline: more calls for each of thousands of tensors are slow.
                 local, mesh, placements, whole = dtensor_facts(value)
                 if mesh is not recent:
@@ -83,7 +84,7 @@ class Placer:
                     if place is not None:
                         latest[shapes] = placements, place
                 if place is not None and type(local) is torch.Tensor:
-                    self.placing.placed[fqn] = Placed(fqn, local, place, None, mesh)
+                    placed[fqn] = Placed(fqn, local, place, None, mesh)
                     continue
             self._add(fqn, value)
 

@@ -131,7 +131,7 @@ def repeat_faults(placed: Iterable[Placed], kind: str) -> list[Fault]:
     repeats = [
         (tensor, copies)
         for tensor in placed
-        if len(tensor.chunks) > 1 and 0 not in tensor.global_shape
+        if len(tensor.place.chunks) > 1 and 0 not in tensor.global_shape
         for copies in _repeated(tensor.chunks)
     ]
     digests = iter(_digests([one.view(copy) for one, copies in repeats for copy in copies], kind))
