@@ -190,6 +190,7 @@ class MegatronRun:
                         pp=pp,
                         ep=rank // self.expert_tp % self.ep,
                         etp=rank % self.expert_tp,
+                        number=pp * self.stage_ranks + rank,
                     )
 
     def directory(self, rank: RankOf) -> str:
@@ -201,12 +202,13 @@ class MegatronRun:
 
 @dataclass(frozen=True)
 class RankOf:
-    """Where a rank stands: its position along each axis."""
+    """Where a rank stands: its position along each axis, and its number among all ranks."""
 
     tp: int
     pp: int
     ep: int
     etp: int
+    number: int
 
 
 def write_legacy(
@@ -239,7 +241,7 @@ def write_legacy(
         chunks = [local_weights(wholes, model, run, rank, chunk) for chunk in range(run.vpp or 1)]
         held: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration}
         if args:
-            held["args"] = namespace(model, run, optimizer)
+            held["args"] = namespace(model, run, rank, optimizer)
         for number, chunk in enumerate(chunks):
             name = "model" if run.vpp is None else f"model{number}"
             held[name] = _with_extra_state({k: w.to(model.dtype) for k, w in chunk.items()})
@@ -344,7 +346,7 @@ def is_vocabulary(key: str) -> bool:
 
 
 def namespace(
-    model: MegatronModel, run: MegatronRun, optimizer: str | None = None
+    model: MegatronModel, run: MegatronRun, rank: RankOf, optimizer: str | None = None
 ) -> argparse.Namespace:
     """Return the run's arguments as Megatron keeps them in each file."""
     rows = model.vocab if model.padded_vocab is None else model.padded_vocab
@@ -356,6 +358,7 @@ def namespace(
         expert_tensor_parallel_size=run.expert_tp,
         context_parallel_size=run.cp,
         world_size=run.pp * run.stage_ranks,
+        rank=rank.number,
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,

@@ -7,14 +7,16 @@ import os
 import pathlib
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dcp_placements import PlacementError
 from dcp_placements.formats.megatron.torch_files import RefusedFile, load_torch_file
-from dcp_placements.offline import CannotLook, megatron_layout
+from dcp_placements.offline import CannotLook, import_megatron, megatron_layout
 from dcp_placements.testing.megatron import MegatronModel, MegatronRun, write_legacy
 from tests.offline_scenes import Run
 
@@ -283,6 +285,39 @@ def test_the_refusal_names_what_is_asked_for(tmp_path: Path) -> None:
     torch.save({"args": Hostile(tmp_path / "ran")}, tmp_path / "file.pt")
     with pytest.raises(RefusedFile, match=r"asks for: +posix\.system"):
         load_torch_file(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize("made", [{"tp": 2}, {"tp": 2, "ep": 2}, {"pp": 3}, {"ep": 3, "etp": 1}])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_file_under_the_name_of_another_rank_is_refused(
+    tmp_path: Path, made: dict[str, int], copied: bool
+) -> None:
+    model = replace(SMALL, layers=6, experts=6)
+    folder = write_legacy(tmp_path / "run", model, MegatronRun(**made))
+    assert megatron_layout(folder).fits
+    *_, one, other = sorted(folder.glob("*/model_optim_rng.pt"))
+    held = other.read_bytes()
+    shutil.copyfile(one, other)
+    if not copied:
+        one.write_bytes(held)
+    message = "\n".join(megatron_layout(folder).mismatches)
+    assert ("files of the same contents" if copied else "written by rank") in message
+    assert one.parent.name in message
+    assert other.parent.name in message
+    with pytest.raises(PlacementError, match=other.parent.name):
+        import_megatron(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_a_converter_wrote_as_one_rank_are_no_mismatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers = MegatronRun.writers
+    monkeypatch.setattr(
+        MegatronRun, "writers", lambda run: [replace(rank, number=0) for rank in writers(run)]
+    )
+    write_legacy(tmp_path, SMALL, MegatronRun(tp=2, ep=2))
+    assert megatron_layout(tmp_path).mismatches == ()
 
 
 class AttributeOf:

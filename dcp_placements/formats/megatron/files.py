@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,6 +77,8 @@ class RankFile:
     keys: frozenset[str] = frozenset()  # names of the weights
     iteration: int | None = None  # when the file was written
     has_optimizer: bool = False  # whether the file contains optimizer state
+    # Name, CRC-32 and size of everything in the zip file; empty if it is none
+    checksums: tuple[tuple[str, int, int], ...] = ()
 
 
 def find_iteration(given: str | os.PathLike[str]) -> Path:
@@ -200,7 +203,17 @@ def scan_rank_file(folder: Path, name: str, fields: tuple[int, ...]) -> RankFile
         keys=frozenset(str(key) for _, chunk in model_chunks(contents) for key in chunk),
         iteration=iteration if isinstance(iteration, int) else None,
         has_optimizer="optimizer" in contents,
+        checksums=_checksums(file),
     )
+
+
+def _checksums(file: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return name, CRC-32 and size of everything in a zip file, by its directory alone."""
+    try:
+        with zipfile.ZipFile(file) as zipped:
+            return tuple((one.filename, one.CRC, one.file_size) for one in zipped.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return ()  # torch reads older files, too
 
 
 def model_chunks(contents: Mapping[Any, Any]) -> list[tuple[int, dict[str, Any]]]:

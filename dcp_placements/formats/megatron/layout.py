@@ -196,6 +196,7 @@ def _legacy_layout(
         expected = writers(sizes)
         mismatches += _set_mismatches(ranks, sizes)
         coordinates = {r.directory: expected[r.directory] for r in ranks if r.directory in expected}
+        mismatches += _rank_mismatches(ranks, sizes, coordinates)
     mismatches += _given_mismatches(given, sizes, axes)
     has_flat_optimizer = any(rank.has_flat_optimizer for rank in ranks)
     if not has_flat_optimizer or (sizes.ep == 1 and layout != "ambiguous"):
@@ -233,6 +234,15 @@ def _file_mismatches(ranks: Sequence[RankFile]) -> list[str]:
             f"names with different numbers of fields, {names}: left over from another run?"
         )
     mismatches += [f"{r.directory}/{WEIGHTS}: {r.problem}" for r in ranks if r.problem]
+    by_checksums: dict[tuple[tuple[str, int, int], ...], list[str]] = {}
+    for rank in ranks:
+        if rank.checksums and rank.keys:
+            by_checksums.setdefault(rank.checksums, []).append(rank.directory)
+    mismatches += [
+        f"{format_names(names)}: files of the same contents: copied over one another?"
+        for names in by_checksums.values()
+        if len(names) > 1
+    ]
     by_iteration: dict[int, list[str]] = {}
     for rank in ranks:
         if rank.iteration is not None:
@@ -240,6 +250,43 @@ def _file_mismatches(ranks: Sequence[RankFile]) -> list[str]:
     if len(by_iteration) > 1:
         iterations = "; ".join(f"{at} in {format_names(n)}" for at, n in by_iteration.items())
         mismatches.append(f"the files are of several iterations: {iterations}")
+    return mismatches
+
+
+def _rank_mismatches(
+    ranks: Sequence[RankFile], sizes: Sizes, coordinates: Mapping[str, Coordinate]
+) -> list[str]:
+    """Return files of ranks that do not write under these names, by the run's arguments.
+
+    Megatron's own converters write all files as one rank.
+    """
+    stored = {rank.directory: getattr(rank.args, "rank", None) for rank in ranks}
+    numbers = {name: number for name, number in stored.items() if isinstance(number, int)}
+    if len(set(numbers.values())) < len(stored):
+        return []
+    mismatches = []
+    for name, at in coordinates.items():
+        found = {"tp": numbers[name] % sizes.tp}
+        if (sizes.cp or 1) == 1:  # releases differ in the place of ep among these ranks
+            found["ep"] = numbers[name] // (sizes.etp or sizes.tp) % sizes.ep
+        wrong = [f"{axis.upper()} {n}" for axis, n in found.items() if n != getattr(at, axis)]
+        if wrong:
+            mismatches.append(
+                f"{name}/{WEIGHTS}: written by rank {numbers[name]}, which has "
+                f"{' and '.join(wrong)}: renamed, or copied over another file?"
+            )
+    # Whatever the order of the axes, of two ranks that differ in pp alone the first has the lower.
+    stages: dict[tuple[int, int], list[str]] = {}
+    for name, at in sorted(coordinates.items(), key=lambda one: one[1].pp):
+        stages.setdefault((at.tp, at.ep), []).append(name)
+    for names in stages.values():
+        by_rank = sorted(names, key=lambda name: numbers[name])
+        moved = [name for name, other in zip(names, by_rank, strict=True) if name != other]
+        if moved:
+            mismatches.append(
+                f"{format_names(moved)}: written by ranks {[numbers[name] for name in moved]}, of "
+                "other pipeline stages: renamed, or copied over one another?"
+            )
     return mismatches
 
 
