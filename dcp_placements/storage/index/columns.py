@@ -6,9 +6,9 @@ runs of its differences where these are few.
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -129,12 +129,11 @@ class ColumnReader:
         data = self.data()
         if sum(lengths) != len(data):
             raise IndexDamage("texts of other lengths than they have")
-        ends = list(accumulate(lengths))
-        parts = map(slice, [0, *ends], ends)
         if data.isascii():
-            return list(map(data.decode("ascii").__getitem__, parts))
+            return list(map(io.StringIO(data.decode("ascii")).read, lengths))
         try:
-            return [data[part].decode("utf-8", "surrogatepass") for part in parts]
+            parts = map(io.BytesIO(data).read, lengths)
+            return [part.decode("utf-8", "surrogatepass") for part in parts]
         except UnicodeDecodeError as error:
             raise IndexDamage("a text that is none") from error
 
