@@ -209,6 +209,8 @@ def _splitter(counts: tuple[int, ...]) -> Callable[[str], Path]:
     # One part with dots among others without, as torch's state dicts have them.
     first = long[0] if long else 0
     last = len(counts) - 1 - first
+    if not last:
+        return lambda fqn: tuple(fqn.split(".", first))
 
     def around(fqn: str) -> Path:
         *head, rest = fqn.split(".", first)

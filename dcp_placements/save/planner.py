@@ -248,8 +248,10 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
     def _with_holding(self, plan: LocalPlan) -> LocalPlan:
         """Return a plan with the keys, boxes and digests of what this rank holds."""
         save = self._run
+        tables = tuple([table.packed() for table in save.holding.tables])
+        save.packed_tables = dict(zip(tables, save.holding.tables, strict=True))
         plan = plan._replace(
-            tables=tuple([table.packed() for table in save.holding.tables]),
+            tables=tables,
             boxes=packed_boxes(save.holding.boxes),
         )
         plan, save.objects = with_digests(
@@ -283,7 +285,10 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 if left:
                     save.hold(left)
                     sent = [self._with_holding(sent[0])]
-            coordinator = Coordinator(sent, world=world_size(), complete=not alone)
+            # Other ranks mostly have the key tables of this one, and send the same bytes.
+            coordinator = Coordinator(
+                sent, world=world_size(), complete=not alone, own=save.packed_tables
+            )
             assignments = coordinator.plan(
                 lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
             )

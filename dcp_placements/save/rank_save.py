@@ -34,6 +34,7 @@ from dcp_placements.rules.matches import Matches, option_matches, rule_matches
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.held_digests import Objects
 from dcp_placements.save.items import Assignment, Outlines, assigned_items, grouped_items
+from dcp_placements.save.key_table import KeyTable
 from dcp_placements.save.local_plan import Holding, chunk_data, held_chunks, holding_of
 from dcp_placements.save.shadows import pack_items, packs_of
 from dcp_placements.storage.metadata.shadow_records import OBJECTS_NBYTES, packed_objects
@@ -55,6 +56,7 @@ class RankSave:
         paths: By key, where it stands in the nested dict of the checkpoint; empty where the state
             dict was not flattened.
         holding: What it holds, by group.
+        packed_tables: The key tables of that, by their packed form.
         objects: Objects as files will hold them, where they were needed before.
         packs: The keys of its shadows, by pack.
         report: The report on the save; None before it is made.
@@ -72,6 +74,7 @@ class RankSave:
     placing: Placing = field(default_factory=Placing)
     paths: Mapping[str, Path] = field(default_factory=dict)
     holding: Holding = field(default_factory=Holding)
+    packed_tables: Mapping[bytes, KeyTable] = field(default_factory=dict)
     objects: Objects = field(default_factory=dict)
     packs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     report: SaveReport | None = None

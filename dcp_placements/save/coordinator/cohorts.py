@@ -6,9 +6,10 @@ is one integer array, and so are their digests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -61,6 +62,7 @@ class Cohorts:
     Args:
         plans: One per rank.
         world: Number of ranks that there are.
+        own: This rank's key tables, by their packed form.
 
     Attributes:
         plans: The same.
@@ -71,12 +73,18 @@ class Cohorts:
         members: By table, positions of the plans that have it, ascending.
     """
 
-    def __init__(self, plans: Sequence[LocalPlan], world: int) -> None:
+    def __init__(
+        self,
+        plans: Sequence[LocalPlan],
+        world: int,
+        own: Mapping[bytes, KeyTable] = MappingProxyType({}),
+    ) -> None:
         self.plans = plans
         self.world = world
         self.tables: list[KeyTable] = []
         self.cohorts: list[Cohort] = []
         self.rows: list[list[list[Rows]]] = []
+        self._own = own
         self._numbers: dict[bytes, int] = {}
         self._slots_of = cache(self._slots)
         alike: dict[tuple[tuple[bytes, ...], str, bool], list[int]] = {}
@@ -103,7 +111,7 @@ class Cohorts:
         """Return the position of a table, unpacking it where it is new."""
         number = self._numbers.setdefault(packed, len(self.tables))
         if number == len(self.tables):
-            self.tables.append(unpacked_table(packed))
+            self.tables.append(self._own.get(packed) or unpacked_table(packed))
             self.rows.append([[] for _ in self.tables[-1].groups])
         return number
 

@@ -7,9 +7,10 @@ the run of keys that it writes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from dcp_placements.save.coordinator.faults import Faults
 from dcp_placements.save.coordinator.owners import runs_of
 from dcp_placements.save.coordinator.pieces import Piece, Pieces, pieces_of
 from dcp_placements.save.items import Assignment, tensor_properties
-from dcp_placements.save.key_table import OBJECT
+from dcp_placements.save.key_table import OBJECT, KeyTable
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.packing import Ints, packed_ints
 from dcp_placements.save.rank_notes import Statement
@@ -53,6 +54,7 @@ class Coordinator:
         plans: One per rank that takes part.
         world: Number of ranks that there are.
         complete: Whether the plans are all there are.
+        own: As of ``Cohorts``.
 
     Attributes:
         plans: The same.
@@ -71,12 +73,19 @@ class Coordinator:
         partial: Ranks that have a key, where not all have it.
     """
 
-    def __init__(self, plans: Sequence[LocalPlan], *, world: int, complete: bool) -> None:
+    def __init__(
+        self,
+        plans: Sequence[LocalPlan],
+        *,
+        world: int,
+        complete: bool,
+        own: Mapping[bytes, KeyTable] = MappingProxyType({}),
+    ) -> None:
         self.plans = plans
         self.complete = complete
         unpacked = cache(Statement.unpacked)
         self.statements = [unpacked(plan.statement) for plan in plans]
-        self.cohorts = Cohorts(plans, world)
+        self.cohorts = Cohorts(plans, world, own)
         self.pieces = Pieces()
         self.faults: list[Fault] = []
         self.conflicts: list[Fault] = []
