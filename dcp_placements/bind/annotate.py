@@ -68,7 +68,7 @@ def annotate(
         )
     rules = PlacementRules(rules) if isinstance(rules, Mapping) else rules
     check_declaration(rules, rename)
-    flat, paths = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
+    flat, paths, _ = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
     placing = place(flat, rules)
     faults = [*placing.faults, *counted_faults(flat, placing, rename), *_reshaped(flat)]
     faults += [*_stateful(state_dict), *_repeated(placing)]

@@ -52,7 +52,6 @@ from dcp_placements.load.request import Request
 from dcp_placements.load.verification import Verification
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, put_at, rename_keys
-from dcp_placements.names.renames import rename_matches
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.matches import (
@@ -136,8 +135,8 @@ class RankLoad:
             RankFaults: Keys that cannot be renamed.
         """
         self.local_keys = set(self.state_dict)
-        self.state_dict, self.mappings = rename_keys(self.state_dict, self.mappings, rename)
-        self._rename_matches = rename_matches(rename, self.local_keys)
+        renamed = rename_keys(self.state_dict, self.mappings, rename)
+        self.state_dict, self.mappings, self._rename_matches = renamed
 
     def use_keys_of_torch_2_3(self, rename: Rename | None) -> None:
         """Take the keys that torch 2.3 and older gave, where the checkpoint has those."""
@@ -148,8 +147,8 @@ class RankLoad:
         # Only a key that today's flattening does not make is a sign of an old checkpoint: under
         # rename=, a local name may well be the checkpoint's name of another rank's tensor.
         if unasked & (set(flat) - self.local_keys):
-            self.state_dict, self.mappings = rename_keys(flat, mappings, rename)
-            self._rename_matches = rename_matches(rename, flat)
+            renamed = rename_keys(flat, mappings, rename)
+            self.state_dict, self.mappings, self._rename_matches = renamed
 
     def place(self, rules: Rules | None, rename: Rename | None) -> None:
         """Work out the places of the tensors."""

@@ -16,6 +16,8 @@ import torch
 from dcp_placements._torch import DTensor
 from dcp_placements.errors import Fault, RankFaults
 from dcp_placements.names.rename_results import Parts, Rename, RenameError, Row, Rows
+from dcp_placements.names.renames import Renaming
+from dcp_placements.rules.matches import Matches
 
 Path = tuple[str | int, ...]
 
@@ -139,8 +141,8 @@ _LEAVES = _TENSORS | {int, float, str, bytes, bool, type(None)}
 
 def rename_keys(
     state_dict: dict[str, Any], mappings: dict[str, Path], rename: Rename | None
-) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Return the flat state dict and its paths under the checkpoint's keys.
+) -> tuple[dict[str, Any], dict[str, Path], Matches]:
+    """Return the flat state dict and its paths under the checkpoint's keys, and what matches.
 
     A ``Row``, ``Rows`` or ``Parts`` becomes a ``Stacked`` or ``Unstacked`` value, for ``unfold``.
 
@@ -149,18 +151,22 @@ def rename_keys(
         mappings: The path of each key in the nested dict.
         rename: Maps this rank's key to the checkpoint's; None changes nothing.
 
+    Returns:
+        The state dict, its paths, and whether each step of the rename matches a key.
+
     Raises:
         RankFaults: Two keys of this rank become one, or ``rename`` has no name for one.
     """
     if rename is None:
-        return state_dict, mappings
+        return state_dict, mappings, {}
+    renaming = Renaming(rename)
     renamed: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     source: dict[str, str] = {}
     faults = []
     for key, value in state_dict.items():
         try:
-            new = rename(key)
+            new = renaming(key)
         except RenameError as error:
             faults.append(Fault(key, error.headline, error.details))
             continue
@@ -187,7 +193,7 @@ def rename_keys(
             paths.setdefault(name, path)
     if faults:
         raise RankFaults("keys could not be renamed", faults)
-    return renamed, paths
+    return renamed, paths, renaming.matches
 
 
 def _add_row(

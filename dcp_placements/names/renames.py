@@ -6,8 +6,8 @@ in a key, so that optimizer state is renamed with its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcp_placements.names.rename_results import Parts, Rename, Renamed, RenameError, Row
@@ -38,14 +38,16 @@ class Renames(ReadyRename):
 
     steps: tuple[Rename, ...]
     optional: bool
+    _flat: tuple[Rename, ...] = field(repr=False, compare=False)
 
     def __init__(self, *steps: Rename, optional: bool = False) -> None:
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "optional", optional)
+        object.__setattr__(self, "_flat", tuple(steps_of(self)))
 
     def __call__(self, key: str) -> Renamed:
         name: Renamed = key
-        for step in self.steps:
+        for step in self._flat:
             name = _renamed(step, name)
         return name
 
@@ -122,31 +124,40 @@ def steps_of(rename: Any) -> Iterator[Any]:
         yield rename
 
 
-def rename_matches(rename: Any, keys: Iterable[str]) -> dict[Declared, bool]:
-    """Return whether the steps of a rename match a key, as the steps before leave it.
+class Renaming:
+    """Renames keys, and notes which steps of the rename match one, as the steps before leave it.
 
-    >>> rename = Renames(Replace("module", ""), Renumber("expert.{}", [0, 1], total=2))
-    >>> {str(step): is_matched for step, is_matched in rename_matches(rename, ["module.w"]).items()}
+    >>> renaming = Renaming(
+    ...     Renames(Replace("module", ""), Renumber("expert.{}", [0, 1], total=2))
+    ... )
+    >>> renaming("module.w")
+    'w'
+    >>> {str(step): is_matched for step, is_matched in renaming.matches.items()}
     {"rename=Replace('module')": True, "rename=Renumber('expert.{}')": False}
 
     Args:
-        rename: The rename. Functions of the user's, which may leave every key as it is, and the
-            steps of ``Renames(..., optional=True)`` are left out.
-        keys: This rank's keys. The rename has a name for each.
+        rename: The rename.
+
+    Attributes:
+        matches: Whether each step matches a key. Functions of the user's, which may leave every key
+            as it is, and the steps of ``Renames(..., optional=True)`` are left out.
     """
-    matches = {declared_step(step): False for step in expected_steps(rename)}
-    waiting = set(matches)
-    steps = [(step, declared_step(step)) for step in steps_of(rename)]
-    for key in keys:
-        if not waiting:
-            break
+
+    def __init__(self, rename: Rename) -> None:
+        self.matches = {declared_step(step): False for step in expected_steps(rename)}
+        self._waiting = set(self.matches)
+        self._steps: list[tuple[Any, Declared]] = [
+            (step, declared_step(step)) for step in steps_of(rename)
+        ]
+
+    def __call__(self, key: str) -> Renamed:
         name: Renamed = key
-        for step, declared in steps:
-            if declared in waiting and any(map(step.matches, _fqns(name))):
-                waiting.remove(declared)
-                matches[declared] = True
+        for step, declared in self._steps:
+            if declared in self._waiting and any(map(step.matches, _fqns(name))):
+                self._waiting.remove(declared)
+                self.matches[declared] = True
             name = _renamed(step, name)
-    return matches
+        return name
 
 
 def expected_steps(rename: Any) -> Iterator[ReadyRename]:

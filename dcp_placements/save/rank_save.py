@@ -28,7 +28,6 @@ from dcp_placements.lazy_items import GroupedItems
 from dcp_placements.names.rename_record import Step, renames_in_force
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, checkpoint_path, rename_keys
-from dcp_placements.names.renames import rename_matches
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.matches import Matches, option_matches, rule_matches
 from dcp_placements.rules.patterns import Rules
@@ -92,9 +91,9 @@ class RankSave:
             RankFaults: Keys that cannot be renamed.
         """
         local = self.state_dict
-        self.state_dict, self.mappings = rename_keys(local, self.mappings, rename)
+        renamed = rename_keys(local, self.mappings, rename)
+        self.state_dict, self.mappings, self._rename_matches = renamed
         self.renames = renames_in_force(rename, local, self.state_dict)
-        self._rename_matches = rename_matches(rename, local)
 
     def place(self, rules: Rules | None, rename: Rename | None, *, flat: bool) -> None:
         """Work out where the tensors lie, and what the rank holds.

@@ -23,12 +23,7 @@ from dcp_placements.names.rename_record import (
     stored_numbers,
 )
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.names.renames import (
-    Renames,
-    declared_step,
-    expected_steps,
-    rename_matches,
-)
+from dcp_placements.names.renames import Renames, Renaming, declared_step, expected_steps
 from dcp_placements.offline.declared import matcher, mesh_at, rules_at
 from dcp_placements.offline.views.cutting import (
     cut_signature,
@@ -146,8 +141,13 @@ def _unmatched(
         expected |= own
         absent |= dict.fromkeys(rank.absent)
     matches.append(number_matches(numbers, keys))
-    steps = rename_matches(whole if more is None else Renames(*whole.steps, more), keys)
-    matches.append({one: is_matched for one, is_matched in steps.items() if one in expected})
+    renaming = Renaming(whole if more is None else Renames(*whole.steps, more))
+    for key in keys:
+        if all(renaming.matches.values()):
+            break
+        renaming(key)
+    steps = renaming.matches.items()
+    matches.append({one: is_matched for one, is_matched in steps if one in expected})
     matches.append(option_matches("absent", absent, keys))
     return matched_nowhere(matches)
 
