@@ -21,7 +21,14 @@ from dcp_placements._torch import (
     leaves,
     world_size,
 )
-from dcp_placements.errors import Fault, PlacementError, RankFaults, format_faults, raise_faults
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    RankFaults,
+    format_faults,
+    format_name,
+    raise_faults,
+)
 from dcp_placements.load.casting import CASTS
 from dcp_placements.load.exchange.shares import Verdict, verdicts
 from dcp_placements.load.message import LoadMessage
@@ -41,6 +48,7 @@ from dcp_placements.rules.options import (
     overrides,
 )
 from dcp_placements.rules.patterns import Rules
+from dcp_placements.storage.metadata.checks import check_unpickled
 from dcp_placements.storage.metadata.save_ids import MIXED
 from dcp_placements.storage.record_contents import DAMAGED
 
@@ -152,6 +160,16 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             raise PlacementError(
                 "a PlacementLoadPlanner cannot save: dcp.save wants a save planner"
             )
+        if metadata is not None:
+            try:
+                check_unpickled(metadata)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise PlacementError(
+                    "the metadata of this checkpoint are not what DCP writes\n"
+                    f"    found:       {format_name(error)}\n"
+                    "    likely:      .metadata was damaged, or another tool wrote it\n"
+                    "    way out:     load another checkpoint"
+                ) from error
         self._run = RankLoad()
         super().set_up_planner({}, metadata, is_coordinator)
         if self.flatten_state_dict:

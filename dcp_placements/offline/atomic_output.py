@@ -316,8 +316,9 @@ class _Lock:
                     continue  # its holder removed it meanwhile: we locked an unlinked file
                 # Before it is written, so that it is given back where the disk is full.
                 self._descriptor, descriptor = descriptor, -1
-                os.ftruncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, Holder.of_this_process().format(), 0)
+                with errors_of(self._path):
+                    os.ftruncate(self._descriptor, 0)
+                    os.pwrite(self._descriptor, Holder.of_this_process().format(), 0)
                 return
             finally:
                 if descriptor >= 0:

@@ -410,6 +410,51 @@ def test_what_nobody_foresaw_is_one_line(
     assert ran.err == expected + "\n"
 
 
+WRONG_TYPES: dict[str, Any] = {
+    "a key is a int": lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["w"]}),
+    "the metadata of a key is a int": lambda m: m.state_dict_metadata.update(w=3),
+    "state_dict_metadata is a list": lambda m: vars(m).update(state_dict_metadata=[]),
+    "planner_data is a int": lambda m: vars(m).update(planner_data=3),
+    "the chunks of a tensor is a int": lambda m: vars(m.state_dict_metadata["w"]).update(chunks=3),
+    "a chunk is a int": lambda m: vars(m.state_dict_metadata["w"]).update(chunks=[3]),
+    "size is a NoneType": lambda m: vars(m.state_dict_metadata["w"]).update(size=None),
+    "size is negative": lambda m: vars(m.state_dict_metadata["w"]).update(size=(-1, 4)),
+    "the properties of a tensor is a str": lambda m: vars(m.state_dict_metadata["w"]).update(
+        properties="x"
+    ),
+    "relative_path is a list": lambda m: [
+        vars(info).update(relative_path=["x"]) for info in m.storage_data.values()
+    ],
+    "length is negative": lambda m: [
+        vars(info).update(length=-1) for info in m.storage_data.values()
+    ],
+    "offset is a str": lambda m: [
+        vars(info).update(offset="x") for info in m.storage_data.values()
+    ],
+    "a place is a int": lambda m: m.storage_data.update({next(iter(m.storage_data)): 3}),
+    "its provenance is broken: digests are a int": lambda m: m.planner_data.update(
+        dcp_placements={"save_id": "x", "digests": 3}
+    ),
+}
+
+
+@pytest.mark.parametrize("found", WRONG_TYPES)
+@pytest.mark.parametrize("reader", [dcp.FileSystemReader, PlacementFileSystemReader])
+def test_metadata_of_wrong_types_are_one_message(tmp_path: Path, reader: Any, found: str) -> None:
+    metadata = save_stock(tmp_path, w=torch.ones(3, 4), v=torch.ones(2))
+    WRONG_TYPES[found](metadata)
+    rewritten(tmp_path, metadata)
+    into = {"w": torch.zeros(3, 4), "v": torch.zeros(2)}
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load(
+            into, storage_reader=reader(tmp_path), planner=PlacementLoadPlanner(), no_dist=True
+        )
+    (error, _), *_ = caught.value.failures.values()
+    assert isinstance(error, PlacementError)
+    assert f"found:       {found}" in str(error)
+    assert not into["w"].any()
+
+
 def test_damaged_files_are_never_more_than_a_message(tmp_path: Path) -> None:
     """Some seconds of damage to ``.metadata`` of both writers, headers and indices."""
     save_sharded(tmp_path / "lean")

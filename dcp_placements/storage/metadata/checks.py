@@ -7,14 +7,17 @@ any file.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from math import prod
+from numbers import Integral
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from dcp_placements.storage.index.entries import Entries
-from dcp_placements.storage.metadata.provenance import SAMPLED
+from dcp_placements.storage.metadata.provenance import SAMPLED, stored
 from dcp_placements.storage.metadata.table import Rows
 from dcp_placements.storage.safetensors_files import LARGEST, counts
 
@@ -89,3 +92,67 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
         items = (provenance.get(name) or {}).items()
         if not all(type(key) is str and isinstance(value, kind) for key, value in items):
             raise TypeError(f"its provenance is broken: {name} are not by key")
+
+
+def check_unpickled(metadata: Any) -> None:
+    """Check the types in torch's metadata: a pickle may have put anything into its fields.
+
+    Only plain dicts are looked at. Other mappings are those of an index, which was checked, or of
+    another reader.
+
+    Raises:
+        AttributeError: A field is missing.
+        TypeError: One is of another type.
+        ValueError: A negative number.
+    """
+    from dcp_placements._torch import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        MetadataIndex,
+        StorageInfo,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    _check_types("state_dict_metadata", [entries], Mapping)
+    _check_types("planner_data", [metadata.planner_data], (Mapping, type(None)))
+    check_provenance(stored(metadata) or {})
+    if type(entries) is dict:
+        _check_types("a key", entries, str)
+        kinds = (TensorStorageMetadata, BytesStorageMetadata)
+        _check_types("the metadata of a key", entries.values(), kinds)
+        tensors = [one for one in entries.values() if isinstance(one, TensorStorageMetadata)]
+        properties = [one.properties for one in tensors]
+        _check_types("the properties of a tensor", properties, TensorProperties)
+        lists = [one.chunks for one in tensors]
+        _check_types("the chunks of a tensor", lists, Sequence)
+        chunks = list(chain.from_iterable(lists))
+        _check_types("a chunk", chunks, ChunkStorageMetadata)
+        for boxes in (tensors, ("size",)), (chunks, ("offsets", "sizes")):
+            for name in boxes[1]:
+                sizes = list(map(attrgetter(name), boxes[0]))
+                _check_types(name, sizes, tuple | list)
+                _check_counts(name, list(chain.from_iterable(sizes)))
+    if type(places) is dict and any(isinstance(one, StorageInfo) for one in places.values()):
+        _check_types("the index of a place", places, MetadataIndex)
+        infos = places.values()
+        _check_types("a place", infos, StorageInfo)
+        _check_types("relative_path", map(attrgetter("relative_path"), infos), str)
+        for name in ("offset", "length"):
+            _check_counts(name, list(map(attrgetter(name), infos)))
+        steps = [getattr(one, "transform_descriptors", None) for one in infos]
+        _check_types("transform_descriptors", steps, (list, tuple, type(None)))
+        _check_types("a transform", chain.from_iterable(filter(None, steps)), str)
+
+
+def _check_types(name: str, values: Iterable[Any], kind: Any) -> None:
+    for found in set(map(type, values)):
+        if not issubclass(found, kind):
+            raise TypeError(f"{name} is a {found.__name__}")
+
+
+def _check_counts(name: str, values: Sequence[Any]) -> None:
+    _check_types(name, values, Integral)
+    if min(values, default=0) < 0:
+        raise ValueError(f"{name} is negative")
