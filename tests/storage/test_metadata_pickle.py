@@ -56,6 +56,23 @@ def test_what_dcp_writes_is_read_as_pickle_reads_it(tmp_path: Path, lean: bool) 
     assert found.version == plain.version
 
 
+def test_names_of_data_files_in_planner_data_are_not_those_of_the_rows(tmp_path: Path) -> None:
+    class Writer(PlacementFileSystemWriter):
+        def finish(self, metadata: Metadata, results: Any) -> None:
+            names = sorted(file.name for file in tmp_path.glob("*.distcp"))
+            metadata.planner_data = {**(metadata.planner_data or {}), "files": ("of", (*names,))}
+            super().finish(metadata, results)
+
+    dcp.save(all_kinds(), storage_writer=Writer(tmp_path))
+    with open(tmp_path / ".metadata", "rb") as stream:
+        plain = pickle.load(stream)
+    _, names = plain.planner_data["files"]
+    assert {row.relative_path for row in plain.storage_data.values()} == {*names}
+    assert Checkpoint(tmp_path).tensors.keys() == {
+        fqn for fqn, value in all_kinds().items() if isinstance(value, torch.Tensor)
+    }
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [

@@ -19,6 +19,7 @@ from dcp_placements.storage.metadata.pickles.metadata_pickle import (
 )
 from dcp_placements.storage.metadata.pickles.stock_body import (
     MARKER_NBYTES,
+    NAMES,
     Body,
     Memo,
     memo_of,
@@ -72,13 +73,16 @@ def _memo(head: bytes, entries: Entries, index: RowIndex) -> Memo:
     value = unpickler.load()
     if type(value) is not PlainMetadata or unpickler.stack:
         raise _unlike()
-    # Of equal values the first one counts.
-    held = list(unpickler.memo.items())[::-1]
+    held = list(unpickler.memo.items())
+    classes = {value.name: number for number, value in held[::-1] if type(value) is StandIn}
+    # Paths of files and transforms are the last values, whatever the metadata has beside them.
     numbers: dict[Hashable, int] = {value: at for at, value in held if type(value) is str}
     lists = [(at, value) for at, value in held if type(value) is list]
     numbers.update((tuple(v), at) for at, v in lists if all(type(one) is str for one in v))
-    classes = {value.name: number for number, value in held if type(value) is StandIn}
+    # Names and keys are the first ones.
+    first = {value: at for at, value in held[::-1] if type(value) is str}
     try:
+        numbers.update((text, first[text]) for text in (*NAMES, *index.fqns))
         return memo_of(numbers, classes, max(unpickler.memo, default=-1) + 1, entries, index)
     except (KeyError, ValueError) as error:
         raise _unlike() from error
