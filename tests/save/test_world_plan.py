@@ -277,6 +277,23 @@ def test_the_digests_of_a_rank_of_thousands_fit_into_their_budget(drift: int) ->
     assert "embed" not in str(refused.value)
 
 
+def test_other_ranks_report_their_keys_in_the_order_of_their_state_dict(tmp_path: Path) -> None:
+    """By dtype and by where they stand, keys that are neighbours are in different groups."""
+    state = {
+        "b.w": arange(2),
+        "z": 1,
+        "a.w": arange(2).int(),
+        "b.bias": arange(2).int(),
+        "y": None,
+        "b.v": arange(2),
+        "z.x": 2,
+    }
+    saved = WORLD.save(tmp_path, lambda rank: dict(state), planners())
+    for planner in saved[1:]:
+        assert [*planner.report.keys] == ["b.w", "a.w", "b.bias", "b.v"]
+        assert planner.report.objects == ("z", "y", "z.x")
+
+
 def test_keys_that_some_ranks_have_beside_those_of_their_mesh_are_saved(tmp_path: Path) -> None:
     """Each of them alone has to be whole: the ranks of a mesh may hold other tensors."""
 

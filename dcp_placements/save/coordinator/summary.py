@@ -80,14 +80,15 @@ def summarise(coordinator: Coordinator, waived: Mapping[str, str]) -> SaveReport
 def summarise_rank(holding: Holding, placing: Placing, waived: Mapping[str, str]) -> SaveReport:
     """Return what one rank holds, for a rank that sees no plan but its own."""
     report = SaveReport(ranks=1, rules=dict(placing.matched), waived=dict(waived))
+    key_of = {}
     for held in holding.groups:
-        if held.group.kind == OBJECT:
-            report.objects += tuple(held.fqns)
-            continue
-        boxes = set(held.boxes)
-        numel = sum(box.numel for box in boxes)
-        of_key = key_report(held.group.shape, held.group.dtype, len(boxes), numel, numel)
-        report.keys.update(dict.fromkeys(held.fqns, of_key))
+        if held.group.kind != OBJECT:
+            boxes = set(held.boxes)
+            numel = sum(box.numel for box in boxes)
+            of_group = key_report(held.group.shape, held.group.dtype, len(boxes), numel, numel)
+            key_of.update(dict.fromkeys(held.fqns, of_group))
+    report.keys = {fqn: key_of[fqn] for fqn in holding.fqns if fqn in key_of}
+    report.objects = tuple([fqn for fqn in holding.fqns if fqn not in key_of])
     return report
 
 
