@@ -253,6 +253,7 @@ def inference_zeros(*sizes: int) -> torch.Tensor:
         lambda: torch.zeros(2, 3, dtype=torch.complex64).conj().imag,
         lambda: torch.zeros(3, 2).t(),
         lambda: inference_zeros(2, 3),
+        lambda: inference_zeros(3, 2).t(),
     ],
 )
 @pytest.mark.parametrize("threads", [1, 2])

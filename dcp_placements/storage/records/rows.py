@@ -75,5 +75,5 @@ def fill_each(targets: Sequence[torch.Tensor], values: torch.Tensor) -> bool:
         return False
     with torch.no_grad():
         for target, value in zip(targets, values.unbind(), strict=True):
-            target.copy_(value)
+            target.detach().copy_(value)
     return True
