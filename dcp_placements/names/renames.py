@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, TypeGuard
 
 from dcp_placements.names.rename_results import Parts, Rename, Renamed, RenameError, Row
 from dcp_placements.names.renumber import Numbered, ReadyRename, Renumber, Replace
@@ -43,7 +44,7 @@ class Renames(ReadyRename):
     def __init__(self, *steps: Rename, optional: bool = False) -> None:
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "optional", optional)
-        object.__setattr__(self, "_flat", tuple(steps_of(self)))
+        object.__setattr__(self, "_flat", tuple(chain.from_iterable(map(steps_of, steps))))
 
     def __call__(self, key: str) -> Renamed:
         name: Renamed = key
@@ -116,12 +117,19 @@ def _whole_name(step: Rename, name: str) -> str:
 
 
 def steps_of(rename: Any) -> Iterator[Any]:
-    """Yield the steps of a rename, those of its ``Renames`` one by one; none for None."""
-    if isinstance(rename, Renames):
+    """Yield the steps of a rename, those of its ``Renames`` one by one; none for None.
+
+    A subclass of ``Renames`` may do more than its steps if it has a call of its own: it is one.
+    """
+    if _is_its_steps(rename):
         for step in rename.steps:
             yield from steps_of(step)
     elif rename is not None:
         yield rename
+
+
+def _is_its_steps(rename: Any) -> TypeGuard[Renames]:
+    return isinstance(rename, Renames) and type(rename).__call__ is Renames.__call__
 
 
 class Renaming:
@@ -162,10 +170,10 @@ class Renaming:
 
 def expected_steps(rename: Any) -> Iterator[ReadyRename]:
     """Yield the steps that should match a key on some rank."""
-    if isinstance(rename, Renames):
+    if _is_its_steps(rename):
         for step in () if rename.optional else rename.steps:
             yield from expected_steps(step)
-    elif isinstance(rename, ReadyRename):
+    elif isinstance(rename, ReadyRename) and not isinstance(rename, Renames):
         yield rename
 
 

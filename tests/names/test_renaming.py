@@ -155,6 +155,33 @@ def test_renames_can_be_pickled_and_seen(rename: Any) -> None:
         assert again(key) == rename(key)
 
 
+class Suffixed(Renames):
+    """Does more than its steps."""
+
+    def __call__(self, key: str) -> Any:
+        name = super().__call__(key)
+        assert isinstance(name, str)
+        return f"{name}.saved"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_subclass_of_renames_does_beside_its_steps_is_kept(
+    nested: bool, tmp_path: Path
+) -> None:
+    rename: Any = Suffixed(Replace("module", "model"), Renumber("layers.{}", [3], total=None))
+    if nested:
+        rename = Renames(Replace("wrapper", ""), rename)
+    whole = torch.arange(4.0)
+    dcp.save(
+        {"wrapper.module.layers.0.w" if nested else "module.layers.0.w": whole},
+        checkpoint_id=tmp_path,
+        planner=PlacementSavePlanner(rename=rename),
+    )
+    read = {"model.layers.3.w.saved": torch.zeros(4)}
+    dcp.load(read, checkpoint_id=tmp_path, planner=DefaultLoadPlanner())
+    assert torch.equal(read["model.layers.3.w.saved"], whole)
+
+
 def test_the_mapping_is_printed_key_by_key() -> None:
     rename = Renames(Renumber("layers.{}", [4, 5], total=6), Replace("module", ""))
     expected = rename.table(["module.layers.0.w", "norm.w", "layers.1.weight"])
