@@ -1,8 +1,8 @@
-"""Two names of one storage: tied weights of which a rule matches only one."""
+"""Storages: two names of one, of which a rule matches only one; tensors whose storage was freed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,52 @@ from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import ListedLayout
 
+_PLAIN = torch.Tensor, torch.nn.Parameter
 
-def alias_faults(state_dict: Mapping[str, Any], placed: Mapping[str, Placed]) -> list[Fault]:
-    """Return a fault for each name of a view of a storage that has two different places.
+_LOW = 1 << 40
+"""Views of a freed storage begin at their offset in it: below this, where little else is."""
+
+
+def storage_faults(state_dict: Mapping[str, Any], placed: Mapping[str, Placed]) -> list[Fault]:
+    """Return a fault for each tensor whose storage was freed, or has two different places.
 
     Args:
         state_dict: Flat, with the checkpoint's keys.
         placed: The places of its tensors; a tensor without one is whole.
     """
-    if _all_differ(placed, state_dict):
-        return []
+    named = [(fqn, place.tensor) for fqn, place in placed.items()]
+    if len(placed) < len(state_dict):
+        others = [(fqn, value) for fqn, value in state_dict.items() if fqn not in placed]
+        named += [(fqn, value) for fqn, value in others if isinstance(value, torch.Tensor)]
+    pointers = data_pointers([tensor for _, tensor in named])
+    faults = freed_faults(named) if min(pointers, default=_LOW) < _LOW else []
+    if faults or len({*pointers} - {0}) == len(pointers) - pointers.count(0):
+        return faults
+    return _alias_faults(state_dict, placed)
+
+
+def freed_faults(named: Iterable[tuple[str, torch.Tensor]]) -> list[Fault]:
+    """Return a fault for each tensor whose storage has no memory any more: to use it is a crash."""
+    return [
+        Fault(
+            fqn,
+            f"the storage of this {tuple(tensor.shape)} {tensor.dtype} tensor was freed",
+            (
+                "likely:      this is an unsharded parameter of FSDP, or a view of one, that was "
+                "taken from the model during a step",
+                "way out:     take the state dict from the model anew, or leave this key out",
+            ),
+        )
+        for fqn, tensor in named
+        if type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.numel()
+        and not tensor.untyped_storage().nbytes()
+    ]
+
+
+def _alias_faults(state_dict: Mapping[str, Any], placed: Mapping[str, Placed]) -> list[Fault]:
+    """Return a fault for each name of a view of a storage that has two different places."""
     faults = []
     names: dict[Any, str] = {}
     first_at: dict[int, tuple[str, torch.Tensor]] = {}
@@ -82,16 +118,6 @@ def _place_text(placed: Placed | None) -> str:
     mesh = ", ".join(f"{axis.name or 'axis'}={axis.size}" for axis in axes)
     by = "no rule" if placed.rule is None else f"rule {placed.rule}"
     return f"{by}, part of a {placed.global_shape} tensor over ({mesh})"
-
-
-def _all_differ(placed: Mapping[str, Placed], state_dict: Mapping[str, Any]) -> bool:
-    """Whether no two tensors begin at one address."""
-    tensors = [place.tensor for place in placed.values()]
-    if len(placed) < len(state_dict):
-        others = [value for fqn, value in state_dict.items() if fqn not in placed]
-        tensors += [value for value in others if isinstance(value, torch.Tensor)]
-    pointers = data_pointers(tensors)
-    return len({*pointers} - {0}) == len(pointers) - pointers.count(0)
 
 
 def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:

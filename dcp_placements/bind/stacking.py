@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import StridedShard
+from dcp_placements.bind.aliases import freed_faults
 from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.bind.placed import Place, Placed, Placing
 from dcp_placements.bind.placing import Placer, described
@@ -61,6 +62,9 @@ def unfold(
         else:
             unfolded.add(fqn, value, path)
     stacks.let_states_follow()
+    placing.faults += freed_faults(
+        (fqn, part) for fqn, placed in placing.placed.items() for part in placed.tensors
+    )
     return unfolded
 
 
