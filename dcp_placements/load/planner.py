@@ -26,7 +26,6 @@ from dcp_placements.errors import (
     PlacementError,
     RankFaults,
     format_faults,
-    format_name,
     raise_faults,
 )
 from dcp_placements.load.casting import CASTS
@@ -161,15 +160,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
                 "a PlacementLoadPlanner cannot save: dcp.save wants a save planner"
             )
         if metadata is not None:
-            try:
-                check_unpickled(metadata)
-            except (AttributeError, TypeError, ValueError) as error:
-                raise PlacementError(
-                    "the metadata of this checkpoint are not what DCP writes\n"
-                    f"    found:       {format_name(error)}\n"
-                    "    likely:      .metadata was damaged, or another tool wrote it\n"
-                    "    way out:     load another checkpoint"
-                ) from error
+            check_unpickled(metadata)
         self._run = RankLoad()
         super().set_up_planner({}, metadata, is_coordinator)
         if self.flatten_state_dict:

@@ -64,6 +64,7 @@ from dcp_placements.rules.matches import (
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.metadata.provenance import saved_by, stored
 from dcp_placements.storage.metadata.save_ids import IdRecord, id_records, speaking_for
+from dcp_placements.storage.shadow_reads import places_of
 
 REFUSED = "cannot be loaded from this checkpoint"
 
@@ -322,7 +323,7 @@ class RankLoad:
         self.ids = {record.index: record for record in id_records(files).values()}
         if not self.ids:
             return []
-        names = {files[item.storage_index].relative_path for item in items}
+        names = {info.relative_path for info in places_of(items, files)}
         records = {record.file: record for record in self.ids.values()}
         return [record.read_item() for record in speaking_for(names, records)]
 

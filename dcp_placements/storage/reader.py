@@ -39,6 +39,7 @@ from dcp_placements.report import Traffic
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.merged_reads import ChunkReader, Job, jobs_of
+from dcp_placements.storage.metadata.checks import check_read_fields
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import (
     merge_rank_metadata,
@@ -149,7 +150,12 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Take the checkpoint's metadata. Called on every rank."""
+        """Take the checkpoint's metadata. Called on every rank.
+
+        Raises:
+            PlacementError: Metadata that are not what DCP writes.
+        """
+        check_read_fields(metadata)
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._stored = metadata.state_dict_metadata
         self._ids = id_records(metadata.storage_data)
@@ -326,8 +332,9 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
     def _identified(self, metadata: Metadata) -> Metadata:
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
-        assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self.load_id
+        # Anything else is refused when the load begins.
+        if isinstance(metadata.storage_meta, StorageMeta):
+            metadata.storage_meta.load_id = self.load_id
         return metadata
 
 

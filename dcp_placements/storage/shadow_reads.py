@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import Metadata, MetadataIndex, ReadItem, StorageInfo
+from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.shadow_records import shadowed
 
@@ -30,6 +31,11 @@ class Packed:
     position: int
     count: int
 
+
+DAMAGED_METADATA = (
+    "likely:      .metadata was damaged, or another tool wrote it",
+    "way out:     copy .metadata again, or load another checkpoint",
+)
 
 Source = tuple[StorageInfo, Packed | None]
 """A record, and the entry in it if it is a pack."""
@@ -60,8 +66,12 @@ class Copies:
         return bool(self._packs)
 
     def sources(self, items: Sequence[ReadItem]) -> list[Source]:
-        """Return where each of the items is read from."""
-        sources: list[Source] = [(self._places[item.storage_index], None) for item in items]
+        """Return where each of the items is read from.
+
+        Raises:
+            PlacementError: The metadata have no place of a chunk.
+        """
+        sources: list[Source] = [(info, None) for info in places_of(items, self._places)]
         if not self._packs:
             return sources
         own = f"__{self._reader}_"
@@ -110,3 +120,28 @@ class Copies:
         """Return the ranks that wrote files."""
         names = (path.split("_")[2] for path in opened if path.startswith("__"))
         return sorted({int(name) for name in names if name.isdigit()})
+
+
+def places_of(
+    items: Iterable[ReadItem], places: Mapping[MetadataIndex, StorageInfo]
+) -> list[StorageInfo]:
+    """Return the places of the chunks and objects that items are read from.
+
+    Raises:
+        PlacementError: There is none of some; all of them in one error.
+    """
+    indices = [item.storage_index for item in items]
+    try:
+        return [places[index] for index in indices]
+    except KeyError:
+        faults = [
+            Fault(
+                index.fqn,
+                "the metadata name no file for "
+                + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
+                DAMAGED_METADATA,
+            )
+            for index in indices
+            if index not in places
+        ]
+        raise PlacementError(format_faults("the checkpoint is not whole", faults)) from None

@@ -431,6 +431,20 @@ WRONG_TYPES: dict[str, Any] = {
     "offset is a str": lambda m: [
         vars(info).update(offset="x") for info in m.storage_data.values()
     ],
+    "offset is larger than any tensor": lambda m: [
+        vars(info).update(offset=1 << 70) for info in m.storage_data.values()
+    ],
+    "size is larger than any tensor": lambda m: vars(m.state_dict_metadata["w"]).update(
+        size=(1 << 70, 4)
+    ),
+    "dtype is a str": lambda m: vars(m.state_dict_metadata["w"].properties).update(dtype="x"),
+    "the key of a place is a int": lambda m: [vars(at).update(fqn=3) for at in m.storage_data],
+    "its provenance is broken: world_size is a NoneType": lambda m: m.planner_data.update(
+        dcp_placements={"save_id": "x", "world_size": None}
+    ),
+    "its provenance is broken: save_id is a NoneType": lambda m: m.planner_data.update(
+        dcp_placements={"save_id": None}
+    ),
     "a place is a int": lambda m: m.storage_data.update({next(iter(m.storage_data)): 3}),
     "its provenance is broken: digests are a int": lambda m: m.planner_data.update(
         dcp_placements={"save_id": "x", "digests": 3}
@@ -453,6 +467,60 @@ def test_metadata_of_wrong_types_are_one_message(tmp_path: Path, reader: Any, fo
     assert isinstance(error, PlacementError)
     assert f"found:       {found}" in str(error)
     assert not into["w"].any()
+
+
+READ_FIELDS: dict[str, Any] = {
+    "storage_data is a NoneType": {"storage_data": None},
+    "storage_data is a list": {"storage_data": []},
+    "storage_meta is a str": {"storage_meta": "x"},
+    "its provenance is broken: world_size is a str": {
+        "planner_data": {"dcp_placements": {"save_id": "x", "world_size": "y"}}
+    },
+}
+
+
+@pytest.mark.parametrize("found", READ_FIELDS)
+@pytest.mark.parametrize("planner", [PlacementLoadPlanner, dcp.DefaultLoadPlanner])
+def test_wrong_types_of_what_a_reader_relies_on_are_one_message(
+    tmp_path: Path, planner: Any, found: str
+) -> None:
+    metadata = save_stock(tmp_path, w=torch.ones(3, 4))
+    vars(metadata).update(READ_FIELDS[found])
+    rewritten(tmp_path, metadata)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load(
+            {"w": torch.zeros(3, 4)},
+            storage_reader=PlacementFileSystemReader(tmp_path),
+            planner=planner(),
+            no_dist=True,
+        )
+    (error, _), *_ = caught.value.failures.values()
+    assert isinstance(error, PlacementError)
+    assert f"found:       {found}" in str(error)
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("planner", [PlacementLoadPlanner, dcp.DefaultLoadPlanner])
+def test_chunks_without_a_place_are_one_message(
+    tmp_path: Path, lean: bool, restricted: bool, planner: Any
+) -> None:
+    """As after one flipped bit in a key of ``storage_data``, where no index is read."""
+    whole = save_sharded(tmp_path, lean=lean)
+    keys = ("layers.0.experts.w1", "layers.1.attention")
+    metadata = metadata_of(tmp_path)
+    for index in [at for at in metadata.storage_data if at.fqn in keys]:
+        del metadata.storage_data[index]
+    rewritten(tmp_path, metadata)
+    reader = PlacementFileSystemReader(tmp_path, restricted=restricted)
+    into = {key: torch.zeros_like(value) for key, value in whole.items()}
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load(into, storage_reader=reader, planner=planner(), no_dist=True)
+    (error, _), *_ = caught.value.failures.values()
+    assert isinstance(error, PlacementError)
+    assert "layers.0.experts.w1: the metadata name no file for the chunk at (0, 0, 0)" in str(error)
+    assert "layers.1.attention: the metadata name no file for the chunk at (0, 0)" in str(error)
+    assert not any(value.any() for value in into.values())
 
 
 def test_damaged_files_are_never_more_than_a_message(tmp_path: Path) -> None:

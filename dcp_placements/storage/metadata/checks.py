@@ -7,7 +7,8 @@ any file.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from math import prod
 from numbers import Integral
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.metadata.provenance import SAMPLED, stored
 from dcp_placements.storage.metadata.table import Rows
@@ -79,7 +81,7 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
     kinds: dict[str, Any] = {"save_id": str, "step": int | str, "world_size": int}
     for name, held in kinds.items():
         value = provenance.get(name)
-        if value is not None and not isinstance(value, held):
+        if name in provenance and not isinstance(value, held):
             raise TypeError(f"its provenance is broken: {name} is a {type(value).__name__}")
     mappings = ("rules", "digests", SAMPLED, "shadows", "axes", "versions", "options", "row_maps")
     for name in mappings:
@@ -94,6 +96,35 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
             raise TypeError(f"its provenance is broken: {name} are not by key")
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise what a check raises as the error of a load."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PlacementError(
+            "the metadata of this checkpoint are not what DCP writes\n"
+            f"    found:       {format_name(error)}\n"
+            "    likely:      .metadata was damaged, or another tool wrote it\n"
+            "    way out:     load another checkpoint"
+        ) from error
+
+
+@_refusing()
+def check_read_fields(metadata: Any) -> None:
+    """Check the types of those fields of torch's metadata that a storage reader relies on.
+
+    Raises:
+        PlacementError: One is of another type.
+    """
+    from dcp_placements._torch import StorageMeta
+
+    _check_types("storage_data", [metadata.storage_data], Mapping)
+    _check_types("storage_meta", [metadata.storage_meta], (StorageMeta, type(None)))
+    check_provenance(stored(metadata) or {})
+
+
+@_refusing()
 def check_unpickled(metadata: Any) -> None:
     """Check the types in torch's metadata: a pickle may have put anything into its fields.
 
@@ -101,10 +132,11 @@ def check_unpickled(metadata: Any) -> None:
     another reader.
 
     Raises:
-        AttributeError: A field is missing.
-        TypeError: One is of another type.
-        ValueError: A negative number.
+        PlacementError: A field is missing or of another type; or a number is negative, or larger
+            than any tensor.
     """
+    from torch import dtype
+
     from dcp_placements._torch import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -125,6 +157,7 @@ def check_unpickled(metadata: Any) -> None:
         tensors = [one for one in entries.values() if isinstance(one, TensorStorageMetadata)]
         properties = [one.properties for one in tensors]
         _check_types("the properties of a tensor", properties, TensorProperties)
+        _check_types("dtype", [one.dtype for one in properties], dtype)
         lists = [one.chunks for one in tensors]
         _check_types("the chunks of a tensor", lists, Sequence)
         chunks = list(chain.from_iterable(lists))
@@ -136,6 +169,7 @@ def check_unpickled(metadata: Any) -> None:
                 _check_counts(name, list(chain.from_iterable(sizes)))
     if type(places) is dict and any(isinstance(one, StorageInfo) for one in places.values()):
         _check_types("the index of a place", places, MetadataIndex)
+        _check_types("the key of a place", [index.fqn for index in places], str)
         infos = places.values()
         _check_types("a place", infos, StorageInfo)
         _check_types("relative_path", map(attrgetter("relative_path"), infos), str)
@@ -156,3 +190,5 @@ def _check_counts(name: str, values: Sequence[Any]) -> None:
     _check_types(name, values, Integral)
     if min(values, default=0) < 0:
         raise ValueError(f"{name} is negative")
+    if max(values, default=0) >= LARGEST:
+        raise ValueError(f"{name} is larger than any tensor")
