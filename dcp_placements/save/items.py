@@ -149,9 +149,9 @@ class Outlines:
                 fqns = [fqn for table in tables for fqn in table.fqns]
                 self._chunks[key] = fqns, _chunks_held(tables, counts, assignment.pieces)
             fqns, chunks = self._chunks[key]
-            of_key, _, _, slots = chunks[:, _is_written(chunks, assignment.runs)]
-            names = tuple(map(fqns.__getitem__, of_key.tolist()))
-            self._written[key, assignment.runs] = names, slots.tobytes()
+            (written,) = _is_written(chunks, assignment.runs).nonzero()
+            names = tuple(map(fqns.__getitem__, chunks[0, written].tolist()))
+            self._written[key, assignment.runs] = names, chunks[3, written].tobytes()
         groups = [group for table in tables for group in table.groups]
         offsets = [
             None if group.kind == OBJECT else box.offsets

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
 from dcp_placements.storage.index.columns import Ints
-from dcp_placements.storage.index.coordinates import matching_order, row_codes
+from dcp_placements.storage.index.coordinates import (
+    matching_order,
+    places_in_runs,
+    row_codes,
+    run_starts,
+)
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import TEMPLATE, Naming, Places, RowIndex, Writers
 from dcp_placements.storage.metadata.table import Kind, Offset, Rows, Transforms, agreed_starts
@@ -52,7 +57,7 @@ def by_file(rows: Rows) -> Iterator[Written]:
     _, last = np.unique(codes[::-1], return_index=True)
     kept = rows.rows[np.sort(len(codes) - 1 - last)]
     in_order = kept[np.argsort(kept["path"], kind="stable")]
-    starts = np.flatnonzero(np.diff(in_order["path"].astype(np.int64), prepend=-1))
+    starts = run_starts(in_order["path"])
     for start, stop in pairwise([*starts.tolist(), len(in_order)]):
         some = in_order[start:stop].copy()
         path = rows.paths[int(some["path"][0])]
@@ -74,17 +79,43 @@ class _Group:
     """Writers of one template.
 
     Attributes:
+        first: One of them.
+        dims: By slot, of its offset; -1 of objects.
         writers: Their numbers.
-        offsets: By slot, ``(writers, ndim)``; None of objects.
-        rows: ``(rows, 3)``: key, ordinal, slot.
+        listed: By writer, its offsets by slot.
+        template: Its number.
     """
 
     first: Written
+    dims: tuple[int, ...]
     writers: list[int] = field(default_factory=list)
     listed: list[Sequence[Offset]] = field(default_factory=list)
-    offsets: list[Ints | None] = field(default_factory=list)
-    rows: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     template: int = 0
+
+    def offsets(self) -> list[Ints | None]:
+        """Return the offsets by slot, ``(writers, ndim)``; None of objects."""
+        flat = [list(chain.from_iterable([o or () for o in listed])) for listed in self.listed]
+        columns = np.array(flat, np.int64).reshape(len(self.writers), -1)
+        stops = list(accumulate([max(ndim, 0) for ndim in self.dims]))
+        return [
+            None if ndim < 0 else columns[:, stop - ndim : stop]
+            for ndim, stop in zip(self.dims, stops, strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class _GroupRows:
+    """The rows of all groups, one group after another.
+
+    Attributes:
+        groups: Their numbers.
+        slots: As in the groups.
+        templates: Of dtype ``TEMPLATE``.
+    """
+
+    groups: Ints
+    slots: Ints
+    templates: np.ndarray
 
 
 class _Builder:
@@ -102,78 +133,77 @@ class _Builder:
         key = dims, written.like
         group = self.groups.get(key)
         if group is None:
-            group = self.groups[key] = _Group(written)
+            group = self.groups[key] = _Group(written, dims)
         group.writers.append(len(self.of_writer))
         group.listed.append(written.offsets)
         naming, number = _naming(written.paths)
         self.of_writer.append((self.namings.setdefault(naming, len(self.namings)), number))
 
-    def finish_group(self, group: _Group, dims: tuple[int, ...]) -> None:
-        """Make the template of a group, and the arrays of its offsets."""
+    def rows_of_group(self, group: _Group) -> tuple[np.ndarray, Ints]:
+        """Return the template of a group, without ordinals, and the slots of its rows."""
         rows = group.first.rows()
         if self.starts is not None and len(rows.rows):
             self.starts = None if rows.starts is None else agreed_starts(self.starts, rows.starts)
         numbers = list(map(self.numbers.get, rows.fqns))
         if None in numbers:
             numbers = [self.numbers.setdefault(fqn, len(self.numbers)) for fqn in rows.fqns]
-        keys = np.array(numbers, np.int64)
-        transforms = np.array(
-            [self.transforms.setdefault(steps, len(self.transforms)) for steps in rows.transforms],
-            np.int64,
-        )
+        transforms = [
+            self.transforms.setdefault(steps, len(self.transforms)) for steps in rows.transforms
+        ]
         held = rows.rows
-        of_key, slots = keys[held["fqn"]], held["offset"].astype(np.int64)
+        of_key = np.array(numbers, np.int64)[held["fqn"]]
+        slots = held["offset"].astype(np.int64)
         # Of two rows for the same chunk the later one counts.
-        codes = of_key * len(dims) + slots
+        codes = of_key * len(group.dims) + slots
         if not (codes[1:] > codes[:-1]).all():
             _, last = np.unique(codes[::-1], return_index=True)
             kept = np.sort(len(held) - 1 - last)
             kept = kept[np.argsort(of_key[kept], kind="stable")]
             held, of_key, slots = held[kept], of_key[kept], slots[kept]
-        firsts = np.flatnonzero(np.diff(of_key, prepend=-1))
-        counts = np.diff(firsts, append=len(of_key))
         template = np.zeros(len(held), TEMPLATE)
         template["key"] = of_key
-        template["ordinal"] = np.arange(len(held)) - np.repeat(firsts, counts)
         template["file"] = held["path"]
-        template["transforms"] = transforms[held["transforms"]]
+        if any(transforms):
+            template["transforms"] = np.array(transforms, np.int64)[held["transforms"]]
         template["start"], template["length"] = held["start"], held["length"]
-        number = len(self.templates)
-        group.template = self.templates.setdefault(template.tobytes(), (number, template))[0]
-        group.rows = np.stack([of_key, template["ordinal"], slots], axis=1)
-        flat = [list(chain.from_iterable([o or () for o in listed])) for listed in group.listed]
-        columns = np.array(flat, np.int64).reshape(len(group.writers), -1)
-        at = 0
-        for ndim in dims:
-            group.offsets.append(None if ndim < 0 else columns[:, at : at + ndim])
-            at += max(ndim, 0)
-        group.listed = []
+        return template, slots
+
+    def rows_of_groups(self) -> _GroupRows:
+        """Return the rows of all groups; note their templates."""
+        groups = list(self.groups.values())
+        parts = [self.rows_of_group(group) for group in groups]
+        counts = [len(slots) for _, slots in parts]
+        numbers = np.repeat(np.arange(len(groups)), counts)
+        slots = np.concatenate([np.zeros(0, np.int64), *[slots for _, slots in parts]])
+        templates = np.concatenate([np.zeros(0, TEMPLATE), *[template for template, _ in parts]])
+        starts = run_starts(numbers * len(self.numbers) + templates["key"])
+        templates["ordinal"] = places_in_runs(starts, len(templates))
+        for group, stop, count in zip(groups, accumulate(counts), counts, strict=True):
+            template = templates[stop - count : stop]
+            number = len(self.templates)
+            group.template = self.templates.setdefault(template.tobytes(), (number, template))[0]
+        return _GroupRows(numbers, slots, templates)
 
     def finish(self, entries: Entries | None) -> RowIndex:
         """Return the index."""
+        rows = self.rows_of_groups()
         groups = list(self.groups.values())
-        for (dims, _), group in self.groups.items():
-            self.finish_group(group, dims)
         fqns = tuple(self.numbers)
-        places: dict[Hashable, tuple[int, Places]] = {}
         lists = [] if entries is None else entries.list_numbers()
         lists += [-1] * (len(fqns) - len(lists))
-        keys, starts, rows = _rows_by_key(groups)
         # Keys whose lists of chunks differ have places of their own, in the order of each.
-        list_of = list(map(lists.__getitem__, keys))
-        content, nbytes = rows.tobytes(), rows.itemsize * rows.shape[1]
-        begins = [start * nbytes for start in starts]
-        parts = map(content.__getitem__, map(slice, begins, [*begins[1:], len(content)]))
-        signatures = list(zip(parts, list_of, strict=True))
-        numbers = dict.fromkeys(signatures, 0)
-        first = dict(zip(reversed(signatures), reversed(starts), strict=True))
-        for signature in numbers:
-            part, number = signature
-            start = first[signature]
+        keys, parts = _parts_by_key(groups, rows, np.array(lists, np.int64))
+        numbers: dict[bytes, int] = {}
+        places: dict[Hashable, tuple[int, Places]] = {}
+        offsets = [group.offsets() for group in groups]
+        writers = [np.array(group.writers, np.int64) for group in groups]
+        for part in dict.fromkeys(parts):
+            table = np.frombuffer(part, np.int64).reshape(-1, 5)
+            number = int(table[0, 4])
             listed = entries.lists[number].offsets if entries and number >= 0 else None
-            held = _places(groups, rows[start : start + len(part) // nbytes], number, listed)
-            numbers[signature] = places.setdefault(held.content, (len(places), held))[0]
-        of_keys = list(map(numbers.__getitem__, signatures))
+            held = _places(offsets, writers, table[:, 1:4].tolist(), number, listed)
+            numbers[part] = places.setdefault(held.content, (len(places), held))[0]
+        of_keys = list(map(numbers.__getitem__, parts))
         of_writer = np.array(self.of_writer, np.int64).reshape(-1, 2)
         templates = np.zeros(len(of_writer), np.int64)
         for group in groups:
@@ -205,57 +235,75 @@ def build_index(written: Iterable[Written], entries: Entries | None = None) -> R
     return builder.finish(entries)
 
 
-def _rows_by_key(groups: Sequence[_Group]) -> tuple[list[int], list[int], Ints]:
-    """Return keys, in order; where the rows of each begin; and the rows of all.
+def _parts_by_key(
+    groups: Sequence[_Group], rows: _GroupRows, lists: Ints
+) -> tuple[list[int], list[bytes]]:
+    """Return keys, in order, and the rows of each as bytes.
 
-    A row has the number of its group, ordinal, slot and dims. Rows of other dims of one key are as
-    of another one.
-    """
-    columns = [np.zeros((0, 5), np.int64)]
-    for number, group in enumerate(groups):
-        dims = np.array([-1 if o is None else o.shape[1] for o in group.offsets], np.int64)
-        key, ordinal, slot = group.rows.T
-        columns.append(
-            np.stack([key, dims[slot], np.full(len(key), number), ordinal, slot], axis=1)
-        )
-    rows = np.concatenate(columns)
-    rows = rows[np.lexsort(rows.T[::-1])]
-    changes = np.diff(rows[:, :2], axis=0, prepend=-2).any(axis=1)
-    starts = np.flatnonzero(changes).tolist()
-    return rows[starts, 0].tolist(), starts, np.ascontiguousarray(rows[:, [2, 3, 4, 1]])
-
-
-def _places(groups: Sequence[_Group], rows: Ints, chunks: int, listed: Ints | None) -> Places:
-    """Return the places of keys with these rows, in the order of the chunks that are listed.
+    A row has dims, the number of its group, ordinal, slot, and the number of the list of chunks of
+    its key. Rows of other dims of one key are as of another one.
 
     Args:
         groups: Of writers.
-        rows: Of ``_rows_by_key``.
+        rows: Of these.
+        lists: By key, the number of its list of chunks.
+    """
+    all_dims = np.array([ndim for group in groups for ndim in group.dims], np.int64)
+    firsts = np.array(list(accumulate([len(group.dims) for group in groups], initial=0)))
+    dims = all_dims[firsts[rows.groups] + rows.slots]
+    key, ordinal = rows.templates["key"], rows.templates["ordinal"]
+    order = np.lexsort((rows.slots, ordinal, rows.groups, dims, key))
+    table = np.stack([dims, rows.groups, ordinal, rows.slots, lists[key]], axis=1)[order]
+    in_order = key[order]
+    starts = run_starts(in_order * (all_dims.max(initial=0) + 2) + table[:, 0])
+    content, nbytes = table.tobytes(), table.itemsize * table.shape[1]
+    begins = (starts * nbytes).tolist()
+    parts = map(content.__getitem__, map(slice, begins, [*begins[1:], len(content)]))
+    return in_order[starts].tolist(), list(parts)
+
+
+def _places(
+    offsets_of: Sequence[Sequence[Ints | None]],
+    writers_of: Sequence[Ints],
+    rows: Sequence[Sequence[int]],
+    chunks: int,
+    listed: Ints | None,
+) -> Places:
+    """Return the places of keys with these rows, in the order of the chunks that are listed.
+
+    Args:
+        offsets_of: By group and slot, ``(writers, ndim)``; None of objects.
+        writers_of: By group, its writers.
+        rows: The number of the group, ordinal and slot of each.
         chunks: The number of the list of chunks.
         listed: The offsets of these; None for no list.
     """
-    parts, writers, ordinals = [], [], []
-    for number, ordinal, slot, _ in rows.tolist():
-        group = groups[number]
-        offsets = group.offsets[slot]
-        parts.append(np.zeros((len(group.writers), 0), np.int64) if offsets is None else offsets)
-        writers.append(np.array(group.writers, np.int64))
-        ordinals.append(np.full(len(group.writers), ordinal))
-    offsets, by, numbers = [np.concatenate(p) for p in (parts, writers, ordinals)]
+    parts, ordinals = [], []
+    is_object = False
+    for number, ordinal, slot in rows:
+        held = offsets_of[number][slot]
+        is_object = held is None
+        parts.append(np.zeros((len(writers_of[number]), 0), np.int64) if held is None else held)
+        ordinals += [ordinal] * len(writers_of[number])
+    offsets = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    by = np.concatenate([writers_of[number] for number, _, _ in rows])
+    numbers = np.array(ordinals, np.int64)
     codes = row_codes(offsets)
-    # Of two rows for the same chunk the later one counts.
-    order = np.lexsort((numbers, by, codes))
-    kept = order[np.append(np.diff(codes[order]) != 0, True)[: len(order)]]
-    if len(kept) < len(order):
-        kept.sort()
-        offsets, by, numbers = offsets[kept], by[kept], numbers[kept]
-    if int(rows[0, 3]) < 0:
+    order = np.arange(len(codes))
+    if not (codes[1:] > codes[:-1]).all():
+        # Of two rows for the same chunk the later one counts.
+        order = np.lexsort((numbers, by, codes))
+        kept = order[np.append(np.diff(codes[order]) != 0, True)[: len(order)]]
+        if len(kept) < len(order):
+            kept.sort()
+            offsets, by, numbers = offsets[kept], by[kept], numbers[kept]
+            order = np.arange(len(offsets))
+    if is_object:
         return Places(None, by, numbers)
     if listed is not None:
         in_order = matching_order(offsets, listed)
         if in_order is not None:
             return Places(listed, by[in_order], numbers[in_order], chunks)
-    order = order if len(kept) == len(order) else np.arange(len(offsets))
     return Places(np.ascontiguousarray(offsets[order]), by[order], numbers[order])
 
 

@@ -61,9 +61,14 @@ class ColumnWriter:
 
     def texts(self, values: Iterable[str]) -> None:
         """Add a list of texts."""
-        encoded = [value.encode("utf-8", "surrogatepass") for value in values]
-        self.ints([len(value) for value in encoded])
-        self.data(b"".join(encoded))
+        held = list(values)
+        joined = "".join(held)
+        data = joined.encode("utf-8", "surrogatepass")
+        if len(data) > len(joined):
+            self.ints([len(value.encode("utf-8", "surrogatepass")) for value in held])
+        else:
+            self.ints(list(map(len, held)))
+        self.data(data)
 
     def data(self, value: bytes) -> None:
         """Add bytes."""

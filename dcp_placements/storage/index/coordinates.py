@@ -27,6 +27,28 @@ def row_codes(rows: Ints) -> Ints:
     return codes
 
 
+def run_starts(column: Ints) -> Ints:
+    """Return where runs of equal integers begin."""
+    changes = np.ones(len(column), bool)
+    np.not_equal(column[1:], column[:-1], out=changes[1:])
+    return changes.nonzero()[0]
+
+
+def places_in_runs(starts: Ints, count: int) -> Ints:
+    """Return 0, 1, 2 ... for each run.
+
+    Args:
+        starts: Where the runs begin.
+        count: Of all their elements.
+    """
+    places = np.arange(count)
+    begin = np.zeros(count, np.int64)
+    begin[starts] = starts
+    np.maximum.accumulate(begin, out=begin)
+    places -= begin
+    return places
+
+
 def distinct(rows: Ints) -> tuple[Ints, Ints]:
     """Return where each different row is first, in their order, and by row which one it is.
 

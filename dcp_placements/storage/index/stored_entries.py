@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,13 @@ class StoredEntries(Mapping[str, Any]):
 
     def __init__(self, entries: Entries, stock: Stock | None = None) -> None:
         self._stock = stock
-        self._take(entries)
-
-    def _take(self, entries: Entries) -> None:
         self.entries = entries
-        form_of = np.asarray(entries.form_of, np.int64).tolist()
-        self._form_of: dict[str, int] = dict(zip(entries.fqns, form_of, strict=True))
         self._made: dict[int | None, Any] = {}
+
+    @cached_property
+    def _form_of(self) -> dict[str, int]:
+        form_of = np.asarray(self.entries.form_of, np.int64).tolist()
+        return dict(zip(self.entries.fqns, form_of, strict=True))
 
     def __getitem__(self, fqn: str) -> Any:
         made = self._made.get(self._form_of[fqn])
@@ -55,7 +56,9 @@ class StoredEntries(Mapping[str, Any]):
         except IndexDamage as damage:
             if self._stock is None:
                 raise
-            self._take(entries_of(self._stock(damage).state_dict_metadata))
+            self.entries = entries_of(self._stock(damage).state_dict_metadata)
+            self._made.clear()
+            del self._form_of
             return self.at(fqns)
         return list(map(self._made.get, forms))
 

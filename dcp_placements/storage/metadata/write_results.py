@@ -254,7 +254,7 @@ def _rows(places: bytes, fqns: tuple[str, ...], slots: bytes) -> Rows:
 
 def _order_of(by_row: Array, slots: Array) -> Array:
     """Return the plan's position of every row, where the chunks of each slot are in order."""
-    if np.array_equal(by_row, slots):
+    if len(by_row) == len(slots) and (by_row == slots).all():
         return np.arange(len(slots))
     order = np.empty(len(by_row), np.int64)
     order[np.argsort(by_row, kind="stable")] = np.argsort(slots, kind="stable")
@@ -263,6 +263,8 @@ def _order_of(by_row: Array, slots: Array) -> Array:
 
 def _following(path: Array, length: Array) -> Array:
     """Return where records begin that follow one another in their files."""
+    if not path.any():
+        return np.cumsum(length) - length
     order = np.argsort(path, kind="stable")
     ends = np.cumsum(length[order])
     begins = ends - length[order]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -300,6 +302,18 @@ def records(parts: Sequence[Part], columns: Mapping[str, Ints]) -> bytearray:
         parts: Of each record.
         columns: By name, the integers of all records.
     """
+    row, dtype = _layout(tuple(parts))
+    names = dtype.names or ()
+    data = bytearray(row) * (len(columns[names[0]]) if names else 0)
+    filled = np.frombuffer(data, dtype)
+    for name in names:
+        filled[name] = columns[name]
+    return data
+
+
+@lru_cache(maxsize=64)
+def _layout(parts: tuple[Part, ...]) -> tuple[bytes, np.dtype[Any]]:
+    """Return a record whose integers are 0, and where these are."""
     row = b""
     fields: dict[str, tuple[str, int]] = {}
     for part in parts:
@@ -309,20 +323,13 @@ def records(parts: Sequence[Part], columns: Mapping[str, Ints]) -> bytearray:
             name, kind = part
             fields[name] = kind, len(row)
             row += bytes(int(kind[-1]))
-    dtype = np.dtype(
-        {
-            "names": list(fields),
-            "formats": [kind for kind, _ in fields.values()],
-            "offsets": [offset for _, offset in fields.values()],
-            "itemsize": len(row),
-        }
-    )
-    count = len(columns[next(iter(fields))]) if fields else 0
-    data = bytearray(row) * count
-    filled = np.frombuffer(data, dtype)
-    for name in fields:
-        filled[name] = columns[name]
-    return data
+    layout = {
+        "names": list(fields),
+        "formats": [kind for kind, _ in fields.values()],
+        "offsets": [offset for _, offset in fields.values()],
+        "itemsize": len(row),
+    }
+    return row, np.dtype(layout)  # type: ignore[call-overload]
 
 
 def put(number: int) -> bytes:
