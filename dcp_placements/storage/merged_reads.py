@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_placements._torch import LoadPlanner, TensorStorageMetadata
+from dcp_placements._torch import LoadPlanner, ReadItem, TensorStorageMetadata
 from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
 from dcp_placements.storage.metadata.properties import dtype_of
@@ -120,7 +120,7 @@ class ChunkReader:
         self._check = memoryview(bytearray(CHECK_NBYTES))
         self._planner = planner
         self._stored = stored
-        self._delivery = Delivery(planner, transformed)
+        self._delivery = Delivery(planner, transformed, self._stored_sizes)
         self._span = bytearray()
         self._heads = RecordHeads()
 
@@ -228,17 +228,26 @@ class ChunkReader:
         item, packed = record.reads[0]
         if len(record.reads) > 1 or packed is not None or record.is_object:
             return None
+        sizes = self._stored_sizes(item)
+        if sizes is None or any(item.storage_offsets) or tuple(item.lengths) != sizes:
+            return None
+        dtype = self._stored[item.storage_index.fqn].properties.dtype
+        start = self._starts.get((str(dtype), sizes, record.info.length))
+        if start is None:
+            return None
+        tensor = TensorRecord(dtype_of(dtype), sizes, start)
+        # What is beyond the record may be another tensor, with a checksum that is right.
+        return tensor if start + tensor.nbytes + CHECK_NBYTES <= record.info.length else None
+
+    def _stored_sizes(self, item: ReadItem) -> tuple[int, ...] | None:
+        """Return the sizes of the chunk that an item is read from; None where they are unknown."""
         stored, index = self._stored.get(item.storage_index.fqn), item.storage_index.index
         if not isinstance(stored, TensorStorageMetadata) or index is None:
             return None
         chunk = stored.chunks[index] if index < len(stored.chunks) else None
-        if chunk is None or chunk.offsets != item.storage_index.offset or any(item.storage_offsets):
+        if chunk is None or chunk.offsets != item.storage_index.offset:
             return None
-        dtype, sizes = stored.properties.dtype, tuple(chunk.sizes)
-        if tuple(item.lengths) != sizes:
-            return None
-        start = self._starts.get((str(dtype), sizes, record.info.length))
-        return None if start is None else TensorRecord(dtype_of(dtype), sizes, start)
+        return tuple(chunk.sizes)
 
     def _read_exactly(
         self, file: CountedFile, path: str, record: Record, tensor: TensorRecord

@@ -41,6 +41,10 @@ Array = np.ndarray[Any, Any]
 Transformed = Callable[[ReadItem, Sequence[str], Any], Any]
 """Undoes the transforms of a record's stream."""
 
+StoredSizes = Callable[[ReadItem], tuple[int, ...] | None]
+"""Returns the sizes of the chunk that an item is read from, by the metadata; None where they do not
+say."""
+
 DAMAGED = (
     "likely:      the file was damaged or cut short, or a later save into the same directory was "
     "cut off and left files of two saves",
@@ -87,11 +91,15 @@ class Delivery:
     Args:
         planner: The planner.
         transformed: Undoes the transforms of a record's stream.
+        stored_sizes: Of chunks.
     """
 
-    def __init__(self, planner: LoadPlanner, transformed: Transformed) -> None:
+    def __init__(
+        self, planner: LoadPlanner, transformed: Transformed, stored_sizes: StoredSizes
+    ) -> None:
         self._planner = planner
         self._transformed = transformed
+        self._stored_sizes = stored_sizes
         self._buffer = memoryview(bytearray())
 
     def deliver(
@@ -201,6 +209,14 @@ class Delivery:
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         if packed is not None:
             offsets, lengths = (packed.position, *offsets), (1, *lengths)
+        elif lengths != tensor.shape:
+            sizes = self._stored_sizes(item)
+            if sizes not in (None, tensor.shape):
+                problem = (
+                    f"{path} holds a {tensor.shape} tensor, where the metadata says that it is a "
+                    f"chunk of {sizes}"
+                )
+                raise damaged(item, problem, NOT_AS_DESCRIBED)
         ends = zip(offsets, lengths, tensor.shape, strict=True)
         if any(offset + length > size for offset, length, size in ends) or (
             packed is not None and packed.count != tensor.shape[0]

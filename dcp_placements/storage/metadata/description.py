@@ -106,6 +106,7 @@ def read_description(
                 opener,
                 description.entries,
                 description.rows,
+                values=packed.values,
                 digest=blocks.digest,
                 nbytes=blocks.pickle_nbytes,
                 head=packed.head_nbytes,

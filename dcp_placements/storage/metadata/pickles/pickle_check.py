@@ -20,10 +20,12 @@ from dcp_placements.storage.metadata.pickles.metadata_pickle import (
 from dcp_placements.storage.metadata.pickles.stock_body import (
     MARKER_NBYTES,
     NAMES,
+    PROTOCOL,
     Body,
     Memo,
     memo_of,
     refusing_pickle,
+    values_end,
 )
 from dcp_placements.storage.restricted_pickle import StandIn, refusal
 
@@ -32,7 +34,14 @@ _ROW_NBYTES = 45
 
 
 def check_stock_pickle(
-    opener: Opener, entries: Entries, index: RowIndex, *, digest: bytes, nbytes: int, head: int
+    opener: Opener,
+    entries: Entries,
+    index: RowIndex,
+    *,
+    values: bytes,
+    digest: bytes,
+    nbytes: int,
+    head: int,
 ) -> None:
     """Check the pickle of a ``.metadata`` file with an index.
 
@@ -40,6 +49,7 @@ def check_stock_pickle(
         opener: Opens the file.
         entries: Of the index.
         index: The rows.
+        values: In the index, the pickle of what is neither key nor row.
         digest: Of the index.
         nbytes: Of the pickle, by the index.
         head: Bytes of the pickle between its marker and what is written from the index.
@@ -58,6 +68,11 @@ def check_stock_pickle(
         if len(index) * _ROW_NBYTES > nbytes:
             raise _unlike()
         memo = _memo(start[MARKER_NBYTES:], entries, index)
+        # The values are the beginning of the head, and then another end.
+        end = values_end(memo)
+        same = start[MARKER_NBYTES:][: len(values) - len(PROTOCOL) - len(end)]
+        if PROTOCOL + same + end != values:
+            raise _unlike()
         reached = len(start)
         for piece in Body(memo, entries, index).pieces():
             if stream.read(len(piece)) != piece:

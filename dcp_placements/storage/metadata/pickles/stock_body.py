@@ -26,6 +26,9 @@ NO_STOCK_METADATA = (
 )
 """Plain DCP ends in "No module named ..." and this, so there is no dot in it."""
 
+PROTOCOL = b"\x80\x03"
+"""A pickle begins with it."""
+
 _MARKER_TEXT = b"dcp_placements index "
 MARKER_NBYTES = 2 + 5 + len(_MARKER_TEXT) + 32 + 1
 
@@ -50,7 +53,7 @@ Part = bytes | tuple[str, str]
 def marker(digest: bytes) -> bytes:
     """Return how a pickle begins whose index has this digest. It has no effect on its value."""
     text = _MARKER_TEXT + digest.hex().encode()
-    return b"\x80\x03X" + struct.pack("<I", len(text)) + text + b"0"
+    return PROTOCOL + b"X" + struct.pack("<I", len(text)) + text + b"0"
 
 
 def marked_digest(head: bytes) -> bytes | None:
@@ -340,3 +343,11 @@ def put(number: int) -> bytes:
 def get(number: int) -> bytes:
     """Return what puts a value of the memo on the stack."""
     return b"j" + struct.pack("<I", number)
+
+
+def values_end(memo: Memo) -> bytes:
+    """Return how the pickle of values in an index ends; it begins as the head does."""
+    lists = [
+        b"](" + b"".join(map(get, held.tolist())) + b"e" for held in (memo.properties, memo.others)
+    ]
+    return b"".join([*lists, b"\x87."])

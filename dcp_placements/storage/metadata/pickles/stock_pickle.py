@@ -28,10 +28,11 @@ from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.metadata.pickles.metadata_pickle import PATHS_OF_3_13
 from dcp_placements.storage.metadata.pickles.stock_body import (
     NAMES,
+    PROTOCOL,
     Memo,
-    get,
     memo_of,
     put,
+    values_end,
 )
 from dcp_placements.storage.metadata.pickles.tensor_properties import (
     portable_state,
@@ -87,10 +88,7 @@ def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> Head:
     for at, data in enumerate(shared, number):
         begin += [data, put(at)]
     memo = memo_of(numbers, classes, number + len(shared), entries, index)
-    values = [b"\x80\x03", *begin]
-    for held in (memo.properties, memo.others):
-        values += [b"](", *map(get, held.tolist()), b"e"]
-    return Head(b"".join(begin + end), memo, b"".join([*values, b"\x87."]))
+    return Head(b"".join(begin + end), memo, b"".join([PROTOCOL, *begin, values_end(memo)]))
 
 
 def _plain_metadata(pickling: _Pickling, metadata: Metadata, fqns: Sequence[str]) -> bytes:

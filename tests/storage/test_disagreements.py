@@ -1,0 +1,116 @@
+"""An index, a pickle and files that do not agree, all with right checksums."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementSavePlanner,
+)
+from dcp_placements.offline import CannotLook, verify
+from dcp_placements.storage.index.blocks import blocks_of
+from dcp_placements.storage.index.packing import PackedIndex, packed_index
+from dcp_placements.storage.metadata.file import read_metadata
+from dcp_placements.storage.metadata.pickles.stock_body import MARKER_NBYTES, marker
+from tests.storage_scenes import blank, load, same, stock_metadata
+
+
+def with_other_index(path: Path, change: Callable[[Any], Any], values: Any = None) -> None:
+    """Write the index of ``.metadata`` anew, behind the same pickle."""
+    data = (path / ".metadata").read_bytes()
+    blocks = blocks_of(lambda: io.BytesIO(data), io.BytesIO(data))
+    assert blocks is not None
+    packed = PackedIndex(blocks)
+    metadata: Any = read_metadata(lambda: io.BytesIO(data))
+    entries, rows = metadata.state_dict_metadata.entries, metadata.storage_data.index
+    change(rows)
+    held = packed.values if values is None else values(packed.values)
+    parts, end, digest = packed_index(held, entries, rows, head_nbytes=packed.head_nbytes)
+    body = marker(digest) + data[MARKER_NBYTES : blocks.pickle_nbytes]
+    (path / ".metadata").write_bytes(b"".join([body, *parts, end(len(body))]))
+
+
+def saved_norms(path: Path) -> dict[str, torch.Tensor]:
+    saved = {f"norm{number}": torch.randn(1024) for number in range(5)}
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(path), planner=PlacementSavePlanner())
+    return saved
+
+
+def test_a_start_beyond_its_record_does_not_lead_into_the_next_one(tmp_path: Path) -> None:
+    """The next record has elements with a right checksum, too."""
+    saved = saved_norms(tmp_path)
+
+    def change(rows: Any) -> None:
+        assert rows.starts
+        rows.starts = {kind: start + kind[2] for kind, start in rows.starts.items()}
+
+    with_other_index(tmp_path, change)
+    loaded = load(tmp_path, blank(saved), PlacementFileSystemReader(tmp_path))
+    assert all(same(loaded[key], saved[key]) for key in saved)
+
+
+def other_planner_data(values: bytes) -> bytes:
+    metadata, *rest = pickle.loads(values)
+    metadata.planner_data.popitem()
+    return pickle.dumps((metadata, *rest), 3)
+
+
+def other_properties(values: bytes) -> bytes:
+    metadata, properties, others = pickle.loads(values)
+    properties[0].dtype = torch.int32
+    return pickle.dumps((metadata, properties, others), 3)
+
+
+@pytest.mark.parametrize("change", [other_planner_data, other_properties])
+def test_values_that_the_pickle_does_not_have_are_noticed_by_commands(
+    tmp_path: Path, change: Any
+) -> None:
+    saved_norms(tmp_path)
+    with_other_index(tmp_path, lambda rows: None)
+    assert verify(tmp_path).sound
+    with_other_index(tmp_path, lambda rows: None, change)
+    with pytest.raises(CannotLook, match="not the one that its index describes"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["tensor", "object"])
+def test_a_chunk_without_a_place_is_named_by_a_load(tmp_path: Path, value: str) -> None:
+    state = {"w": torch.ones(4) if value == "tensor" else {1}, "v": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    metadata = stock_metadata(tmp_path)
+    for index in [index for index in metadata.storage_data if index.fqn == "w"]:
+        del metadata.storage_data[index]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(dcp.CheckpointException, match="w: the metadata name no file for its"):
+        load(tmp_path, blank(state), PlacementFileSystemReader(tmp_path))
+
+
+@pytest.mark.parametrize("rows", [9, 3000])
+def test_a_record_of_another_shape_than_its_chunk_is_refused_where_a_part_is_read(
+    tmp_path: Path, rows: int
+) -> None:
+    """The part would be elements of other places, however well it fits into the record."""
+    dcp.save({"w": torch.randn(rows * 2, 40)}, checkpoint_id=tmp_path)
+    metadata = stock_metadata(tmp_path)
+    stored = metadata.state_dict_metadata["w"]
+    stored.chunks[0].sizes = stored.size = torch.Size((rows, 40))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(
+        dcp.CheckpointException, match=rf"w: __0_0.distcp holds a \({rows * 2}, 40\) tensor, where"
+    ):
+        dcp.load(
+            {"w": torch.zeros(rows, 40)},
+            storage_reader=PlacementFileSystemReader(tmp_path),
+            planner=PlacementLoadPlanner(),
+        )
