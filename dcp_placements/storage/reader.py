@@ -27,13 +27,12 @@ from dcp_placements._torch import (
     LoadPlan,
     LoadPlanner,
     Metadata,
-    MetadataIndex,
     ReadItem,
     StorageMeta,
     global_rank,
     logged_where_torch_drops_it,
 )
-from dcp_placements.errors import Fault, PlacementError, format_faults, format_name, raise_faults
+from dcp_placements.errors import PlacementError, format_faults, format_name, raise_faults
 from dcp_placements.lazy_items import GroupedItems
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
@@ -59,7 +58,7 @@ from dcp_placements.storage.metadata.save_ids import (
     speaking_for,
 )
 from dcp_placements.storage.protocols import AfterReads, WantsReader
-from dcp_placements.storage.record_contents import DAMAGED, NOT_AS_DESCRIBED, Record
+from dcp_placements.storage.record_contents import Record
 from dcp_placements.storage.records.runs import Run, runs_of
 from dcp_placements.storage.remote.filesystem import (
     URL_THREADS,
@@ -202,10 +201,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             if threads == 1 and isinstance(items, GroupedItems) and items.planner is planner:
                 runs, items = self._runs(items)
             items = [i for i in items if not i.storage_index.fqn.startswith(ID_PREFIX)]
-            try:
-                sources = self._copies.sources(items)
-            except KeyError as error:
-                raise _placeless(error.args[0]) from error
+            sources = self._copies.sources(items)
             for item, (info, packed) in zip(items, sources, strict=True):
                 records = wanted.setdefault(info.relative_path, {})
                 place = (info.offset, info.length)
@@ -340,12 +336,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         if isinstance(metadata.storage_meta, StorageMeta):
             metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-def _placeless(index: MetadataIndex) -> PlacementError:
-    at = "" if index.offset is None else f" chunk at {tuple(index.offset)}, which the metadata list"
-    fault = Fault(index.fqn, f"the metadata name no file for its{at or ' object'}", DAMAGED)
-    return PlacementError(format_faults(NOT_AS_DESCRIBED, [fault]))
 
 
 class _OneAtATime:

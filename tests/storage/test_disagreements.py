@@ -84,18 +84,6 @@ def test_values_that_the_pickle_does_not_have_are_noticed_by_commands(
         verify(tmp_path)
 
 
-@pytest.mark.parametrize("value", ["tensor", "object"])
-def test_a_chunk_without_a_place_is_named_by_a_load(tmp_path: Path, value: str) -> None:
-    state = {"w": torch.ones(4) if value == "tensor" else {1}, "v": torch.ones(2)}
-    dcp.save(state, checkpoint_id=tmp_path)
-    metadata = stock_metadata(tmp_path)
-    for index in [index for index in metadata.storage_data if index.fqn == "w"]:
-        del metadata.storage_data[index]
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(dcp.CheckpointException, match="w: the metadata name no file for its"):
-        load(tmp_path, blank(state), PlacementFileSystemReader(tmp_path))
-
-
 @pytest.mark.parametrize("rows", [9, 3000])
 def test_a_record_of_another_shape_than_its_chunk_is_refused_where_a_part_is_read(
     tmp_path: Path, rows: int
