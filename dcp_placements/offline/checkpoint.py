@@ -29,7 +29,7 @@ from dcp_placements.storage.metadata.description import Description
 from dcp_placements.storage.metadata.properties import Dtype
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import SaveRecord, record_of
-from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, writer_of
+from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, absent_ranks, writer_of
 from dcp_placements.storage.metadata.shadow_records import shadowed
 from dcp_placements.storage.metadata.table import Offset
 
@@ -168,6 +168,7 @@ class Checkpoint:
         provenance: Facts about its save that it stores; None where it stores none.
         newer: What plain torch of this version, under this Python, fails at in its metadata.
         absent: File by key, of keys that the index of safetensors files names and the file lacks.
+        absent_ranks: Of a checkpoint without ``.metadata``, those whose own metadata are missing.
 
     Raises:
         CannotLook: No such path, no checkpoint in it, or metadata that cannot be read or is
@@ -179,6 +180,7 @@ class Checkpoint:
         self.directory = path if isinstance(path, Directory) else Directory(path)
         with quiet_gc():
             self.absent: dict[str, str] = {}
+            self.absent_ranks: list[int] = []
             self.newer: set[str] = set()
             self.format, self.description = self._read()
             entries, self.rows = self.description.entries, self.description.rows
@@ -298,7 +300,8 @@ class Checkpoint:
             kind = TORCH_DIST if is_torch_dist(directory) else DCP
             return kind, read_dcp(directory, ".metadata", self.newer)
         if parts := read_rank_parts(directory, self.newer):
-            return DCP, _merged(parts)
+            self.absent_ranks = absent_ranks(names)
+            return DCP, _merged(parts, self.absent_ranks)
         if files := [name for name in names if name.endswith(".safetensors")]:
             description, self.absent = read_safetensors_metadata(directory, files)
             return SAFETENSORS, description
@@ -342,12 +345,13 @@ class Checkpoint:
         return StoredPack(fqns, tensor, tensor.chunks)
 
 
-def _merged(parts: Sequence[tuple[int, Description]]) -> Description:
+def _merged(parts: Sequence[tuple[int, Description]], absent: Sequence[int]) -> Description:
     """Return what the metadata of several ranks say together."""
     from dcp_placements.storage.metadata.file import description_of, torch_metadata
     from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
 
-    return description_of(merge_rank_metadata([(r, torch_metadata(part)) for r, part in parts]))
+    metadata = [(rank, torch_metadata(part)) for rank, part in parts]
+    return description_of(merge_rank_metadata(metadata, absent=absent))
 
 
 class _Cut:

@@ -137,11 +137,11 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         try:
             path = self._get_metadata_path(rank)
             if rank is None and not self.fs.exists(path):
-                files = rank_files(self.fs, self.path)
+                files, absent = rank_files(self.fs, self.path)
                 if not files:
                     raise no_checkpoint(self.path)
                 parts = [(number, self._read_metadata(file)) for number, file in files]
-                return self._identified(merge_rank_metadata(parts))
+                return self._identified(merge_rank_metadata(parts, absent=absent))
             return self._identified(self._read_metadata(path))
         except PlacementError as error:
             self._refusal = None if rank is not None else error

@@ -24,7 +24,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.offline import merge_metadata
+from dcp_placements.offline import merge_metadata, verify
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, SAMPLED
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX
 from dcp_placements.testing import FakeDTensor, World
@@ -342,3 +342,39 @@ def test_ranks_without_a_part_of_one_tensor_write_their_scalars(tmp_path: Path, 
         assert [tuple(chunk.sizes) for chunk in chunks] == ([(1, 6)] if rank < 3 else [])
     merge_metadata(tmp_path)
     assert_holds(tmp_path, rows | scalars)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("data_too", [False, True])
+def test_a_rank_without_metadata_is_warned_of(tmp_path: Path, lost: int, data_too: bool) -> None:
+    """It was killed in its save, or its files were not copied; what it has no other rank has."""
+    world = World(3)
+    world.save(
+        tmp_path,
+        lambda rank: {f"layers.{rank}.w": torch.full((2,), rank), "norm": torch.ones(3)},
+        lambda rank: PlacementSavePlanner(step=1),
+        lambda rank: PlacementFileSystemWriter(tmp_path),
+        use_collectives=False,
+    )
+    assert verify(tmp_path).sound
+    (tmp_path / f"__{lost}.metadata").unlink()
+    if data_too:
+        next(tmp_path.glob(f"__{lost}_*.distcp")).unlink()
+    if data_too and lost == 2:
+        return  # nothing in the directory tells that there was a third rank
+    message = f"has no metadata of rank {lost}"
+    into = {"norm": torch.zeros(3)}
+    with pytest.warns(UserWarning, match=message):
+        dcp.load(
+            into,
+            storage_reader=PlacementFileSystemReader(tmp_path),
+            planner=PlacementLoadPlanner(),
+        )
+    assert into["norm"].eq(1).all()
+    with pytest.warns(UserWarning, match=message):
+        faults = verify(tmp_path).faults
+    assert [(fault.kind, fault.files) for fault in faults] == [
+        ("missing_file", (f"__{lost}.metadata",))
+    ]
+    with pytest.warns(UserWarning, match=message):
+        merge_metadata(tmp_path)

@@ -140,6 +140,9 @@ def _file_faults(
     checkpoint: Checkpoint, records: Mapping[str, FileRecords]
 ) -> Iterator[CheckpointFault]:
     """Yield files that are missing or too short, and records that share bytes."""
+    for rank in checkpoint.absent_ranks:
+        message = f"the metadata of rank {rank} are not there: what no other rank stored is missing"
+        yield CheckpointFault("missing_file", (), (f"__{rank}.metadata",), message)
     for file, in_file in records.items():
         size = checkpoint.directory.size(file)
         if size is None:

@@ -24,6 +24,7 @@ from dcp_placements.storage.metadata.file import torch_metadata, write_metadata
 from dcp_placements.storage.metadata.pickles.stock_body import is_refusing
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
+from dcp_placements.storage.metadata.save_ids import absent_ranks
 
 _HEAD_NBYTES = 1 << 10
 
@@ -68,7 +69,8 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
                 "PlacementFileSystemWriter(stock_metadata=False)"
             )
         metadata = [(rank, torch_metadata(part)) for rank, part in parts]
-        merged = merge_rank_metadata(metadata, whole=True)
+        absent = absent_ranks(directory.names())
+        merged = merge_rank_metadata(metadata, whole=True, absent=absent)
         _check_same_save(directory, merged)
         _write(directory, merged, versions)
     return merged

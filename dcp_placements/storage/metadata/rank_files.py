@@ -113,7 +113,9 @@ def _completed(folder: Path) -> int:
     return metadata.st_mtime_ns if metadata.st_size else 0
 
 
-def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = False) -> Metadata:
+def merge_rank_metadata(
+    parts: Sequence[tuple[int, Metadata]], *, whole: bool = False, absent: Sequence[int] = ()
+) -> Metadata:
     """Return the metadata of the checkpoint whose ranks each wrote their own.
 
     Of a chunk that several ranks wrote the lowest rank's is kept. Their digests are compared; where
@@ -122,6 +124,7 @@ def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = 
     Args:
         parts: ``(rank, metadata)``, by rank.
         whole: Whether the chunks of every tensor have to cover it.
+        absent: Ranks whose metadata are missing, of which there is a warning.
 
     Raises:
         PlacementError: Ranks contradict each other, chunks overlap, or (``whole``) leave holes;
@@ -131,7 +134,7 @@ def merge_rank_metadata(parts: Sequence[tuple[int, Metadata]], *, whole: bool = 
     for rank, metadata in parts:
         merger.add(rank, metadata)
     ranks = [rank for rank, _ in parts]
-    merger.settle(ranks, whole=whole)
+    merger.settle(ranks, whole=whole, absent=absent)
     first = parts[0][1]
     return Metadata(
         merger.stored,
@@ -225,7 +228,7 @@ class _Merger:
         else:
             self._unlike.setdefault(index.fqn, []).append((box, first, other))
 
-    def settle(self, ranks: Sequence[int], *, whole: bool) -> None:
+    def settle(self, ranks: Sequence[int], *, whole: bool, absent: Sequence[int]) -> None:
         """Check that the parts make a checkpoint.
 
         Raises:
@@ -246,12 +249,22 @@ class _Merger:
             self._conflict(fqn, unlike)
         self._check_steps()
         raise_faults("the ranks' metadata do not make a checkpoint", self.faults)
-        notes = [*self._notes()]
+        notes = [*self._notes(absent)]
         if notes:
             warnings.warn(format_faults("look at this checkpoint", notes, "note"), stacklevel=4)
 
-    def _notes(self) -> Iterator[Fault]:
+    def _notes(self, absent: Sequence[int]) -> Iterator[Fault]:
         """Yield what is taken without proof: parts of one save, the lowest rank's contents."""
+        if absent:
+            yield Fault(
+                "this checkpoint",
+                f"has no metadata of {format_ranks(absent)}: what no other rank stored is missing",
+                (
+                    "likely:      it was killed before its save ended, or files were not copied",
+                    "way out:     bring __<rank>.metadata of all ranks into one directory, or load "
+                    "an older checkpoint",
+                ),
+            )
         without = [rank for rank, of in self._provenance.items() if of and "step" not in of]
         over = [rank for rank, of in self._provenance.items() if of.get(REPLACED)]
         if without and (over or len(without) < len(self._provenance)):
