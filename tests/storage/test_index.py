@@ -36,7 +36,7 @@ from dcp_placements import (
 from dcp_placements.offline import CannotLook, Checkpoint, inspect
 from dcp_placements.storage.index import blocks
 from dcp_placements.storage.index.blocks import blocks_of
-from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
+from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage, tables
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries
 from dcp_placements.storage.metadata import description
@@ -406,6 +406,61 @@ def test_columns_come_back(seed: int) -> None:
         reader.texts()
     except IndexDamage:
         pass
+
+
+@pytest.mark.parametrize("length", [0, 1, 60])
+def test_columns_of_several_parts_come_back_at_once(length: int) -> None:
+    random_ = np.random.default_rng(length)
+    expected = np.zeros((5, 3, length), np.int64)
+    expected[:, 0] = np.arange(length) * 1000 + 1
+    expected[:, 1] = np.arange(length) // 20 * 70_000
+    expected[::2, 2] = random_.integers(0, 1 << 61, (3, length))
+    expected[1::2, 2] = random_.integers(0, 9, (2, length))
+    packed = []
+    for number, columns in enumerate(expected):
+        writer = ColumnWriter()
+        writer.ints([7] * number)
+        for column in columns:
+            writer.ints(column)
+        writer.ints([number])
+        packed.append(writer.packed())
+    readers = [ColumnReader(part) for part in packed]
+    assert [len(reader.ints()) for reader in readers] == [0, 1, 2, 3, 4]
+    assert np.array_equal(tables(readers, (3, length), below=1 << 61), expected)
+    # What follows is read as after single columns.
+    assert [reader.ints().tolist() for reader in readers] == [[0], [1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason"),
+    [
+        ([5, 6], "runs of other lengths than their column"),
+        ([4, 5], "runs of other lengths than their column"),
+        ([0, 10], "a run of no numbers"),
+        ([11, -1], "a run of no numbers"),
+        # Modulo 2**64 they add up.
+        ([(1 << 63) - 1, (1 << 63) - 1, 12], "runs of other lengths than their column"),
+    ],
+)
+def test_runs_that_are_not_as_long_as_their_column_are_refused(
+    counts: list[int], reason: str
+) -> None:
+    def runs(lengths: list[int]) -> ColumnReader:
+        head = struct.pack("<BBQQ", 2, 0, 10, len(lengths))
+        kind, form = (0, "B") if min(lengths) >= 0 and max(lengths) < 256 else (6, "q")
+        packed = struct.pack(f"<{len(lengths)}{form}", *lengths)
+        return ColumnReader(head + bytes(len(lengths)) + bytes([kind]) + packed)
+
+    assert tables([runs([4, 6]), runs([10])], (1, 10), below=1).tolist() == [[[0] * 10]] * 2
+    with pytest.raises(IndexDamage, match=reason):
+        runs(counts).ints()
+    # Another part does not make up for it.
+    with pytest.raises(IndexDamage, match=reason):
+        tables(
+            [runs(counts), runs([20 - sum(counts)] if 0 < 20 - sum(counts) < 20 else [10])],
+            (1, 10),
+            below=1,
+        )
 
 
 @pytest.mark.parametrize("where", ["head", "rows", "end"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -104,28 +104,9 @@ class ColumnReader:
         Raises:
             IndexDamage: It is no such column. Nothing larger is allocated then.
         """
-        form, kind, length, stored = _HEAD.unpack(self._take(_HEAD.size))
         limit = len(self._packed) + _SPARE if most is None else most
-        limit = limit if count is None else count
-        if length > limit or (count is not None and length != count) or stored > length:
-            raise IndexDamage(f"a column of {length:,} numbers where {limit:,} were expected")
-        values = self._array(kind, stored)
-        if form == _RUNS:
-            counts = self._array(self._take(1)[0], stored)
-            if len(counts) and int(counts.min()) < 1:
-                raise IndexDamage("a run of no numbers")
-            # Summed as Python's integers: a sum that wraps around would look right.
-            if sum(counts.tolist()) != length:
-                raise IndexDamage("runs of other lengths than their column")
-            column = np.cumsum(np.repeat(values, counts), dtype=np.int64)
-        elif form in (_PLAIN, _STEPS) and stored == length:
-            column = np.cumsum(values, dtype=np.int64) if form == _STEPS else values
-        else:
-            raise IndexDamage("a column of an unknown form")
-        if below is not None and len(column):
-            low, high = int(column.min()), int(column.max())
-            if low < 0 or high >= below:
-                raise IndexDamage(f"a number out of its range: {low if low < 0 else high}")
+        stored = self._stored(count, limit)
+        column: Ints = _columns([stored], stored.length, below)[0]
         return column
 
     def texts(self) -> list[str]:
@@ -150,11 +131,22 @@ class ColumnReader:
         """Return all that follows."""
         return self._packed[self._at :]
 
-    def _array(self, kind: int, count: int) -> Ints:
-        if kind >= len(_KINDS):
-            raise IndexDamage(f"numbers of an unknown kind {kind}")
-        dtype = _KINDS[kind]
-        return np.frombuffer(self._take(count * dtype.itemsize), dtype).astype(np.int64)
+    def _stored(self, count: int | None, limit: int) -> _Stored:
+        start = self._at + _HEAD.size
+        if start > len(self._packed):
+            raise IndexDamage("a part that is cut off")
+        form, kind, length, stored = _HEAD.unpack_from(self._packed, self._at)
+        limit = limit if count is None else count
+        if length > limit or (count is not None and length != count) or stored > length:
+            raise IndexDamage(f"a column of {length:,} numbers where {limit:,} were expected")
+        self._at = start
+        values, count_kind, counts = self._take(stored * _itemsize(kind)), 0, b""
+        if form == _RUNS:
+            count_kind = self._take(1)[0]
+            counts = self._take(stored * _itemsize(count_kind))
+        elif form not in (_PLAIN, _STEPS) or stored != length:
+            raise IndexDamage("a column of an unknown form")
+        return _Stored(length, (form, kind, count_kind), stored, values, counts)
 
     def _take(self, count: int) -> bytes:
         end = self._at + count
@@ -163,6 +155,79 @@ class ColumnReader:
         taken = self._packed[self._at : end]
         self._at = end
         return taken
+
+
+class _Stored(NamedTuple):
+    """A column as it is stored: how many integers, in which form and kinds, and their bytes."""
+
+    length: int
+    form: tuple[int, int, int]
+    stored: int
+    values: bytes
+    counts: bytes
+
+
+def tables(readers: Sequence[ColumnReader], shape: tuple[int, int], *, below: int) -> Ints:
+    """Return the next columns of several readers: short columns take no longer than a long one.
+
+    Args:
+        readers: Each of a part of its own.
+        shape: How many columns each has, and how many integers each column.
+        below: All integers have to be less, and not negative.
+
+    Returns:
+        ``(readers, columns, integers)``.
+
+    Raises:
+        IndexDamage: As of ``ColumnReader.ints``.
+    """
+    columns, count = shape
+    stored = [reader._stored(count, count) for reader in readers for _ in range(columns)]
+    return _columns(stored, count, below).reshape(len(readers), columns, count)
+
+
+def _columns(columns: Sequence[_Stored], length: int, below: int | None) -> Ints:
+    """Return columns of one length as rows of an array; those stored alike are read at once."""
+    by_form: dict[tuple[int, int, int], list[int]] = {}
+    for number, column in enumerate(columns):
+        by_form.setdefault(column.form, []).append(number)
+    table = np.empty((len(columns), length), np.int64)
+    for (form, kind, count_kind), numbers in by_form.items():
+        alike = [columns[number] for number in numbers]
+        values = _integers([column.values for column in alike], kind)
+        if form == _RUNS:
+            counts = _integers([column.counts for column in alike], count_kind)
+            values = _repeated(values, counts, [column.stored for column in alike], length)
+        rows = values.reshape(len(alike), length)
+        table[numbers] = rows if form == _PLAIN else np.cumsum(rows, axis=1)
+    if below is not None and table.size:
+        low, high = int(table.min()), int(table.max())
+        if low < 0 or high >= below:
+            raise IndexDamage(f"a number out of its range: {low if low < 0 else high}")
+    return table
+
+
+def _repeated(values: Ints, counts: Ints, runs: Sequence[int], length: int) -> Ints:
+    """Return each value as often as its count says, in columns of so many runs each."""
+    if len(counts) and int(counts.min()) < 1:
+        raise IndexDamage("a run of no numbers")
+    stops = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=stops[1:])
+    bounds = stops[np.cumsum([0, *runs])]
+    # Where a sum of positive numbers wraps around, it is less than the one before.
+    if (stops[1:] < stops[:-1]).any() or (bounds[1:] - bounds[:-1] != length).any():
+        raise IndexDamage("runs of other lengths than their column")
+    return np.repeat(values, counts)
+
+
+def _itemsize(kind: int) -> int:
+    if kind >= len(_KINDS):
+        raise IndexDamage(f"numbers of an unknown kind {kind}")
+    return _KINDS[kind].itemsize
+
+
+def _integers(parts: Sequence[bytes], kind: int) -> Ints:
+    return np.frombuffer(b"".join(parts), _KINDS[kind]).astype(np.int64)
 
 
 def _narrow(column: Ints) -> tuple[int, np.ndarray[Any, Any]]:

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from functools import partial
+from itertools import starmap
+from typing import Any
 
 import numpy as np
 
 from dcp_placements.storage.index.blocks import Blocks, BlockWriter
-from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage, Ints
+from dcp_placements.storage.index.columns import (
+    ColumnReader,
+    ColumnWriter,
+    IndexDamage,
+    Ints,
+    tables,
+)
 from dcp_placements.storage.index.entries import OTHER, Entries, Form
+from dcp_placements.storage.index.parts import Parts
 from dcp_placements.storage.index.row_index import TEMPLATE, Naming, Places, RowIndex, Writers
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.table import Starts, Transforms
-
-T = TypeVar("T")
 
 MOST_NUMBERS = 1 << 26
 """Integers that all parts of an index may have, in a file of unknown origin."""
@@ -27,6 +34,9 @@ MOST_NUMBERS = 1 << 26
 MOST_DIMS = 64
 
 LARGEST = 1 << 62
+
+_AT_ONCE = 1 << 20
+"""Integers of lists of chunks that are read at once; of long lists, one by one."""
 
 Finished = tuple[list[bytes], Callable[[int], bytes], bytes]
 
@@ -120,29 +130,6 @@ def _pack_shared(columns: ColumnWriter, entries: Entries, index: RowIndex) -> No
     columns.ints([size for (_, sizes, _), _ in starts for size in sizes])
     columns.ints([length for (_, _, length), _ in starts])
     columns.ints([-1 if start is None else start for _, start in starts])
-
-
-class Parts(Sequence[T], Generic[T]):
-    """Parts of an index, each read when it is used."""
-
-    def __init__(self, read: Callable[[int], T], count: int) -> None:
-        self._read = read
-        self._held: list[T | None] = [None] * count
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(len(self))[index]]
-        held = self._held[index]
-        if held is None:
-            held = self._held[index] = self._read(range(len(self))[index])
-        return held
 
 
 class PackedIndex:
@@ -263,7 +250,7 @@ class PackedIndex:
             self.forms,
             properties,
             self.shapes,
-            Parts(self._read_list, len(self._lists)),
+            Parts(self._read_lists, len(self._lists)),
             others,
             self._lists.sizes[0].tolist(),
         )
@@ -285,16 +272,16 @@ class PackedIndex:
                 return Places(None, writers, ordinals)
             if listed >= 0:
                 return Places(entries.lists[listed].offsets, writers, ordinals, listed)
-            offsets = [columns.ints(count, below=LARGEST) for _ in range(ndim)]
-            return Places(_stacked(offsets, count), writers, ordinals)
+            offsets = tables([columns], (ndim, count), below=LARGEST)[0].T
+            return Places(np.ascontiguousarray(offsets), writers, ordinals)
 
         return RowIndex(
             self.fqns,
             self.transforms,
             self.starts,
             self.writers,
-            Parts(self._read_template, len(self._templates)),
-            Parts(read_places, len(self._places)),
+            Parts(partial(map, self._read_template), len(self._templates)),
+            Parts(partial(map, read_places), len(self._places)),
             self._places.sizes[0],
             self.pairs,
             entries,
@@ -312,11 +299,21 @@ class PackedIndex:
             template[name] = columns.ints(count, below=below.get(name, LARGEST))
         return template
 
-    def _read_list(self, number: int) -> ChunkList:
-        count, ndim = self._lists.sizes[:, number].tolist()
-        columns = self._part(self._lists, number)
-        arrays = [columns.ints(count, below=LARGEST) for _ in range(2 * ndim)]
-        return ChunkList(_stacked(arrays[:ndim], count), _stacked(arrays[ndim:], count))
+    def _read_lists(self, numbers: Sequence[int]) -> list[ChunkList]:
+        """Return lists of chunks; those of one size are read at once."""
+        by_size: dict[tuple[int, int], list[int]] = {}
+        sizes = self._lists.sizes.T[numbers].tolist()
+        for number, (count, ndim) in zip(numbers, sizes, strict=True):
+            by_size.setdefault((count, ndim), []).append(number)
+        lists: dict[int, ChunkList] = {}
+        for (count, ndim), alike in by_size.items():
+            step = max(_AT_ONCE // max(2 * ndim * count, 1), 1)
+            for few in (alike[start : start + step] for start in range(0, len(alike), step)):
+                parts = [self._part(self._lists, number) for number in few]
+                table = tables(parts, (2 * ndim, count), below=LARGEST)
+                halves = table.reshape(len(few), 2, ndim, count).swapaxes(2, 3)
+                lists |= zip(few, starmap(ChunkList, np.ascontiguousarray(halves)), strict=True)
+        return [lists[number] for number in numbers]
 
 
 class _Directory:
@@ -373,7 +370,3 @@ def _divided(values: Sequence[Any], counts: Sequence[int]) -> list[tuple[Any, ..
         raise IndexDamage(f"{len(values):,} values for {sum(counts):,} places")
     rest: Iterator[Any] = iter(values)
     return [tuple([next(rest) for _ in range(count)]) for count in counts]
-
-
-def _stacked(columns: Sequence[Ints], count: int) -> Ints:
-    return np.stack(columns, axis=1) if columns else np.zeros((count, 0), np.int64)
