@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO, UnsupportedOperation
+from pathlib import Path
 from typing import Any
 
 from torch.futures import Future
@@ -136,6 +137,9 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse ranks' own metadata beside a ``.metadata``. Called on every rank."""
+        if type(self.fs) is FileSystem:
+            # The process may change its working directory before all is written.
+            self.path = Path(self.path).absolute()
         if not self.use_collectives and self.fs.exists(self._get_metadata_path(None)):
             raise PlacementError(
                 f"{self.path}: has a .metadata, which readers take in place of the ranks' own that "

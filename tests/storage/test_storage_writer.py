@@ -493,3 +493,28 @@ def test_a_format_that_no_reader_reads_is_refused(tmp_path: Path) -> None:
         dcp.load({"w": torch.zeros(3)}, checkpoint_id=path, no_dist=True)
     with pytest.raises(PlacementError, match="no reader, torch's included"):
         PlacementFileSystemWriter(path, serialization_format=SerializationFormat.SAFETENSORS)
+
+
+@pytest.mark.parametrize("hook", ["create_global_plan", "finish_plan"])
+def test_a_change_of_the_working_directory_does_not_divide_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """Another run's checkpoint has the same relative path from there; it stays as it was."""
+    first, second = {"w": torch.ones(3)}, {"w": torch.full((3,), 2.0)}
+    for run in ("one", "two"):
+        (tmp_path / run).mkdir()
+        dcp.save(first, storage_writer=PlacementFileSystemWriter(tmp_path / run / "step-1"))
+
+    class Moving(DefaultSavePlanner):
+        def __getattribute__(self, name: str) -> Any:
+            if name == hook:
+                os.chdir(tmp_path / "two")
+            return super().__getattribute__(name)
+
+    monkeypatch.chdir(tmp_path / "one")
+    dcp.save(second, storage_writer=PlacementFileSystemWriter("step-1"), planner=Moving())
+    assert Path.cwd() == tmp_path / "two"
+    for run, saved in ("one", second), ("two", first):
+        path = tmp_path / run / "step-1"
+        read = load(path, {"w": torch.zeros(3)}, dcp.FileSystemReader(path))
+        assert torch.equal(read["w"], saved["w"])
