@@ -7,17 +7,31 @@ traverses all of them again and again: nine tenths of the time of unpickling a l
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_LOCK = threading.Lock()
+_inside = 0
+_was_on = False
 
 
 @contextmanager
 def quiet_gc() -> Iterator[None]:
-    """Disable the cyclic garbage collector inside; enable it again if it was enabled."""
-    was_on = gc.isenabled()
-    gc.disable()
+    """Disable the cyclic garbage collector inside; enable it again if it was enabled.
+
+    Threads may be inside at a time: the last one that leaves enables it.
+    """
+    global _inside, _was_on
+    with _LOCK:
+        if not _inside:
+            _was_on = gc.isenabled()
+            gc.disable()
+        _inside += 1
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        with _LOCK:
+            _inside -= 1
+            if not _inside and _was_on:
+                gc.enable()

@@ -123,7 +123,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         flatten_sharded_tensors: bool = True,
         allow_partial_load: bool = False,
     ) -> None:
-        self._run = RankLoad()
+        self.forget_runs()
         super().__init__(
             flatten_state_dict=flatten_state_dict,
             flatten_sharded_tensors=flatten_sharded_tensors,
@@ -144,8 +144,8 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
 
     @property
     def report(self) -> LoadReport:
-        """What the load reads on this rank."""
-        return self._run.report
+        """What the latest load reads on this rank."""
+        return self._latest.report
 
     @of_instance
     def set_up_planner(
@@ -264,7 +264,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             # The other ranks will ask this one whether it could read.
             load.active_exchange.failure = error
             return LoadPlan([])
-        logger.info("load: %s", self.report.line)
+        logger.info("load: %s", load.report.line)
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
@@ -330,7 +330,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         """
         exchange = self._run.active_exchange
         if exchange is not None:
-            exchange.finish(error, self.lookup_tensor, self.report)
+            exchange.finish(error, self.lookup_tensor, self._run.report)
         elif error is not None:
             raise error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -16,20 +17,47 @@ Run = TypeVar("Run")
 class OneRunPlanner(Generic[Run]):
     """A planner that keeps its options, and in ``_run`` the state of one save or load.
 
-    Pickled it is the options alone: the state of a run is not sent to another process.
+    Each thread has the run that it began: an ``async_save`` may still write while the next save
+    begins. A thread that began none has the latest. Pickled the planner is the options alone: the
+    state of a run is not sent to another process.
 
     Attributes:
         run_class: Makes the state of a run that has not begun.
     """
 
     run_class: ClassVar[Callable[[], Any]]
-    _run: Run
+    _latest: Run
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_run"}
+        runs = ("_latest", "_of_thread")
+        return {name: value for name, value in vars(self).items() if name not in runs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _run=type(self).run_class())
+        self.__dict__.update(state)
+        self.forget_runs()
+
+    def forget_runs(self) -> None:
+        """Begin anew, with a run that has not begun."""
+        self._of_thread = threading.local()
+        self._latest = type(self).run_class()
+
+    @property
+    def _run(self) -> Run:
+        run: Run = getattr(self._of_thread, "run", self._latest)
+        return run
+
+    @_run.setter
+    def _run(self, run: Run) -> None:
+        self._of_thread.run = self._latest = run
+
+    def joining(self) -> Callable[[], None]:
+        """Return what another thread calls to take part in the save or load of this one."""
+        run = self._run
+
+        def join() -> None:
+            self._of_thread.run = run
+
+        return join
 
 
 class OfRun:

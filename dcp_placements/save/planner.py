@@ -134,7 +134,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
     ) -> None:
-        self._run = RankSave()
+        self.forget_runs()
         super().__init__(
             flatten_state_dict=flatten_state_dict,
             flatten_sharded_tensors=flatten_sharded_tensors,
@@ -160,8 +160,8 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
 
     @property
     def report(self) -> SaveReport:
-        """What the save comes to."""
-        save = self._run
+        """What the latest save comes to."""
+        save = self._latest
         if not save.is_planned:
             return SaveReport(planned=False)
         if save.report is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -69,6 +69,20 @@ class ReadGroup:
         dest = filled(MetadataIndex, vars(self.first.dest_index) | fqn)
         source = filled(MetadataIndex, vars(self.first.storage_index) | fqn)
         return filled(ReadItem, vars(self.first) | {"dest_index": dest, "storage_index": source})
+
+
+@runtime_checkable
+class RunsByThread(Protocol):
+    """A planner that may be in use for another save or load in another thread."""
+
+    def joining(self) -> Callable[[], None]:
+        """Return what another thread calls to take part in the save or load of this one."""
+        ...
+
+
+def joining(planner: object) -> Callable[[], None]:
+    """Return what another thread calls before it calls a planner for this one."""
+    return planner.joining() if isinstance(planner, RunsByThread) else lambda: None
 
 
 @runtime_checkable

@@ -57,7 +57,7 @@ from dcp_placements.storage.metadata.save_ids import (
     rank_files,
     speaking_for,
 )
-from dcp_placements.storage.protocols import AfterReads, WantsReader
+from dcp_placements.storage.protocols import AfterReads, WantsReader, joining
 from dcp_placements.storage.record_contents import Record
 from dcp_placements.storage.records.runs import Run, runs_of
 from dcp_placements.storage.remote.filesystem import (
@@ -219,11 +219,13 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             for job in jobs:
                 self._read_job(work, job)
             return
+        join_run = joining(planner)
         planner = cast(LoadPlanner, _OneAtATime(planner))
         waiting, failed = iter(jobs), threading.Event()
         grad = torch.is_grad_enabled()
 
         def read() -> None:
+            join_run()
             # With a buffer of its own.
             work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
             with torch.set_grad_enabled(grad):  # the setting of a thread, not of the process

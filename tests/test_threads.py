@@ -1,0 +1,110 @@
+"""Saves and loads at the same time, in threads of one process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementSavePlanner,
+)
+from dcp_placements.quiet_gc import quiet_gc
+
+
+def state(number: int) -> dict[str, torch.Tensor]:
+    """Return small tensors and large ones, equal for no two numbers."""
+    return {f"l{n}": torch.full((200, 3 + 200 * (n % 2)), number + n / 8) for n in range(8)}
+
+
+def in_two_threads(work: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for result in [pool.submit(work, number) for number in range(2)]:
+            result.result()
+
+
+def meeting(kind: type, method: str) -> type:
+    """Return a storage class that waits for that of the other thread before a step."""
+    barrier = Barrier(2, timeout=60)
+
+    def step(self: Any, *args: Any) -> Any:
+        barrier.wait()
+        return getattr(kind, method)(self, *args)
+
+    return type(kind.__name__, (kind,), {method: step})
+
+
+@pytest.mark.parametrize("step", ["prepare_local_plan", "prepare_global_plan", "write_data"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (dcp.FileSystemWriter, {}),
+        (PlacementFileSystemWriter, {}),
+        (PlacementFileSystemWriter, {"thread_count": 3}),
+    ],
+)
+def test_one_planner_saves_twice_at_a_time(
+    tmp_path: Path, kind: type, options: dict[str, Any], step: str
+) -> None:
+    """As ``async_save`` does, where the one before has not ended."""
+    planner = PlacementSavePlanner()
+    writer: Any = meeting(kind, step)
+
+    def save(number: int) -> None:
+        storage = writer(tmp_path / str(number), **options)
+        dcp.save(state(number), storage_writer=storage, planner=planner, no_dist=True)
+
+    in_two_threads(save)
+    for number in range(2):
+        read = {key: torch.zeros_like(value) for key, value in state(number).items()}
+        dcp.load(read, checkpoint_id=tmp_path / str(number), no_dist=True)
+        assert [key for key in read if not torch.equal(read[key], state(number)[key])] == []
+    # This thread has no save of its own: the report is that of the latest.
+    assert len(planner.report.keys) == 8
+
+
+@pytest.mark.parametrize("step", ["prepare_local_plan", "prepare_global_plan", "read_data"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (dcp.FileSystemReader, {}),
+        (PlacementFileSystemReader, {}),
+        (PlacementFileSystemReader, {"thread_count": 3}),
+    ],
+)
+def test_one_planner_loads_twice_at_a_time(
+    tmp_path: Path, kind: type, options: dict[str, Any], step: str
+) -> None:
+    planner = PlacementLoadPlanner()
+    reader: Any = meeting(kind, step)
+    for number in range(2):
+        dcp.save(state(number), checkpoint_id=tmp_path / str(number), no_dist=True)
+
+    def load(number: int) -> None:
+        read = {key: torch.zeros_like(value) for key, value in state(number).items()}
+        storage = reader(tmp_path / str(number), **options)
+        dcp.load(read, storage_reader=storage, planner=planner, no_dist=True)
+        assert [key for key in read if not torch.equal(read[key], state(number)[key])] == []
+
+    in_two_threads(load)
+
+
+def test_the_garbage_collector_stays_off_until_the_last_thread_leaves_and_then_is_on() -> None:
+    assert gc.isenabled()
+    first, second = quiet_gc(), quiet_gc()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
