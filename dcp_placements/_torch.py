@@ -268,14 +268,19 @@ def without_class(data: Any) -> Any:
     return data
 
 
+def is_in_group() -> bool:
+    """Whether this process has a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def global_rank() -> int:
     """Return this process's rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if is_in_group() else 0
 
 
 def world_size() -> int:
     """Return the number of processes; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if is_in_group() else 1
 
 
 def named_axes(mesh: Any) -> dict[str, tuple[int, int]]:

@@ -275,7 +275,8 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         save = self._run
         with quiet_gc():
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.
-            alone = len(all_plans) == 1 and world_size() > 1
+            world = world_size()
+            alone = len(all_plans) == 1 and world > 1
             raise_faults("the ranks do not save together", foreign_plans(all_plans))
             sent: list[LocalPlan] = [plan.planner_data for plan in all_plans]
             raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
@@ -286,14 +287,13 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                     save.hold(left)
                     sent = [self._with_holding(sent[0])]
             # Other ranks mostly have the key tables of this one, and send the same bytes.
-            coordinator = Coordinator(
-                sent, world=world_size(), complete=not alone, own=save.packed_tables
-            )
+            coordinator = Coordinator(sent, world=world, complete=not alone, own=save.packed_tables)
             assignments = coordinator.plan(
                 lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
             )
             strict = self.on_conflict == "error"
-            save.report = judged(coordinator, self.waive, strict=strict)
+            merged = all_plans[0].storage_data is not None
+            save.report = judged(coordinator, self.waive, strict=strict, merged_later=merged)
             if self.shadows is not None and not alone:
                 unlike = unlike_objects(coordinator.pieces.all, self.digests)
                 shadowing = Shadowing(self.shadows, unlike)

@@ -68,6 +68,47 @@ def save_without_others(
         writer.finish(metadata, [writer.write_data(final, planner).value()])
 
 
+def by_itself(rank: int, path: Path, state_dict: dict[str, Any]) -> list[str]:
+    """Return the warnings of a rank that saves with ``no_dist=True``."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        save_without_others(rank, path, state_dict, PlacementSavePlanner())
+    return [str(one.message) for one in given if "this save" in str(one.message)]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_no_dist_warns_of_shards_that_other_ranks_hold(tmp_path: Path, rank: int) -> None:
+    mesh = WORLD.mesh(rank, fsdp=8)
+    state = {"norm": torch.ones(3), "w": FakeDTensor.distribute(WHOLE, mesh, [Shard(0)])}
+    (message,) = by_itself(rank, tmp_path, state)
+    assert f"this save: rank {rank} of 8 ranks saves by itself" in message
+    assert "parts of 1 of 2 tensors, as of w: 24 B of 192 B are saved" in message
+    assert "no_dist=True" in message
+
+
+def test_no_dist_of_whole_tensors_warns_only_where_rank_0_would_be_overwritten(
+    tmp_path: Path,
+) -> None:
+    assert not by_itself(0, tmp_path / "0", {"w": WHOLE})
+    (message,) = by_itself(2, tmp_path / "2", {"w": WHOLE})
+    assert "rank 2 of 8 ranks saves by itself" in message
+    assert "overwrite" in message
+    assert "missing" not in message
+
+
+def test_a_process_without_a_group_warns_where_the_launcher_started_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(UserWarning, match=r"the launcher started 4 \(WORLD_SIZE\)"):
+        dcp.save({"w": WHOLE}, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        dcp.save({"w": WHOLE}, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
+    assert not any("WORLD_SIZE" in str(one.message) for one in given)
+
+
 def test_hsdp_replicas_are_written_once(tmp_path: Path) -> None:
     def state_dict(rank: int) -> dict[str, Any]:
         mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
@@ -160,7 +201,8 @@ def test_m36_one_planner_with_and_without_a_coordinator_keeps_every_tensor(
         merge_metadata(tmp_path / f"{step}")
         assert_holds(tmp_path / f"{step}", {"w": WHOLE, "norm": WHOLE[0]})
         alone = tmp_path / f"{step}.alone"
-        save_without_others(5, alone, state_dict(5), planner)
+        with pytest.warns(UserWarning, match="rank 5 of 8 ranks saves by itself"):
+            save_without_others(5, alone, state_dict(5), planner)
         stored = dcp.FileSystemReader(alone).read_metadata()
         chunks = {
             (index.fqn, tuple(index.offset))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from dcp_placements._torch import world_size
+from dcp_placements._torch import is_in_group, world_size
 from dcp_placements.bind.placed import Placing
-from dcp_placements.errors import Fault, format_faults, raise_faults
+from dcp_placements.errors import Fault, format_faults, format_nbytes, raise_faults
 from dcp_placements.report import SaveReport, key_report
 from dcp_placements.rules.matches import matched_nowhere, names_of, unmatched_faults
 from dcp_placements.save.coordinator.global_plan import Coordinator
@@ -18,13 +19,17 @@ from dcp_placements.save.local_plan import Holding
 logger = logging.getLogger(__name__)
 
 
-def judged(coordinator: Coordinator, waived: Mapping[str, str], *, strict: bool) -> SaveReport:
+def judged(
+    coordinator: Coordinator, waived: Mapping[str, str], *, strict: bool, merged_later: bool = False
+) -> SaveReport:
     """Return the report on a save by all ranks; refuse what cannot be saved, and warn of notes.
 
     Args:
         coordinator: It has planned.
         waived: Patterns whose lint warnings were silenced, with the reason.
         strict: Whether replicas that differ refuse the save.
+        merged_later: Whether the writer gave this rank file names of its own, as without
+            collectives: each rank then writes its own metadata, to be merged.
 
     Raises:
         PlacementError: All faults.
@@ -49,6 +54,9 @@ def judged(coordinator: Coordinator, waived: Mapping[str, str], *, strict: bool)
     raise_faults("the ranks' plans do not make a checkpoint", faults)
     if 1 < ranks < world:
         notes.append(_too_few(ranks, world))
+    if not coordinator.complete and not merged_later:
+        notes += _by_itself(coordinator.plans[0].rank, world, report)
+    notes += _without_group(world)
     report.warnings = tuple(map(str, notes))
     if notes:
         warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
@@ -113,6 +121,48 @@ def _alone(world: int) -> Fault:
             "what the others hold: replicas are not compared, and what is missing is not found",
         ),
     )
+
+
+def _by_itself(rank: int, world: int, report: SaveReport) -> Iterator[Fault]:
+    """Yield that a rank saves alone what others hold, too, or where others write."""
+    lacking = [fqn for fqn, key in report.keys.items() if key.unique_nbytes < key.whole_nbytes]
+    details = []
+    if lacking:
+        key = report.keys[lacking[0]]
+        details.append(
+            f"missing:     parts of {len(lacking)} of {len(report.keys)} tensors, as of "
+            f"{lacking[0]}: {format_nbytes(key.unique_nbytes)} of "
+            f"{format_nbytes(key.whole_nbytes)} are saved"
+        )
+    # Rank 0 alone with whole tensors is a complete checkpoint.
+    if lacking or rank:
+        yield Fault(
+            "this save",
+            f"rank {rank} of {world} ranks saves by itself",
+            (
+                *details,
+                "reason:      the checkpoint has what this rank holds; other ranks that save into "
+                "the same directory overwrite its files and its .metadata",
+                "likely:      no_dist=True, or a process group of one rank",
+                "way out:     dcp.save on all ranks, without no_dist=True; or "
+                "use_collectives=False; or a directory per rank",
+            ),
+        )
+
+
+def _without_group(world: int) -> Iterator[Fault]:
+    """Yield that a launcher started several processes, and this one does not know of the others."""
+    started = os.environ.get("WORLD_SIZE", "")
+    if world == 1 and started.isdigit() and int(started) > 1 and not is_in_group():
+        yield Fault(
+            "this save",
+            f"one process saves by itself, but the launcher started {started} (WORLD_SIZE)",
+            (
+                "reason:      without a process group each process is rank 0 of 1, and they "
+                "overwrite each other's files",
+                "way out:     torch.distributed.init_process_group() before the save",
+            ),
+        )
 
 
 def _too_few(ranks: int, world: int) -> Fault:
