@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,6 +98,23 @@ def test_one_planner_loads_twice_at_a_time(
         assert [key for key in read if not torch.equal(read[key], state(number)[key])] == []
 
     in_two_threads(load)
+
+
+def test_a_save_that_replaces_one_that_ended_meanwhile_warns(tmp_path: Path) -> None:
+    """As ranks that all save with ``no_dist=True`` into one directory."""
+
+    class Other(PlacementFileSystemWriter):
+        def write_data(self, *args: Any) -> Any:
+            dcp.save(state(1), storage_writer=PlacementFileSystemWriter(tmp_path), no_dist=True)
+            return super().write_data(*args)
+
+    with pytest.warns(UserWarning, match="another save into this directory ended .* is lost"):
+        dcp.save(state(0), storage_writer=Other(tmp_path), no_dist=True)
+    # A later save over a complete checkpoint is none of these.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dcp.save(state(2), storage_writer=PlacementFileSystemWriter(tmp_path), no_dist=True)
+    assert not [one for one in caught if "another save" in str(one.message)]
 
 
 def test_the_garbage_collector_stays_off_until_the_last_thread_leaves_and_then_is_on() -> None:

@@ -16,6 +16,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO, UnsupportedOperation
@@ -100,6 +101,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 
     _plans: Sequence[Any] = ()
     _unfinished: Mapping[str, Any] = {}
+    _before: tuple[int, ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan is no part of a writer that is sent to another process.
@@ -151,6 +153,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
         self._unfinished = self._unfinished_files()
+        self._before = self._file_state()
         own = uuid.uuid4().bytes
         # A subclass may look at results before they are worked out.
         is_own = type(self).finish is PlacementFileSystemWriter.finish
@@ -226,6 +229,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         it is called on every rank, and writes that rank's own metadata file.
         """
         older = self._older_files()
+        is_other = self.use_collectives and self._file_state() != self._before
         for result, items in zip(results, self._plans, strict=False):
             if isinstance(result, WriteResults):
                 result.outline = getattr(items, "outline", None)
@@ -240,6 +244,23 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             # What has changed meanwhile is being written by another save.
             now = self._unfinished_files()
             self._remove(name for name, at in self._unfinished.items() if now.get(name) == at)
+        if is_other:
+            warnings.warn(
+                f"{self.path}: another save into this directory ended while this one was under "
+                "way, and this one has replaced it: what only the other saved is lost\n"
+                "    likely:      several ranks save by themselves (no_dist=True) into it\n"
+                "    way out:     save with all ranks; or give each save a directory of its own",
+                stacklevel=2,
+            )
+
+    def _file_state(self) -> tuple[int, ...] | None:
+        """Return what is different after ``.metadata`` was written again; None without one."""
+        if type(self.fs) is not FileSystem:
+            return None
+        with suppress(OSError):
+            held = os.stat(self._get_metadata_path(None))
+            return held.st_ino, held.st_size, held.st_mtime_ns
+        return None
 
     def _unfinished_files(self) -> Mapping[str, Any]:
         path = self._get_metadata_path(None if self.use_collectives else self.rank)
