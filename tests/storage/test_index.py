@@ -34,9 +34,9 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import CannotLook, Checkpoint, inspect
-from dcp_placements.storage.index import blocks
+from dcp_placements.storage.index import blocks, packing
 from dcp_placements.storage.index.blocks import blocks_of
-from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage, tables
+from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries
 from dcp_placements.storage.metadata import description
@@ -252,7 +252,7 @@ def test_a_save_over_an_older_one_reads_the_names_of_its_files_and_no_pickle(
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small indexes are written in small blocks, and read block by block, as large ones are."""
-    monkeypatch.setattr(blocks, "_BLOCK_NBYTES", 64)
+    monkeypatch.setattr(packing, "_BLOCK_ROWS", 1)
     monkeypatch.setattr(blocks, "_WHOLE_NBYTES", 0)
     monkeypatch.setattr(blocks, "_TAIL_NBYTES", blocks._TRAILER.size)
 
@@ -291,8 +291,8 @@ def test_whichever_block_is_damaged_the_pickle_serves_with_one_note(tmp_path: Pa
             assert_resharded_load(tmp_path, whole)
         assert {bool(re.search(note, str(one.message))) for one in caught} <= {True}
         assert len(caught) <= 2
-    # All but the keys, and what is neither key nor row.
-    assert read_late == set(range(len(starts) - 2))
+    # All but the names of files, the keys, and what is neither key nor row.
+    assert read_late == set(range(len(starts) - 3))
 
 
 def assert_resharded_load(path: Path, whole: dict[str, torch.Tensor]) -> None:
@@ -315,7 +315,7 @@ def test_damage_that_is_noticed_late_is_an_error_without_the_pickle(
 ) -> None:
     save(tmp_path / "lean", stock_metadata=False)
     path = tmp_path / "lean/.metadata"
-    for start in block_starts(tmp_path / "lean")[:-2]:
+    for start in block_starts(tmp_path / "lean")[:-3]:
         data = path.read_bytes()
         edit(tmp_path / "lean", start, bytes([data[start] ^ 1]))
     metadata = read(tmp_path / "lean")
@@ -408,29 +408,6 @@ def test_columns_come_back(seed: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("length", [0, 1, 60])
-def test_columns_of_several_parts_come_back_at_once(length: int) -> None:
-    random_ = np.random.default_rng(length)
-    expected = np.zeros((5, 3, length), np.int64)
-    expected[:, 0] = np.arange(length) * 1000 + 1
-    expected[:, 1] = np.arange(length) // 20 * 70_000
-    expected[::2, 2] = random_.integers(0, 1 << 61, (3, length))
-    expected[1::2, 2] = random_.integers(0, 9, (2, length))
-    packed = []
-    for number, columns in enumerate(expected):
-        writer = ColumnWriter()
-        writer.ints([7] * number)
-        for column in columns:
-            writer.ints(column)
-        writer.ints([number])
-        packed.append(writer.packed())
-    readers = [ColumnReader(part) for part in packed]
-    assert [len(reader.ints()) for reader in readers] == [0, 1, 2, 3, 4]
-    assert np.array_equal(tables(readers, (3, length), below=1 << 61), expected)
-    # What follows is read as after single columns.
-    assert [reader.ints().tolist() for reader in readers] == [[0], [1], [2], [3], [4]]
-
-
 @pytest.mark.parametrize(
     ("counts", "reason"),
     [
@@ -451,16 +428,9 @@ def test_runs_that_are_not_as_long_as_their_column_are_refused(
         packed = struct.pack(f"<{len(lengths)}{form}", *lengths)
         return ColumnReader(head + bytes(len(lengths)) + bytes([kind]) + packed)
 
-    assert tables([runs([4, 6]), runs([10])], (1, 10), below=1).tolist() == [[[0] * 10]] * 2
+    assert runs([4, 6]).ints().tolist() == [0] * 10
     with pytest.raises(IndexDamage, match=reason):
         runs(counts).ints()
-    # Another part does not make up for it.
-    with pytest.raises(IndexDamage, match=reason):
-        tables(
-            [runs(counts), runs([20 - sum(counts)] if 0 < 20 - sum(counts) < 20 else [10])],
-            (1, 10),
-            below=1,
-        )
 
 
 @pytest.mark.parametrize("where", ["head", "rows", "end"])

@@ -22,7 +22,7 @@ from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, Ind
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 """Opens the file, again and again."""
 
-MAGIC = b"dcp_placements/2"
+MAGIC = b"dcp_placements/3"
 _TRAILER = struct.Struct("<QQQ16s16s")
 _TAIL_NBYTES = 1 << 16
 """Read at first, from the end."""
@@ -36,43 +36,27 @@ _RATIO = 1100
 _TOTAL_RATIO, _SPARE_NBYTES = 256, 1 << 26
 """All blocks inflate to at most so many times the file, and some more."""
 
-_BLOCK_NBYTES = 1 << 16
 _DIRECTORY_NBYTES = 1 << 28
 
 
 class BlockWriter:
-    """Collects the parts of an index; small parts of one kind share a block."""
+    """Collects the blocks of an index."""
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
         self._sizes: list[int] = []
-        self._open: list[bytes] = []
-        self._filled = 0
 
-    def add(self, part: bytes) -> tuple[int, int]:
-        """Add a part; return the number of its block and where in that it begins."""
-        if self._filled and self._filled + len(part) > _BLOCK_NBYTES:
-            self.close_block()
-        place = len(self._blocks), self._filled
-        self._open.append(part)
-        self._filled += len(part)
-        return place
-
-    def close_block(self) -> None:
-        """Let the next part begin a block."""
-        if self._open:
-            data = b"".join(self._open)
-            self._blocks.append(zlib.compress(data, 2))
-            self._sizes.append(len(data))
-            self._open, self._filled = [], 0
+    def add(self, data: bytes) -> None:
+        """Add a block."""
+        self._blocks.append(zlib.compress(data, 2))
+        self._sizes.append(len(data))
 
     def finish(self, directory: bytes) -> tuple[list[bytes], Callable[[int], bytes], bytes]:
         """Return the blocks, what makes their end of the pickle's length, and a digest.
 
         Args:
-            directory: What tells where the parts are.
+            directory: What tells which blocks have which parts.
         """
-        self.close_block()
         columns = ColumnWriter()
         columns.ints([len(block) for block in self._blocks])
         columns.ints(self._sizes)
@@ -137,15 +121,16 @@ class Blocks:
         for number in range(len(self._starts)):
             self._stored(number)
 
-    def part(self, block: int, start: int) -> ColumnReader:
-        """Return a part by its place.
+    def columns(self, number: int) -> ColumnReader:
+        """Return a reader of a block.
 
         Raises:
             IndexDamage: The block is not what was written; the file may be another one by now.
         """
-        return ColumnReader(self._block(block), start)
+        return ColumnReader(self.block(number))
 
-    def _block(self, number: int) -> bytes:
+    def block(self, number: int) -> bytes:
+        """Return a block, as ``columns`` does."""
         data = self._inflated.get(number)
         if data is None:
             if not 0 <= number < len(self._starts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from dcp_placements._torch import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.entries import OBJECT, OTHER, Entries, OtherEntry, build_entries
-from dcp_placements.storage.index.parts import Parts
 from dcp_placements.storage.metadata.pickles.tensor_properties import (
     plain_properties,
     torch_properties,
@@ -52,9 +51,7 @@ class StoredEntries(Mapping[str, Any]):
         """Return the entries of keys; None where there is none."""
         forms = list(map(self._form_of.get, fqns))
         try:
-            missing = set(forms).difference(self._made)
-            self._hold_lists(missing)
-            for form in missing:
+            for form in set(forms).difference(self._made):
                 self._made[form] = None if form is None else self._make(form)
         except IndexDamage as damage:
             if self._stock is None:
@@ -64,13 +61,6 @@ class StoredEntries(Mapping[str, Any]):
             del self._form_of
             return self.at(fqns)
         return list(map(self._made.get, forms))
-
-    def _hold_lists(self, numbers: Iterable[int | None]) -> None:
-        """Read the lists of chunks of forms at once."""
-        lists, forms = self.entries.lists, self.entries.forms
-        if isinstance(lists, Parts):
-            used = [forms[number] for number in numbers if number is not None]
-            lists.hold(dict.fromkeys(form.chunks for form in used if form.properties >= 0))
 
     def _make(self, number: int) -> Any:
         entries, form = self.entries, self.entries.forms[number]

@@ -18,8 +18,8 @@ from dcp_placements.storage.index.blocks import Blocks, Opener, blocks_of
 from dcp_placements.storage.index.building import build_index, by_file
 from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.entries import Entries, build_entries
-from dcp_placements.storage.index.packing import MOST_NUMBERS, PackedIndex
 from dcp_placements.storage.index.row_index import RowIndex
+from dcp_placements.storage.index.unpacking import MOST_NUMBERS, PackedIndex
 from dcp_placements.storage.metadata.checks import (
     check_count,
     check_entries,

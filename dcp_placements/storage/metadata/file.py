@@ -22,9 +22,10 @@ from dcp_placements._torch import Metadata, StorageMeta
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.blocks import Blocks, Opener, blocks_of
 from dcp_placements.storage.index.columns import IndexDamage
-from dcp_placements.storage.index.packing import PackedIndex, packed_index
+from dcp_placements.storage.index.packing import packed_index
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import Stock, StoredEntries, entries_of
+from dcp_placements.storage.index.unpacking import PackedIndex
 from dcp_placements.storage.metadata.description import (
     Description,
     StockPickle,
