@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from dcp_placements.transfer.plan import transfer_plan
     from dcp_placements.transfer.world import TransferWorld
 
+__version__ = "0.2.0"
+"""That of pyproject.toml, which a save would have to search for among all installed packages."""
+
 __all__ = [
     "CheckpointPlacement",
     "FusedShard",

@@ -63,7 +63,7 @@ def rooms_of(path: Path) -> set[str]:
     found = set()
     for module, name in imports(path):
         parts = [*module.split("."), name]
-        if parts[0] == PACKAGE.name:
+        if parts[0] == PACKAGE.name and parts[1] != "__version__":
             found.add(parts[1])
     return found
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from dcp_placements import __version__
+
 ROOT = Path(__file__).parent.parent
 URL = "https://example.org/owner/dcp_placements"
 
@@ -58,7 +60,7 @@ def test_its_metadata_are_those_of_the_project(wheel: zipfile.ZipFile) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = email.message_from_bytes(wheel.read(path))
-    assert metadata["Version"] == project["version"]
+    assert metadata["Version"] == project["version"] == __version__
     assert f"## {project['version']}" in (ROOT / ".github" / "CHANGELOG.md").read_text()
     requirements = metadata.get_all("Requires-Dist") or []
     needed = {str(Requirement(line)) for line in requirements if "extra ==" not in line}

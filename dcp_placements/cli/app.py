@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from dcp_placements import __version__
 from dcp_placements.cli.arguments import STORAGE_OPTIONS
 from dcp_placements.cli.commands.differing import diff_command
 from dcp_placements.cli.commands.doctoring import doctor_command
@@ -33,7 +34,6 @@ from dcp_placements.cli.commands.transferring import transfer_command
 from dcp_placements.cli.commands.verifying import verify_command
 from dcp_placements.cli.printing import print_error, print_json_error, readers_may_stop
 from dcp_placements.errors import CannotLook, PlacementError, format_name
-from dcp_placements.storage.metadata.provenance import own_version
 from dcp_placements.storage.remote.urls import default_options, is_url
 
 PROGRAM = "dcp-placements"
@@ -135,7 +135,7 @@ for _name, _function in COMMANDS.items():
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         # Without an import of torch, which takes seconds.
-        print(f"{PROGRAM} {own_version()}, torch {version('torch')}")
+        print(f"{PROGRAM} {__version__}, torch {version('torch')}")
         raise typer.Exit
 
 

@@ -5,11 +5,10 @@ It is stored in ``Metadata.planner_data`` under one reserved key, which torch's 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
+
+from dcp_placements import __version__
 
 RESERVED_KEY = "dcp_placements"
 """The key in ``Metadata.planner_data``."""
@@ -33,7 +32,7 @@ def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, 
 
     provenance: dict[str, Any] = {
         "save_id": save_id.hex(),
-        "versions": {"dcp_placements": own_version(), "torch": str(torch.__version__)},
+        "versions": {"dcp_placements": __version__, "torch": str(torch.__version__)},
         "world_size": world_size,
     }
     if step is not None:
@@ -102,15 +101,3 @@ def merged_provenance(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[name] = joined
     merged["world_size"] = max(len(parts), merged.get("world_size", 1))
     return merged
-
-
-@cache
-def own_version() -> str:
-    """Return the installed version of this package; ``"unknown"`` from a source tree."""
-    try:
-        installed = distribution("dcp-placements")
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"
-    # installed.version alone would parse the README, too, which takes ten milliseconds.
-    match = re.search("^Version: (.+)$", installed.read_text("METADATA") or "", re.MULTILINE)
-    return match[1] if match else installed.version
