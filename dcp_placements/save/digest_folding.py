@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -76,9 +77,14 @@ class Slots:
             self.own = sorted(set(self.own) - set(numbered))
             self.folded = numbered
         self.count = len(self.own) + (BUCKETS * ROWS if self.folded else 0)
+
+    @cached_property
+    def _buckets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """By row and folded key, the bucket; buckets of a row follow those of the rows before."""
         rows = np.arange(ROWS)[:, None]
         digits = np.arange(len(self.folded)) // BUCKETS**rows % BUCKETS
-        self._buckets = rows * BUCKETS + digits
+        buckets: np.ndarray[Any, np.dtype[np.int64]] = rows * BUCKETS + digits
+        return buckets
 
     def vector(self, digests: Digests) -> Digests:
         """Return what travels of digests by key and box, of shape (keys, boxes).

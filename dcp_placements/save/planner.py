@@ -304,11 +304,11 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 _assigned(plan, local_plan, assignment, coordinator.cohorts, outlines)
                 for plan, local_plan, assignment in zip(all_plans, sent, assignments, strict=True)
             ]
-            described = coordinator.metadata
             # In the order of this rank's state dict, then what only other ranks hold.
-            first = {key: described[key] for key in save.state_dict if key in described}
+            described: dict[str, Any] = dict.fromkeys(save.holding.fqns)
+            described.update(coordinator.metadata)
             self.metadata = Metadata(
-                first | described, planner_data=self._planner_data(coordinator, assignments, alone)
+                described, planner_data=self._planner_data(coordinator, assignments, alone)
             )
         return self.global_plan, self.metadata
 
@@ -358,8 +358,12 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         cohorts, statements = coordinator.cohorts, coordinator.statements
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
+            own, paths = self._run.holding.tables, self._run.paths
             for table in cohorts.tables:
-                data.update(table.paths_of_keys())
+                if any(table is one for one in own):
+                    data.update({fqn: paths.get(fqn, (fqn,)) for fqn in table.fqns})
+                else:
+                    data.update(table.paths_of_keys())
         provenance = identity(assignments[0].save_id, world_size=len(assignments), step=self.step)
         provenance |= cuts_and_renames(cohorts, statements, coordinator.metadata)
         options = {

@@ -38,6 +38,7 @@ from dcp_placements._torch import (
     StoragePrefix,
     WriteItem,
     WriteResult,
+    filled,
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.lazy_items import GroupedItems
@@ -167,7 +168,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             # The ranks need not send what the plans of this coordinator have.
             is_kept = bool(self._plans) and getattr(plan.items, "outline", None) is not None
             kind = _KeptPrefix if is_kept else StoragePrefix
-            prepared.append(replace(plan, storage_data=kind(named(prefix, save_id))))
+            storage_data = kind(named(prefix, save_id))
+            prepared.append(filled(type(plan), {**vars(plan), "storage_data": storage_data}))
         return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

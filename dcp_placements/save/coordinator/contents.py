@@ -21,7 +21,7 @@ def own_digests(piece: Piece, positions: Sequence[int]) -> Digests:
     """Return digests by row and key of a piece; 0 where one is folded or there is none."""
     columns = []
     for source in piece.sources:
-        keys = [source.positions[position] for position in positions]
+        keys = list(map(source.positions.__getitem__, positions))
         for rows in source.rows:
             if rows.slots is not None and rows.slots.own == keys:
                 columns.append(rows.digests[:, : len(keys)])
@@ -38,10 +38,11 @@ def own_digests(piece: Piece, positions: Sequence[int]) -> Digests:
 
 def differing_keys(piece: Piece) -> list[int]:
     """Return positions of the keys of which two ranks hold one box with different contents."""
-    own = _own_positions(piece)
-    if not piece.cover.has_replicas or not own:
+    if not piece.cover.has_replicas:
         return []
-    positions = sorted(set.union(*own))
+    positions = sorted(set().union(*_own_positions(piece)))
+    if not positions:
+        return []
     differing = _differing(own_digests(piece, positions), piece.cover).any(axis=0)
     return [positions[at] for at in np.flatnonzero(differing).tolist()]
 

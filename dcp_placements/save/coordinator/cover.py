@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from dcp_placements.layout.tiling import overlaps, tiles
 from dcp_placements.save.packing import Ints
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Cover:
+class Cover(NamedTuple):
     """The boxes of all ranks side by side.
 
     A *row* is one box on one rank. Equal boxes are replicas.
@@ -79,7 +78,7 @@ class Covers:
             whole = makes_whole(cover, shape, complete=self.complete)
             result = self._memo[key] = cover, whole
         cover, whole = result
-        return replace(cover, ranks=ranks), whole
+        return cover._replace(ranks=ranks), whole
 
 
 def cover_of(ranks: Ints, boxes: Ints, shape: tuple[int, ...]) -> Cover:

@@ -24,10 +24,11 @@ def cuts_and_renames(
         for number, group in enumerate(table.groups):
             cuts = group.cuts if group.is_exact else ()
             here = numbers.setdefault(cuts, len(numbers))
-            for fqn in table.keys(number):
-                # Nothing is kept of a key that ranks declare in several ways.
-                if group_of.setdefault(fqn, here) != here:
-                    group_of[fqn] = 0
+            of_group = dict.fromkeys(table.keys(number), here)
+            # Nothing is kept of a key that ranks declare in several ways.
+            for fqn in of_group.keys() & group_of.keys():
+                of_group[fqn] = here if group_of[fqn] == here else 0
+            group_of.update(of_group)
     renames = dict.fromkeys(step for statement in statements for step in statement.renames)
     return packed_record(list(numbers), group_of, keys, renames)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Source:
 
     table: int
     group: Group
-    positions: list[int]
+    positions: Sequence[int]
     number: int
     rows: list[Rows]
 
@@ -100,17 +100,21 @@ def pieces_of(cohorts: Cohorts) -> Pieces:
     pieces = Pieces()
     by_kind: dict[Hashable, Piece] = {}
     for at, table in enumerate(cohorts.tables):
-        is_whole = shared.keys().isdisjoint(table.fqns)
+        if shared.keys().isdisjoint(table.fqns):
+            for number, group in enumerate(table.groups):
+                fqns, rows = table.keys(number), cohorts.rows[at][number]
+                source = Source(at, group, range(len(fqns)), number, rows)
+                pieces.all.append(Piece(fqns, [source]))
+            pieces.split.append([])
+            pieces.counts.append(len(table.groups))
+            continue
         split: list[int] = []
         count = 0
         for number, group in enumerate(table.groups):
             fqns = table.keys(number)
             positions_of: dict[Hashable, list[int]] = {}
-            if is_whole:
-                positions_of[at, number] = list(range(len(fqns)))
-            else:
-                for position, fqn in enumerate(fqns):
-                    positions_of.setdefault(shared.get(fqn, (at, number)), []).append(position)
+            for position, fqn in enumerate(fqns):
+                positions_of.setdefault(shared.get(fqn, (at, number)), []).append(position)
             piece_of = [0] * len(fqns)
             for kind, positions in positions_of.items():
                 if kind not in by_kind:
@@ -129,6 +133,8 @@ def pieces_of(cohorts: Cohorts) -> Pieces:
 
 def _shared_keys(tables: list[KeyTable]) -> dict[str, Hashable]:
     """Return the keys that several tables have, each with what makes its piece."""
+    if sum([len(table.fqns) for table in tables]) == len({*chain(*[t.fqns for t in tables])}):
+        return {}
     seen: set[str] = set()
     several: set[str] = set()
     for table in tables:
