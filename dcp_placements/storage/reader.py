@@ -115,7 +115,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         self.bytes_read = self.opens = self.reads = 0
         self._stored: Mapping[str, Any] = {}
         self._ids: Mapping[str, IdRecord] = {}
-        self._refusal: PlacementError | None = None
+        self._refusal: Exception | None = None
         if is_url(path):
             self._use(path)
 
@@ -131,7 +131,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         rank = kwargs.get("rank")
         if rank is not None and self._refusal is not None:
             # Torch asks for this rank's own then; where the metadata of all ranks together are
-            # none, a part of them is no checkpoint either.
+            # none, or cannot be read, a part of them is no checkpoint either.
             raise PlacementError("for the same reason") from self._refusal
         self._refusal = None
         try:
@@ -143,7 +143,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 parts = [(number, self._read_metadata(file)) for number, file in files]
                 return self._identified(merge_rank_metadata(parts, absent=absent))
             return self._identified(self._read_metadata(path))
-        except PlacementError as error:
+        except Exception as error:
             self._refusal = None if rank is not None else error
             raise
 

@@ -285,6 +285,7 @@ def test_files_and_provenance_that_forge_lines_are_escaped(tmp_path: Path, run: 
 
 BROKEN = {
     "digests": {"digests": [1]},
+    "no digests": {"digests": None},
     "digests of a key": {"digests": {"w": 3}},
     "rules": {"rules": 3},
     "rule": {"rules": {"w": ["x"]}},

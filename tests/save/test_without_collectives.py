@@ -28,6 +28,7 @@ from dcp_placements.offline import merge_metadata, verify
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, SAMPLED
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX
 from dcp_placements.testing import FakeDTensor, World
+from tests.storage_scenes import save_alone
 
 WHOLE = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)
 WORLD = World(8)
@@ -420,3 +421,27 @@ def test_a_rank_without_metadata_is_warned_of(tmp_path: Path, lost: int, data_to
     ]
     with pytest.warns(UserWarning, match=message):
         merge_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("unreadable", ["a directory", "damaged"])
+def test_metadata_of_a_rank_that_cannot_be_read_are_not_passed_over(
+    tmp_path: Path, unreadable: str
+) -> None:
+    """Torch would load each rank's own part in their place, compared with no other."""
+    for rank in range(3):
+        save_alone(tmp_path, rank, {"norm": torch.full((3,), 1.0 + rank)})
+    last = tmp_path / "__2.metadata"
+    last.unlink()
+    if unreadable == "a directory":
+        last.mkdir()
+    else:
+        last.write_bytes(b"x")
+    into = {"norm": torch.zeros(3)}
+    with pytest.raises(CheckpointException, match=r"__2\.metadata"):
+        dcp.load(
+            into,
+            storage_reader=PlacementFileSystemReader(tmp_path),
+            planner=PlacementLoadPlanner(),
+            no_dist=True,
+        )
+    assert not into["norm"].any()

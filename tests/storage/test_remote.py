@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,29 @@ def test_answers_of_another_length_are_errors(
     with pytest.raises(OSError, match=r"flaky://bucket/file: the service returned \d+ bytes"):
         stream.read(100)
     assert asked == [0] + [100] * TRIES
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_metadata_that_arrive_in_part_are_requested_again(
+    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch, stock: bool
+) -> None:
+    url = "flaky://bucket/ckpt"
+    writer = PlacementFileSystemWriter(url, stock_metadata=stock)
+    dcp.save({"w": torch.arange(4.0)}, storage_writer=writer)
+    lengths = [0, 100, -10]
+    whole = Flaky.cat_file
+
+    def part(self: Any, path: str, **span: Any) -> bytes:
+        data: bytes = whole(self, path, **span)
+        return data[: lengths.pop(0)] if lengths else data
+
+    monkeypatch.setattr(Flaky, "cat_file", part)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(PlacementFileSystemReader(url).read_metadata().state_dict_metadata) == ["w"]
+    lengths += [-10] * TRIES
+    with pytest.raises(OSError, match=r"ckpt/.metadata: the service returned \d+ bytes of \d+"):
+        PlacementFileSystemReader(url).read_metadata()
 
 
 @pytest.mark.parametrize("whole_nbytes", [16 << 20, 0])

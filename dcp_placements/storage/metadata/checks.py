@@ -80,18 +80,16 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
     """Check the types of what provenance holds."""
     kinds: dict[str, Any] = {"save_id": str, "step": int | str, "world_size": int}
     for name, held in kinds.items():
-        value = provenance.get(name)
-        if name in provenance and not isinstance(value, held):
+        if name in provenance and not isinstance(value := provenance[name], held):
             raise TypeError(f"its provenance is broken: {name} is a {type(value).__name__}")
     mappings = ("rules", "digests", SAMPLED, "shadows", "axes", "versions", "options", "row_maps")
     for name in mappings:
-        value = provenance.get(name)
-        if value is not None and not isinstance(value, Mapping):
+        if name in provenance and not isinstance(value := provenance[name], Mapping):
             raise TypeError(f"its provenance is broken: {name} are a {type(value).__name__}")
     by_key: dict[str, Any] = {"rules": str, "digests": Mapping, SAMPLED: Mapping}
     by_key["shadows"] = (list, tuple)
     for name, kind in by_key.items():
-        items = (provenance.get(name) or {}).items()
+        items = provenance.get(name, {}).items()
         if not all(type(key) is str and isinstance(value, kind) for key, value in items):
             raise TypeError(f"its provenance is broken: {name} are not by key")
 

@@ -136,9 +136,19 @@ class RemoteFileSystem(FileSystemBase):
         Up to 16 MiB the file is downloaded now, in one request: all that is read of it is of one
         save, even if another process replaces it.
         """
-        if (self.size(url) or 0) > WHOLE_NBYTES:
-            return partial(self.open, url)
-        return partial(io.BytesIO, self.read(url))
+
+        def whole() -> bytes | None:
+            self.fs.invalidate_cache()
+            nbytes = int(self.fs.info(url)["size"])
+            if nbytes > WHOLE_NBYTES:
+                return None
+            data = download(self.fs, url)
+            if len(data) != nbytes:
+                raise OSError(f"the service returned {len(data)} bytes of {nbytes}")
+            return data
+
+        data = request(url, whole)
+        return partial(self.open, url) if data is None else partial(io.BytesIO, data)
 
     def read(self, url: str) -> bytes:
         """Return a file, read in one request."""
