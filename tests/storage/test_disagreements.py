@@ -20,7 +20,8 @@ from dcp_placements import (
 )
 from dcp_placements.offline import CannotLook, verify
 from dcp_placements.storage.index.blocks import blocks_of
-from dcp_placements.storage.index.packing import PackedIndex, packed_index
+from dcp_placements.storage.index.packing import packed_index
+from dcp_placements.storage.index.unpacking import PackedIndex
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.pickles.stock_body import MARKER_NBYTES, marker
 from tests.storage_scenes import blank, load, same, stock_metadata
