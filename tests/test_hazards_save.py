@@ -455,6 +455,29 @@ def test_lint_stacked_experts_that_ep_cuts_along_another_dim_are_warned_of(
     assert_holds(tmp_path, {name: whole})
 
 
+@pytest.mark.parametrize(
+    "name", ["layers.0.router.weight", "layers.0.self_attn.o_proj.weight", "input_layernorm.weight"]
+)
+def test_lint_a_pattern_that_cuts_a_router_along_ep_is_warned_of(tmp_path: Path, name: str) -> None:
+    """Each rank has all of it: the checkpoint joins the copies, and only its size tells."""
+    whole = arange(8, 3)
+    with warned() as texts:
+        save(WORLD, tmp_path, lambda rank: {name: whole}, by_axis(ep=Shard(0))(name, ep=4))
+    (text,) = texts
+    assert f"{name}: its name is not that of experts, but 'ep' cuts it" in text
+    assert "Shard(0) over 'ep' of size 4, which makes a (32, 3) tensor" in text
+    assert_holds(tmp_path, {name: torch.cat([whole] * 4)})
+
+
+@pytest.mark.parametrize("name", ["layers.0.experts.gate.weight", "layers.0.mlp.gate_proj", "w"])
+def test_lint_other_names_that_ep_cuts_are_not_warned_of(tmp_path: Path, name: str) -> None:
+    whole = arange(8, 3)
+    with without_warning():
+        rules = by_axis(ep=Shard(0))(name, ep=4)
+        save(WORLD, tmp_path, lambda rank: {name: whole.chunk(4)[rank].clone()}, rules)
+    assert_holds(tmp_path, {name: whole})
+
+
 def test_ranks_that_save_different_steps_are_refused(tmp_path: Path) -> None:
     def save_steps(steps: list[int | None]) -> None:
         WORLD.save(

@@ -24,6 +24,10 @@ FUSED_NAME = re.compile(
 EXPERT_NAME = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
 # One tensor per expert: distinct by its number, if names are renamed to global ones.
 NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)")
+# Parameters of which every expert-parallel rank has a copy.
+COPIED_NAME = re.compile(
+    r"(?:^|\.)(?:router|gate|(?:self_)?att(?:n|ention)|(?:\w+_)?(?:layer)?norm\d*)(?:\.|$)"
+)
 TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
 EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
 DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
@@ -44,26 +48,33 @@ def lint(
     """
     judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
     # Most tensors have a layout that is right under any name: they need no search.
-    doubtful: dict[Any, bool] = {}
+    doubtful: dict[Any, tuple[bool, bool]] = {}
     for tensor in placed:
         number = tensor.place.number
-        is_doubtful = doubtful.get(number)
-        if is_doubtful is None:
+        if number not in doubtful:
             # Layouts of many shapes are cut in a few ways.
             binding = tensor.binding
             cuts = binding.sharding.cuts, binding.axes, len(binding.global_shape)
             if cuts not in doubtful:
-                doubtful[cuts] = any(_findings(tensor, fused=True, expert=True))
-            is_doubtful = doubtful[number] = doubtful[cuts]
-        if not is_doubtful or any(pattern.search(f".{tensor.fqn}") for pattern in waived):
+                other = any(_findings(tensor, fused=True, expert=True))
+                doubtful[cuts] = other, any(_expert_cuts(tensor))
+            doubtful[number] = doubtful[cuts]
+        is_doubtful, copied = doubtful[number]
+        if copied:
+            copied = "expert" not in tensor.fqn and COPIED_NAME.search(tensor.fqn) is not None
+        if not (is_doubtful or copied):
+            continue
+        if any(pattern.search(f".{tensor.fqn}") for pattern in waived):
             continue
         fused = FUSED_NAME.search(tensor.fqn) is not None
         expert = EXPERT_NAME.search(tensor.fqn) is not None
         expert = expert and not (renamed and NUMBERED_EXPERT.search(tensor.fqn))
         numbered = expert and NUMBERED_EXPERT.search(tensor.fqn) is not None
-        key = (number, tensor.rule, fused, expert, numbered)
+        key = (number, tensor.rule, fused, expert, numbered, copied)
         if key not in judged:
             judged[key] = list(_findings(tensor, fused, expert, numbered))
+            if copied and tensor.rule is not None:
+                judged[key] += _copied_findings(tensor)
         for headline, details in judged[key]:
             yield Fault(tensor.fqn, headline, details)
 
@@ -71,12 +82,7 @@ def lint(
 def _findings(
     placed: Placed, fused: bool, expert: bool, numbered: bool = False
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    binding = placed.binding
-    cuts = [
-        (cut, binding.axes[cut.axis])
-        for cut in binding.sharding.cuts
-        if isinstance(cut, Cut) and binding.axes[cut.axis].size > 1
-    ]
+    cuts = _cuts(placed)
     rule = f"by rule:     {placed.rule or 'no rule, its own DTensor'}"
     yield from _wrong_order(cuts, rule)
     if fused:
@@ -95,6 +101,36 @@ def _findings(
                 )
     if expert:
         yield from _expert_findings(placed, cuts, numbered, rule)
+
+
+def _cuts(placed: Placed) -> list[tuple[Cut, Axis]]:
+    binding = placed.binding
+    return [
+        (cut, binding.axes[cut.axis])
+        for cut in binding.sharding.cuts
+        if isinstance(cut, Cut) and binding.axes[cut.axis].size > 1
+    ]
+
+
+def _expert_cuts(placed: Placed) -> list[tuple[Cut, Axis]]:
+    return [(cut, axis) for cut, axis in _cuts(placed) if _named(axis, EXPERT_AXIS)]
+
+
+def _copied_findings(placed: Placed) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for cut, axis in _expert_cuts(placed):
+        yield (
+            f"its name is not that of experts, but {axis.name!r} cuts it",
+            (
+                f"found:       Shard({cut.dim}) over {axis.name!r} of size {axis.size}, which "
+                f"makes a {placed.global_shape} tensor",
+                "reason:      expert-parallel ranks have equal copies of routers, attention and "
+                "norms; as parts, the copies become one tensor that is too large",
+                "likely:      a pattern that matches more than the experts",
+                "way out:     a pattern such as 'experts'; or waive={pattern: reason} where the "
+                "ranks hold different parts",
+                f"by rule:     {placed.rule}",
+            ),
+        )
 
 
 def _expert_findings(
