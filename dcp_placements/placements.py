@@ -14,6 +14,20 @@ from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
 from dcp_placements.save.planner import PlacementSavePlanner
 
 P = TypeVar("P")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _to_be_called(method: F) -> F:
+    """Refuse ``planner=placements.save_planner``, which DCP calls ``set_up_planner`` of."""
+
+    def set_up_planner(*args: Any, storage_meta: Any = None, **kwargs: Any) -> NoReturn:
+        raise PlacementError(
+            f"planner= is the method {method.__name__}, not a planner\n"
+            f"    way out:     call it: planner=placements.{method.__name__}()"
+        )
+
+    method.__dict__["set_up_planner"] = set_up_planner
+    return method
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -64,6 +78,7 @@ class Placements:
         object.__setattr__(self, "rename", rename)
         object.__setattr__(self, "waive", waivers)
 
+    @_to_be_called
     def save_planner(self, **options: Any) -> PlacementSavePlanner:
         """Return a planner for ``dcp.save``.
 
@@ -76,6 +91,7 @@ class Placements:
         """
         return self._planner(PlacementSavePlanner, "save_planner", options)
 
+    @_to_be_called
     def load_planner(self, **options: Any) -> PlacementLoadPlanner:
         """Return a planner for ``dcp.load``.
 

@@ -849,6 +849,21 @@ def test_a_pattern_behind_a_more_general_one_never_speaks_and_is_warned_about(
     assert len(messages) == 1
 
 
+def test_an_object_that_differs_names_the_rank_whose_copy_is_kept(tmp_path: Path) -> None:
+    world = World(4)
+    with pytest.warns(UserWarning, match="step: this object differs"):
+        planners = world.save(
+            tmp_path,
+            lambda rank: {"w": torch.ones(3), **({"step": 6 + rank} if rank else {})},
+            lambda rank: PlacementSavePlanner(),
+        )
+    (warning,) = planners[0].report.warnings
+    assert_says(warning, "rank 1; rank 2; rank 3; that of rank 1 is kept", "make it equal on all")
+    read = {"step": 0}
+    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+    assert read["step"] == 7
+
+
 def test_ranks_that_write_into_different_directories_are_warned_about(tmp_path: Path) -> None:
     """A name with the time of day in it differs between ranks now and then."""
     with pytest.warns(UserWarning, match="different directories") as caught:

@@ -338,7 +338,7 @@ class Request:
             f"nobody stored {text}{more} of {shape}, which is needed",
             "likely:      the checkpoint was saved by some of the ranks only, or without "
             "collectives, so that each rank's metadata describes its own part alone",
-            f"way out:     load a complete checkpoint; this one holds {chunks} chunks of the key",
+            f"way out:     load a complete checkpoint; of this key it holds {chunks} chunk(s)",
         )
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:

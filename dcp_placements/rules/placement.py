@@ -293,6 +293,11 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
                 f"{len(ordered)}: {ordered}"
             )
     for placement in ordered:
+        if isinstance(placement, type):
+            raise PlacementError(
+                f"{placement.__name__} is a class, not a placement\n"
+                f'    way out:     an instance, as in {{"ep": Shard(0)}}'
+            )
         if not is_placement(placement):
             raise PlacementError(
                 f"{placement!r} is no placement: use Shard(dim), Replicate(), FusedShard or "

@@ -51,6 +51,11 @@ def check(
     Raises:
         PlacementError: All that a save would refuse, on all ranks.
     """
+    if isinstance(state_dict, MakesPlanner):
+        raise PlacementError(
+            "the first argument is a declaration, not a state dict\n"
+            "    way out:     check(state_dict, placements)"
+        )
     if isinstance(rules, MakesPlanner):
         planner = rules.save_planner(**options)
     else:

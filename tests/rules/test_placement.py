@@ -101,6 +101,13 @@ def test_what_is_no_placement_is_refused(what: Any) -> None:
     assert "Shard(dim)" in message
 
 
+@pytest.mark.parametrize("kind", [Shard, Replicate, FusedShard, IndexShard])
+def test_the_class_of_a_placement_is_refused_by_name(kind: Any) -> None:
+    message = refusal(lambda: CheckpointPlacement(MESH, {"ep": kind}))
+    assert f"{kind.__name__} is a class, not a placement" in message
+    assert "way out:" in message
+
+
 def test_partial_sums_are_refused_with_the_way_out() -> None:
     message = refusal(lambda: CheckpointPlacement(MESH, {"ep": Partial()}))
     assert "cannot be checkpointed" in message

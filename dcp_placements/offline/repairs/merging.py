@@ -62,6 +62,12 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
             return _rewritten(directory)
         versions = directory.versions(())
         parts = read_rank_parts(directory)
+        if not parts and ".metadata" in directory.names():
+            raise CannotLook(
+                f"{directory.path}: there is a .metadata of all ranks, and no __<rank>.metadata "
+                "files: there is nothing to merge\n"
+                "    way out:     load it as it is; verify checks it"
+            )
         if not parts:
             raise CannotLook(
                 f"{directory.path}: no __<rank>.metadata files, so there is nothing to merge\n"

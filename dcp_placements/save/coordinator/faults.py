@@ -126,11 +126,11 @@ class Faults:
         groups = plans_by_digest([one for held in claims.boxes.values() for one in held])
         holders = "; ".join(self._ranks(plans) for plans in list(groups.values())[:4])
         more = f" and {len(groups) - 4} more groups" if len(groups) > 4 else ""
-        return _object_fault([claims.fqn], holders + more)
+        return _object_fault([claims.fqn], holders + more, self._ranks([min(claims.plans)]))
 
     def object_suspicion(self, fqns: Sequence[str], plans: Sequence[int]) -> Fault:
         """Return that one or more of some objects differ between ranks."""
-        return _object_fault(fqns, self._ranks(plans))
+        return _object_fault(fqns, self._ranks(plans), "the lowest rank")
 
     def _disagreement(self, claims: Claims) -> Fault:
         kinds: dict[bool, Plans] = {}
@@ -309,14 +309,19 @@ def _lacking(fqn: str) -> str:
     return shard if renumber is None else f"{renumber}, or {shard},"
 
 
-def _object_fault(fqns: Sequence[str], ranks: str) -> Fault:
+def _object_fault(fqns: Sequence[str], ranks: str, kept: str) -> Fault:
     which = (
-        f"this object differs between {ranks}; one of them is kept"
+        f"this object differs between {ranks}; that of {kept} is kept"
         if len(fqns) == 1
-        else f"this object, or others, differ between {ranks}; one of each is kept"
+        else f"this object, or others, differ between {ranks}; those of {kept} are kept"
     )
-    way_out = "way out:     to keep one per rank, put the rank in its key (f'rng.{rank}')"
-    return Fault(fqns[0], which, (*_one_or_more(fqns), way_out))
+    advice = (
+        "likely:      a state of each rank's own (random numbers, a position in the data); or a "
+        "step or schedule that should be equal, and is not",
+        "way out:     to keep one per rank, put the rank in its key (f'rng.{rank}'); otherwise "
+        "make it equal on all ranks before the save",
+    )
+    return Fault(fqns[0], which, (*_one_or_more(fqns), *advice))
 
 
 def _one_or_more(fqns: Sequence[str]) -> Iterable[str]:
