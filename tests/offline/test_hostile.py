@@ -418,6 +418,9 @@ WRONG_TYPES: dict[str, Any] = {
     "planner_data is a int": lambda m: vars(m).update(planner_data=3),
     "the chunks of a tensor is a int": lambda m: vars(m.state_dict_metadata["w"]).update(chunks=3),
     "a chunk is a int": lambda m: vars(m.state_dict_metadata["w"]).update(chunks=[3]),
+    "a chunk has other dims than its tensor": lambda m: vars(
+        m.state_dict_metadata["w"].chunks[0]
+    ).update(sizes=(3,)),
     "size is a NoneType": lambda m: vars(m.state_dict_metadata["w"]).update(size=None),
     "size is negative": lambda m: vars(m.state_dict_metadata["w"]).update(size=(-1, 4)),
     "the properties of a tensor is a str": lambda m: vars(m.state_dict_metadata["w"]).update(

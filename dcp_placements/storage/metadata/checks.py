@@ -165,6 +165,10 @@ def check_unpickled(metadata: Any) -> None:
                 sizes = list(map(attrgetter(name), boxes[0]))
                 _check_types(name, sizes, tuple | list)
                 _check_counts(name, list(chain.from_iterable(sizes)))
+        for one in tensors:
+            held = chain.from_iterable([(at.offsets, at.sizes) for at in one.chunks])
+            if len({len(one.size), *map(len, held)}) > 1:
+                raise ValueError("a chunk has other dims than its tensor")
     if type(places) is dict and any(isinstance(one, StorageInfo) for one in places.values()):
         _check_types("the index of a place", places, MetadataIndex)
         _check_types("the key of a place", [index.fqn for index in places], str)
