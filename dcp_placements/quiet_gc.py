@@ -7,6 +7,7 @@ traverses all of them again and again: nine tenths of the time of unpickling a l
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,19 @@ def quiet_gc() -> Iterator[None]:
         yield
     finally:
         with _LOCK:
-            _inside -= 1
+            _inside = max(_inside - 1, 0)
             if not _inside and _was_on:
                 gc.enable()
+
+
+def _after_fork() -> None:
+    """Enable it in a child process, which has none of the other threads that would."""
+    global _LOCK, _inside
+    _LOCK = threading.Lock()
+    if _inside and _was_on:
+        gc.enable()
+    _inside = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

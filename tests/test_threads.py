@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -125,4 +126,23 @@ def test_the_garbage_collector_stays_off_until_the_last_thread_leaves_and_then_i
     first.__exit__(None, None, None)
     assert not gc.isenabled()
     second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_a_process_forked_during_a_save_has_a_garbage_collector() -> None:
+    """As a worker of a data loader has, which begins while ``async_save`` plans."""
+    reader, writer = os.pipe()
+    with quiet_gc():
+        child = os.fork()
+        if not child:
+            before = gc.isenabled()
+            with quiet_gc():
+                inside = gc.isenabled()
+            os.write(writer, bytes([before, inside, gc.isenabled()]))
+            os._exit(0)
+        assert not gc.isenabled()
+    os.waitpid(child, 0)
+    assert os.read(reader, 3) == bytes([True, False, True])
+    os.close(reader)
+    os.close(writer)
     assert gc.isenabled()
