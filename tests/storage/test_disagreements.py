@@ -61,6 +61,21 @@ def test_a_start_beyond_its_record_does_not_lead_into_the_next_one(tmp_path: Pat
     assert all(same(loaded[key], saved[key]) for key in saved)
 
 
+def test_an_index_that_is_wrong_behind_right_checksums_is_no_damage(tmp_path: Path) -> None:
+    """Commands would go by the pickle, and loads by those parts of the index that are right."""
+    saved_norms(tmp_path)
+
+    def change(rows: Any) -> None:
+        template = rows.templates[0]
+        starts = template["start"].tolist()
+        template["start"][:2] = starts[1::-1]
+        template["ordinal"][4] = 7
+
+    with_other_index(tmp_path, change)
+    with pytest.raises(CannotLook, match="its index has right checksums, but: a chunk is not"):
+        verify(tmp_path)
+
+
 def other_planner_data(values: bytes) -> bytes:
     metadata, *rest = pickle.loads(values)
     metadata.planner_data.popitem()

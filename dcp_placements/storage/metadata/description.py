@@ -42,6 +42,7 @@ from dcp_placements.storage.metadata.pickles.stock_body import is_refusing, mark
 from dcp_placements.storage.metadata.properties import Properties
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.table import StoredPlace, place_of, rows_of_places
+from dcp_placements.storage.restricted_pickle import refusal
 
 T = TypeVar("T")
 
@@ -101,7 +102,6 @@ def read_description(
         description = _indexed(packed, load(io.BytesIO(packed.values)))
         description.stock = stock
         if whole:
-            blocks.check()
             check_stock_pickle(
                 opener,
                 description.entries,
@@ -113,7 +113,17 @@ def read_description(
             )
         return description
 
-    return read_parts(opener, indexed, lambda stream: _pickled(load(stream)))
+    def compared(blocks: Blocks, stock: StockPickle[Description]) -> Description:
+        blocks.check()
+        try:
+            return indexed(blocks, stock)
+        except IndexDamage as damage:
+            blocks.check()  # the file may be another one by now
+            # A load may go by the parts of it that are right.
+            raise refusal(f"its index has right checksums, but: {damage}") from damage
+
+    read = compared if whole else indexed
+    return read_parts(opener, read, lambda stream: _pickled(load(stream)))
 
 
 def read_file_names(opener: Opener) -> set[str]:
