@@ -49,6 +49,7 @@ from dcp_placements.storage.metadata.rank_files import (
 from dcp_placements.storage.metadata.save_ids import (
     ID_PREFIX,
     LAST_LINE_NBYTES,
+    MISNAMED,
     MIXED,
     IdRecord,
     id_records,
@@ -265,7 +266,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 work.read(file, job.path, job.records, job.runs)
                 # Of a URL it would take a request per file.
                 end = file.end(LAST_LINE_NBYTES) if file.is_plain else b""
-                raise_faults(MIXED, filter(None, [last_line_fault(job.path, end)]))
+                raise_faults(MISNAMED, filter(None, [last_line_fault(job.path, end)]))
             finally:
                 with _COUNTING:
                     self.opens += 1

@@ -433,3 +433,32 @@ def test_a_file_under_the_name_of_another_save_is_refused(tmp_path: Path) -> Non
         dcp.load(state_dict, storage_reader=reads(tmp_path / "old"), no_dist=True)
         assert torch.equal(state_dict["w"], OLD)
         state_dict["w"].zero_()
+
+
+def test_files_of_one_save_that_have_exchanged_their_names_are_refused(tmp_path: Path) -> None:
+    """Both files have the id of the save, and records of the same places and sizes."""
+
+    def sharded(rank: int) -> dict[str, Any]:
+        return {"w": FakeDTensor.distribute(OLD, WORLD.mesh(rank, fsdp=2), [Shard(0)])}
+
+    WORLD.save(
+        tmp_path,
+        sharded,
+        lambda rank: PlacementSavePlanner(),
+        lambda rank: PlacementFileSystemWriter(tmp_path),
+    )
+    files = sorted(tmp_path.glob("__*.distcp"))
+    first, second = (file.read_bytes() for file in files)
+    assert len(first) == len(second)
+    files[0].write_bytes(second)
+    files[1].write_bytes(first)
+    names = {file.name for file in files}
+    faults = verify(tmp_path).faults
+    assert {fault.kind for fault in faults} == {"mixed_generations"}
+    assert {name for fault in faults for name in fault.files} == names
+    message = f"was written by save {files[0].name.split('_')[3]} under another name"
+    assert all(message in fault.message for fault in faults)
+    state_dict = {"w": torch.zeros(8, 6)}
+    reader = PlacementFileSystemReader(tmp_path)
+    with pytest.raises(CheckpointException, match=message):
+        dcp.load(state_dict, storage_reader=reader, no_dist=True)
