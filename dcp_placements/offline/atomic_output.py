@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from dcp_placements.errors import CannotLook, format_name
+from dcp_placements.errors import CannotLook, format_name, format_nbytes
 from dcp_placements.offline.holder import Holder, busy
 from dcp_placements.storage.record_writer import errors_of
 
@@ -140,14 +140,23 @@ class Output:
         finally:
             _remove(self._partial)
 
-    def room_nbytes(self, identity: str | None) -> int | None:
-        """Return how many bytes the output may have; None where that is not known.
+    def check_room(self, nbytes: int, identity: str | None = None) -> None:
+        """Check that there is room for an output of so many bytes.
 
-        These are what is free, and what an unfinished directory of that identity has.
+        Room is what is free, and what an unfinished directory of that identity has.
+
+        Raises:
+            CannotLook: There is not.
         """
         folder = self._unfinished(identity)
         held = 0 if folder is None else sum(file.stat().st_size for file in folder.path.iterdir())
-        return shutil.disk_usage(self.path.parent).free + held
+        room = shutil.disk_usage(self.path.parent).free + held
+        if room < nbytes:
+            raise CannotLook(
+                f"{format_name(self.path)}: it takes {format_nbytes(nbytes)}, and there is room "
+                f"for {format_nbytes(room)}\n"
+                "    way out:     give a path on another disk, or make room"
+            )
 
     def _unfinished(self, identity: str | None) -> Folder | None:
         """Return the unfinished directory of that identity, if this user left one."""

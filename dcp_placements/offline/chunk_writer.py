@@ -73,10 +73,11 @@ def write_chunks(
         beside: Other files, by name.
 
     Raises:
-        CannotLook: Something else appeared at the path meanwhile.
+        CannotLook: There is no room, or something else appeared at the path meanwhile.
     """
     beside = beside or {}
     metadata, plans, by_index = _plans(targets, pieces)
+    output.check_room(sum(piece.nbytes for piece in by_index.values()))
     # The path of each key in a nested dict, as torch's planner stores it.
     metadata.planner_data = paths or {fqn: (fqn,) for fqn in metadata.state_dict_metadata}
     writer = PlacementFileSystemWriter(output.path)

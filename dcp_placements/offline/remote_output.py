@@ -131,9 +131,8 @@ class RemoteOutput:
     def __exit__(self, *raised: object) -> None:
         pass
 
-    def room_nbytes(self, identity: str | None) -> int | None:
-        """Return how many bytes the output may have; None where that is not known."""
-        return None
+    def check_room(self, nbytes: int, identity: str | None = None) -> None:
+        """Check nothing: the room at a URL is not known."""
 
     @contextmanager
     def directory(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from dcp_placements.offline import CannotLook, Checkpoint, draw, merge_metadata, save_figure
@@ -276,3 +279,37 @@ def test_waiting_for_nobody_is_quick(tmp_path: Path) -> None:
         with Output(tmp_path / str(number)) as output, output.directory([]) as folder:
             (folder.path / "x").write_text("x")
     assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("free", [100, 10_000])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("export", "ckpt", "out", "--to", "hf"),
+        ("export", "ckpt", "out", "--to", "torch"),
+        ("import", "hf", "out", "--from", "hf"),
+        ("doctor", "stock", "--mesh", "ep=2,fsdp=2", "--experts-per-layer", "8", "--rescue", "out"),
+    ],
+)
+def test_too_little_room_is_refused_before_anything_is_written(
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    free: int,
+) -> None:
+    save_sharded(tmp_path / "ckpt")
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.ones(200)}, tmp_path / "hf" / "model.safetensors")
+    unaware = {"layers.0.experts.w1": torch.ones(4, 5, 3), "norm": torch.ones(100)}
+    dcp.save(unaware, checkpoint_id=tmp_path / "stock")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    ran = run(*command)
+    if free > 1000:
+        assert (tmp_path / "out").exists(), ran.err
+        return
+    assert ran.code == 2
+    assert re.search(r"out: it takes [0-9.]+ (B|KiB), and there is room for 100 B", ran.err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -134,6 +134,7 @@ def _export_safetensors(
     files = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in shards.items()}
     total = sum(files.values())
     identity = plan.identity({"shards": {k: len(v) for k, v in shards.items()}})
+    output.check_room(total, identity)
     kept = []
     names = [*shards, INDEX] if len(shards) > 1 else list(shards)
     with output.directory(names, identity) as folder, BoxReader(plan.checkpoint) as reader:
@@ -186,6 +187,7 @@ def export_torch(
             checkpoint, rename, dtype, prefix, optimizer, exclude, MEMORY_NBYTES, tied or {}
         )
         total = sum(tensor.nbytes for tensor in plan.tensors)
+        output.check_room(total)
         state_dict = {}
         with BoxReader(plan.checkpoint) as reader:
             done = 0

@@ -25,7 +25,7 @@ from dcp_placements.offline.checks.structure import structural_faults
 from dcp_placements.offline.declared import MeshAxes, Progress, format_mesh_axes
 from dcp_placements.offline.readers.dcp import TORCH_DIST
 from dcp_placements.offline.rehearsals.world_parts import WorldParts
-from dcp_placements.offline.remote_output import AnyFolder, AnyOutput, output_at
+from dcp_placements.offline.remote_output import AnyFolder, output_at
 from dcp_placements.offline.resharding.records import SMALL_NBYTES, RecordWriter
 from dcp_placements.offline.resharding.target import Target, stamp_of
 from dcp_placements.quiet_gc import quiet_gc
@@ -116,7 +116,7 @@ def reshard(
         save_id = bytes.fromhex(identity)[:16]
         names = {rank: target.file_name(rank, save_id) for rank in target.ranks}
         files = {names[rank]: target.nbytes(rank) for rank in target.ranks}
-        _check_room(output, identity, sum(files.values()))
+        output.check_room(sum(files.values()), identity)
         with output.directory([*files, ".metadata"], identity) as folder:
             kept = tuple(name for name in files if folder.has(name))
             copied, rows = _write_data(checkpoint, target, folder, names, progress)
@@ -152,16 +152,6 @@ def _check_whole(checkpoint: Checkpoint) -> None:
         if more:
             lines.append(f"and {more} more: dcp-placements verify lists them")
         raise PlacementError("\n    ".join([f"{checkpoint.path}: it is not whole", *lines]))
-
-
-def _check_room(output: AnyOutput, identity: str, needed: int) -> None:
-    room = output.room_nbytes(identity)
-    if room is not None and room < needed:
-        raise CannotLook(
-            f"{format_name(output.path)}: it takes {format_nbytes(needed)}, and there is room for "
-            f"{format_nbytes(room)}\n"
-            "    way out:     give a path on another disk, or make room"
-        )
 
 
 def _write_data(
