@@ -49,16 +49,19 @@ def lint(
     judged: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
     # Most tensors have a layout that is right under any name: they need no search.
     doubtful: dict[Any, tuple[bool, bool]] = {}
+    latest: tuple[Any, tuple[bool, bool]] = None, (False, False)
     for tensor in placed:
         number = tensor.place.number
         if number not in doubtful:
             # Layouts of many shapes are cut in a few ways.
             binding = tensor.binding
             cuts = binding.sharding.cuts, binding.axes, len(binding.global_shape)
-            if cuts not in doubtful:
-                other = any(_findings(tensor, fused=True, expert=True))
-                doubtful[cuts] = other, any(_expert_cuts(tensor))
-            doubtful[number] = doubtful[cuts]
+            if cuts != latest[0]:  # to hash them is slow
+                if cuts not in doubtful:
+                    other = any(_findings(tensor, fused=True, expert=True))
+                    doubtful[cuts] = other, any(_expert_cuts(tensor))
+                latest = cuts, doubtful[cuts]
+            doubtful[number] = latest[1]
         is_doubtful, copied = doubtful[number]
         if copied:
             copied = "expert" not in tensor.fqn and COPIED_NAME.search(tensor.fqn) is not None

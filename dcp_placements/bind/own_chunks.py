@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import has_hooks
-from dcp_placements.bind.rule_and_dtensor import BindError, Binding
+from dcp_placements.bind.binding import BindError, Binding
 from dcp_placements.layout.sharding import Box, Chunk, ListedLayout, Sharding
 from dcp_placements.layout.tiling import format_box, overlaps, tiles
 

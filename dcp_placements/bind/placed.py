@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dcp_placements.bind.rule_and_dtensor import Binding
+from dcp_placements.bind.binding import Binding
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Chunk
 

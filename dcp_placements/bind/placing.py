@@ -13,6 +13,7 @@ import torch
 
 from dcp_placements._torch import DTensor, dtensor_facts, global_rank, has_hooks, is_dtensor_like
 from dcp_placements.bind.aliases import storage_faults
+from dcp_placements.bind.binding import BindError, Own
 from dcp_placements.bind.own_chunks import (
     check_equal,
     listed_binding,
@@ -20,7 +21,7 @@ from dcp_placements.bind.own_chunks import (
     names_its_chunks,
 )
 from dcp_placements.bind.placed import Place, Placed, Placing
-from dcp_placements.bind.rule_and_dtensor import BindError, Own, bind, fault_of
+from dcp_placements.bind.rule_and_dtensor import Sources, fault_of, sources_of
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import ListedLayout
 from dcp_placements.names.optimizer_state import (
@@ -58,9 +59,11 @@ class Placer:
         self.placing = placing
         # Most tensors have the layout of another one: by all arguments of the binding.
         self._bound: dict[Any, Place | None] = {}
+        # Tensors of many shapes are cut in a few ways: by dims, mesh and rule the latest.
+        self._sources: dict[Any, tuple[Any, Sources | None]] = {}
         self.mesh_number = MeshNumbers()
         self._axes: dict[tuple[int, bool], tuple[Axis, ...] | None] = {}
-        self._dtensor_kinds: dict[type, bool] = {}
+        self._dtensor_kinds: dict[type, bool] = {DTensor: True}
         self._names: dict[str, str] = {}
         # By key, the placements that a callable returned.
         self._returned: dict[str, CheckpointPlacement] = {}
@@ -79,12 +82,18 @@ class Placer:
                     recent, number = mesh, self.mesh_number(mesh)
                 shapes = whole, local.shape, number
                 equal, place = latest.get(shapes, (None, None))
-                if equal != placements:
-                    place = self._bound.get((*shapes, placements, None))
-                    if place is not None:
+                if type(local) is torch.Tensor:
+                    if equal != placements:
+                        try:
+                            place = self._dtensor_place(shapes, mesh, placements, None)
+                        except BindError as error:
+                            self._fault(error, fqn)
+                            continue
                         latest[shapes] = placements, place
-                if place is not None and type(local) is torch.Tensor:
-                    placed[fqn] = Placed(fqn, local, place, None, mesh)
+                    if place is None:
+                        self.placing.absent.add(fqn)
+                    else:
+                        placed[fqn] = Placed(fqn, local, place, None, mesh)
                     continue
             self._add(fqn, value)
 
@@ -211,12 +220,28 @@ class Placer:
         self, fqn: str, value: Any, placement: CheckpointPlacement | None, rule: str | None
     ) -> None:
         local, mesh, placements, shape = dtensor_facts(value)
-        key = (shape, local.shape, self.mesh_number(mesh), placements, placement)
-        place = self._bound.get(key, _UNBOUND)
-        if place is _UNBOUND:
-            own = Own(tuple(shape), mesh, placements)
-            place = self._bind(own, tuple(local.shape), placement, key)
+        shapes = shape, local.shape, self.mesh_number(mesh)
+        place = self._dtensor_place(shapes, mesh, placements, placement)
         self._place(fqn, local, place, rule, mesh)
+
+    def _dtensor_place(
+        self,
+        shapes: tuple[torch.Size, torch.Size, int],
+        mesh: Any,
+        placements: tuple[Any, ...],
+        placement: CheckpointPlacement | None,
+    ) -> Place | None:
+        """Return the place of a DTensor by its shape, its local shape and the number of its mesh.
+
+        Raises:
+            BindError: It does not fit.
+        """
+        key = *shapes, placements, placement
+        place: Place | None = self._bound.get(key, _UNBOUND)
+        if place is _UNBOUND:
+            own = Own(tuple(shapes[0]), mesh, placements)
+            place = self._bind(own, tuple(shapes[1]), placement, key)
+        return place
 
     def _bind_plain(self, value: torch.Tensor, placement: CheckpointPlacement) -> Place | None:
         shape = tuple(value.shape)
@@ -247,9 +272,15 @@ class Placer:
         placement: CheckpointPlacement | None,
         key: Any,
     ) -> Place | None:
-        binding = bind(own, local_shape, placement, self._axes_of)
+        kind = len(own.shape), None if own.mesh is None else self.mesh_number(own.mesh), placement
+        # The latest: to hash placements is slow.
+        placements, sources = self._sources.get(kind, _NO_SOURCES)
+        if placements != own.placements:
+            sources = sources_of(own, placement, self._axes_of)
+            self._sources[kind] = own.placements, sources
         place = None
-        if binding is not None:
+        if sources is not None:
+            binding = sources.bind(own, local_shape)
             place = self.placing.place_of(binding, binding.layout.chunks())
         self._bound[key] = place
         return place
@@ -322,6 +353,7 @@ def _cuts(placement: CheckpointPlacement) -> bool:
 
 
 _UNBOUND: Any = object()
+_NO_SOURCES: tuple[Any, Sources | None] = None, None
 
 
 def described(value: Any) -> tuple[torch.Tensor, Own]:

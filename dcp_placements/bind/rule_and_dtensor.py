@@ -8,10 +8,11 @@ the model-parallel part: that holds whatever position its axis has in the checkp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dcp_placements.bind.binding import BindError, Binding, Own
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut, Layout, LayoutError, Pick, Sharding
 from dcp_placements.names.rename_results import RenameError
@@ -21,116 +22,77 @@ from dcp_placements.rules.placement import (
     FusedShard,
     cut_of,
     format_placement,
-    format_placements,
     shards,
 )
 
 
-class BindError(Exception):
-    """Why a tensor and its rule do not fit together; becomes a ``Fault`` with the key.
-
-    Args:
-        headline: What does not fit.
-        details: Causes and the way out.
-        place: Facts about this rank alone.
-    """
-
-    def __init__(self, headline: str, *details: str, place: tuple[str, ...] = ()) -> None:
-        super().__init__(headline)
-        self.headline = headline
-        self.details = details
-        self.place = place
-
-
 @dataclass(frozen=True, slots=True)
-class Own:
-    """The tensor's own description: its DTensor mesh and placements, or just its shape.
+class Sources:
+    """How tensors of some placements are cut, whatever their shapes.
 
     Attributes:
-        shape: The shape over ``mesh``; a plain tensor's own shape.
-        mesh: The DTensor's mesh; None for a plain tensor.
-        placements: One per mesh axis.
-    """
-
-    shape: tuple[int, ...]
-    mesh: Mesh | None = None
-    placements: tuple[Any, ...] = ()
-
-    def format(self) -> str:
-        """Return it as short text."""
-        if self.mesh is None:
-            return f"plain tensor of shape {self.shape}"
-        return (
-            f"DTensor of shape {self.shape}, {format_placements(self.placements)} "
-            f"on mesh {format_mesh(self.mesh)}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """A tensor bound to its place in the checkpoint's tensor.
-
-    Bindings are keys of many tables, so the hash is computed once.
-
-    Attributes:
-        sharding: How the whole tensor is cut, over the axes of both sources.
-        axes: Those axes seen from this rank, in the order of ``sharding.axis_sizes``.
-        layout: Where this rank's local tensor lies.
+        placement: Of their rule; None keeps a tensor's own mesh and placements.
+        axes: Of both sources, the rule's first, seen from this rank.
         homes: For each axis its mesh and its position there.
-        is_exact: Whether ``sharding`` yields the layout, except for the rows of an
-            ``IndexShard``; false for a part of a fused dim that an axis cuts.
+        cuts: In the order in which they apply.
+        factors: By dim, how many times the whole is as long as the tensor, where it is longer.
     """
 
-    sharding: Sharding
+    placement: CheckpointPlacement | None
     axes: tuple[Axis, ...]
-    layout: Layout
-    homes: tuple[tuple[Any, int], ...] = field(default=(), repr=False)
-    is_exact: bool = True
-    _hash: int = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.sharding, self.layout, self.axes)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The hash of a string differs between processes.
-        args = self.sharding, self.axes, self.layout, self.homes, self.is_exact
-        return Binding, args
+    homes: tuple[tuple[Any, int], ...]
+    cuts: tuple[Cut | Pick, ...]
+    factors: Mapping[int, int]
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether ``sharding`` describes all ranks: no ``IndexShard``, no stack, no part."""
-        return self.is_exact and self.sharding.is_uniform
+    def axis_sizes(self) -> tuple[int, ...]:
+        """Ranks along each axis."""
+        return tuple([axis.size for axis in self.axes])
 
-    @property
-    def coordinate(self) -> tuple[int, ...]:
-        """This rank's position along each axis."""
-        return tuple([axis.position for axis in self.axes])
+    def bind(self, own: Own, local_shape: tuple[int, ...]) -> Binding:
+        """Return where a local tensor lies in the checkpoint.
 
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """Shape of the checkpoint's tensor."""
-        return self.sharding.global_shape
+        Args:
+            own: Its own description, with the mesh and the placements of these sources.
+            local_shape: Its shape, in elements.
+
+        Raises:
+            BindError: The cuts do not yield ``local_shape``.
+        """
+        ndim, placement = len(own.shape), self.placement
+        global_shape, padded_shape = own.shape, None
+        if self.factors:
+            global_shape = tuple(
+                [size * self.factors.get(dim, 1) for dim, size in enumerate(own.shape)]
+            )
+        if placement is not None and placement.global_shape is not None:
+            global_shape, padded_shape = placement.global_shape, placement.padded_shape
+        if len(global_shape) != ndim:
+            raise BindError(
+                f"the tensor has {ndim} dims, but global_shape={global_shape} has "
+                f"{len(global_shape)}"
+            )
+        sharding = Sharding(global_shape, self.axis_sizes, self.cuts, padded_shape)
+        layout = _layout(sharding, self.axes, own, local_shape, placement)
+        return Binding(sharding, self.axes, layout, self.homes)
 
 
-def bind(
+def sources_of(
     own: Own,
-    local_shape: tuple[int, ...],
     placement: CheckpointPlacement | None,
     axes_of: Callable[..., tuple[Axis, ...] | None] = mesh_axes,
-) -> Binding | None:
-    """Return where a local tensor lies in the checkpoint, or None on a rank that holds no part.
+) -> Sources | None:
+    """Return how a tensor is cut, or None on a rank that holds no part.
+
+    Tensors of as many dims, with equal meshes and placements, have the same sources.
 
     Args:
         own: The tensor's own description.
-        local_shape: The shape of this rank's local tensor, in elements.
         placement: The placement of its rule; None keeps the tensor's own mesh and placements.
         axes_of: ``mesh_axes``, or a memo of it where many tensors are bound.
 
     Raises:
-        BindError: The two contradict each other, or do not yield ``local_shape``.
+        BindError: The two contradict each other.
     """
     meshes = [own.mesh, None if placement is None else placement.mesh]
     unnamed = any(mesh is not None and mesh.mesh_dim_names is None for mesh in meshes)
@@ -157,23 +119,28 @@ def bind(
     kept = _without(own_cuts, replaced, own_axes) if replaced else own_cuts
     if own_position != list(range(len(own_axes))):
         kept = [replace(cut, axis=own_position[cut.axis]) for cut in kept]
-    cuts = (*rule_cuts, *kept)
-
-    product = list(own.shape)
+    factors: dict[int, int] = {}
     for cut in rule_cuts:
         if isinstance(cut, Cut) and cut.axis not in {own_position[i] for i in replaced}:
-            product[cut.dim] *= axes[cut.axis].size
-    global_shape, padded_shape = tuple(product), None
-    if placement is not None and placement.global_shape is not None:
-        global_shape, padded_shape = placement.global_shape, placement.padded_shape
-    if len(global_shape) != ndim:
-        raise BindError(
-            f"the tensor has {ndim} dims, but global_shape={global_shape} has {len(global_shape)}"
-        )
-    sizes = tuple([axis.size for axis in axes])
-    sharding = Sharding(global_shape, sizes, cuts, padded_shape)
-    layout = _layout(sharding, axes, own, local_shape, placement)
-    return Binding(sharding, tuple(axes), layout, tuple(homes))
+            factors[cut.dim] = factors.get(cut.dim, 1) * axes[cut.axis].size
+    return Sources(placement, tuple(axes), tuple(homes), (*rule_cuts, *kept), factors)
+
+
+def bind(
+    own: Own, local_shape: tuple[int, ...], placement: CheckpointPlacement | None
+) -> Binding | None:
+    """Return where a local tensor lies in the checkpoint, or None on a rank that holds no part.
+
+    Args:
+        own: The tensor's own description.
+        local_shape: The shape of this rank's local tensor, in elements.
+        placement: The placement of its rule; None keeps the tensor's own mesh and placements.
+
+    Raises:
+        BindError: The two contradict each other, or do not yield ``local_shape``.
+    """
+    sources = sources_of(own, placement)
+    return None if sources is None else sources.bind(own, local_shape)
 
 
 def _layout(

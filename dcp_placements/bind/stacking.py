@@ -15,10 +15,11 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import StridedShard
 from dcp_placements.bind.aliases import freed_faults
+from dcp_placements.bind.binding import BindError, Binding, Own
 from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.bind.placed import Place, Placed, Placing
 from dcp_placements.bind.placing import Placer, described
-from dcp_placements.bind.rule_and_dtensor import BindError, Binding, Own, bind, fault_of
+from dcp_placements.bind.rule_and_dtensor import bind, fault_of
 from dcp_placements.bind.unfolded import Unfolded, is_tensor, states_of
 from dcp_placements.bind.unstacking import RowPlacer
 from dcp_placements.errors import format_names

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dcp_placements.bind.binding import Binding, Own
 from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.bind.placed import Place, Placed, Placing
 from dcp_placements.bind.placing import place
-from dcp_placements.bind.rule_and_dtensor import Binding, Own, bind
+from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.bind.unfolded import Unfolded, is_tensor
 from dcp_placements.layout.sharding import Cut, Layout, Sharding
 from dcp_placements.names.boxes import Target, part_targets, removed, replaced, row_dim

@@ -250,7 +250,10 @@ class Sharding:
                     steps.append((cut, 0, 0))
                 else:
                     steps.append((cut, self.axis_sizes[cut.axis], coordinate[cut.axis]))
-        return _dim_intervals(self.cut_shape[dim], tuple(steps))
+        size = self.cut_shape[dim]
+        if not steps:
+            return ((0, size),) if size else ()
+        return _dim_intervals(size, tuple(steps))
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """Yield every coordinate of the mesh, the last axis fastest."""

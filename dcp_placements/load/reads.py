@@ -174,6 +174,10 @@ def _is_at(chunks: Sequence[ChunkStorageMetadata], at: int, box: Box) -> bool:
 
 
 def _read(position: int, box: Box, at: int, stored: Box, piece: Box) -> Read:
+    if stored == box == piece:
+        offsets, sizes = map(torch.Size, box)
+        origin = torch.Size((0,) * len(offsets))
+        return Read(position, offsets, origin, at, Box(offsets, sizes), origin, sizes)
     return Read(
         position,
         torch.Size(box.offsets),

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from dcp_placements.bind.rule_and_dtensor import BindError
+from dcp_placements.bind.binding import BindError
 from dcp_placements.errors import PlacementError
 from dcp_placements.placements import Placements
 from dcp_placements.presets.preset import axis_sizes, rules_of

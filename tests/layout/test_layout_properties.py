@@ -24,7 +24,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, MeshCoordinate
-from dcp_placements.bind.rule_and_dtensor import Binding, Own, bind
+from dcp_placements.bind.binding import Binding, Own
+from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.layout.sharding import Box, Chunk, Cut, Layout, Pick, Sharding
 from dcp_placements.layout.tiling import is_grid, overlaps, tiles, uncovered
 from dcp_placements.save.coordinator.cover import cover_of, makes_whole

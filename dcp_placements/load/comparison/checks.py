@@ -8,8 +8,8 @@ from itertools import compress
 from typing import Any
 
 from dcp_placements._torch import Metadata, TensorStorageMetadata, world_size
+from dcp_placements.bind.binding import Binding
 from dcp_placements.bind.lint import lint
-from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.errors import Fault
 from dcp_placements.load.comparison.asked import AllAsked, Asked, Asking, Form
 from dcp_placements.load.comparison.boxes import box_faults
@@ -93,14 +93,17 @@ def _compare_cuts(
     compared = waived = 0
     # Layouts of many shapes are cut in a few ways.
     cuts_by: dict[Any, Cuts] = {}
+    latest: Any = None
+    loaded: Cuts = ()
     for group in groups:
         if group.placed is None:
             continue
         binding = group.placed.binding
         key = binding.sharding.cuts, binding.axes
-        loaded = cuts_by.get(key)
-        if loaded is None:
-            loaded = cuts_by[key] = _cuts_of(binding)
+        if key != latest:  # to hash them is slow
+            if key not in cuts_by:
+                cuts_by[key] = _cuts_of(binding)
+            latest, loaded = key, cuts_by[key]
         # Of equal places most keys were cut alike, too.
         numbers = list(map(record.group_of.__getitem__, group.fqns))
         for number in dict.fromkeys(numbers):

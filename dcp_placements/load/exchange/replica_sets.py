@@ -23,8 +23,8 @@ from dcp_placements._torch import (
     axis_group,
     filled,
 )
+from dcp_placements.bind.binding import Binding
 from dcp_placements.bind.placed import Placing
-from dcp_placements.bind.rule_and_dtensor import Binding
 from dcp_placements.layout.sharding import Box, Cut
 from dcp_placements.load.exchange.broadcast import Line
 from dcp_placements.load.exchange.shares import Claim, Destination, Share

@@ -11,9 +11,10 @@ from dataclasses import astuple, replace
 from typing import Any, NamedTuple
 
 from dcp_placements._torch import Metadata
+from dcp_placements.bind.binding import BindError, Own
 from dcp_placements.bind.lint import lint
 from dcp_placements.bind.placed import Place, Placed
-from dcp_placements.bind.rule_and_dtensor import BindError, Own, bind
+from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.sharding import Pick
 from dcp_placements.layout.tiling import format_box
