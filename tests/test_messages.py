@@ -849,6 +849,23 @@ def test_a_pattern_behind_a_more_general_one_never_speaks_and_is_warned_about(
     assert len(messages) == 1
 
 
+def test_axes_that_need_more_ranks_than_there_are_name_their_sizes(tmp_path: Path) -> None:
+    """A rule for ep over all ranks, beside a DTensor over half of them."""
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, fsdp=2)["fsdp"]
+        return {"experts.w": FakeDTensor.distribute(torch.ones(8, 3), mesh, [Shard(0)])}
+
+    def rules(rank: int) -> PlacementRules:
+        mesh = world.mesh(rank, ep=4)
+        return PlacementRules({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+    message = refused_saves(tmp_path, world, state_dict, rules)[0]
+    assert_says(message, "nobody holds all of the (32, 3) tensor")
+    assert_says(message, "'ep' of size 4 and 'fsdp' of size 2 need 8 ranks, and there are 4: two")
+
+
 def test_an_object_that_differs_names_the_rank_whose_copy_is_kept(tmp_path: Path) -> None:
     world = World(4)
     with pytest.warns(UserWarning, match="step: this object differs"):

@@ -220,7 +220,10 @@ class Faults:
         lacking = sorted(set(range(len(self.plans))) - set(having))
         if lacking:
             details.append(f"the key is on {self._ranks(having)} and not on {self._ranks(lacking)}")
-        if held and whole.numel % held == 0:
+        likely = None if lacking else self._too_few_ranks(group)
+        if likely is not None:
+            details.append(likely)
+        elif held and whole.numel % held == 0:
             factor = whole.numel // held
             axes = [name for name, size in self._axis_sizes().items() if size == factor]
             # Of several, those along which the ranks that lack the key stand elsewhere.
@@ -234,6 +237,18 @@ class Faults:
             f"nobody holds all of the {whole.sizes} tensor",
             (*details, *self._rule_lines(claims)),
         )
+
+    def _too_few_ranks(self, group: Group) -> str | None:
+        """Return that the cuts make more parts than there are ranks; None where they do not."""
+        ranks, world = len(self.plans), self.cohorts.world
+        axes = {cut.axis: cut.size for cut in group.cuts if cut.axis is not None}
+        if prod(axes.values()) <= ranks:
+            return None
+        sizes = " and ".join(f"{name!r} of size {size}" for name, size in axes.items())
+        parts = f"likely:      {sizes} need {prod(axes.values())} ranks"
+        if ranks < world:
+            return f"{parts}, and {ranks} of {world} take part in this save"
+        return f"{parts}, and there are {world}: two meshes whose axes are not independent"
 
     def _neighbours(self, claims: Claims, hole: Box) -> str:
         grown = Box(tuple([o - 1 for o in hole.offsets]), tuple([n + 2 for n in hole.sizes]))
