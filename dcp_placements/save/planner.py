@@ -44,7 +44,12 @@ from dcp_placements.rules.options import (
 from dcp_placements.rules.patterns import Rules, compile_pattern
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.global_plan import Coordinator
-from dcp_placements.save.coordinator.making import cuts_and_renames, making, written_digests
+from dcp_placements.save.coordinator.making import (
+    cuts_and_renames,
+    making,
+    paths_of_keys,
+    written_digests,
+)
 from dcp_placements.save.coordinator.owners import left_to_others
 from dcp_placements.save.coordinator.summary import judged, summarise_rank
 from dcp_placements.save.held_digests import digests_by_chunk, repeat_faults, with_digests
@@ -287,12 +292,12 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                     save.hold(left)
                     sent = [self._with_holding(sent[0])]
             # Other ranks mostly have the key tables of this one, and send the same bytes.
-            coordinator = Coordinator(sent, world=world, complete=not alone, own=save.packed_tables)
+            own, first = save.packed_tables, save.holding.fqns
+            coordinator = Coordinator(sent, world=world, complete=not alone, own=own, first=first)
             assignments = coordinator.plan(
                 lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
             )
-            strict = self.on_conflict == "error"
-            merged = all_plans[0].storage_data is not None
+            merged, strict = all_plans[0].storage_data is not None, self.on_conflict == "error"
             save.report = judged(coordinator, self.waive, strict=strict, merged_later=merged)
             if self.shadows is not None and not alone:
                 unlike = unlike_objects(coordinator.pieces.all, self.digests)
@@ -304,12 +309,8 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 _assigned(plan, local_plan, assignment, coordinator.cohorts, outlines)
                 for plan, local_plan, assignment in zip(all_plans, sent, assignments, strict=True)
             ]
-            # In the order of this rank's state dict, then what only other ranks hold.
-            described: dict[str, Any] = dict.fromkeys(save.holding.fqns)
-            described.update(coordinator.metadata)
-            self.metadata = Metadata(
-                described, planner_data=self._planner_data(coordinator, assignments, alone)
-            )
+            data = self._planner_data(coordinator, assignments, alone)
+            self.metadata = Metadata(coordinator.metadata, planner_data=data)
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -358,12 +359,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         cohorts, statements = coordinator.cohorts, coordinator.statements
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
-            own, paths = self._run.holding.tables, self._run.paths
-            for table in cohorts.tables:
-                if any(table is one for one in own):
-                    data.update({fqn: paths.get(fqn, (fqn,)) for fqn in table.fqns})
-                else:
-                    data.update(table.paths_of_keys())
+            data.update(paths_of_keys(cohorts, self._run.holding.tables, self._run.paths))
         provenance = identity(assignments[0].save_id, world_size=len(assignments), step=self.step)
         provenance |= cuts_and_renames(cohorts, statements, coordinator.metadata)
         options = {

@@ -107,8 +107,10 @@ def uncompared(piece: Piece) -> int:
 def held_beside_its_own(piece: Piece, world: int) -> int | None:
     """Return a box that several ranks hold, one of them by a mesh with a part for every rank."""
     cover = piece.cover
+    if not cover.has_replicas:
+        return None
     alone = [not may_have_replicas(source.group, world) for source in piece.sources]
-    if not any(alone) or not cover.has_replicas:
+    if not any(alone):
         return None
     is_alone = np.maximum.reduceat(piece.by_row(alone)[cover.order], cover.starts[:-1]) > 0
     boxes = np.flatnonzero(is_alone & (np.diff(cover.starts) > 1))

@@ -55,6 +55,7 @@ class Coordinator:
         world: Number of ranks that there are.
         complete: Whether the plans are all there are.
         own: As of ``Cohorts``.
+        first: Keys of the plans that the metadata have first, in this order.
 
     Attributes:
         plans: The same.
@@ -67,7 +68,7 @@ class Coordinator:
         notes: What is saved with a warning.
         uncompared: Keys of which replicas were not compared, because their digests are folded and
             the ranks that hold them have other keys beside them.
-        metadata: By key.
+        metadata: By key; None before it is made.
         keys: The report on each tensor.
         objects: Keys that are no tensors.
         partial: Ranks that have a key, where not all have it.
@@ -80,6 +81,7 @@ class Coordinator:
         world: int,
         complete: bool,
         own: Mapping[bytes, KeyTable] = MappingProxyType({}),
+        first: Sequence[str] = (),
     ) -> None:
         self.plans = plans
         self.complete = complete
@@ -91,7 +93,7 @@ class Coordinator:
         self.conflicts: list[Fault] = []
         self.notes: list[Fault] = []
         self.uncompared = 0
-        self.metadata: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = dict.fromkeys(first)
         self.keys: dict[str, KeyReport] = {}
         self.objects: list[str] = []
         self.partial: dict[str, tuple[int, ...]] = {}

@@ -1,17 +1,37 @@
-"""What a checkpoint keeps of its save: cuts and renames, rules, rows that ranks list, digests."""
+"""What a checkpoint keeps of its save: paths, cuts, renames, rules, listed rows, digests."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from dcp_placements.names.renamed_keys import Path
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.items import Assignment
-from dcp_placements.save.key_table import OBJECT, Group
+from dcp_placements.save.key_table import OBJECT, Group, KeyTable
 from dcp_placements.save.rank_notes import Statement
 from dcp_placements.storage.hashing import FULL_NBYTES
 from dcp_placements.storage.metadata.provenance import StoredDigests
 from dcp_placements.storage.metadata.record import ROWS, Cuts, packed_record
+
+
+def paths_of_keys(
+    cohorts: Cohorts, own: Sequence[KeyTable], paths: Mapping[str, Path]
+) -> dict[str, Path]:
+    """Return where each key stands in the nested state dict.
+
+    Args:
+        cohorts: The plans.
+        own: The key tables of this rank.
+        paths: Of the keys in those.
+    """
+    paths_of: dict[str, Path] = {}
+    for table in cohorts.tables:
+        if any(table is one for one in own):
+            paths_of.update({fqn: paths.get(fqn) or (fqn,) for fqn in table.fqns})
+        else:
+            paths_of.update(table.paths_of_keys())
+    return paths_of
 
 
 def cuts_and_renames(

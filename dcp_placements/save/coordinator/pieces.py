@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -133,13 +133,11 @@ def pieces_of(cohorts: Cohorts) -> Pieces:
 
 def _shared_keys(tables: list[KeyTable]) -> dict[str, Hashable]:
     """Return the keys that several tables have, each with what makes its piece."""
-    if sum([len(table.fqns) for table in tables]) == len({*chain(*[t.fqns for t in tables])}):
-        return {}
     seen: set[str] = set()
     several: set[str] = set()
-    for table in tables:
-        several.update(seen.intersection(table.fqns))
+    for table, following in pairwise(tables):
         seen.update(table.fqns)
+        several.update(seen.intersection(following.fqns))
     places: dict[str, list[tuple[int, int, int]]] = {fqn: [] for fqn in several}
     for at, table in enumerate(tables):
         if several.isdisjoint(table.fqns):

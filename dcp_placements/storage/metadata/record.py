@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,9 +148,7 @@ def packed_record(
 ) -> dict[str, Any]:
     """Return a record as plain values; ``record_of`` reads them."""
     ordered = sorted(keys)
-    by_key = dict.fromkeys(ordered, 0)
-    by_key.update(group_of)  # objects and keys of other ranks come behind
-    column = np.fromiter(by_key.values(), np.int64, len(ordered))
+    column = np.fromiter(map(group_of.get, ordered, repeat(0)), np.int64, len(ordered))
     kind = np.min_scalar_type(len(groups))
     return {
         CUTS_KEY: {
