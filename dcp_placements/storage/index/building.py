@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -197,11 +198,14 @@ class _Builder:
         places: dict[Hashable, tuple[int, Places]] = {}
         offsets = [group.offsets() for group in groups]
         writers = [np.array(group.writers, np.int64) for group in groups]
+        listed: dict[int, _Listed | None] = {-1: None}
         for part in dict.fromkeys(parts):
             table = np.frombuffer(part, np.int64).reshape(-1, 5)
             number = int(table[0, 4])
-            listed = entries.lists[number].offsets if entries and number >= 0 else None
-            held = _places(offsets, writers, table[:, 1:4].tolist(), number, listed)
+            if entries is not None and number not in listed:
+                of_list = entries.lists[number].offsets
+                listed[number] = _Listed(number, of_list, _are_sorted(row_codes(of_list)))
+            held = _places(offsets, writers, table[:, 1:4].tolist(), listed[number])
             numbers[part] = places.setdefault(held.content, (len(places), held))[0]
         of_keys = list(map(numbers.__getitem__, parts))
         of_writer = np.array(self.of_writer, np.int64).reshape(-1, 2)
@@ -262,12 +266,19 @@ def _parts_by_key(
     return in_order[starts].tolist(), list(parts)
 
 
+class _Listed(NamedTuple):
+    """A list of chunks: its number, its offsets, and whether these are sorted and distinct."""
+
+    number: int
+    offsets: Ints
+    is_sorted: bool
+
+
 def _places(
     offsets_of: Sequence[Sequence[Ints | None]],
     writers_of: Sequence[Ints],
     rows: Sequence[Sequence[int]],
-    chunks: int,
-    listed: Ints | None,
+    listed: _Listed | None,
 ) -> Places:
     """Return the places of keys with these rows, in the order of the chunks that are listed.
 
@@ -275,8 +286,7 @@ def _places(
         offsets_of: By group and slot, ``(writers, ndim)``; None of objects.
         writers_of: By group, its writers.
         rows: The number of the group, ordinal and slot of each.
-        chunks: The number of the list of chunks.
-        listed: The offsets of these; None for no list.
+        listed: The list of chunks; None for none.
     """
     parts, ordinals = [], []
     is_object = False
@@ -288,9 +298,11 @@ def _places(
     offsets = parts[0] if len(parts) == 1 else np.concatenate(parts)
     by = np.concatenate([writers_of[number] for number, _, _ in rows])
     numbers = np.array(ordinals, np.int64)
+    if listed is not None and listed.is_sorted and np.array_equal(offsets, listed.offsets):
+        return Places(listed.offsets, by, numbers, listed.number)
     codes = row_codes(offsets)
     order = np.arange(len(codes))
-    if not (codes[1:] > codes[:-1]).all():
+    if not _are_sorted(codes):
         # Of two rows for the same chunk the later one counts.
         order = np.lexsort((numbers, by, codes))
         kept = order[np.append(np.diff(codes[order]) != 0, True)[: len(order)]]
@@ -301,10 +313,15 @@ def _places(
     if is_object:
         return Places(None, by, numbers)
     if listed is not None:
-        in_order = matching_order(offsets, listed)
+        in_order = matching_order(offsets, listed.offsets)
         if in_order is not None:
-            return Places(listed, by[in_order], numbers[in_order], chunks)
+            return Places(listed.offsets, by[in_order], numbers[in_order], listed.number)
     return Places(np.ascontiguousarray(offsets[order]), by[order], numbers[order])
+
+
+def _are_sorted(codes: Ints) -> bool:
+    """Whether each number is larger than the one before."""
+    return bool((codes[1:] > codes[:-1]).all())
 
 
 def _naming(paths: Sequence[str]) -> tuple[Naming, int]:

@@ -12,6 +12,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from math import prod
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -241,41 +243,53 @@ class Body:
             if one.offsets is not None
         }
         is_moved = np.array([steps is not None for steps in index.transforms], bool)
-        pool: dict[tuple[bool, bool], list[Ints]] = {}
+        pool: dict[tuple[bool, bool], list[_Rows]] = {}
         pooled = 0
         pieces = ((n, *piece) for n, keys in index.classes() for piece in index.pieces(n, keys))
         for number, keys, places in pieces:
-            rows = np.empty((6, *places.shape[:2]), np.int64)
-            rows[0] = memo.fqns[keys][:, None]
-            rows[1] = offsets.get(number, 0)
-            rows[2], rows[3] = memo.paths[places[..., 0]], places[..., 1]
-            rows[4], rows[5] = places[..., 2], places[..., 3]
-            rows = rows.reshape(6, -1)
-            moved = is_moved[rows[3]]
-            for transformed in (False, True):
-                chosen = moved == transformed
-                if chosen.any():
+            shape = places.shape[:2]
+            columns = {
+                "fqn": memo.fqns[keys][:, None],
+                "offset": offsets.get(number, _NO_OFFSET),
+                "path": memo.paths[places[..., 0]],
+                "start": places[..., 2],
+                "length": places[..., 3],
+            }
+            if not is_moved.any():
+                pool.setdefault((number in offsets, False), []).append((shape, columns))
+            else:
+                columns["transforms"] = memo.transforms[places[..., 1]]
+                moved = is_moved[places[..., 1]]
+                for transformed in np.unique(moved).tolist():
+                    chosen = moved == transformed
+                    some = {n: np.broadcast_to(c, shape)[chosen] for n, c in columns.items()}
                     kind = number in offsets, transformed
-                    pool.setdefault(kind, []).append(rows if chosen.all() else rows[:, chosen])
-            pooled += rows.shape[1]
+                    pool.setdefault(kind, []).append((some["fqn"].shape, some))
+            pooled += prod(shape)
             if pooled >= _PIECE_ROWS:
                 yield from self._pooled(pool)
                 pooled = 0
         yield from self._pooled(pool)
 
-    def _pooled(self, pool: dict[tuple[bool, bool], list[Ints]]) -> Iterator[bytes | bytearray]:
-        for (is_chunk, transformed), parts in sorted(pool.items()):
-            rows = np.concatenate(parts, axis=1)
-            columns = dict(zip(_ROW_COLUMNS, rows, strict=True))
-            columns["transforms"] = self.memo.transforms[rows[3]]
-            is_wide = int(rows[4:].max()) >= _I32
-            yield records(
-                _row_parts(self.memo.words, is_chunk, transformed, is_wide=is_wide), columns
-            )
+    def _pooled(self, pool: dict[tuple[bool, bool], list[_Rows]]) -> Iterator[bytearray]:
+        for (is_chunk, transformed), held in sorted(pool.items(), key=itemgetter(0)):
+            largest = max(int(rows[name].max()) for _, rows in held for name in ("start", "length"))
+            parts = _row_parts(self.memo.words, is_chunk, transformed, is_wide=largest >= _I32)
+            data, filled = _blank_records(parts, sum(prod(shape) for shape, _ in held))
+            at = 0
+            for shape, rows in held:
+                block = filled[at : at + prod(shape)].reshape(shape)
+                for name in filled.dtype.names or ():
+                    block[name] = rows[name]
+                at += block.size
+            yield data
         pool.clear()
 
 
-_ROW_COLUMNS = ("fqn", "offset", "path", "transforms", "start", "length")
+_Rows = tuple[tuple[int, ...], dict[str, Ints]]
+"""The shape of an array of rows, and columns that are broadcast to it."""
+
+_NO_OFFSET = np.zeros(1, np.int64)
 
 
 def _row_parts(
@@ -305,13 +319,17 @@ def records(parts: Sequence[Part], columns: Mapping[str, Ints]) -> bytearray:
         parts: Of each record.
         columns: By name, the integers of all records.
     """
-    row, dtype = _layout(tuple(parts))
-    names = dtype.names or ()
-    data = bytearray(row) * (len(columns[names[0]]) if names else 0)
-    filled = np.frombuffer(data, dtype)
-    for name in names:
+    data, filled = _blank_records(parts, len(next(iter(columns.values()))))
+    for name in filled.dtype.names or ():
         filled[name] = columns[name]
     return data
+
+
+def _blank_records(parts: Sequence[Part], count: int) -> tuple[bytearray, np.ndarray[Any, Any]]:
+    """Return records whose integers are 0, and the array to write these into."""
+    row, dtype = _layout(tuple(parts))
+    data = bytearray(row) * count
+    return data, np.frombuffer(data, dtype)
 
 
 @lru_cache(maxsize=64)

@@ -109,20 +109,21 @@ def _plain_metadata(pickling: _Pickling, metadata: Metadata, fqns: Sequence[str]
         return pickling.dump(plain)
     del plain.planner_data
     texts = dict(zip(fqns, fqns, strict=True))
-    # The path of many keys is the key alone.
     paths = {
-        (text := texts.get(key, key)): (text,) if len(path) == 1 and path[0] == text else path
+        texts.get(key, key): path
         for key, path in data.items()
         if type(path) is tuple and type(key) is str
     }
     if not set(map(type, chain.from_iterable(paths.values()))) <= {str, int}:
         paths = {}
+    if 1 in set(map(len, paths.values())):
+        # The path of many keys is the key alone.
+        paths = {key: (key,) if path == (key,) else path for key, path in paths.items()}
     parts = [pickling.dump(plain), b"}", pickling.dump("planner_data")]
     # In the memo paths would take half of the index, and nothing refers to them.
     parts.append(pickling.dump(paths, fast=True))
-    for item in data.items():
-        if item[0] not in paths:
-            parts += [*map(pickling.dump, item), b"s"]
+    for item in [item for item in data.items() if item[0] not in paths]:
+        parts += [*map(pickling.dump, item), b"s"]
     return b"".join([*parts, b"sb"])
 
 
