@@ -139,10 +139,16 @@ class ChunkReader:
             PlacementError: The file does not hold what the metadata says.
         """
         beyond = [run for run in runs if run.start < 0 or run.end > file.size]
-        faults = [
-            Fault(record.item.storage_index.fqn, problem, DAMAGED)
+        outside = [
+            record
             for record in (*records, *[one for run in beyond for one in run.records(path)])
-            if (problem := _beyond(record, path, file.size)) is not None
+            if not 0 <= record.info.offset <= record.end <= file.size
+        ]
+        # One number for all of them, so that they are one fault.
+        needed = max((record.end for record in outside), default=0)
+        faults = [
+            Fault(record.item.storage_index.fqn, _beyond(record, path, file.size, needed), DAMAGED)
+            for record in outside
         ]
         raise_faults("the checkpoint is damaged", faults)
         for run in runs:
@@ -299,13 +305,11 @@ class ChunkReader:
         return bool(2 * wanted >= info.length)
 
 
-def _beyond(record: Record, path: str, nbytes: int) -> str | None:
-    """Return why a record does not lie within its file of ``nbytes``; None if it does."""
+def _beyond(record: Record, path: str, nbytes: int, needed: int) -> str:
+    """Return why a record does not lie within its file of ``nbytes``, which lacks some."""
     start, end = record.info.offset, record.end
     if 0 <= start <= end:
-        if end <= nbytes:
-            return None
-        return f"{path} ends before it: {nbytes} bytes, {end} needed"
+        return f"{path} ends before it: {nbytes} bytes, {needed} needed"
     return f"{path} has no bytes from {start} to {end}, where the metadata has it"
 
 

@@ -375,6 +375,15 @@ def failure(path: Path, into: dict[str, Any], planner: Any = None) -> str:
     return str(error)
 
 
+def test_records_beyond_the_end_of_a_file_are_one_fault(tmp_path: Path) -> None:
+    saved = {name: torch.randn(500, 500) for name in ("a", "b", "c")}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    os.truncate(tmp_path / "__0_0.distcp", 1_100_000)
+    message = failure(tmp_path, blank(saved))
+    assert "\nb, c: __0_0.distcp ends before it: 1100000 bytes, 300" in message
+    assert message.count("way out:") == 1
+
+
 def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     saved = {"a": torch.randn(3), "b": torch.randn(500, 500), "c": torch.randn(500, 500)}
     dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
