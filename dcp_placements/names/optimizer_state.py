@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_placements.errors import Fault, PlacementError
+from dcp_placements.names.numbers import number_finder
 
 
 def possible_parameters(fqn: str) -> list[str]:
@@ -337,6 +338,28 @@ def listed_faults(state_dict: Mapping[str, Any], rename: Callable[[str], Any]) -
         and isinstance(value, list)
         and "param_groups." in fqn
         and any(isinstance(name, str) and _changes(rename, name) for name in value)
+    ]
+
+
+def listed_notes(state_dict: Mapping[str, Any], patterns: Iterable[str]) -> list[Fault]:
+    """Return the parameter groups that list parameters with a number of this topology.
+
+    Args:
+        state_dict: Of one rank, with the checkpoint's keys.
+        patterns: Of the numbers, as of ``Renumber``.
+    """
+    finders = [number_finder(pattern) for pattern in patterns]
+    return [
+        Fault(
+            fqn,
+            "it lists parameters by names with a number that is another one in another topology",
+            ("reason:      only a load with the same numbers on each rank has them", *FLATTEN),
+        )
+        for fqn, value in state_dict.items()
+        if fqn.endswith(".params")
+        and isinstance(value, list)
+        and "param_groups." in fqn
+        and any(one.search(f".{name}") for one in finders for name in value)
     ]
 
 

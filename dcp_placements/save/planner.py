@@ -239,7 +239,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             matched=save.placing.matched,
             declared=save.declared(self.rules, self.waive, self.shadows),
             stateless=tuple(stateless_parameters(save.state_dict)),
-            notes=(*repeats, *findings),
+            notes=(*repeats, *findings, *save.notes),
             numbered=numbering(self.rename),
             renames=save.renames,
             axis_sizes={name: size for name, (_, size) in axes.items()},

@@ -22,12 +22,14 @@ from dcp_placements._torch import (
 from dcp_placements.bind.placed import Placing
 from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
-from dcp_placements.errors import PlacementError, RankFaults
+from dcp_placements.errors import Fault, PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.lazy_items import GroupedItems
+from dcp_placements.names.optimizer_state import listed_notes
 from dcp_placements.names.rename_record import Step, renames_in_force
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, checkpoint_path, rename_keys
+from dcp_placements.names.renames import numbering
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.matches import Matches, option_matches, rule_matches
 from dcp_placements.rules.patterns import Rules
@@ -63,6 +65,7 @@ class RankSave:
         is_planned: Whether the local plan has been made.
         target: A checksum of the name of the directory that it writes into; 0 for no name.
         refusal: Why the rank cannot save; the coordinator raises it for all ranks.
+        notes: What is saved with a warning.
     """
 
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +84,7 @@ class RankSave:
     is_planned: bool = False
     target: int = 0
     refusal: RankFaults | None = None
+    notes: list[Fault] = field(default_factory=list)
     _rename_matches: Matches = field(default_factory=dict)
     _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
 
@@ -118,6 +122,8 @@ class RankSave:
             self.paths = self.mappings
             if rename is not None:
                 self.paths = {key: checkpoint_path(key, at) for key, at in self.mappings.items()}
+        patterns = [numbered.pattern for numbered in numbering(rename)]
+        self.notes = listed_notes(self.state_dict, patterns) if patterns else []
         self.hold()
         self.is_planned = True
 
