@@ -27,8 +27,8 @@ from dcp_placements.load.comparison.checks import (
     tensor_positions,
 )
 from dcp_placements.load.comparison.cuts import differences
+from dcp_placements.load.comparison.shapes import shape_mismatch
 from dcp_placements.load.policy import Policy, compiled
-from dcp_placements.load.request import shape_mismatch
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.rename_record import holder
 from dcp_placements.offline.rehearsals.costs import Need, Part, RankPart
