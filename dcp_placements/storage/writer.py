@@ -16,7 +16,6 @@ import threading
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO, UnsupportedOperation
@@ -50,6 +49,7 @@ from dcp_placements.storage.metadata.description import read_file_names
 from dcp_placements.storage.metadata.file import SentIndex, SentPart, write_metadata
 from dcp_placements.storage.metadata.provenance import REPLACED, RESERVED_KEY, stored
 from dcp_placements.storage.metadata.save_ids import (
+    file_state,
     is_data_file,
     last_line,
     named,
@@ -154,7 +154,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
         self._unfinished = self._unfinished_files()
-        self._before = self._file_state()
+        self._before = file_state(self._get_metadata_path(None))
         own = uuid.uuid4().bytes
         # A subclass may look at results before they are worked out.
         is_own = type(self).finish is PlacementFileSystemWriter.finish
@@ -231,7 +231,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         it is called on every rank, and writes that rank's own metadata file.
         """
         older = self._older_files()
-        is_other = self.use_collectives and self._file_state() != self._before
+        state = file_state(self._get_metadata_path(None))
+        is_other = self.use_collectives and state != self._before
         for result, items in zip(results, self._plans, strict=False):
             if isinstance(result, WriteResults):
                 result.outline = getattr(items, "outline", None)
@@ -254,15 +255,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 "    way out:     save with all ranks; or give each save a directory of its own",
                 stacklevel=2,
             )
-
-    def _file_state(self) -> tuple[int, ...] | None:
-        """Return what is different after ``.metadata`` was written again; None without one."""
-        if type(self.fs) is not FileSystem:
-            return None
-        with suppress(OSError):
-            held = os.stat(self._get_metadata_path(None))
-            return held.st_ino, held.st_size, held.st_mtime_ns
-        return None
 
     def _unfinished_files(self) -> Mapping[str, Any]:
         path = self._get_metadata_path(None if self.use_collectives else self.rank)

@@ -139,9 +139,19 @@ def unfinished_files(path: str | os.PathLike[str]) -> dict[str, tuple[int, int, 
     with suppress(FileNotFoundError), os.scandir(folder or ".") as entries:
         for entry in entries:
             if entry.name.startswith(name) and _UNFINISHED.fullmatch(entry.name[len(name) :]):
-                state = entry.stat(follow_symlinks=False)
-                found[entry.name] = (state.st_ino, state.st_size, state.st_mtime_ns)
+                found[entry.name] = _state(entry.stat(follow_symlinks=False))
     return found
+
+
+def file_state(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """Return what is different after a file was written again; None without one."""
+    with suppress(OSError):
+        return _state(os.stat(path))
+    return None
+
+
+def _state(held: os.stat_result) -> tuple[int, int, int]:
+    return held.st_ino, held.st_size, held.st_mtime_ns
 
 
 def id_in_name(file: str) -> str | None:
