@@ -18,9 +18,9 @@ import torch
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.byte_ranges import c_strides
+from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.records.rows import are_alike, rows_of
 from dcp_placements.storage.records.stamp import BLOCK_NBYTES, Stamp
-from dcp_placements.storage.tensor_record import crc32
 
 T = TypeVar("T")
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]

@@ -19,8 +19,8 @@ from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredObj
 from dcp_placements.offline.resharding.target import Entry, empty_record, stamp_of
 from dcp_placements.storage.file_reads import write_all
 from dcp_placements.storage.record_contents import memory_of
+from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.records.stamp import BLOCK_NBYTES
-from dcp_placements.storage.tensor_record import crc32
 
 SMALL_NBYTES = 64 << 10
 """Elements up to this are written with the rest of their record, in one call."""

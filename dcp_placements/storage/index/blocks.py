@@ -18,6 +18,7 @@ from typing import IO
 import xxhash
 
 from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
+from dcp_placements.storage.records.fast_zlib import compress
 
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 """Opens the file, again and again."""
@@ -48,7 +49,7 @@ class BlockWriter:
 
     def add(self, data: bytes) -> None:
         """Add a block."""
-        self._blocks.append(zlib.compress(data, 2))
+        self._blocks.append(compress(data))
         self._sizes.append(len(data))
 
     def finish(self, directory: bytes) -> tuple[list[bytes], Callable[[int], bytes], bytes]:
@@ -63,7 +64,7 @@ class BlockWriter:
         columns.data(b"".join(xxhash.xxh3_64_digest(block) for block in self._blocks))
         columns.data(directory)
         packed = columns.packed()
-        stored = zlib.compress(packed, 2)
+        stored = compress(packed)
         digest = xxhash.xxh3_128_digest(stored)
 
         def end(pickle_nbytes: int) -> bytes:

@@ -19,7 +19,8 @@ import torch
 
 from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.storage.file_reads import SeekableRaw
-from dcp_placements.storage.tensor_record import DESCRIPTOR, crc32, entry_start, local_header
+from dcp_placements.storage.records.fast_zlib import crc32
+from dcp_placements.storage.tensor_record import DESCRIPTOR, entry_start, local_header
 
 Array = np.ndarray[Any, Any]
 
