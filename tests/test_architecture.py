@@ -37,8 +37,6 @@ FLOORS = (
 among them, import nothing of each other, but for the modules of the lowest."""
 
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-MAX_ROOT_MODULES = 8
-MAX_MODULES = 12
 
 
 def nodes(path: Path) -> list[ast.AST]:
@@ -120,13 +118,6 @@ def test_dependencies_point_one_way() -> None:
         here = floor_of(room)
         for other in rooms_of(PACKAGE / file) - {room}:
             assert floor_of(other) < here or here == 0, f"{file} imports from {other}"
-
-
-def test_a_folder_can_be_taken_in_at_a_glance() -> None:
-    for folder in {PACKAGE, *(path.parent for path in PACKAGE.rglob("*.py"))}:
-        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-        most = MAX_ROOT_MODULES if folder == PACKAGE else MAX_MODULES
-        assert len(modules) <= most, folder
 
 
 def test_the_fakes_never_import_the_tests_nor_the_package_them() -> None:
