@@ -153,12 +153,6 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def write_json(path: str | None, report: dict[str, Any]) -> None:
-    """Write ``report`` to a file, if there is one to write to."""
-    if path:
-        Path(path).write_text(json.dumps(report, indent=1) + "\n")
-
-
 def write_measured(args: argparse.Namespace, start: float, **found: Any) -> None:
     """Write what a bench found to ``--json`` if that is given, below what and how it measured.
 
@@ -167,10 +161,12 @@ def write_measured(args: argparse.Namespace, start: float, **found: Any) -> None
         start: When it began, by ``time.perf_counter``.
         found: The rest of the document.
     """
+    if not args.json:
+        return
     options = {key: value for key, value in vars(args).items() if key != "worker"}
     seconds = time.perf_counter() - start
     about = {"machine": machine(), "commit": commit(), "options": options, "seconds": seconds}
-    write_json(args.json, {**about, **found})
+    Path(args.json).write_text(json.dumps({**about, **found}, indent=1) + "\n")
 
 
 def launch(program: str, directory: str, nproc: int, *options: str) -> dict[str, Any]:

@@ -33,12 +33,6 @@ COMMANDS = {
     "restart": "--workloads w1 w2 --ranks 64 1024 4096 16384",
     "exchange": "",
     "digests": "",
-    "offline": "",
-    "commands": "",
-    "export": "",
-    "reshard": "",
-    "latency": "",
-    "safetensors": "",
     "transfer": "",
 }
 """The options of each bench."""

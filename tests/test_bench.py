@@ -96,51 +96,6 @@ def test_bench_io_reports_both_sides_and_the_raw_cost(tmp_path: Path) -> None:
         assert entry["sides"]["raw"]["save_bytes"] >= entry["nbytes"] / 2
 
 
-@pytest.mark.bench
-def test_bench_export_compares_with_plain_copies(tmp_path: Path) -> None:
-    printed, report = bench("export", tmp_path)
-    assert "of a copy" in printed
-    assert len(report["copy_seconds"]) == 4
-    assert set(report["exports"]) == {"unchanged", "for the hub", "for the hub, float32"}
-    for export in report["exports"].values():
-        assert export["peak_bytes"] - report["floor_bytes"] < 200 << 20
-    written = [report["exports"][name]["written_bytes"] for name in report["exports"]]
-    assert written[2] > 1.9 * written[1] > written[0]
-
-
-@pytest.mark.bench
-def test_bench_safetensors_compares_with_the_library(tmp_path: Path) -> None:
-    printed, report = bench("safetensors", tmp_path)
-    assert "ours/library" in printed
-    names = {"headers", "whole tensors", "half of the columns", "export", "import"}
-    assert set(report["cases"]) == names
-    for case in report["cases"].values():
-        assert case["ratio"] > 0
-        assert case["ours"]["peak_bytes"] < 100 << 20
-
-
-@pytest.mark.bench
-def test_bench_reshard_compares_with_cp(tmp_path: Path) -> None:
-    printed, report = bench("reshard", tmp_path)
-    assert "of cp" in printed
-    assert len(report["copy_seconds"]) == 4
-    assert len(report["worlds"]) == 4
-    for world in report["worlds"].values():
-        assert world["growth_bytes"] < 200 << 20
-        assert world["seconds"] > 0
-
-
-@pytest.mark.bench
-def test_bench_commands_counts_what_each_prints(tmp_path: Path) -> None:
-    printed, report = bench("commands", tmp_path)
-    assert "CPU s" in printed
-    assert report["options"]["keys"] == 3 * (4 * 3 + 2 * 3) + 1
-    names = ["--help", "--version", "inspect", "verify", "import torch"]
-    assert list(report["commands"]) == names
-    assert report["commands"]["--version"]["lines"] == 1
-    assert report["commands"]["inspect"]["lines"] <= 40
-
-
 @pytest.mark.dist
 @pytest.mark.bench
 def test_bench_exchange_reads_unique_bytes_once(tmp_path: Path) -> None:
@@ -271,16 +226,3 @@ def test_the_page_has_marks_for_every_bench() -> None:
     for bench in benches - {"common", "page", "planning", "workloads"}:
         assert f"<!-- bench {bench} -->" in text, bench
         assert f"<!-- end of bench {bench} -->" in text, bench
-
-
-@pytest.mark.bench
-def test_bench_latency_compares_loads_by_several_threads(tmp_path: Path) -> None:
-    printed, report = bench("latency", tmp_path)
-    assert "20 ms per request" in printed
-    assert {"machine", "options", "seconds"} <= set(report)
-    assert [load["threads"] for load in report["loads"]] == [1, 8]
-    assert report["loads"][0]["speedup"] == 1
-    for load in report["loads"]:
-        assert load["opens"] == 4
-        assert load["reads"] >= 4
-        assert load["load_s"] > 0.02
