@@ -103,11 +103,6 @@ class CountedFile:
         """Whether a read costs one system call and no more."""
         return self._fd is not None
 
-    def end(self, nbytes: int) -> bytes:
-        """Return the last bytes of a plain file; they are not counted."""
-        assert self._fd is not None
-        return os.pread(self._fd, nbytes, max(self.size - nbytes, 0))
-
     def announce(self, start: int, nbytes: int) -> None:
         """Announce a range to the system, which then fetches it at once."""
         if self._fd is not None and hasattr(os, "posix_fadvise"):

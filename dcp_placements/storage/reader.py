@@ -48,12 +48,9 @@ from dcp_placements.storage.metadata.rank_files import (
 )
 from dcp_placements.storage.metadata.save_ids import (
     ID_PREFIX,
-    LAST_LINE_NBYTES,
-    MISNAMED,
     MIXED,
     IdRecord,
     id_records,
-    last_line_fault,
     missing,
     rank_files,
     speaking_for,
@@ -264,9 +261,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 if job.id_record is not None:
                     self._check_id(file, job.id_record)
                 work.read(file, job.path, job.records, job.runs)
-                # Of a URL it would take a request per file.
-                end = file.end(LAST_LINE_NBYTES) if file.is_plain else b""
-                raise_faults(MISNAMED, filter(None, [last_line_fault(job.path, end)]))
             finally:
                 with _COUNTING:
                     self.opens += 1

@@ -51,7 +51,6 @@ from dcp_placements.storage.metadata.provenance import REPLACED, RESERVED_KEY, s
 from dcp_placements.storage.metadata.save_ids import (
     file_state,
     is_data_file,
-    last_line,
     named,
     unfinished_files,
     unfinished_name,
@@ -358,8 +357,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             path = self.fs.concat_path(self.path, file.name)
             with errors_of(path), self.fs.create_stream(path, "wb") as stream:
                 file.write(stream, planner, builder, **ahead)
-                if file.items or file.groups:
-                    stream.write(last_line(file.name))
                 self._sync(stream)
 
     def _sync(self, stream: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +13,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import contains, format_box, overlaps, tiles, uncovered
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
-from dcp_placements.storage.metadata.save_ids import (
-    LAST_LINE_NBYTES,
-    id_in_name,
-    last_line_fault,
-)
+from dcp_placements.storage.metadata.save_ids import id_in_name
 
 MAX_BOXES = 4
 """Boxes that a message lists."""
@@ -106,7 +101,7 @@ def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 
 
 def _id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
-    """Yield files that another save wrote, by the id that each begins or ends with."""
+    """Yield files that another save wrote, by the id that each begins with."""
     for file, record in checkpoint.id_records.items():
         if checkpoint.directory.size(file) is None:
             continue
@@ -120,14 +115,6 @@ def _id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
             continue  # its other records cannot be read either, which is a fault of its own
         if fault is not None:
             yield CheckpointFault("mixed_generations", (), (file,), f"it {fault.headline}")
-    for file, size in checkpoint.files.items():
-        if size is None or id_in_name(file) is None:
-            continue
-        with suppress(OSError), checkpoint.directory.open(file) as stream:
-            stream.seek(max(size - LAST_LINE_NBYTES, 0))
-            fault = last_line_fault(file, stream.read(LAST_LINE_NBYTES))
-            if fault is not None:
-                yield CheckpointFault("mixed_generations", (), (file,), f"it {fault.headline}")
 
 
 def files_without_id(checkpoint: Checkpoint) -> list[str]:

@@ -31,10 +31,8 @@ from dcp_placements.offline.resharding.target import Target, stamp_of
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rules.matches import unmatched_faults
 from dcp_placements.rules.mesh import MeshCoordinate
-from dcp_placements.storage.file_reads import write_all
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.save_ids import last_line
 from dcp_placements.storage.metadata.table import Rows, RowsBuilder, join
 
 MAX_FAULTS = 20
@@ -180,7 +178,6 @@ def _write_data(
             with folder.file(name, buffering=0) as stream:
                 for entry in target.entries(rank):
                     writer.write(entry, stream)
-                write_all(stream, memoryview(last_line(name)))
     return writer.copied_nbytes, rows
 
 

@@ -2,10 +2,9 @@
 
 A save that is interrupted while it writes over an older checkpoint leaves files of two saves under
 the older ``.metadata``. So every file identifies its save: ``PlacementFileSystemWriter`` puts the
-id of the save into file names, and into the last line of each file with a checksum of its name, so
-that a file under the name of another one is recognised; to the files of any other writer the
-planner adds a record of the id, which is listed only in ``storage_data``, where stock readers
-ignore it. Comparing ids does not read the contents.
+id of the save into file names; to the files of any other writer the planner adds a record of the
+id, which is listed only in ``storage_data``, where stock readers ignore it. Comparing ids does not
+read the contents.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import io
 import os
 import re
 import uuid
-import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,12 +39,9 @@ _RECORD_NBYTES = 256
 _NAME = re.compile(r"__(\d+)(?:_([0-9a-f]{8}))?_\d+\.distcp\Z")
 _RANK_FILE = re.compile(r"__(\d+)\.metadata")
 _UNFINISHED = re.compile(r"(?:\.[0-9a-f]{8})?\.tmp")
-_LAST_LINE = re.compile(rb"\ndcp_placements save ([0-9a-f]{8}) ([0-9a-f]{8})\n\Z")
-LAST_LINE_NBYTES = 39
 _NAMED_PREFIX = re.compile(r"__\d+_([0-9a-f]{8})_")
 
 MIXED = "the checkpoint is a mixture of two saves"
-MISNAMED = "a data file has the name of another one"
 
 LIKELY_CUT_OFF = (
     "likely:      a later save into the same directory was cut off before it wrote .metadata"
@@ -162,51 +157,6 @@ def id_in_name(file: str) -> str | None:
     """
     match = _NAME.search(file)
     return match[2] if match else None
-
-
-def last_line(file: str) -> bytes:
-    """Return what a file ends with, behind its records; empty if its name carries no id.
-
-    It has the id and a checksum of the whole name, which differs between the files of a save.
-
-    >>> last_line("__3_5e0f1a2b_0.distcp"), last_line("__3_0.distcp")
-    (b'\\ndcp_placements save 5e0f1a2b 91c02c49\\n', b'')
-    """
-    save_id = id_in_name(file)
-    if save_id is None:
-        return b""
-    return f"\ndcp_placements save {save_id} {_name_sum(file)}\n".encode()
-
-
-def _name_sum(file: str) -> str:
-    return f"{zlib.crc32(os.path.basename(file).encode()):08x}"
-
-
-def last_line_fault(file: str, end: bytes) -> Fault | None:
-    """Return the fault that a file has the name of another one; None if none is to be seen.
-
-    Args:
-        file: Its name.
-        end: Its last ``LAST_LINE_NBYTES`` bytes.
-    """
-    match, save_id = _LAST_LINE.search(end), id_in_name(file)
-    if match is None or save_id is None:
-        return None
-    likely = "likely:      it was renamed, or copied over another file"
-    if match[1].decode() != save_id:
-        return Fault(
-            file,
-            f"was written by save {match[1].decode()}, and has the name of a file of save "
-            f"{save_id}",
-            (likely, WAY_OUT),
-        )
-    if match[2].decode() != _name_sum(file):
-        return Fault(
-            file,
-            f"was written by save {save_id} under another name",
-            (f"{likely} of this save; two files may have been exchanged", WAY_OUT),
-        )
-    return None
 
 
 def named(prefix: str, save_id: bytes) -> str:
