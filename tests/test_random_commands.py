@@ -49,6 +49,7 @@ from tests.random_worlds import Pair, Side
 from tests.test_differential import assert_torch_reads, load, save, save_planners
 
 ALTERED, TRANSFERRED, WRITTEN = range(300, 316), range(400, 430), range(500, 515)
+LACKING = range(600, 660)
 """The worlds of each test."""
 
 
@@ -118,6 +119,54 @@ def test_a_copy_that_differs_in_one_element_refuses_the_save(
             flat[number] = raw(opposite(whole[value.of])).reshape(-1)[number]
             assert_torch_reads(pair, changed, path)
     assert min(seen[True], seen[False]) > 3
+
+
+# Elements that nobody holds
+
+
+def test_a_save_without_elements_that_one_rank_alone_holds_is_refused(tmp_path: Path) -> None:
+    """A rank without one of its weights; of those that are one tensor each in the file."""
+    seen = Counter[bool]()
+    for seed in LACKING:
+        draw, pair = random.Random(seed), draw_pair(seed)
+        whole = wholes(pair)
+        ranks = [Rank(pair, pair.save, rank) for rank in range(pair.save.size)]
+        values = [list(rank.values(whole)) for rank in ranks]
+        single = {f.name for f in pair.families if not f.levels and not f.parts}
+        held = [
+            (each, value)
+            for each in values
+            for value in each
+            if value.of is not None and value.of[0] in single and value.of[1] == ""
+        ]
+        if not held:
+            continue
+        each, value = draw.choice(held)
+        # Its optimizer state goes with it.
+        each[:] = [other for other in each if f"{value.of[0]}.weight" not in other.key]
+
+        def numbers(of_all: list[Value]) -> set[int]:
+            found = [v.numbers for v in of_all if v.numbers is not None]
+            return {number for one in found for number in one.reshape(-1).tolist() if number >= 0}
+
+        rest = [other for _, other in held if other.of == value.of and other is not value]
+        if not rest:
+            continue  # the key is nowhere: the checkpoint does not have it
+        lacks = numbers([value]) - numbers(rest)
+        seen[bool(lacks)] += 1
+        world, path = World(len(ranks)), tmp_path / str(seed)
+        states = [r.state_dict(v, blank=False) for r, v in zip(ranks, values, strict=True)]
+        planners = [PlacementSavePlanner(rank.rules(), rename=rank.rename()) for rank in ranks]
+        if lacks:
+            with pytest.raises(CheckpointException) as refused:
+                world.save(path, states.__getitem__, planners.__getitem__)
+            message = str(refused.value)
+            assert value.key.split(".")[-1] in message, message
+            assert not (path / ".metadata").exists(), f"world {seed}, {value.key}"
+        else:
+            world.save(path, states.__getitem__, planners.__getitem__)
+            assert_torch_reads(pair, whole, path)
+    assert min(seen[True], seen[False]) > 3, seen
 
 
 # Transfers

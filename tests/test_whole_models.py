@@ -1,4 +1,4 @@
-"""What is hard about whole models, each by itself: fused dims, padding, tied names, replicas.
+"""What is hard about whole models, each by itself: axes, padding, tied names, replicas.
 
 ``test_matrix`` runs them all together through every topology.
 """
@@ -6,17 +6,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hazard_scenes import arange, assert_holds, refused_save
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import examples
-from test_world_properties import checkpoint_directory
 from topologies import (
     EMBEDDINGS,
     HIDDEN,
@@ -28,119 +23,89 @@ from topologies import (
     save_and_check,
 )
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import (
     CheckpointPlacement,
-    FusedShard,
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
 )
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, real_dtensor
 
-# Fused tensors
+# Axes
 
 
-@st.composite
-def fused(draw: st.DrawFn, dim: int, ranks: int, *, even: bool) -> tuple[int, FusedShard]:
-    """Draw a dim's size and how it is fused: equal parts, GQA's unequal ones, or interleaved."""
-    kind = draw(st.sampled_from(("parts", "sizes", "interleaved")))
-    count = draw(st.integers(1, 3))
-    if kind == "sizes":
-        each = [draw(st.integers(1, 5)) * (ranks if even else 1) for _ in range(count)]
-        return sum(each), FusedShard(dim, tuple(each))
-    size = count * draw(st.integers(1, 5)) * (ranks if even else 1)
-    return size, FusedShard(dim, count, interleaved=kind == "interleaved")
+def test_an_axis_without_a_name_is_known_by_its_ranks(tmp_path: Path) -> None:
+    """FSDP over a mesh without names; the rule names the same ranks, and the axis counts once."""
+    whole = arange(7, 3)
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {"w": FakeDTensor.distribute(whole, FakeMesh((4,), rank=rank), [Shard(0)])}
+
+    def rules(rank: int) -> PlacementRules:
+        mesh = world.mesh(rank, fsdp=4)
+        return PlacementRules({"w": CheckpointPlacement(mesh, {"fsdp": Shard(0)})})
+
+    world.save(tmp_path, state_dict, lambda rank: PlacementSavePlanner(rules(rank)))
+    assert_holds(tmp_path, {"w": whole})
 
 
-@given(st.data())
-@examples(10)
-def test_fused_dims_under_tp_then_fsdp_are_in_canonical_order(data: st.DataObject) -> None:
-    """torch's own DTensors over fsdp alone, or over both; loaded by ranks of other numbers."""
-    has_tp = data.draw(st.booleans(), "the DTensor has tp")
-    axes = [
-        {"fsdp": data.draw(st.integers(1, 3)), "tp": data.draw(st.integers(1, 4))} for _ in range(2)
-    ]
-    rows, placement = data.draw(fused(0, prod(a["tp"] for a in axes), even=has_tp))
-    whole = arange(rows, data.draw(st.integers(1, 3)))
-    columns_too = data.draw(st.booleans(), "fsdp cuts the other dim")
+def test_axes_of_two_meshes_without_names_are_known_by_their_ranks(tmp_path: Path) -> None:
+    whole = arange(8, 5)
+    world = World(4)
 
-    def held(rank: int, at: dict[str, int], source: torch.Tensor) -> Any:
-        mesh = World(prod(at.values())).mesh(rank, **at)
-        part = cut(source, [placement], [at["tp"]], (mesh.get_coordinate() or ())[1:])
-        own = Shard(1 if columns_too else 0)
-        local = cut(part, [own], [at["fsdp"]], (mesh.get_coordinate() or ())[:1])
-        if not has_tp:
-            return real_dtensor(local, mesh["fsdp"], [own], part.shape)
-        inner = own if columns_too else _StridedShard(0, split_factor=at["tp"])
-        return real_dtensor(local, mesh, [inner, Shard(0)], source.shape)
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = FakeMesh((2, 2), rank=rank)
+        fsdp = FakeMesh((2,), rank=rank, ranks=mesh.mesh[(mesh.get_coordinate() or [])[0]])
+        part = cut(whole, [Shard(0)], [2], (mesh.get_coordinate() or [])[:1])
+        return {"w": FakeDTensor.distribute(part, fsdp, [Shard(1)])}
 
-    assert_saved_and_loaded(whole, axes, held, {"tp": placement})
+    def rules(rank: int) -> PlacementRules:
+        mesh = FakeMesh((2, 2), rank=rank)
+        return PlacementRules({"w": CheckpointPlacement(mesh, [Shard(0), Shard(1)])})
+
+    world.save(tmp_path, state_dict, lambda rank: PlacementSavePlanner(rules(rank)))
+    assert_holds(tmp_path, {"w": whole})
 
 
-@given(st.data())
-@examples(10)
-def test_fused_experts_under_ep_and_etp_then_edp_are_in_canonical_order(
-    data: st.DataObject,
-) -> None:
-    """``[E, 2F, H]``, uneven in both dims; FSDP cuts the experts, or what etp has left."""
-    axes = [
-        {
-            axis: data.draw(st.integers(1, 3 if axis == "edp" else 2))
-            for axis in ("edp", "ep", "etp")
-        }
-        for _ in range(2)
-    ]
-    width, placement = data.draw(fused(1, 1, even=False))
-    whole = arange(data.draw(st.integers(1, 5)), width, 2)
-    own = Shard(data.draw(st.integers(0, 1)))
-    cuts = {"ep": Shard(0), "etp": placement}
+@pytest.mark.parametrize("ruled", [False, True])
+def test_ranks_outside_a_tensor_s_mesh_hold_nothing_of_it(ruled: bool, tmp_path: Path) -> None:
+    """A DTensor over ranks 1 and 2 of four, and the key on all of them."""
+    whole = arange(5, 3)
+    world = World(4)
 
-    def held(rank: int, at: dict[str, int], source: torch.Tensor) -> Any:
-        mesh = World(prod(at.values())).mesh(rank, **at)
-        edp, *inner = mesh.get_coordinate() or ()
-        part = cut(source, list(cuts.values()), [at["ep"], at["etp"]], inner)
-        local = cut(part, [own], [at["edp"]], [edp])
-        return real_dtensor(local, mesh["edp"], [own], part.shape)
+    def mesh_of(rank: int) -> FakeMesh:
+        return FakeMesh((2,), ("tp",), rank=rank, ranks=torch.tensor([1, 2]))
 
-    assert_saved_and_loaded(whole, axes, held, cuts)
+    def state_dict(rank: int, source: torch.Tensor) -> dict[str, Any]:
+        local = FakeDTensor.distribute(source, mesh_of(rank), [Shard(0)]).to_local()
+        return {"w": real_dtensor(local, mesh_of(rank), [Shard(0)], whole.shape)}
 
+    def rules(rank: int) -> PlacementRules | None:
+        placement = CheckpointPlacement(mesh_of(rank), {"tp": Shard(0)})
+        return PlacementRules({"w": placement}) if ruled else None
 
-def assert_saved_and_loaded(
-    whole: torch.Tensor, axes: list[dict[str, int]], held: Any, cuts: dict[str, Any]
-) -> None:
-    """Save by the first axes, read by stock torch, load by the second; moments follow."""
-    wholes = {"model.w": whole, **{f"optim.state.w.{m}": whole + i for i, m in enumerate(MOMENTS)}}
-
-    def rules(rank: int, at: dict[str, int]) -> PlacementRules:
-        mesh = World(prod(at.values())).mesh(rank, **at)
-        return PlacementRules({"w": CheckpointPlacement(mesh, cuts, global_shape=whole.shape)})
-
-    saving, loading = (World(prod(at.values())) for at in axes)
-    with checkpoint_directory() as path:
-        saving.save(
-            path,
-            lambda rank: {key: held(rank, axes[0], value) for key, value in wholes.items()},
-            lambda rank: PlacementSavePlanner(rules(rank, axes[0])),
-        )
-        assert_holds(path, wholes)
-        blank = torch.full_like(whole, -1)
-        loaded = loading.load(
-            path,
-            lambda rank: {key: held(rank, axes[1], blank) for key in wholes},
-            lambda rank: PlacementLoadPlanner(rules(rank, axes[1])),
-        )
-    for rank, state in enumerate(loaded):
-        for key, value in wholes.items():
-            expected = held(rank, axes[1], value).to_local()
-            assert torch.equal(state[key].to_local(), expected), (key, rank)
+    world.save(
+        tmp_path,
+        lambda rank: state_dict(rank, whole),
+        lambda rank: PlacementSavePlanner(rules(rank)),
+    )
+    assert_holds(tmp_path, {"w": whole})
+    loaded = world.load(
+        tmp_path,
+        lambda rank: state_dict(rank, torch.zeros(5, 3)),
+        lambda rank: PlacementLoadPlanner(rules(rank)),
+    )
+    assert [loaded[rank]["w"].to_local().numel() for rank in range(4)] == [0, 9, 6, 0]
+    for rank in range(4):
+        assert torch.equal(loaded[rank]["w"].to_local(), state_dict(rank, whole)["w"].to_local())
 
 
 # Padding
 
 
-@pytest.mark.parametrize(("source", "target"), [(2, 4), (4, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize(("source", "target"), [(2, 4), (4, 1)])
 def test_padding_that_depends_on_tp_is_kept_on_load_and_counted(
     source: int, target: int, tmp_path: Path
 ) -> None:
@@ -175,13 +140,7 @@ def test_a_load_without_padding_says_nothing_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [
-        Topology(),
-        Topology(tp=2),
-        Topology(pp=4),
-        Topology(fsdp=4),
-        Topology(tp=2, fsdp=2, hsdp=2),
-    ],
+    [Topology(tp=2), Topology(pp=4), Topology(fsdp=2, hsdp=2)],
     ids=str,
 )
 def test_tied_names_are_both_in_the_file_and_both_load(source: Topology, tmp_path: Path) -> None:
@@ -226,7 +185,7 @@ def replicas(kind: str, rank: int) -> tuple[dict[str, Any], PlacementRules]:
     """Return 16 tensors that the ranks of an axis of 4 hold alike, and a small one that all do."""
     world = World(8)
     whole = torch.arange(BIG[0] * 2, dtype=torch.float32).reshape(-1, 1)
-    inner = {"hsdp": "fsdp", "cp": "tp", "dp": "tp", "edp": "ep"}[kind]
+    inner = {"hsdp": "fsdp", "edp": "ep"}[kind]
     mesh = world.mesh(rank, **{kind: 4, inner: 2})
 
     def layer() -> Any:
@@ -239,7 +198,7 @@ def replicas(kind: str, rank: int) -> tuple[dict[str, Any], PlacementRules]:
     return state | {"norm": torch.arange(8.0)}, rules
 
 
-@pytest.mark.parametrize("kind", ["hsdp", "cp", "dp", "edp"])
+@pytest.mark.parametrize("kind", ["hsdp", "edp"])
 @pytest.mark.parametrize("lowest", [False, True])
 def test_replicas_share_the_bytes_or_leave_them_to_the_lowest_rank(
     kind: str, lowest: bool, tmp_path: Path
@@ -274,11 +233,7 @@ def test_replicas_share_the_bytes_or_leave_them_to_the_lowest_rank(
 
 @pytest.mark.parametrize(
     "source",
-    [
-        Topology(pp=2, tp=2),
-        Topology(ep=2, etp=2, hsdp=4),
-        Topology(tp=2, pp=2, ep=2, fsdp=2),
-    ],
+    [Topology(ep=2, etp=2, hsdp=4), Topology(tp=2, pp=2, ep=2, fsdp=2)],
     ids=str,
 )
 @pytest.mark.parametrize("whole", [False, True], ids=["fsdp-dtensors", "whole-dtensors"])
