@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
@@ -20,7 +19,6 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import (
     CheckpointException,
-    _version,
     state_dict_loader,
     state_dict_saver,
 )
@@ -127,7 +125,6 @@ __all__ = [
     "dtensor_facts",
     "files_by_name",
     "filled",
-    "flatten_as_2_3",
     "flatten_state_dict",
     "get_element",
     "global_rank",
@@ -238,22 +235,6 @@ def leaves(state_dict: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], 
     pairs: list[tuple[tuple[str | int, ...], Any]] = []
     traverse_state_dict(state_dict, lambda path, value: pairs.append((path, value)))
     return iter(pairs)
-
-
-@contextmanager
-def _flattening_as_2_3() -> Iterator[None]:
-    previous = _version._derived_version
-    _version._derived_version = "2_3"
-    try:
-        yield
-    finally:
-        _version._derived_version = previous
-
-
-def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ``(flat state dict, mappings)`` with the keys that torch 2.3 and older gave."""
-    with _flattening_as_2_3():
-        return flatten_state_dict(state_dict)
 
 
 def without_class(data: Any) -> Any:

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
     SavePlanner,
-    _version,
 )
 from torch.distributed.tensor import Shard
 
@@ -311,51 +310,6 @@ def test_a_partial_load_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"model.a": torch.ones(2)})
     with pytest.raises(CheckpointException, match=r"none of the 1 keys .*(\n.*)*model\.a"):
         load(tmp_path, {"a": torch.zeros(2)}, PlacementLoadPlanner(allow_partial_load=True))
-
-
-@pytest.fixture
-def flattened_as_2_3(tmp_path: Path) -> Path:
-    """A checkpoint with the keys that torch 2.3 gave: dicts without tensors are one object."""
-    _version._derived_version = "2_3"
-    try:
-        save(tmp_path, old_state())
-    finally:
-        _version._derived_version = None
-    keys = set(FileSystemReader(tmp_path).read_metadata().state_dict_metadata)
-    assert "optim.param_groups" in keys
-    assert "optim.param_groups.lr" not in keys
-    return tmp_path
-
-
-def old_state(sign: int = 1) -> dict[str, Any]:
-    return {
-        "model": {"w": sign * torch.arange(6.0).reshape(3, 2)},
-        "optim": {
-            "state": {"w": {"exp_avg": sign * torch.ones(3, 2)}},
-            "param_groups": {"lr": sign * 0.1, "name": {"deep": sign * 3}},
-        },
-    }
-
-
-@pytest.mark.parametrize("loading", LoadPlanners)
-def test_checkpoints_of_torch_2_3_load(loading: Callable[[], Any], flattened_as_2_3: Path) -> None:
-    state = load(flattened_as_2_3, old_state(-1), loading())
-    assert same(state, old_state())
-    assert _version._derived_version is None
-
-
-def test_checkpoints_of_torch_2_3_load_with_rules(flattened_as_2_3: Path) -> None:
-    """The keys change under way; the tensors are placed after that."""
-    for rank in range(3):
-        mesh = MeshCoordinate(("ep",), (3,), (rank,))
-        rules = PlacementRules({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
-        template = old_state(-1)
-        template["model"]["w"] = torch.zeros(1, 2)
-        template["optim"]["state"]["w"]["exp_avg"] = torch.zeros(1, 2)
-        state = load(flattened_as_2_3, template, PlacementLoadPlanner(rules))
-        assert torch.equal(state["model"]["w"], old_state()["model"]["w"][rank : rank + 1])
-        assert torch.equal(state["optim"]["state"]["w"]["exp_avg"], torch.ones(1, 2))
-        assert state["optim"]["param_groups"] == old_state()["optim"]["param_groups"]
 
 
 def expert_rules(world: World, rank: int, dim: int = 0) -> PlacementRules:

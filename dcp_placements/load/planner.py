@@ -211,8 +211,6 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         load = self._run
         optional, waived = compiled(self.optional), compiled(self.waive)
         policy = Policy(self.allow_partial_load, self.cast, optional, waived)
-        if self.flatten_state_dict:
-            load.use_keys_of_torch_2_3(self.rename)
         load.place(self.rules, self.rename)
         load.declare(self.rules, self.waive, self.optional)
         load.plan(

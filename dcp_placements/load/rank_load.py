@@ -16,7 +16,6 @@ from dcp_placements._torch import (
     Metadata,
     MetadataIndex,
     ReadItem,
-    flatten_as_2_3,
     global_rank,
     is_dtensor_like,
     local_tensor,
@@ -138,18 +137,6 @@ class RankLoad:
         self.local_keys = set(self.state_dict)
         renamed = rename_keys(self.state_dict, self.mappings, rename)
         self.state_dict, self.mappings, self._rename_matches = renamed
-
-    def use_keys_of_torch_2_3(self, rename: Rename | None) -> None:
-        """Take the keys that torch 2.3 and older gave, where the checkpoint has those."""
-        unasked = set(self.metadata.state_dict_metadata).difference(self.state_dict)
-        if not unasked:
-            return
-        flat, mappings = flatten_as_2_3(self.original_state_dict)
-        # Only a key that today's flattening does not make is a sign of an old checkpoint: under
-        # rename=, a local name may well be the checkpoint's name of another rank's tensor.
-        if unasked & (set(flat) - self.local_keys):
-            renamed = rename_keys(flat, mappings, rename)
-            self.state_dict, self.mappings, self._rename_matches = renamed
 
     def place(self, rules: Rules | None, rename: Rename | None) -> None:
         """Work out the places of the tensors."""
