@@ -63,8 +63,6 @@ class _Installation:
 
     def _others(self, call: str, planner: Any, ours: type, target: str) -> Any:
         """Return a planner that is neither None nor torch's default class."""
-        if isinstance(planner, type | Placements):  # DCP refuses what is no planner
-            return planner
         name = f"{type(planner).__module__}.{type(planner).__qualname__}"
         logger.info("%s%s: planned by %s, as the caller passed it", call, target, name)
         if isinstance(planner, ours):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
@@ -14,20 +14,6 @@ from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
 from dcp_placements.save.planner import PlacementSavePlanner
 
 P = TypeVar("P")
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _to_be_called(method: F) -> F:
-    """Refuse ``planner=placements.save_planner``, which DCP calls ``set_up_planner`` of."""
-
-    def set_up_planner(*args: Any, storage_meta: Any = None, **kwargs: Any) -> NoReturn:
-        raise PlacementError(
-            f"planner= is the method {method.__name__}, not a planner\n"
-            f"    way out:     call it: planner=placements.{method.__name__}()"
-        )
-
-    method.__dict__["set_up_planner"] = set_up_planner
-    return method
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -78,7 +64,6 @@ class Placements:
         object.__setattr__(self, "rename", rename)
         object.__setattr__(self, "waive", waivers)
 
-    @_to_be_called
     def save_planner(self, **options: Any) -> PlacementSavePlanner:
         """Return a planner for ``dcp.save``.
 
@@ -91,7 +76,6 @@ class Placements:
         """
         return self._planner(PlacementSavePlanner, "save_planner", options)
 
-    @_to_be_called
     def load_planner(self, **options: Any) -> PlacementLoadPlanner:
         """Return a planner for ``dcp.load``.
 
@@ -116,18 +100,6 @@ class Placements:
                 )
         added = check_declaration(None, None, options.pop("waive", None))
         return planner(self.rules, rename=self.rename, waive={**self.waive, **added}, **options)
-
-    def set_up_planner(self, *args: Any, storage_meta: Any = None, **kwargs: Any) -> NoReturn:
-        """Refuse to be a planner, which DCP calls this method of.
-
-        Raises:
-            PlacementError: Always.
-        """
-        raise PlacementError(
-            "planner= is a Placements, not a planner\n"
-            "    way out:     planner=placements.save_planner() in dcp.save, "
-            "placements.load_planner() in dcp.load"
-        )
 
     def __repr__(self) -> str:
         parts = [repr(self.rules)]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hazard_scenes import arange, assert_holds, without_warning
 from torch.distributed.tensor import Shard
 
@@ -243,30 +242,8 @@ def test_check_takes_it_in_place_of_rules() -> None:
     assert check({"w": arange(4)}, Placements(None), digests="full").warnings == ()
 
 
-def test_a_method_that_is_not_called_is_refused_by_name(tmp_path: Path) -> None:
-    state_dict, placements = {"w": arange(4)}, Placements(None)
-    save: Any = placements.save_planner
-    load: Any = placements.load_planner
-    with without_warning():
-        with pytest.raises(dcp.CheckpointException, match=r"call it: planner=.*save_planner\(\)"):
-            dcp.save(state_dict, checkpoint_id=tmp_path, planner=save)
-        dcp.save(state_dict, checkpoint_id=tmp_path, planner=save())
-        with pytest.raises(dcp.CheckpointException, match="is the method load_planner, not a"):
-            dcp.load(state_dict, checkpoint_id=tmp_path, planner=load)
-
-
 def test_a_check_of_swapped_arguments_is_refused() -> None:
     state_dict: Any = {"w": arange(4)}
     placements: Any = Placements(None)
     with pytest.raises(PlacementError, match=r"check\(state_dict, placements\)"):
         check(placements, state_dict)
-
-
-def test_it_is_refused_by_name_where_a_planner_is_wanted(tmp_path: Path) -> None:
-    state_dict, placements = {"w": arange(4)}, Placements(None)
-    with without_warning():
-        with pytest.raises(dcp.CheckpointException, match="planner=placements"):
-            dcp.save(state_dict, checkpoint_id=tmp_path, planner=placements)
-        dcp.save(state_dict, checkpoint_id=tmp_path, planner=placements.save_planner())
-        with pytest.raises(dcp.CheckpointException, match="is a Placements, not a planner"):
-            dcp.load(state_dict, checkpoint_id=tmp_path, planner=placements)

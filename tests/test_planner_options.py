@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import os
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -679,38 +678,6 @@ def test_verifying_a_file_without_digests_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"a": torch.ones(2)}, PlacementSavePlanner())
     with pytest.raises(CheckpointException, match="has no digests"):
         load(tmp_path, {"a": torch.zeros(2)}, PlacementLoadPlanner(verify="digests"))
-
-
-@pytest.mark.parametrize("kind", [PlacementSavePlanner, PlacementLoadPlanner])
-def test_m55_a_class_in_the_place_of_a_planner_says_what_it_is(tmp_path: Path, kind: Any) -> None:
-    state = {"w": torch.ones(2)}
-    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
-
-    def run() -> None:
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        if kind is PlacementSavePlanner:
-            dcp.save(state, checkpoint_id=tmp_path / "new", planner=kind, no_dist=True)
-        else:
-            dcp.load(state, checkpoint_id=tmp_path / "saved", planner=kind, no_dist=True)
-
-    with warnings.catch_warnings(), pytest.raises(CheckpointException) as caught:
-        run()
-    (error, _) = caught.value.failures[0]
-    assert isinstance(error, PlacementError)
-    assert f"planner={kind.__name__} is a class, not a planner" in str(error)
-    assert f"planner={kind.__name__}(rules)" in str(error)
-
-
-@pytest.mark.parametrize("kind", [PlacementSavePlanner, PlacementLoadPlanner])
-def test_m55_methods_of_the_class_take_an_instance(kind: Any) -> None:
-    class Derived(kind):  # type: ignore[misc]
-        def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-            kind.set_up_planner(self, *args, **kwargs)
-
-    planner = Derived()
-    planner.set_up_planner({"w": torch.ones(2)})
-    assert list(planner.state_dict) == ["w"]
 
 
 @pytest.mark.parametrize("kind", [PlacementSavePlanner, PlacementLoadPlanner])

@@ -43,7 +43,6 @@ from dcp_placements.rules.options import (
     OneRunPlanner,
     check_choice,
     check_declaration,
-    of_instance,
     overrides,
 )
 from dcp_placements.rules.patterns import Rules
@@ -147,7 +146,6 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         """What the latest load reads on this rank."""
         return self._latest.report
 
-    @of_instance
     def set_up_planner(
         self,
         state_dict: dict[str, Any],

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import update_wrapper
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.rules.patterns import compile_pattern
 
-F = TypeVar("F", bound=Callable[..., Any])
 Run = TypeVar("Run")
 
 
@@ -116,41 +114,6 @@ def check_declaration(
         if not pattern.replace("*", "").replace(".", ""):
             raise PlacementError(f"waive={{{pattern!r}: ...}} would silence every key: name some")
     return waivers
-
-
-def of_instance(method: F) -> F:
-    """Refuse, in plain words, to call a method on the class instead of an instance.
-
-    ``dcp.save(..., planner=PlacementSavePlanner)`` would end in a message about arguments.
-    """
-    return cast(F, _OfInstance(method))
-
-
-class _OfInstance:
-    """A method that has a reference to its class; on an instance it is an ordinary one."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-        self._owner: type = object
-        self.__doc__ = method.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._owner = owner
-
-    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
-        if instance is not None:
-            bound: Callable[..., Any] = self._method.__get__(instance, owner)
-            return bound
-
-        def unbound(*args: Any, **kwargs: Any) -> Any:
-            if args and isinstance(args[0], self._owner):
-                return self._method(*args, **kwargs)
-            raise PlacementError(
-                f"planner={owner.__name__} is a class, not a planner\n"
-                f"    way out:     an instance: planner={owner.__name__}(rules)"
-            )
-
-        return update_wrapper(unbound, self._method)
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -38,7 +38,6 @@ from dcp_placements.rules.options import (
     OneRunPlanner,
     check_choice,
     check_declaration,
-    of_instance,
     overrides,
 )
 from dcp_placements.rules.patterns import Rules, compile_pattern
@@ -173,7 +172,6 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             save.report = summarise_rank(save.holding, save.placing, self.waive)
         return save.report
 
-    @of_instance
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
