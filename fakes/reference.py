@@ -46,11 +46,6 @@ def cut(
 
 def _fused(held: torch.Tensor, placement: Any, size: int, position: int) -> torch.Tensor:
     dim = placement.dim
-    if placement.interleaved:
-        count = placement.parts if isinstance(placement.parts, int) else len(placement.parts)
-        rows = torch.arange(held.shape[dim])
-        each = [_pieces(rows[part::count], size, 0)[position] for part in range(count)]
-        return held.index_select(dim, torch.stack(each, 1).reshape(-1))
     parts = (
         _pieces(held, placement.parts, dim)
         if isinstance(placement.parts, int)

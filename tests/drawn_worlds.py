@@ -347,7 +347,7 @@ def draw_placement(
     total = left[dim]
     kinds = ["shard"] * 4 + ["strided", "parts"]
     if total:
-        kinds += ["sizes", "interleaved"]
+        kinds += ["sizes"]
     if total is not None and may_pick and dim not in cut:  # its rows are those of the whole
         kinds += ["picks"]
     kind = draw.choice(kinds)
@@ -364,9 +364,6 @@ def draw_placement(
     elif kind == "parts":
         parts = draw.randint(1, 4)
         placement = FusedShard(dim, parts)
-    elif kind == "interleaved":
-        parts = draw.choice([n for n in range(1, 5) if total % n == 0])
-        placement = FusedShard(dim, parts, interleaved=True)
     elif kind == "sizes":
         edges = sorted({*(draw.randint(1, total) for _ in range(draw.randint(0, 3))), total})
         parts = tuple(b - a for a, b in itertools.pairwise([0, *edges]))

@@ -104,7 +104,7 @@ def placements_over(
         dim = draw(st.integers(0, len(shape) - 1))
         kinds = ["replicate", "shard", "shard"] + ["strided"] * strided + ["parts"] * fused
         if fused and left[dim]:
-            kinds += ["sizes", "interleaved"]
+            kinds += ["sizes"]
         placement, parts = draw(_one(dim, left[dim], draw(st.sampled_from(kinds))))
         if even and parts and not _is_even(left[dim], size, parts):
             placement, parts = Replicate(), None
@@ -128,9 +128,6 @@ def _one(draw: st.DrawFn, dim: int, left: int | None, kind: str) -> tuple[Any, A
         parts = draw(st.integers(1, 4))
         return FusedShard(dim, parts), parts
     assert left
-    if kind == "interleaved":
-        parts = draw(st.sampled_from([n for n in range(1, 5) if left % n == 0]))
-        return FusedShard(dim, parts, interleaved=True), parts
     edges = sorted(draw(st.sets(st.integers(1, left), max_size=3)) | {left})
     ends = [0, *edges]
     each = tuple(stop - start for start, stop in itertools.pairwise(ends))

@@ -189,14 +189,14 @@ def _stacked() -> dict[str, Weight]:
 
 
 def _stacked_unevenly() -> dict[str, Weight]:
-    """Five experts, gate and up row by row, hidden first; FSDP cuts another dim than ``ep``."""
-    gate_up = {"ep": Shard(0), "etp": FusedShard(2, 2, interleaved=True)}
-    bias = {"ep": Shard(0), "etp": FusedShard(1, 2, interleaved=True)}
+    """Five experts, hidden first; FSDP cuts another dim than ``ep``."""
+    up = {"ep": Shard(0), "etp": Shard(2)}
+    bias = {"ep": Shard(0), "etp": Shard(1)}
     down = {"ep": Shard(0), "etp": Shard(1)}
     return {
         "layers.2.router.weight": Weight((5, HIDDEN)),
-        "layers.2.experts.gate_up": Weight((5, HIDDEN, 12), gate_up, 1, experts=True),
-        "layers.2.experts.gate_up_bias": Weight((5, 12), bias, 1, experts=True),
+        "layers.2.experts.up": Weight((5, HIDDEN, 12), up, 1, experts=True),
+        "layers.2.experts.up_bias": Weight((5, 12), bias, 1, experts=True),
         "layers.2.experts.down": Weight((5, 6, HIDDEN), down, 2, experts=True),
     }
 
@@ -449,7 +449,7 @@ class Ranks:
                 continue
             parts = getattr(placement, "parts", 1)
             each = parts if isinstance(parts, tuple) else (shape[placement.dim] // parts,) * parts
-            if any(size % axes[axis] for size in each) or getattr(placement, "interleaved", False):
+            if any(size % axes[axis] for size in each):
                 return {}
             # The DTensor states that a fused dim is sharded; the rule states how.
             described[axis] = Shard(placement.dim)

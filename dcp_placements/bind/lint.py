@@ -98,7 +98,8 @@ def _findings(
                         "reason:      a rank that holds [its gate; its up] has two pieces of the "
                         "whole; taken as one, the rows come out permuted in another topology",
                         f"way out:     FusedShard({cut.dim}, 2), or the sizes of the parts; or "
-                        "waive={pattern: reason} where the plain cut is right",
+                        "waive={pattern: reason} where the plain cut is right, as with parts "
+                        "that alternate row by row",
                         rule,
                     ),
                 )

@@ -271,7 +271,7 @@ def _stacked_placements(own: Own, target: Target) -> tuple[Any, ...]:
     for placement in own.placements:
         if shards(placement):
             dim = target.dims.index(shard_dim(placement, len(own.shape)))
-            parts, _ = shard_parts(placement)
+            parts = shard_parts(placement)
             assert isinstance(parts, int)
             placement = Shard(dim) if parts == 1 else StridedShard(dim, split_factor=parts)
         stacked.append(placement)

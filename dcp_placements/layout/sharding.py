@@ -67,7 +67,6 @@ class Cut:
         axis: Position of the mesh axis in ``Sharding.axis_sizes``.
         parts: Several logical tensors are joined along the dim and each is cut on its own: their
             number (split as by ``torch.chunk``) or their sizes. 1 is a plain shard.
-        interleaved: The parts alternate row by row instead of lying end to end.
         strided: The parts are not logical tensors but the pieces of later cuts (torch's
             ``_StridedShard``). The layout is the same.
     """
@@ -75,7 +74,6 @@ class Cut:
     dim: int
     axis: int
     parts: int | tuple[int, ...] = 1
-    interleaved: bool = False
     strided: bool = False
 
 
@@ -268,16 +266,12 @@ def _dim_intervals(size: int, steps: tuple[tuple[Cut | Pick, int, int], ...]) ->
         if isinstance(cut, Pick):
             intervals = pick_intervals(intervals, cut.indices)
         else:
-            intervals = shard_intervals(intervals, ranks, coordinate, cut.parts, cut.interleaved)
+            intervals = shard_intervals(intervals, ranks, coordinate, cut.parts)
     return intervals
 
 
 def shard_intervals(
-    intervals: Intervals,
-    ranks: int,
-    coordinate: int,
-    parts: int | tuple[int, ...] = 1,
-    interleaved: bool = False,
+    intervals: Intervals, ranks: int, coordinate: int, parts: int | tuple[int, ...] = 1
 ) -> Intervals:
     """Return the part of the concatenated ``intervals`` that one of ``ranks`` coordinates keeps.
 
@@ -290,19 +284,13 @@ def shard_intervals(
         parts=1                     rows 5 6 7 8 9
         parts=2                     rows 3 4 8 9
         parts=(6, 2, 2)             rows 3 4 5 7 9
-        parts=2, interleaved        rows 6 7 8 9
 
     Raises:
-        LayoutError: Part sizes that do not add up to the number of rows, or interleaved parts of
-            unequal size.
+        LayoutError: Part sizes that do not add up to the number of rows.
     """
     total = _total(intervals)
     if parts == 1:
         return _slice(intervals, *_piece(total, ranks, coordinate))
-    if interleaved:
-        count = _interleaved_count(parts, total)
-        start, stop = _piece(total // count, ranks, coordinate)
-        return _slice(intervals, start * count, stop * count)
     kept: list[Interval] = []
     part_start = 0
     for part_size in part_sizes(parts, total):
@@ -342,15 +330,6 @@ def part_sizes(parts: int | tuple[int, ...], total: int) -> list[int]:
             f"parts {parts} add up to {sum(parts)}, but {total} rows are being cut there"
         )
     return list(parts)
-
-
-def _interleaved_count(parts: int | tuple[int, ...], total: int) -> int:
-    sizes = part_sizes(parts, total)
-    if len(set(sizes)) != 1:
-        raise LayoutError(
-            f"interleaved parts must be of equal size, but {total} rows make parts of {sizes}"
-        )
-    return len(sizes)
 
 
 def _piece(total: int, ranks: int, coordinate: int) -> Interval:

@@ -22,12 +22,12 @@ class FusedShard:
 
     gate|up under tensor parallelism is ``FusedShard(0, 2)``: every rank holds its rows of gate,
     then its rows of up; Q|K|V with grouped-query attention ``FusedShard(0, (4096, 1024, 1024))``.
+    Parts that alternate row by row (g0 u0 g1 u1 ...) are a plain ``Shard``.
 
     Attributes:
         dim: The tensor dim, negative from the end.
         parts: Number of logical tensors (split as by ``torch.chunk``), or their sizes in rows,
             which must add up to the size of the dim that is split.
-        interleaved: The parts alternate row by row (g0 u0 g1 u1 ...); they must be of equal size.
 
     Raises:
         PlacementError: No part, or a part without rows; strings.
@@ -35,7 +35,6 @@ class FusedShard:
 
     dim: int
     parts: int | tuple[int, ...]
-    interleaved: bool = False
 
     def __post_init__(self) -> None:
         are_parts = isinstance(self.parts, int | Iterable) and not isinstance(self.parts, str)
@@ -211,11 +210,11 @@ def shard_dim(placement: Any, ndim: int) -> int:
     return dim % ndim
 
 
-def shard_parts(placement: Any) -> tuple[int | tuple[int, ...], bool]:
-    """Return ``(parts, interleaved)`` of a placement that splits a dim over an axis."""
+def shard_parts(placement: Any) -> int | tuple[int, ...]:
+    """Return the parts of a placement that splits a dim over an axis; 1 of a plain one."""
     if isinstance(placement, FusedShard):
-        return placement.parts, placement.interleaved
-    return int(getattr(placement, "split_factor", 1)), False
+        return placement.parts
+    return int(getattr(placement, "split_factor", 1))
 
 
 def cut_of(placement: Any, ndim: int, axis: int) -> Cut | Pick:
@@ -232,16 +231,14 @@ def cut_of(placement: Any, ndim: int, axis: int) -> Cut | Pick:
     dim = shard_dim(placement, ndim)
     if isinstance(placement, IndexShard):
         return Pick(dim, placement.indices, axis)
-    parts, interleaved = shard_parts(placement)
-    strided = parts != 1 and hasattr(placement, "split_factor")
-    return Cut(dim, axis, parts, interleaved, strided)
+    parts = shard_parts(placement)
+    return Cut(dim, axis, parts, strided=parts != 1 and hasattr(placement, "split_factor"))
 
 
 def format_placement(placement: Any) -> str:
     """Return one placement as its user would write it."""
     if isinstance(placement, FusedShard):
-        tail = ", interleaved=True" if placement.interleaved else ""
-        return f"FusedShard({placement.dim}, {placement.parts}{tail})"
+        return f"FusedShard({placement.dim}, {placement.parts})"
     if isinstance(placement, IndexShard):
         rows = ", ".join(map(str, placement.indices[:8]))
         more = f", ... ({len(placement.indices)} rows)" if len(placement.indices) > 8 else ""

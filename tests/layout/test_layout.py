@@ -60,22 +60,19 @@ def test_pieces_are_those_of_torch_chunk(total: int, ranks: int, expected: list[
 
 
 @pytest.mark.parametrize(
-    ("parts", "interleaved", "expected"),
+    ("parts", "expected"),
     [
-        (1, False, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
-        (2, False, [[0, 1, 2, 5, 6, 7], [3, 4, 8, 9]]),
-        ((6, 2, 2), False, [[0, 1, 2, 6, 8], [3, 4, 5, 7, 9]]),
-        (2, True, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]),
-        ((5, 5), True, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]),
-        (3, False, [[0, 1, 4, 5, 8], [2, 3, 6, 7, 9]]),
-        (1, True, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
-        (20, False, [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], []]),
+        (1, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
+        (2, [[0, 1, 2, 5, 6, 7], [3, 4, 8, 9]]),
+        ((6, 2, 2), [[0, 1, 2, 6, 8], [3, 4, 5, 7, 9]]),
+        (3, [[0, 1, 4, 5, 8], [2, 3, 6, 7, 9]]),
+        (20, [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], []]),
     ],
 )
 def test_parts_are_cut_each_on_its_own(
-    parts: int | tuple[int, ...], interleaved: bool, expected: list[list[int]]
+    parts: int | tuple[int, ...], expected: list[list[int]]
 ) -> None:
-    found = [rows(shard_intervals(((0, 10),), 2, i, parts, interleaved)) for i in range(2)]
+    found = [rows(shard_intervals(((0, 10),), 2, i, parts)) for i in range(2)]
     assert found == expected
 
 
@@ -206,13 +203,6 @@ def test_parts_that_do_not_add_up_are_refused_with_the_numbers() -> None:
     assert "(4, 4)" in str(refused.value)
     assert "8" in str(refused.value)
     assert "10 rows" in str(refused.value)
-
-
-def test_interleaved_parts_of_unequal_size_are_refused_with_the_numbers() -> None:
-    with pytest.raises(LayoutError, match=r"equal size.*7 rows.*\[4, 3\]"):
-        shard_intervals(((0, 7),), 2, 0, 2, interleaved=True)
-    with pytest.raises(LayoutError, match=r"equal size.*6 rows.*\[4, 2\]"):
-        shard_intervals(((0, 6),), 2, 0, (4, 2), interleaved=True)
 
 
 @pytest.mark.parametrize("index", [-1, 6, 100])

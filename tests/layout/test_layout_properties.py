@@ -37,7 +37,7 @@ def cuts_of(placements: tuple[Any, ...]) -> tuple[Cut, ...]:
     cuts = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, FusedShard):
-            cuts.append(Cut(placement.dim, axis, placement.parts, placement.interleaved))
+            cuts.append(Cut(placement.dim, axis, placement.parts))
         elif isinstance(placement, Shard):
             cuts.append(Cut(placement.dim, axis))
         elif not isinstance(placement, Replicate):

@@ -168,9 +168,7 @@ def test_m46_a_fused_load_by_another_rule_names_the_rule(tmp_path: Path) -> None
     refusal.says("this load:   Shard(0) over 'tp'", "by rule:     'gate_up_proj'")
 
 
-@pytest.mark.parametrize(
-    "placement", [FusedShard(0, 4), FusedShard(0, (6, 2)), FusedShard(0, 2, interleaved=True)]
-)
+@pytest.mark.parametrize("placement", [FusedShard(0, 4), FusedShard(0, (6, 2))])
 def test_m46_other_parts_are_refused(tmp_path: Path, placement: FusedShard) -> None:
     save_fused(tmp_path, arange(8, 3))
     with refused() as refusal:
@@ -430,6 +428,30 @@ def test_a_record_of_other_keys_or_of_another_form_is_none(tmp_path: Path) -> No
                 WORLD, tmp_path, lambda rank: {"w": tp_dtensor(WORLD, torch.zeros(4, 3), rank, 8)}
             )
         assert reports[0].compared == "no record"
+
+
+def test_parts_that_alternate_row_by_row_in_an_older_record_are_a_plain_cut(tmp_path: Path) -> None:
+    """Records of older saves have a sixth value in each cut: whether its parts alternate."""
+    save_fused(tmp_path, arange(8, 3), "w")
+
+    def alternate(metadata: Metadata) -> None:
+        cuts = metadata.planner_data[RESERVED_KEY]["cuts"]
+        cuts["groups"] = tuple(tuple((*cut[:5], True) for cut in each) for each in cuts["groups"])
+
+    edit_metadata(tmp_path, alternate)
+    with without_warning():
+        _, reports = load(
+            WORLD, tmp_path, lambda rank: {"w": tp_dtensor(WORLD, torch.zeros(4, 3), rank, 8)}
+        )
+    assert reports[0].compared == "declared as saved: 1 key"
+    with refused() as refusal:
+        load(
+            WORLD,
+            tmp_path,
+            lambda rank: {"w": torch.zeros(4, 3)},
+            tp_rules(WORLD, "w", FusedShard(0, 2)),
+        )
+    refusal.says("saved:       Shard(0) over 'tp'", "this load:   FusedShard(0, 2) over 'tp'")
 
 
 # M43 and M49: the rename forgotten, or that of another rank.

@@ -66,7 +66,6 @@ def assert_verdict(path: Path, at: Any, axis: str, state: Any, *, right: bool) -
         (Shard(0), {}, False),
         (Shard(0), {"waive": WAIVED}, True),
         (FusedShard(0, 4), {}, False),
-        (FusedShard(0, 2, interleaved=True), {}, False),
     ],
 )
 def test_another_cut_than_the_save_had_is_refused_as_by_a_load(

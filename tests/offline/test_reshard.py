@@ -266,7 +266,6 @@ def of_shape(make: Callable[[int], Any], **more: Any) -> Callable[[MeshCoordinat
 ROWS = ((5, 1, 0), (2, 3), (4, 6, 7, 8, 9, 10, 11))
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fused": (lambda rank: FusedShard(0, (6, 3, 3)), {}),
-    "interleaved": (lambda rank: FusedShard(0, 2, interleaved=True), {}),
     "columns": (lambda rank: Shard(1), {"global_shape": (12, 10)}),
     "replicated": (lambda rank: Replicate(), {}),
     "listed": (lambda rank: IndexShard(0, ROWS[rank]), {"global_shape": (12, 10)}),

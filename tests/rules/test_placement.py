@@ -159,15 +159,10 @@ def test_sequences_become_tuples() -> None:
 @pytest.mark.parametrize(
     ("placement", "splits", "parts", "expected"),
     [
-        (Shard(1), True, (1, False), "Shard(1)"),
-        (_StridedShard(0, split_factor=3), True, (3, False), "_StridedShard(0, split_factor=3)"),
-        (FusedShard(0, 2), True, (2, False), "FusedShard(0, 2)"),
-        (
-            FusedShard(0, (4, 4), interleaved=True),
-            True,
-            ((4, 4), True),
-            "FusedShard(0, (4, 4), interleaved=True)",
-        ),
+        (Shard(1), True, 1, "Shard(1)"),
+        (_StridedShard(0, split_factor=3), True, 3, "_StridedShard(0, split_factor=3)"),
+        (FusedShard(0, 2), True, 2, "FusedShard(0, 2)"),
+        (FusedShard(0, (4, 4)), True, (4, 4), "FusedShard(0, (4, 4))"),
         (IndexShard(0, (2, 1)), True, None, "IndexShard(0, [2, 1])"),
         (
             IndexShard(0, range(20)),  # type: ignore[arg-type]
@@ -189,7 +184,7 @@ def test_placements_are_told_apart_and_written_as_the_user_would(
 @pytest.mark.parametrize(
     "placement",
     [
-        FusedShard(0, 2, interleaved=True),
+        FusedShard(0, 2),
         FusedShard(-1, (4, 1, 1)),
         IndexShard(0, (3, 1)),
         MESH,

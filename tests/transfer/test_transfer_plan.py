@@ -91,7 +91,6 @@ CUTS: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...] | None]] = {
     "rows": ((5, 3), Shard(0), None),
     "columns": ((5, 3), Shard(1), None),
     "fused": ((10, 3), FusedShard(0, (6, 2, 2)), None),
-    "interleaved": ((8, 3), FusedShard(0, 2, interleaved=True), None),
     "padded": ((5, 3), Shard(0), (8, 3)),
 }
 

@@ -86,7 +86,7 @@ def canonical(cuts: Sequence[SavedCut]) -> list[SavedCut]:
             else:
                 cut, at = cut._replace(kind=FUSED), 0
         elif cut.kind == FUSED and _count(cut.parts) == 1:
-            cut = cut._replace(kind=PLAIN, parts=1, interleaved=False)
+            cut = cut._replace(kind=PLAIN, parts=1)
         ordered.insert(at, cut)
     return ordered
 
@@ -129,9 +129,7 @@ def _may_be_equal(saved: SavedCut, loaded: SavedCut, size: int) -> bool:
     if saved.kind != loaded.kind:
         plain = saved if saved.kind == PLAIN else loaded
         return plain.size == 1  # a whole tensor
-    return saved.kind == PLAIN or (
-        saved.interleaved == loaded.interleaved and _same_parts(saved.parts, loaded.parts, size)
-    )
+    return saved.kind == PLAIN or _same_parts(saved.parts, loaded.parts, size)
 
 
 def _same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: int) -> bool:

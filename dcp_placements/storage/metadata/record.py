@@ -35,7 +35,6 @@ class SavedCut(NamedTuple):
         kind: ``"plain"``; ``"fused"``, inside each of several tensors in one; ``"strided"``, inside
             what later cuts make (torch's ``_StridedShard``); ``"rows"``, which each rank names.
         parts: The number of parts of the dim, or their sizes.
-        interleaved: Whether the parts alternate row by row.
     """
 
     axis: str | None
@@ -43,7 +42,6 @@ class SavedCut(NamedTuple):
     dim: int
     kind: str
     parts: int | tuple[int, ...] = 1
-    interleaved: bool = False
 
     @property
     def placement(self) -> str:
@@ -51,8 +49,7 @@ class SavedCut(NamedTuple):
         if self.kind == STRIDED:
             return f"_StridedShard({self.dim}, split_factor={self.parts})"
         if self.kind == FUSED:
-            tail = ", interleaved=True" if self.interleaved else ""
-            return f"FusedShard({self.dim}, {self.parts}{tail})"
+            return f"FusedShard({self.dim}, {self.parts})"
         return f"Shard({self.dim})"
 
     def __str__(self) -> str:
@@ -137,7 +134,7 @@ def saved_cut(
     if lists_rows:
         return SavedCut(name, size, cut.dim, ROWS)
     kind = PLAIN if cut.parts == 1 else STRIDED if cut.strided else FUSED
-    return SavedCut(name, size, cut.dim, kind, cut.parts, cut.interleaved)
+    return SavedCut(name, size, cut.dim, kind, cut.parts)
 
 
 def packed_record(
@@ -224,12 +221,13 @@ def _cut_of(
     dim: int,
     kind: str,
     parts: int | tuple[int, ...],
-    interleaved: bool,
+    alternate: bool = False,
 ) -> SavedCut:
+    if alternate:  # in records of older saves: parts that alternate row by row are a plain cut
+        kind, parts = PLAIN, 1
     if not isinstance(parts, int):
         parts = tuple([int(part) for part in parts])
-    name = None if axis is None else str(axis)
-    return SavedCut(name, int(size), int(dim), str(kind), parts, bool(interleaved))
+    return SavedCut(None if axis is None else str(axis), int(size), int(dim), str(kind), parts)
 
 
 def _rename_of(kind: str, pattern: str, total: int | None) -> SavedRename:
