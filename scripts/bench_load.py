@@ -12,11 +12,10 @@ under torchrun with gloo, and one of a simulated world. Exit status 1 when a goa
     w4      Llama-70B with AdamW moments and steps, 2,892 tensors, HSDP with 8 copies
 
 Sides are torch's default planners and file system storage ("stock"), the same with
-dedup_save_to_lowest_rank ("lowest"), ours with our storage ("ours") and with shadows of 4 MiB
-("shadows"), and, in real runs, with exchange=True ("exchange"). Reads are those of the system
-(/proc/self/io) while data files are read. In the simulated world stock plans a few layers (its
-files are as many as there are replicated tensors, up to one per rank); ours plans all tensors,
-through the planners' own hooks.
+dedup_save_to_lowest_rank ("lowest"), ours with our storage ("ours"), and, in real runs, with
+exchange=True ("exchange"). Reads are those of the system (/proc/self/io) while data files are read.
+In the simulated world stock plans a few layers (its files are as many as there are replicated
+tensors, up to one per rank); ours plans all tensors, through the planners' own hooks.
 
 With --json a file of machine, options, seconds, missed (goals) and cases: by name the sides, each
 with opens (the largest rank), written (largest rank over mean), and of real runs reads, read_bytes
@@ -56,9 +55,7 @@ from dcp_placements import (
 )
 from dcp_placements.save.key_table import OBJECT, KeyTable, unpacked_table
 from dcp_placements.save.local_plan import sent_holding
-from dcp_placements.save.shadows import packs_of
 
-SHADOWS = 4 << 20
 CASES = ("fsdp", "hsdp", "norms")
 SIMULATED = {"w1": "w1-steps", "w4": "w4-steps"}
 COPIES = {"fsdp": 1, "hsdp": 2, "norms": 1, "w1": 1, "w4": 8}
@@ -75,12 +72,6 @@ SIDES: dict[str, Side] = {
     ),
     "ours": (
         PlacementSavePlanner,
-        PlacementLoadPlanner,
-        PlacementFileSystemWriter,
-        PlacementFileSystemReader,
-    ),
-    "shadows": (
-        lambda: PlacementSavePlanner(shadows=SHADOWS),
         PlacementLoadPlanner,
         PlacementFileSystemWriter,
         PlacementFileSystemReader,
@@ -238,9 +229,9 @@ def _nbytes(item: Any) -> int:
     return int(item.tensor_data.chunk.sizes.numel()) * 4
 
 
-def simulated_ours(workload: Workload, path: Path, *, shadows: bool) -> dict[str, Any]:
+def simulated_ours(workload: Workload, path: Path) -> dict[str, Any]:
     """Return what ours come to, for the plans of all ranks in a file."""
-    planner = PlacementSavePlanner(shadows=SHADOWS if shadows else "off")
+    planner = PlacementSavePlanner()
     dist.is_initialized = lambda: True
     dist.get_rank = lambda group=None: 0
     dist.get_world_size = lambda group=None: workload.ranks
@@ -253,16 +244,13 @@ def simulated_ours(workload: Workload, path: Path, *, shadows: bool) -> dict[str
     owner: dict[tuple[str, Any], int] = {}
     written = [0] * workload.ranks
     wants: list[list[tuple[str, Any]]] = []
-    own: list[set[tuple[str, Any]]] = []
     for rank, (local, plan) in enumerate(zip(sent, central, strict=True)):
         assignment = plan.planner_data
         for packed in local.tables:
             if packed not in tables:
                 tables[packed] = unpacked_table(packed)
         holding = sent_holding(local, [tables[packed] for packed in local.tables])
-        copied = {fqn for pack in packs_of(holding, assignment) for fqn in pack.fqns}
         wants.append([])
-        own.append(set())
         is_written = assignment.is_written(holding)
         for (fqn, group, box), is_owned in zip(holding.chunks(), is_written, strict=True):
             if group.kind == OBJECT or not box.numel:
@@ -270,13 +258,12 @@ def simulated_ours(workload: Workload, path: Path, *, shadows: bool) -> dict[str
             part = fqn, box.offsets
             if is_owned:
                 owner[part] = rank
-            if is_owned or fqn in copied:
-                own[rank].add(part)
                 written[rank] += box.numel * group.itemsize
             else:
                 wants[rank].append(part)
     opened = [
-        bool(own[rank]) + len({owner[part] for part in parts}) for rank, parts in enumerate(wants)
+        bool(written[rank]) + len({owner[part] for part in parts})
+        for rank, parts in enumerate(wants)
     ]
     return _summary(opened, written, workload)
 
@@ -304,8 +291,7 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
             sides = {
                 "stock": in_child(_stock, part, False),
                 "lowest": in_child(_stock, part, True),
-                "ours": in_child(_ours, whole, path, False),
-                "shadows": in_child(_ours, whole, path, True),
+                "ours": in_child(simulated_ours, whole, path),
             }
             replicated = whole.items() // 4
             sides["stock"]["whole_opens"] = min(COPIES[case] + replicated, args.ranks)
@@ -317,23 +303,15 @@ def _stock(workload: Workload, lowest: bool) -> dict[str, Any]:
     return simulated_stock(workload, lowest=lowest)
 
 
-def _ours(workload: Workload, path: Path, shadows: bool) -> dict[str, Any]:
-    return simulated_ours(workload, path, shadows=shadows)
-
-
 def missed(cases: dict[str, Any], *, tiny: bool) -> list[str]:
     """Return the goals that are not met."""
     found = []
     for case, sides in cases.items():
-        ours, shadows = sides["ours"], sides["shadows"]
+        ours = sides["ours"]
         allowed = 2 if COPIES[case] == 1 else 1 + COPIES[case]
         # Where what all ranks share is much of the whole, they share in writing it.
         if not tiny and case != "norms" and ours["opens"] > allowed:
             found.append(f"{case}: {ours['opens']} files opened, more than {allowed}")
-        # Replicas of all that is sharded are no budget's matter.
-        alone = COPIES[case]
-        if shadows["opens"] > alone:
-            found.append(f"{case}: {shadows['opens']} files opened with shadows, more than {alone}")
         if not tiny and case != "norms" and ours["written"] > 1.05:
             found.append(f"{case}: {ours['written']:.3f} of the mean written, more than 1.05")
         if case == "norms" and (ours["small_reads"] > 1 or ours["small_ratio"] > 1.1):

@@ -52,7 +52,6 @@ def save_sharded(
     ep: int = 2,
     collectives: bool = True,
     stock_metadata: bool = True,
-    shadows: Any = "off",
 ) -> dict[str, torch.Tensor]:
     """Save from ``ep`` x 2 ranks: experts over ep and then fsdp, dense weights over fsdp."""
     whole = {fqn: tensor + add for fqn, tensor in wholes().items()}
@@ -72,7 +71,7 @@ def save_sharded(
 
     def planner(rank: int) -> PlacementSavePlanner:
         mesh = world.mesh(rank, ep=ep, fsdp=2)
-        return PlacementSavePlanner(rules_by_ep(mesh), digests=digests, step=step, shadows=shadows)
+        return PlacementSavePlanner(rules_by_ep(mesh), digests=digests, step=step)
 
     def writer(rank: int) -> Any:
         if not lean:

@@ -61,9 +61,9 @@ from dcp_placements.rules.matches import (
     unmatched_faults,
 )
 from dcp_placements.rules.patterns import Rules
+from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.metadata.provenance import saved_by, stored
 from dcp_placements.storage.metadata.save_ids import IdRecord, id_records, speaking_for
-from dcp_placements.storage.shadow_reads import places_of
 
 REFUSED = "cannot be loaded from this checkpoint"
 

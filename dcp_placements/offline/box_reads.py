@@ -249,7 +249,7 @@ def _record(fqn: str, chunk: StoredChunk, shared: Box, box: Box) -> Record:
     )
     assert chunk.file is not None
     info = StorageInfo(chunk.file, chunk.start, chunk.nbytes, list(chunk.transforms) or None)
-    return Record(info, [(item, None)])
+    return Record(info, [item])
 
 
 def _minus(box: Box, origin: Box) -> torch.Size:

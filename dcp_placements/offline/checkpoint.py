@@ -27,10 +27,9 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.metadata.description import Description
 from dcp_placements.storage.metadata.properties import Dtype
-from dcp_placements.storage.metadata.provenance import stored
+from dcp_placements.storage.metadata.provenance import OWN_PREFIX, stored
 from dcp_placements.storage.metadata.record import SaveRecord, record_of
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, absent_ranks, writer_of
-from dcp_placements.storage.metadata.shadow_records import shadowed
 from dcp_placements.storage.metadata.table import Offset
 
 if TYPE_CHECKING:
@@ -139,17 +138,6 @@ class StoredObject:
     nbytes: int = 0  # length of the record
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPack:
-    """Shadows: copies of tensors, or of objects, that ranks wrote beside the canonical ones."""
-
-    fqns: tuple[str, ...]  # the keys that are copied, in the order of their copies in a record
-    tensor: StoredTensor | None  # all copies as one tensor; None for copies of objects
-    # The records. The offsets of a tensor's copy are the writer's number, then the offsets of the
-    # chunk
-    copies: tuple[StoredChunk, ...]
-
-
 class Checkpoint:
     """A checkpoint, opened for examination. No process group is needed, and no data is read yet.
 
@@ -164,7 +152,6 @@ class Checkpoint:
         rows: The places of all chunks.
         tensors: By key, in the checkpoint's order.
         objects: By key.
-        shadows: Copies of some of them (``shadows=``), by pack; a pack of objects has no tensor.
         provenance: Facts about its save that it stores; None where it stores none.
         newer: What plain torch of this version, under this Python, fails at in its metadata.
         absent: File by key, of keys that the index of safetensors files names and the file lacks.
@@ -186,7 +173,6 @@ class Checkpoint:
             entries, self.rows = self.description.entries, self.description.rows
             files = files_of(self.directory.path, self.description)
             self._places = _Places(self.rows, files)
-            self._pack_cuts: dict[tuple[Box, ...], int] = {}
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredObject] = {}
             counts = enumerate(entries.list_counts)
@@ -206,9 +192,6 @@ class Checkpoint:
                 else:
                     self.tensors[fqn] = StoredTensor(fqn, *kind)
         self.provenance: Mapping[str, Any] | None = stored(self.description)
-        self.shadows = {
-            key: self._pack(key, tuple(fqns)) for key, fqns in shadowed(self.provenance).items()
-        }
 
     @property
     def path(self) -> str:
@@ -273,17 +256,18 @@ class Checkpoint:
         return [self._alike(kind[0], ones) for kind, ones in groups.items()]
 
     def unclaimed(self) -> list[tuple[str, tuple[int, ...] | None, str]]:
-        """Return ``(key, offsets, file)`` of stored chunks that no tensor's metadata list."""
+        """Return ``(key, offsets, file)`` of stored chunks that no tensor's metadata list.
+
+        Records of this package's own, such as those of save ids, are left out.
+        """
         unclaimed: list[tuple[str, tuple[int, ...] | None, str]] = []
         claimed_all = {one.fqn for alike in self.alike if alike.is_claimed for one in alike.tensors}
-        claimed_all -= self.shadows.keys()
         for fqn in self.rows.fqns:
-            if fqn in claimed_all or fqn.startswith(ID_PREFIX):
+            if fqn in claimed_all:
                 continue
-            pack = self.shadows.get(fqn)
-            if pack is not None and pack.tensor is None:
+            tensor = self.tensors.get(fqn)
+            if tensor is None and fqn not in self.objects and fqn.startswith(OWN_PREFIX):
                 continue
-            tensor = self.tensors.get(fqn) if pack is None else pack.tensor
             boxes = () if tensor is None else tensor.boxes
             claimed: set[tuple[int, ...] | None] = {box.offsets for box in boxes}
             if fqn in self.objects and tensor is None:
@@ -324,25 +308,6 @@ class Checkpoint:
             positions.append(place[1])
         is_claimed = places.keys() <= {box.offsets for box in tensors[0].boxes}
         return Alike(tensors, placed, unplaced, is_claimed)
-
-    def _pack(self, key: str, fqns: tuple[str, ...]) -> StoredPack:
-        canonical = self.tensors.get(fqns[0]) if fqns else None
-        places = self._places.by_offset(key)
-        if canonical is None:
-            copies = tuple([StoredChunk(Box((), ()), *place) for place in places.values()])
-            return StoredPack(fqns, None, copies)
-        sizes = {box.offsets: box.sizes for box in canonical.boxes}
-        boxes = tuple(
-            Box(offset, (len(fqns), *sizes[offset[1:]]))
-            for offset in places
-            if offset is not None and offset[1:] in sizes
-        )
-        shape = (len(fqns), *canonical.shape)
-        # Numbered behind the lists of chunks of all keys.
-        number = self._pack_cuts.setdefault(boxes, len(self._pack_cuts))
-        cut = _Cut(len(self.description.entries.lists) + number, len(boxes), lambda: boxes)
-        tensor = StoredTensor(key, shape, canonical.stored_dtype, cut, self._places)
-        return StoredPack(fqns, tensor, tensor.chunks)
 
 
 def _merged(parts: Sequence[tuple[int, Description]], absent: Sequence[int]) -> Description:

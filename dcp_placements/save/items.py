@@ -47,8 +47,6 @@ class Assignment(NamedTuple):
             files that know a tensor by its name alone cannot hold those.
         objects: Some keys that are no tensors, which files of tensors cannot hold.
         save_id: Names the save.
-        shadows: Which copies the rank writes beside; None for none.
-        place: The number of the rank in the names of its files.
     """
 
     runs: bytes
@@ -57,8 +55,6 @@ class Assignment(NamedTuple):
     in_chunks: tuple[tuple[str, int, int], ...] = ()
     objects: tuple[str, ...] = ()
     save_id: bytes = b""
-    shadows: Any = None
-    place: int = 0
 
     def is_written(self, holding: Holding) -> list[bool]:
         """Return for each of ``Holding.chunks`` if the rank writes it."""
@@ -254,14 +250,6 @@ def writer_faults(plan: SavePlan, assignment: Assignment) -> list[Fault]:
         )
         for fqn in assignment.objects
     ]
-    if assignment.shadows is not None:
-        faults.append(
-            Fault(
-                "shadows=",
-                "HuggingFaceStorageWriter would write the copies as tensors of the model",
-                ('way out:     shadows="off", or FileSystemWriter',),
-            )
-        )
     if assignment.writers > 1 and "shard_index" not in plan.storage_data:
         faults.append(
             Fault(

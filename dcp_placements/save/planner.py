@@ -6,7 +6,7 @@ import dataclasses
 import io
 import uuid
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,7 +67,6 @@ from dcp_placements.save.local_plan import (
 )
 from dcp_placements.save.rank_notes import Statement, named_axes_of
 from dcp_placements.save.rank_save import REFUSED, RankSave
-from dcp_placements.save.shadows import Shadowing, all_packs, check_shadows, unlike_objects
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, SAMPLED, identity
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
 from dcp_placements.storage.metadata.write_results import Outline
@@ -97,9 +96,6 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         waive: ``{pattern: reason}`` of keys whose lint warnings are known to be wrong.
         step: The training step, kept with the checkpoint; an attribute, to be set before each
             save.
-        shadows: Copies of what is replicated, in the files of the ranks that would otherwise read
-            it elsewhere: ``"off"``, the bytes that a rank may write more (the smallest tensors
-            first), or patterns of keys. For ``PlacementFileSystemReader``; others see none of it.
         flatten_state_dict: As in ``DefaultSavePlanner``.
         flatten_sharded_tensors: As in ``DefaultSavePlanner``.
         dedup_replicated_tensors: As in ``DefaultSavePlanner`` (deprecated there, no effect).
@@ -131,7 +127,6 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         on_conflict: str = "error",
         waive: Mapping[str, str] | None = None,
         step: int | None = None,
-        shadows: str | int | Iterable[str] = "off",
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
         dedup_replicated_tensors: bool | None = None,
@@ -155,11 +150,6 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         if step is not None and not isinstance(step, int):
             raise PlacementError(f"step={step!r}: give a number")
         self.step = step
-        self.shadows = check_shadows(shadows)
-        if self.shadows is not None and on_conflict == "warn":
-            raise PlacementError(
-                'shadows= needs on_conflict="error": of replicas that differ the copies would too'
-            )
         self._exact = False
 
     @property
@@ -235,7 +225,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         axes = named_axes_of(save.placing, self.rules)
         statement = Statement(
             matched=save.placing.matched,
-            declared=save.declared(self.rules, self.waive, self.shadows),
+            declared=save.declared(self.rules, self.waive),
             stateless=tuple(stateless_parameters(save.state_dict)),
             notes=(*repeats, *findings, *save.notes),
             numbered=numbering(self.rename),
@@ -297,10 +287,6 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             )
             merged, strict = all_plans[0].storage_data is not None, self.on_conflict == "error"
             save.report = judged(coordinator, self.waive, strict=strict, merged_later=merged)
-            if self.shadows is not None and not alone:
-                unlike = unlike_objects(coordinator.pieces.all, self.digests)
-                shadowing = Shadowing(self.shadows, unlike)
-                assignments = [one._replace(shadows=shadowing) for one in assignments]
             # What a writer put into a local plan stays in it: without collectives, its file names.
             outlines = Outlines()
             self.global_plan = [
@@ -372,12 +358,9 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             provenance["options"] = options
             if self.digests != "off":
                 provenance[SAMPLED] = digests_by_chunk(self._run.holding, self.lookup_object)
-        if self.digests == "full" or self.shadows is not None:
+        if self.digests == "full":
             provenance |= making(cohorts, statements, options)
-            if self.digests == "full":
-                provenance["digests"] = written_digests(cohorts, assignments)
-            if self.shadows is not None:
-                provenance["shadows"] = all_packs(cohorts, assignments)
+            provenance["digests"] = written_digests(cohorts, assignments)
         data[RESERVED_KEY] = provenance
         return data
 
@@ -393,6 +376,6 @@ def _assigned(
         groups = [group for table in tables for group in table.groups]
         return outlines.of(tables, unpacked_boxes(sent.boxes, groups), assignment, sent.tables)
 
-    lazy = LazyItems(items, None if assignment.shadows else outline)
+    lazy = LazyItems(items, outline)
     # dataclasses.replace takes several times as long, and there is one plan per rank.
     return filled(type(plan), {**vars(plan), "items": lazy, "planner_data": assignment})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,6 @@ from dcp_placements._torch import (
     SavePlan,
     SavePlanner,
     WriteItem,
-    WriteItemType,
     global_rank,
 )
 from dcp_placements.bind.placed import Placing
@@ -37,8 +35,6 @@ from dcp_placements.save.held_digests import Objects
 from dcp_placements.save.items import Assignment, Outlines, assigned_items, grouped_items
 from dcp_placements.save.key_table import KeyTable
 from dcp_placements.save.local_plan import Holding, chunk_data, held_chunks, holding_of
-from dcp_placements.save.shadows import pack_items, packs_of
-from dcp_placements.storage.metadata.shadow_records import OBJECTS_NBYTES, packed_objects
 
 REFUSED = "cannot be placed in the checkpoint"
 
@@ -59,7 +55,6 @@ class RankSave:
         holding: What it holds, by group.
         packed_tables: The key tables of that, by their packed form.
         objects: Objects as files will hold them, where they were needed before.
-        packs: The keys of its shadows, by pack.
         report: The report on the save; None before it is made.
         renames: What the checkpoint is to keep of the rename.
         is_planned: Whether the local plan has been made.
@@ -78,7 +73,6 @@ class RankSave:
     holding: Holding = field(default_factory=Holding)
     packed_tables: Mapping[bytes, KeyTable] = field(default_factory=dict)
     objects: Objects = field(default_factory=dict)
-    packs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     report: SaveReport | None = None
     renames: tuple[Step, ...] = ()
     is_planned: bool = False
@@ -127,16 +121,12 @@ class RankSave:
         self.hold()
         self.is_planned = True
 
-    def declared(
-        self, rules: Rules | None, waive: Iterable[str], shadows: int | Iterable[str] | None
-    ) -> Matches:
+    def declared(self, rules: Rules | None, waive: Iterable[str]) -> Matches:
         """Return what is declared by pattern, and whether a key of this rank matches."""
-        shadowed = shadows if isinstance(shadows, Iterable) else ()
         return {
             **rule_matches(rules, self.placing.matched),
             **self._rename_matches,
             **option_matches("waive", waive, self.state_dict),
-            **option_matches("shadows", shadowed, self.state_dict),
         }
 
     def hold(self, left: Collection[str] = ()) -> None:
@@ -145,28 +135,23 @@ class RankSave:
         self.holding = holding_of(self.state_dict, self.placing.placed, self.paths, without)
 
     def items(self, assignment: Assignment, planner: SavePlanner | None) -> GroupedItems[WriteItem]:
-        """Return what the rank writes, shadows last.
+        """Return what the rank writes.
 
         Args:
             assignment: Of the coordinator.
             planner: The tensors of the state dict are what it gives; None if it has to be called.
         """
-        shadows = self._shadow_items(assignment)
         make = partial(assigned_items, self.holding, assignment)
         groups, others = grouped_items(self.holding, assignment) if planner else ([], make())
-        outline = None
-        if assignment.shadows is None:
-            outline = partial(Outlines().of, self.holding.tables, self.holding.boxes, assignment)
-        return GroupedItems(lambda: make() + shadows, planner, groups, others + shadows, outline)
+        outline = partial(Outlines().of, self.holding.tables, self.holding.boxes, assignment)
+        return GroupedItems(make, planner, groups, others, outline)
 
     def data(self, index: MetadataIndex) -> torch.Tensor | None:
-        """Return a view of what a placed tensor, or a pack, has at ``index``; None for others.
+        """Return a view of what a placed tensor has at ``index``; None for others.
 
         Raises:
             PlacementError: The rank has no chunk there.
         """
-        if index.fqn in self.packs:
-            return self._packed(index)
         placed = self.placing.placed.get(index.fqn)
         if placed is None:
             return None
@@ -181,34 +166,3 @@ class RankSave:
         if chunk is None:
             raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
         return chunk_data(placed, chunk)
-
-    def _shadow_items(self, assignment: Assignment) -> list[WriteItem]:
-        packs = packs_of(self.holding, assignment)
-        self.packs = {pack.key: pack.fqns for pack in packs}
-        items = []
-        for item in pack_items(packs, assignment.place):
-            if item.type == WriteItemType.BYTE_IO:
-                key = item.index.fqn
-                record = packed_objects([self._object_bytes(fqn) for fqn in self.packs[key]])
-                if record.getbuffer().nbytes > OBJECTS_NBYTES:
-                    continue
-                self.objects[key] = record
-            items.append(item)
-        return items
-
-    def _object_bytes(self, fqn: str) -> memoryview:
-        held = self.objects.get(fqn)
-        if held is None:
-            held = io.BytesIO()
-            torch.save(self.state_dict[fqn], held)
-        return held.getbuffer()
-
-    def _packed(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the tensors of a pack, one after another; a view where it is one."""
-        assert index.offset is not None
-        offset = torch.Size(index.offset[1:])
-        pieces = []
-        for fqn in self.packs[index.fqn]:
-            data = self.data(MetadataIndex(fqn, offset))
-            pieces.append((self.state_dict[fqn] if data is None else data).detach())
-        return pieces[0].unsqueeze(0) if len(pieces) == 1 else torch.stack(pieces)

@@ -231,8 +231,8 @@ class ChunkReader:
 
         Tensors of one dtype and shape have records of one length, unless they are not plain.
         """
-        item, packed = record.reads[0]
-        if len(record.reads) > 1 or packed is not None or record.is_object:
+        item = record.item
+        if len(record.items) > 1 or record.is_object:
             return None
         sizes = self._stored_sizes(item)
         if sizes is None or any(item.storage_offsets) or tuple(item.lengths) != sizes:
@@ -291,13 +291,12 @@ class ChunkReader:
 
     def _is_small(self, record: Record) -> bool:
         info = record.info
-        limit = SMALL_NBYTES if record.reads[0][1] is None else SPAN_NBYTES
-        if info.length > limit or info.transform_descriptors:
+        if info.length > SMALL_NBYTES or info.transform_descriptors:
             return False
         if info.length <= 2 * HEADS_NBYTES[0] or record.is_object:
             return True
         wanted = HEADS_NBYTES[0]
-        for item, _ in record.reads:
+        for item in record.items:
             stored = self._stored.get(item.storage_index.fqn)
             if not isinstance(stored, TensorStorageMetadata):
                 return True
@@ -318,7 +317,7 @@ def _alike(span: Sequence[Record]) -> Iterator[list[Record]]:
     run: list[Record] = []
     end = length = 0
     for record in span:
-        info, is_shared = record.info, len(record.reads) > 1
+        info, is_shared = record.info, len(record.items) > 1
         if run and (info.length != length or info.offset != end or is_shared):
             yield run
             run = []

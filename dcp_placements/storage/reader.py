@@ -29,7 +29,6 @@ from dcp_placements._torch import (
     Metadata,
     ReadItem,
     StorageMeta,
-    global_rank,
     logged_where_torch_drops_it,
 )
 from dcp_placements.errors import PlacementError, format_faults, format_name, raise_faults
@@ -37,7 +36,7 @@ from dcp_placements.lazy_items import GroupedItems
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
-from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.index.storage_table import StorageTable, places_of
 from dcp_placements.storage.merged_reads import ChunkReader, Job, jobs_of
 from dcp_placements.storage.metadata.checks import check_read_fields
 from dcp_placements.storage.metadata.file import read_metadata
@@ -64,7 +63,6 @@ from dcp_placements.storage.remote.filesystem import (
     UrlPath,
 )
 from dcp_placements.storage.remote.urls import is_url, local_or_url
-from dcp_placements.storage.shadow_reads import Copies
 from dcp_placements.storage.tensor_record import stored_zip
 
 
@@ -74,9 +72,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
     ``dcp.load(state_dict, storage_reader=PlacementFileSystemReader(path), planner=...)``, with any
     planner. A directory without ``.metadata`` in which every rank wrote its own
     (``dcp.save(..., use_collectives=False)``) is read as one checkpoint, in any topology.
-
-    Of a chunk with several copies (``PlacementSavePlanner(shadows=...)``) it reads the copy in this
-    rank's own file, or else one in a file that it opens anyway.
 
     Args:
         path: A directory, or a URL that fsspec knows (``s3://bucket/checkpoint``).
@@ -157,8 +152,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._stored = metadata.state_dict_metadata
         self._ids = id_records(metadata.storage_data)
-        rank = kwargs.get("rank")
-        self._copies = Copies(metadata, global_rank() if rank is None else rank)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Announce that this reader calls the planner's exchange. Called on every rank."""
@@ -191,7 +184,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         wanted: dict[str, dict[tuple[int, int], Record]] = {}
-        # The ids are compared here, because the planner does not know which copies are read.
         threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
         runs: dict[str, list[Run]] = {}
         with quiet_gc():
@@ -199,13 +191,12 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             if threads == 1 and isinstance(items, GroupedItems) and items.planner is planner:
                 runs, items = self._runs(items)
             items = [i for i in items if not i.storage_index.fqn.startswith(ID_PREFIX)]
-            sources = self._copies.sources(items)
-            for item, (info, packed) in zip(items, sources, strict=True):
+            for item, info in zip(items, places_of(items, self.storage_data), strict=True):
                 records = wanted.setdefault(info.relative_path, {})
                 place = (info.offset, info.length)
                 if place not in records:
                     records[place] = Record(info)
-                records[place].reads.append((item, packed))
+                records[place].items.append(item)
         ids = {record.file: record for record in speaking_for({*wanted, *runs}, self._ids)}
         table = self.storage_data
         starts = table.starts if isinstance(table, StorageTable) else None
@@ -246,7 +237,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         others = list(items.others)
         for group in items.groups:
             is_left = np.ones(len(group.fqns), bool)
-            if isinstance(self.storage_data, StorageTable) and not self._copies.are_there:
+            if isinstance(self.storage_data, StorageTable):
                 for path, run in runs_of(group, self.storage_data):
                     runs.setdefault(path, []).append(run)
                     is_left[run.keys] = False

@@ -24,9 +24,7 @@ from dcp_placements._torch import (
 from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.layout.byte_ranges import Gap, halves, segments
 from dcp_placements.storage.file_reads import HeldPart, Part
-from dcp_placements.storage.metadata.shadow_records import packed_object
 from dcp_placements.storage.records.rows import fill_each, values_of
-from dcp_placements.storage.shadow_reads import Packed
 from dcp_placements.storage.tensor_record import TensorRecord, load_saved_tensor
 
 NEAR_NBYTES = 64 << 10
@@ -58,11 +56,11 @@ class Record:
 
     Attributes:
         info: Where it is.
-        reads: Each item, and where in the record its chunk is; None where it is all of it.
+        items: What is read of it; all of one type.
     """
 
     info: StorageInfo
-    reads: list[tuple[ReadItem, Packed | None]] = field(default_factory=list)
+    items: list[ReadItem] = field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -71,8 +69,8 @@ class Record:
 
     @property
     def item(self) -> ReadItem:
-        """The first item; all items of a record are of one type."""
-        return self.reads[0][0]
+        """The first item."""
+        return self.items[0]
 
     @property
     def is_object(self) -> bool:
@@ -117,14 +115,13 @@ class Delivery:
         Raises:
             PlacementError: It does not hold what the metadata says.
         """
-        packed_dims = record.reads[0][1] is not None
         if record.is_object:
             self._deliver_objects(record, part, path)
-        elif tensor is None or len(tensor.shape) != len(record.item.lengths) + packed_dims:
+        elif tensor is None or len(tensor.shape) != len(record.item.lengths):
             self._deliver_loaded(record, part, path)
         else:
-            for item, packed in record.reads:
-                self._deliver_plain(item, packed, tensor, part, gap, path)
+            for item in record.items:
+                self._deliver_plain(item, tensor, part, gap, path)
 
     def deliver_alike(
         self, records: Sequence[Record], tensor: TensorRecord, rows: Array, path: str
@@ -142,12 +139,8 @@ class Delivery:
         """
         items, targets, is_whole = [], [], np.ones(len(records), bool)
         for at, record in enumerate(records):
-            item, packed = record.reads[0]
-            if (
-                packed is not None
-                or tuple(item.lengths) != tensor.shape
-                or any(item.storage_offsets)
-            ):
+            item = record.item
+            if tuple(item.lengths) != tensor.shape or any(item.storage_offsets):
                 part = HeldPart(rows[at].data)
                 self.deliver(record, tensor, part, every_gap, path)
                 is_whole[at] = False
@@ -175,41 +168,23 @@ class Delivery:
 
     def _deliver_objects(self, record: Record, part: Part, path: str) -> None:
         contents = memoryview(self._stream(record, part).read(-1))
-        for item, packed in record.reads:
-            value = contents
-            if packed is not None:
-                try:
-                    value = packed_object(contents, packed.position, packed.count)
-                except ValueError as error:
-                    problem = f"what {path} holds of it is no copy: {error}"
-                    raise damaged(item, problem) from error
-            self._planner.load_bytes(item, io.BytesIO(value))
+        for item in record.items:
+            self._planner.load_bytes(item, io.BytesIO(contents))
 
     def _deliver_loaded(self, record: Record, part: Part, path: str) -> None:
         stream = self._stream(record, part)
         loaded = _load(stream, record.item, path)
-        for item, packed in record.reads:
-            if packed is not None and packed.count != len(loaded):
-                raise _misfit(item, tuple(loaded.size()), path)
-            chunk = loaded if packed is None else loaded[packed.position]
-            source = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
+        for item in record.items:
+            source = narrow_tensor_by_index(loaded, item.storage_offsets, item.lengths)
             target = self.target(item, tuple(source.size()), path)
             target.copy_(source)
             self._planner.commit_tensor(item, target)
 
     def _deliver_plain(
-        self,
-        item: ReadItem,
-        packed: Packed | None,
-        tensor: TensorRecord,
-        part: Part,
-        gap: Gap,
-        path: str,
+        self, item: ReadItem, tensor: TensorRecord, part: Part, gap: Gap, path: str
     ) -> None:
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-        if packed is not None:
-            offsets, lengths = (packed.position, *offsets), (1, *lengths)
-        elif lengths != tensor.shape:
+        if lengths != tensor.shape:
             sizes = self._stored_sizes(item)
             if sizes not in (None, tensor.shape):
                 problem = (
@@ -218,14 +193,15 @@ class Delivery:
                 )
                 raise damaged(item, problem, NOT_AS_DESCRIBED)
         ends = zip(offsets, lengths, tensor.shape, strict=True)
-        if any(offset + length > size for offset, length, size in ends) or (
-            packed is not None and packed.count != tensor.shape[0]
-        ):
-            raise _misfit(item, tensor.shape, path)
-        target = self.target(item, tuple(item.lengths), path)
+        if any(offset + length > size for offset, length, size in ends):
+            problem = (
+                f"{path} holds a {tensor.shape} tensor, where the metadata says that {lengths} can "
+                f"be read at {offsets}"
+            )
+            raise damaged(item, problem, NOT_AS_DESCRIBED)
+        target = self.target(item, lengths, path)
         if target.numel():
-            whole = target if packed is None else target.unsqueeze(0)
-            self._fill(whole, offsets, lengths, tensor, part, gap)
+            self._fill(target, offsets, lengths, tensor, part, gap)
         self._planner.commit_tensor(item, target)
 
     def _stream(self, record: Record, part: Part) -> Any:
@@ -298,14 +274,6 @@ def _load(stream: Any, item: ReadItem, path: str) -> torch.Tensor:
 
 
 NOT_AS_DESCRIBED = "the checkpoint is not what it says"
-
-
-def _misfit(item: ReadItem, shape: tuple[int, ...], path: str) -> PlacementError:
-    problem = (
-        f"{path} holds a {shape} tensor, where the metadata says that "
-        f"{tuple(item.lengths)} can be read at {tuple(item.storage_offsets)}"
-    )
-    return damaged(item, problem, NOT_AS_DESCRIBED)
 
 
 def damaged(

@@ -46,13 +46,9 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def save(path: Path, *, stock_metadata: bool = True) -> None:
-    save_sharded(path, stock_metadata=stock_metadata, shadows=1 << 20)
-
-
 def cut_to(start: int) -> Callable[[Path, Run], None]:
     def cut(path: Path, run: Run) -> None:
-        save(path)
+        save_sharded(path)
         data = (path / ".metadata").read_bytes()
         head = b"\x80\x03" if start else b""
         (path / ".metadata").write_bytes(head + data[start : pickle_nbytes(data)])
@@ -61,12 +57,12 @@ def cut_to(start: int) -> Callable[[Path, Run], None]:
 
 
 def merged(path: Path, run: Run) -> None:
-    save(path, stock_metadata=False)
+    save_sharded(path, stock_metadata=False)
     assert run("merge-metadata", path).code == 0
 
 
 FORMS: dict[str, Callable[[Path, Run], None]] = {
-    "index": lambda path, run: save(path),
+    "index": lambda path, run: save_sharded(path),
     "merged": merged,
     "pickle": cut_to(MARKER_NBYTES),
     "lost index": cut_to(0),

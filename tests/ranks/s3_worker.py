@@ -121,19 +121,19 @@ def resharded(url: str) -> Facts:
 @scenario
 def exchange(url: str) -> Facts:
     """Every byte is downloaded by one rank, and sent to the others that hold it."""
-    save(url, mesh_of(2), 7, shadows=4000)
+    save(url, mesh_of(2), 7)
     unique = sum(tensor.nbytes for tensor in wholes().values())
     return {"unique": unique, **load(url, mesh_of(2), 7, exchange=True, verify="off")}
 
 
 @scenario
 def in_a_thread(url: str) -> Facts:
-    """``async_save`` in a thread, with shadows: each rank has copies in its own file."""
+    """``async_save`` in a thread."""
     mesh = mesh_of(2)
     dcp.async_save(
         state_on(mesh, 10),
         storage_writer=PlacementFileSystemWriter(url),
-        planner=PlacementSavePlanner(rules_on(mesh), digests="full", shadows=1 << 20),
+        planner=PlacementSavePlanner(rules_on(mesh), digests="full"),
     ).result()
     dist.barrier()
     return load(url, mesh, 10)

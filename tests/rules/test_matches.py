@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
-    PlacementError,
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
@@ -206,22 +205,6 @@ def test_an_optional_pattern_that_matches_on_one_rank_is_quiet(tmp_path: Path) -
             lambda rank: {"w": torch.zeros(2), **({"rng.1": torch.ones(1)} if rank else {})},
             optional="rng.*",
         )
-
-
-def test_shadows_that_name_no_key_are_named(tmp_path: Path) -> None:
-    with warned() as texts:
-        save(tmp_path, lambda rank: {"norm": torch.ones(2)}, shadows=["norm", "router"])
-    assert f"shadows='router': {NOWHERE}" in texts[0]
-
-
-@pytest.mark.parametrize("size", ["4MiB", "4 MB", "512k", "1e6", "4096"])
-def test_a_size_as_text_is_no_pattern_of_shadows(size: str) -> None:
-    if size == "1e6":
-        assert PlacementSavePlanner(shadows=size).shadows == (size,)
-        return
-    with pytest.raises(PlacementError, match="is a pattern of keys, not a size") as caught:
-        PlacementSavePlanner(shadows=size)
-    assert "shadows=4 * 2**20" in str(caught.value)
 
 
 def test_a_load_that_lacks_keys_names_what_matches_nothing(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_m44_rows_that_ranks_name_are_shared_among_those_that_have_them(
 
 @pytest.mark.parametrize("lowest", [False, True])
 def test_m44_shared_small_shards_are_whole_in_the_files(tmp_path: Path, lowest: bool) -> None:
-    """With full digests, shadows, and keys that live on another mesh on other ranks, too."""
+    """With full digests, and keys that live on another mesh on other ranks, too."""
     world = World(8)
     wholes = {f"layers.{i}.w": torch.arange(4096.0 * 6).reshape(4096, 6) + i for i in range(30)}
 
@@ -252,9 +252,7 @@ def test_m44_shared_small_shards_are_whole_in_the_files(tmp_path: Path, lowest: 
     planners = world.save(
         tmp_path,
         state_dict,
-        lambda rank: PlacementSavePlanner(
-            digests="full", shadows=300 * KIB, dedup_save_to_lowest_rank=lowest
-        ),
+        lambda rank: PlacementSavePlanner(digests="full", dedup_save_to_lowest_rank=lowest),
         lambda rank: PlacementFileSystemWriter(tmp_path),
     )
     written = Counter(

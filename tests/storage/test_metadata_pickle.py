@@ -266,7 +266,6 @@ UNFOLDING: dict[str, dict[str, Any]] = {
     "axes": {"axes": {"ep": doubled(60)}},
     "itself": {"options": {"waive": itself()}},
     "a long text": {"versions": dict.fromkeys(map(str, range(5000)), "x" * 100_000)},
-    "a pack": {"shadows": dict.fromkeys(map(str, range(5000)), ("w",) * 5000)},
     "digests": {"digests": {str(key): MANY_DIGESTS for key in range(5000)}},
     "a cut": {"cuts": {"groups": (((doubled(60), 2, 0, "plain", 1, False),),)}},
     "groups": {"cuts": {"groups": ((("ep", 2, 0, "plain", 1, False),) * 5000,) * 5000}},

@@ -82,15 +82,6 @@ def test_what_4_ranks_save_any_world_loads(s3: str, run: Run) -> None:
     assert (ran.code, ran.json["faults"]) == (0, [])
 
 
-def test_shadows_are_read_from_a_ranks_own_file(s3: str) -> None:
-    save_from_4(s3, shadows=1 << 20)
-
-    def check(reader: PlacementFileSystemReader) -> None:
-        assert reader.opens == 1
-
-    load_to(s3, 4, check)
-
-
 def test_an_export_to_a_bucket_and_back(s3: str, run: Run) -> None:
     save_from_4(f"{s3}/dcp")
     out = f"{s3}/hf"
@@ -216,9 +207,7 @@ def test_what_arrives_is_what_a_local_writer_writes(
         world.save(
             url,
             lambda rank: state_of(world, rank, 4),
-            lambda rank: PlacementSavePlanner(
-                rules_by_ep(world.mesh(rank, ep=4)), digests="full", shadows=4000
-            ),
+            lambda rank: PlacementSavePlanner(rules_by_ep(world.mesh(rank, ep=4)), digests="full"),
             lambda rank, url=url: PlacementFileSystemWriter(url, thread_count=2),
         )
     local = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -83,8 +83,7 @@ def save(path: Path, kind: type[PlacementSavePlanner], size: int, **options: Any
     def planner(rank: int) -> PlacementSavePlanner:
         mesh = world.mesh(rank, dp=2, ep=size // 2)
         rules = {"experts.w": CheckpointPlacement(mesh, [Replicate(), Shard(0)])}
-        shadows = options.get("shadows", "off")
-        return kind(PlacementRules(rules), shadows=shadows)
+        return kind(PlacementRules(rules))
 
     threads = options.get("threads", 1)
     world.save(
@@ -98,7 +97,7 @@ def save(path: Path, kind: type[PlacementSavePlanner], size: int, **options: Any
     return sent
 
 
-@pytest.mark.parametrize("options", [{}, {"files": "many"}, {"shadows": 1 << 20}])
+@pytest.mark.parametrize("options", [{}, {"files": "many"}])
 @pytest.mark.parametrize("size", [2, 4])
 def test_metadata_are_those_of_rows_that_were_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, options: dict[str, Any]
@@ -111,7 +110,7 @@ def test_metadata_are_those_of_rows_that_were_sent(
     kind = InStateDictOrder if "files" in options else InFileOrder
     in_full = save(path, kind, size, **options)
     path.rename(tmp_path / "b")
-    assert [is_confirmation(result) for result in confirmed] == ["shadows" not in options] * size
+    assert [is_confirmation(result) for result in confirmed] == [True] * size
     assert not any(map(is_confirmation, in_full))
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "b").iterdir())

@@ -112,11 +112,6 @@ def _print_save(inspection: Inspection) -> None:
         + (f"; missing: {short(missing)}" if missing else ""),
         f"ranks:     {ranges(inspection.ranks)}",
     )
-    if shadows := inspection.shadows:
-        print_lines(
-            f"shadows:   of {format_count(shadows.keys, 'key')} in "
-            f"{format_count(shadows.copies, 'record')}, {format_nbytes(shadows.nbytes)}"
-        )
     if inspection.provenance is None:
         print_lines("save:      the checkpoint has no record of it")
     for key, value in (inspection.provenance or {}).items():

@@ -10,7 +10,7 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from math import prod
 
 import numpy as np
@@ -23,7 +23,6 @@ from dcp_placements.storage.file_reads import CountedFile, FilePart
 from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.metadata.properties import Dtype, dtype_of
 from dcp_placements.storage.metadata.provenance import stored_digest
-from dcp_placements.storage.metadata.shadow_records import packed_object
 from dcp_placements.storage.tensor_record import (
     LOCAL,
     RecordHeads,
@@ -152,8 +151,6 @@ class RecordChecker:
     def _check(self, part: FilePart, record: Record) -> Iterator[Finding]:
         if record.chunk.transforms:
             yield from self._check_loaded(part, record)
-        elif record.tensor is None and record.copied:
-            yield from self._check_copied_objects(part, record)
         elif record.tensor is None:
             yield from self._check_object(part, record)
         elif self._checkpoint.format == SAFETENSORS:
@@ -177,14 +174,13 @@ class RecordChecker:
         if not self._contents:
             return
         nbytes = head.dtype.itemsize * prod(head.shape)
-        stored = self._stored_digests(record)
-        # Copies of several tensors follow each other, with a digest each.
-        hasher = _Hashers(max(nbytes // len(stored), 1))
+        digest = self._stored_digest(record)
+        hasher = xxhash.xxh3_128()
         broken = list(
             self._checksums(part, record.chunk.nbytes, (head.start, nbytes), hasher.update)
         )
         yield from broken
-        if not broken and _differ(stored, hasher.digests()):
+        if not broken and digest not in (None, hasher.digest()):
             yield _OTHER_CONTENTS
 
     def _check_object(self, part: FilePart, record: Record) -> Iterator[Finding]:
@@ -194,31 +190,15 @@ class RecordChecker:
         hasher = xxhash.xxh3_128()
         for piece in _pieces(part, 0, nbytes):
             hasher.update(piece)
-        stored = self._stored_digests(record)
+        digest = self._stored_digest(record)
         start = bytearray(min(nbytes, len(LOCAL)))
         part.read_into(memoryview(start), 0)
         # An object may be written in any way; if it begins or ends as a zip file, it has checksums.
         is_zip = bytes(start) == LOCAL or zipfile.is_zipfile(part.stream())
         broken = list(self._checksums(part, nbytes)) if is_zip else []
         yield from broken
-        if not broken and _differ(stored, [hasher.digest()]):
+        if not broken and digest not in (None, hasher.digest()):
             yield _OTHER_CONTENTS
-
-    def _check_copied_objects(self, part: FilePart, record: Record) -> Iterator[Finding]:
-        if not self._contents:
-            return
-        content = memoryview(bytearray(record.chunk.nbytes))
-        part.read_into(content, 0)
-        self._advance(content.nbytes)
-        stored = self._stored_digests(record)
-        for position, digest in enumerate(stored):
-            try:
-                copy = packed_object(content, position, len(stored))
-            except ValueError as error:
-                yield "wrong_record", str(error)
-                return
-            if _differ([digest], [xxhash.xxh3_128_digest(copy)]):
-                yield _OTHER_CONTENTS
 
     def _check_loaded(self, part: FilePart, record: Record) -> Iterator[Finding]:
         """Check a record that is not plain: other strides, or transforms."""
@@ -247,21 +227,19 @@ class RecordChecker:
         yield from _mismatch(record, tuple(tensor.shape), dtype_of(tensor.dtype))
         if self._contents:
             self._advance(record.chunk.nbytes)
-            stored = self._stored_digests(record)
-            if any(stored):
-                parts = list(tensor) if record.copied else [tensor]
-                if _differ(stored, map(full_digest, parts)):
-                    yield _OTHER_CONTENTS
+            digest = self._stored_digest(record)
+            if digest is not None and digest != full_digest(tensor):
+                yield _OTHER_CONTENTS
 
     def _advance(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self._progress(self.nbytes)
 
-    def _stored_digests(self, record: Record) -> list[bytes | None]:
-        """Return the stored digest of each tensor or object in a record; None for none."""
-        digests = [stored_digest(self._provenance, *place) for place in record.places]
-        self.digests += sum(digest is not None for digest in digests)
-        return digests
+    def _stored_digest(self, record: Record) -> bytes | None:
+        """Return the stored digest of a record; None for none."""
+        digest = stored_digest(self._provenance, *record.place)
+        self.digests += digest is not None
+        return digest
 
     def _checksums(
         self,
@@ -305,35 +283,6 @@ def _mismatch(record: Record, shape: tuple[int, ...], dtype: Dtype) -> Iterator[
             f"{declared} {record.tensor.stored_dtype}"
         )
         yield "wrong_record", message
-
-
-def _differ(stored: Sequence[bytes | None], digests: Iterable[bytes | None]) -> bool:
-    return any(
-        one is not None and one != other for one, other in zip(stored, digests, strict=False)
-    )
-
-
-class _Hashers:
-    """Digests of stretches of equal length, fed piece by piece."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._digests: list[bytes] = []
-        self._hasher = xxhash.xxh3_128()
-        self._left = nbytes
-
-    def update(self, piece: memoryview) -> None:
-        while piece.nbytes:
-            some = piece[: self._left]
-            self._hasher.update(some)
-            self._left -= some.nbytes
-            piece = piece[some.nbytes :]
-            if not self._left:
-                self._digests.append(self._hasher.digest())
-                self._hasher, self._left = xxhash.xxh3_128(), self._nbytes
-
-    def digests(self) -> list[bytes]:
-        return self._digests or [self._hasher.digest()]
 
 
 def _pieces(part: FilePart, start: int, nbytes: int) -> Iterator[memoryview]:

@@ -12,7 +12,6 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
@@ -28,7 +27,6 @@ class Record(NamedTuple):
     fqn: str  # the key that it belongs to
     chunk: StoredChunk  # its chunk; of an object a chunk without dims
     tensor: StoredTensor | None  # its tensor; None for an object
-    copied: tuple[str, ...] = ()  # of a shadow: the keys that it holds copies of
 
     @property
     def start(self) -> int:
@@ -41,18 +39,13 @@ class Record(NamedTuple):
         return self.chunk.start + self.chunk.nbytes
 
     @property
-    def places(self) -> list[tuple[str, tuple[int, ...] | None]]:
-        """Key and offset of its chunk or object; of a shadow, of those that it has copies of."""
-        offsets = None if self.tensor is None else self.chunk.box.offsets
-        if self.copied and offsets is not None:
-            offsets = offsets[1:]  # the first is the number of the shadow's writer
-        return [(fqn, offsets) for fqn in self.copied or (self.fqn,)]
+    def place(self) -> tuple[str, tuple[int, ...] | None]:
+        """Key and offset of its chunk; an object has no offset."""
+        return self.fqn, None if self.tensor is None else self.chunk.box.offsets
 
     @property
     def name(self) -> str:
         """The key, with the box where it is a part of the tensor."""
-        if self.copied:
-            return f"the copy of {format_names(self.copied, 2)}"
         if self.tensor is None or len(self.tensor.boxes) == 1:
             return self.fqn
         return f"{self.fqn} {format_box(self.chunk.box, self.tensor.shape)}"
@@ -66,7 +59,7 @@ Kind = tuple[tuple[int, ...], Dtype]
 class _Shared:
     """What the columns of all files refer to."""
 
-    owners: list[StoredTensor | Record]  # tensors, then the records of objects and shadows
+    owners: list[StoredTensor | Record]  # tensors, then the records of objects
     transforms: Sequence[Transforms]
     kinds: dict[Kind, int] = field(default_factory=dict)
 
@@ -120,15 +113,15 @@ def records_by_file(checkpoint: Checkpoint) -> dict[str, FileRecords]:
         CannotLook: There are too many.
     """
     check_count(checkpoint.path, checkpoint.description)
-    others = list(_other_records(checkpoint))
-    shared = _Shared([*checkpoint.tensors.values(), *others], checkpoint.rows.transforms)
+    objects = list(_object_records(checkpoint))
+    shared = _Shared([*checkpoint.tensors.values(), *objects], checkpoint.rows.transforms)
     paths = list(checkpoint.rows.writers.files())
-    files = sorted({*paths, *[str(record.chunk.file) for record in others]})
+    files = sorted({*paths, *[str(record.chunk.file) for record in objects]})
     numbers = {file: number for number, file in enumerate(files)}
     of_path = np.array([numbers[path] for path in paths], np.int64)
     parts = [
         [numbers[str(record.chunk.file)], record.start, record.chunk.nbytes, owner, 0, -1, 0]
-        for owner, record in enumerate(others, len(checkpoint.tensors))
+        for owner, record in enumerate(objects, len(checkpoint.tensors))
     ]
     tables = [np.array(parts, np.int64).reshape(-1, 7).T]
     for table in _tensor_rows(checkpoint, shared):
@@ -172,17 +165,14 @@ def _tensor_rows(checkpoint: Checkpoint, shared: _Shared) -> Iterator[Ints]:
                 yield table.reshape(7, -1)
 
 
-def _other_records(checkpoint: Checkpoint) -> Iterator[Record]:
-    """Yield the records of objects and shadows."""
+def _object_records(checkpoint: Checkpoint) -> Iterator[Record]:
+    """Yield the records of objects."""
     for fqn, stored in checkpoint.objects.items():
         if stored.file is not None:
             chunk = StoredChunk(Box((), ()), stored.file, stored.start, stored.nbytes)
             yield Record(fqn, chunk, None)
-    for key, pack in checkpoint.shadows.items():
-        for chunk in pack.copies:
-            yield Record(key, chunk, pack.tensor, pack.fqns)
 
 
 def fqns_of(records: Iterable[Record]) -> tuple[str, ...]:
-    """Return the keys of what records hold, or hold copies of; sorted."""
-    return tuple(sorted({fqn for record in records for fqn in record.copied or (record.fqn,)}))
+    """Return the keys of what records hold, sorted."""
+    return tuple(sorted({record.fqn for record in records}))

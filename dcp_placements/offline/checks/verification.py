@@ -142,7 +142,7 @@ def _digest_gaps(
     without: dict[str, set[str]] = defaultdict(set)
     for file, in_file in records.items():
         for record in in_file:
-            if not record.copied and stored_digest(provenance, *record.places[0]) is None:
+            if stored_digest(provenance, *record.place) is None:
                 without[record.fqn].add(file)
     return [
         CheckpointFault("no_digest", (fqn,), tuple(sorted(files)), "no digest of it is stored")

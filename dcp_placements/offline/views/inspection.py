@@ -66,15 +66,6 @@ class FileInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class ShadowInfo:
-    """Copies beside the canonical tensors and objects (``shadows=``)."""
-
-    keys: int  # number of tensors and objects that have copies
-    copies: int  # number of records in all files; a record has the copies of several keys
-    nbytes: int  # length of the records
-
-
-@dataclass(frozen=True, slots=True)
 class CutsInfo:
     """Tensors that were cut alike when they were saved."""
 
@@ -88,7 +79,7 @@ class Inspection:
 
     JSON: ClassVar[str] = (
         "path format groups tensors objects files totals "
-        "provenance shadows cuts renames experts?=experts_by_layer"
+        "provenance cuts renames experts?=experts_by_layer"
     )
 
     path: str  # where it is
@@ -101,7 +92,6 @@ class Inspection:
     provenance: Mapping[str, Any] | None
     digests: int  # chunks and objects of which a digest is stored
     experts: tuple[ExpertLayer, ...] | None = None  # layer by layer, if asked for
-    shadows: ShadowInfo | None = None  # the copies; None for none
     cuts: tuple[CutsInfo, ...] = ()  # the cuts of the save, if the checkpoint records them
     renames: tuple[str, ...] = ()  # the renames of the save, if the checkpoint records them
 
@@ -192,7 +182,6 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspec
         provenance=shown if provenance else None,
         digests=sum(len(digests) for digests in (provenance.get("digests") or {}).values()),
         experts=find_experts(tensors.values()) if experts else None,
-        shadows=_shadows(checkpoint),
         cuts=() if record is None else _cuts(record, tensors),
         renames=() if record is None else tuple(map(str, record.renames)),
     )
@@ -252,12 +241,3 @@ def _cuts(record: SaveRecord, fqns: Iterable[str]) -> tuple[CutsInfo, ...]:
         if cuts := record.cuts(fqn):
             keys.setdefault(cuts, []).append(fqn)
     return tuple(CutsInfo(tuple(map(str, cuts)), tuple(fqns)) for cuts, fqns in keys.items())
-
-
-def _shadows(checkpoint: Checkpoint) -> ShadowInfo | None:
-    packs = checkpoint.shadows.values()
-    records = [chunk for pack in packs for chunk in pack.copies]
-    if not records:
-        return None
-    keys = {fqn for pack in packs for fqn in pack.fqns}
-    return ShadowInfo(len(keys), len(records), sum(chunk.nbytes for chunk in records))

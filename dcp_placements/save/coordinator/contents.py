@@ -129,35 +129,3 @@ def _differing(digests: Digests, cover: Cover) -> Bools:
     lowest = np.minimum.reduceat(np.where(ordered == 0, _MOST, ordered), starts)
     differing: Bools = lowest < highest
     return differing
-
-
-def differing_objects(piece: Piece) -> list[str]:
-    """Return the objects of a piece that may differ between the files of the ranks."""
-    columns = [
-        # What files hold, and not only what it means, has to be the same.
-        rows.stored[:, source.positions]
-        for source in piece.sources
-        for rows in source.rows
-        if rows.stored is not None
-    ]
-    if columns:
-        stored = np.concatenate(columns)
-        unlike = (stored != stored[0]).any(axis=(0, 2))
-    else:
-        own = own_digests(piece, range(len(piece.fqns)))
-        # An object that cannot be pickled has no digest; a folded one has that of its buckets.
-        unlike = (own != own[0]).any(axis=0) | ((own == 0).any(axis=0) & ~_buckets_equal(piece))
-    return [fqn for fqn, is_unlike in zip(piece.fqns, unlike.tolist(), strict=True) if is_unlike]
-
-
-def _buckets_equal(piece: Piece) -> Bools:
-    """Return by key whether it is folded, and the same on all ranks as far as buckets show."""
-    slots = piece.rows[0].slots
-    equal = np.zeros(len(piece.fqns), bool)
-    if slots is not None and all(rows.slots is slots for rows in piece.rows):
-        digests = np.concatenate([rows.digests for rows in piece.rows])
-        differing = np.flatnonzero((digests != digests[0]).any(axis=0)).tolist()
-        folded = set(slots.folded) - set(slots.suspects(differing))
-        (source,) = piece.sources
-        equal[[at for at, position in enumerate(source.positions) if position in folded]] = True
-    return equal

@@ -216,7 +216,7 @@ class Coordinator:
             pieces = pieces if any(pieces) else ()
             for plan in cohort.plans.tolist():
                 assignments[plan] = Assignment(
-                    packed[plan], pieces, writers, in_chunks, objects, save_id, place=plan
+                    packed[plan], pieces, writers, in_chunks, objects, save_id
                 )
         return assignments
 

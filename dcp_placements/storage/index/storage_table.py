@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from dcp_placements._torch import Metadata, MetadataIndex, StorageInfo
+from dcp_placements._torch import Metadata, MetadataIndex, ReadItem, StorageInfo
+from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.storage.index.building import build_index, by_file
 from dcp_placements.storage.index.columns import IndexDamage, Ints
 from dcp_placements.storage.index.entries import Entries
@@ -194,3 +195,34 @@ def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:
     if isinstance(data, StorageTable):
         return data.paths()
     return {info.relative_path for info in data.values()}
+
+
+DAMAGED_METADATA = (
+    "likely:      .metadata was damaged, or another tool wrote it",
+    "way out:     copy .metadata again, or load another checkpoint",
+)
+
+
+def places_of(
+    items: Iterable[ReadItem], places: Mapping[MetadataIndex, StorageInfo]
+) -> list[StorageInfo]:
+    """Return the places of the chunks and objects that items are read from.
+
+    Raises:
+        PlacementError: There is none of some; all of them in one error.
+    """
+    indices = [item.storage_index for item in items]
+    try:
+        return [places[index] for index in indices]
+    except KeyError:
+        faults = [
+            Fault(
+                index.fqn,
+                "the metadata name no file for "
+                + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
+                DAMAGED_METADATA,
+            )
+            for index in indices
+            if index not in places
+        ]
+        raise PlacementError(format_faults("the checkpoint is not whole", faults)) from None

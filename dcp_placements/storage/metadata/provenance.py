@@ -13,6 +13,9 @@ from dcp_placements import __version__
 RESERVED_KEY = "dcp_placements"
 """The key in ``Metadata.planner_data``."""
 
+OWN_PREFIX = f"{RESERVED_KEY}."
+"""Begins the keys in ``storage_data`` of records beside those of tensors and objects."""
+
 SAMPLED = "sampled_digests"
 """The key of the sampled digests in the provenance of a rank that saved alone."""
 

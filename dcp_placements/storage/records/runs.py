@@ -64,7 +64,7 @@ class Run:
         starts = range(self.start, self.end, self.length)
         places = zip(starts, self.keys.tolist(), strict=True)
         return [
-            Record(StorageInfo(path, at, self.length, None), [(self.group.item(key), None)])
+            Record(StorageInfo(path, at, self.length, None), [self.group.item(key)])
             for at, key in places
         ]
 
