@@ -168,7 +168,6 @@ class LoadReport:
         casts: Keys whose dtype changes, as ``"float32 -> bfloat16"``.
         verified: Chunks whose digest was compared after reading.
         unverified: Chunks read in part, or cast, so that no digest can be compared.
-        copies: Keys whose destination does not share storage with a live parameter.
         traffic: What this rank read and received, as ``PlacementFileSystemReader`` counts it.
         all_traffic: The same for all ranks, a file counted once per rank that opens it. Only
             after an exchange; other loads do not send it.
@@ -190,7 +189,6 @@ class LoadReport:
     casts: Mapping[str, str] = field(default_factory=dict)
     verified: int = 0
     unverified: int = 0
-    copies: tuple[str, ...] = ()
     traffic: Traffic = Traffic()
     all_traffic: Traffic | None = None
     compared: str = "no record"
@@ -211,7 +209,6 @@ class LoadReport:
             ("stateless", self.stateless),
             ("not asked", self.unread),
             ("padded", tuple(self.padded)),
-            ("copies", self.copies),
         ):
             if keys:
                 lines.append(f"    {name + ':':<12}{len(keys)}: {format_names(keys, 4)}")

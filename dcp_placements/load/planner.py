@@ -83,9 +83,6 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             refuses a checkpoint without digests; ``"off"`` compares none.
         waive: ``{pattern: reason}`` of keys whose lint warnings, or differences from the save, are
             accepted.
-        live: The model (or an iterable of tensors) that the load is for. Tensors of the state
-            dict outside its storage are refused, unless they are optimizer state: what is read into
-            a copy never reaches the model.
         exchange: Ranks that need the same bytes read each once and send it to each other, along
             the axes of the rules' and the DTensors' meshes; with ``PlacementFileSystemReader``. A
             process group if the load does not run on the default one.
@@ -116,7 +113,6 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         cast: str = "warn",
         verify: str = "off",
         waive: Mapping[str, str] | None = None,
-        live: torch.nn.Module | Iterable[torch.Tensor] | None = None,
         exchange: bool | dist.ProcessGroup = False,
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
@@ -138,7 +134,6 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         self.optional = optional_patterns(optional)
         self.cast = cast
         self.verify = verify
-        self.live = live
         self.exchange = exchange
 
     @property
@@ -215,7 +210,6 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             policy,
             rules=self.rules,
             rename=self.rename,
-            live=self.live,
             verify=self.verify == "digests",
             rank=rank,
         )

@@ -37,7 +37,6 @@ from dcp_placements.lazy_items import LazyItems
 from dcp_placements.load.comparison.checks import LoadChecks, asked_faults, check_load
 from dcp_placements.load.exchange.exchange import Exchange
 from dcp_placements.load.exchange.shares import Verdict
-from dcp_placements.load.live import fleeting_faults, live_faults
 from dcp_placements.load.message import (
     LoadMessage,
     all_notes,
@@ -47,7 +46,7 @@ from dcp_placements.load.message import (
 from dcp_placements.load.missing import lacking_rows
 from dcp_placements.load.overlaps import Overlaps, overlaps_of
 from dcp_placements.load.policy import Policy
-from dcp_placements.load.request import Request
+from dcp_placements.load.request import Request, fleeting_faults
 from dcp_placements.load.verification import Verification
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, put_at, rename_keys
@@ -162,7 +161,6 @@ class RankLoad:
         *,
         rules: Rules | None,
         rename: Rename | None,
-        live: torch.nn.Module | Iterable[torch.Tensor] | None,
         verify: bool,
         rank: int,
     ) -> None:
@@ -172,7 +170,6 @@ class RankLoad:
             policy: What is accepted.
             rules: The user's rules.
             rename: The user's renaming.
-            live: What the load is for.
             verify: Whether digests are compared.
             rank: The global rank, for messages.
 
@@ -197,8 +194,6 @@ class RankLoad:
         report.compared = checks.compared
         faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
         faults += counted_faults(state_dict, placing, rename)
-        if live is not None:
-            faults += live_faults(state_dict, placing, live, report, self.mappings)
         if faults:
             raise RankFaults(f"rank {rank} {REFUSED}", faults)
         self.warn(request.notes)

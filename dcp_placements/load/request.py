@@ -12,6 +12,7 @@ import torch
 
 from dcp_placements._torch import (
     BytesStorageMetadata,
+    DTensor,
     LoadPlanner,
     Metadata,
     ReadItem,
@@ -19,6 +20,7 @@ from dcp_placements._torch import (
     chunk_list,
     has_hooks,
     is_dtensor_like,
+    local_tensor,
 )
 from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
@@ -344,6 +346,37 @@ class Request:
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(fqn, headline, details))
+
+
+def fleeting_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fault]:
+    """Return the DTensor-likes whose ``to_local()`` makes another tensor each time.
+
+    Bytes that are read into such a tensor are lost when the load ends.
+    """
+    return [
+        Fault(
+            fqn,
+            f"to_local() of this {type(value).__name__} makes a copy: what is read would be lost",
+            (
+                "likely:      it casts, gathers or unpacks what it holds",
+                "way out:     load into the tensor that it holds, and make the copy afterwards",
+            ),
+        )
+        for fqn, value in state_dict.items()
+        if type(value) is not DTensor
+        and is_dtensor_like(value)
+        and (placed := placing.placed.get(fqn)) is not None
+        and placed.tensor.numel()
+        and _address(local_tensor(value)) != _address(placed.tensor)
+    ]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where the tensor's storage begins in memory; 0 where it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # wrapper subclasses have no memory of their own
+        return 0
 
 
 def _are_alike(group: Group, other: Any) -> bool:

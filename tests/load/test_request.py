@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import examples, tilings
-from torch.distributed.tensor import Shard
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementRules
+from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementLoadPlanner, PlacementRules
 from dcp_placements._torch import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,7 +30,7 @@ from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request
 from dcp_placements.report import LoadReport
 from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.testing import World
+from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
 SHAPE = (8, 6)
 OTHER_SHAPE = (8, 5)
@@ -164,3 +167,17 @@ def test_a_rank_of_16384_makes_objects_of_the_chunks_that_it_reads(
         ]
         assert len(made) < 10 * len(fqns)
         made.clear()
+
+
+def test_a_look_alike_that_makes_a_copy_each_time_is_refused(tmp_path: Path) -> None:
+    class Casting(FakeDTensor):
+        def to_local(self) -> torch.Tensor:
+            return super().to_local().to(torch.float32)
+
+    dcp.save({"weight": torch.ones(5, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    mesh = FakeMesh((1,), ("dp",), rank=0)
+    weight = Casting(torch.zeros(5, 3, dtype=torch.bfloat16), mesh, [Replicate()], (5, 3))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"weight": weight}, checkpoint_id=tmp_path, planner=PlacementLoadPlanner())
+    text = str(caught.value.failures[0][0])
+    assert "weight: to_local() of this Casting makes a copy" in text
