@@ -88,7 +88,7 @@ def test_m1_names_which_ranks_agree_with_which(tmp_path: Path) -> None:
     refusal.says("w: 2 different contents on 4 ranks", "ranks 0-1", "ranks 2-3")
 
 
-@pytest.mark.parametrize("element", [0, 1, 131_072, 262_142, 262_143])
+@pytest.mark.parametrize("element", [0, 131_072, 262_143])
 def test_m1_full_digests_see_any_single_element(tmp_path: Path, element: int) -> None:
     def state(rank: int) -> dict[str, Any]:
         w = arange(512, 512)

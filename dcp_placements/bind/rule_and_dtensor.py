@@ -70,7 +70,9 @@ class Sources:
         if len(global_shape) != ndim:
             raise BindError(
                 f"the tensor has {ndim} dims, but global_shape={global_shape} has "
-                f"{len(global_shape)}"
+                f"{len(global_shape)}",
+                "way out:     global_shape= of the whole tensor, with all its dims; or a more "
+                "specific pattern above this rule",
             )
         sharding = Sharding(global_shape, self.axis_sizes, self.cuts, padded_shape)
         layout = _layout(sharding, self.axes, own, local_shape, placement)
