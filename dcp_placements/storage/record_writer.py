@@ -1,9 +1,9 @@
-"""Writes tensors as ``torch.save`` does, from the file of another one with their dtype and shape.
+"""Writes records of tensors, from that which ``torch.save`` wrote of one of their dtype and shape.
 
 ``torch.save`` takes 100 us and more, however small the tensor, which dominates a checkpoint of many
-small tensors, and its CRC-32 is a quarter of the time of writing a large one. So the files of small
-tensors are made many at a time, and large ones pass through the processor's cache once, for the
-checksum and for the system call.
+small tensors, and its CRC-32 is a quarter of the time of writing a large one. So the records of
+small tensors are made many at a time, and large ones pass through the processor's cache once, for
+the checksum and for the system call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dcp_placements.errors import PlacementError
 from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.records.rows import are_alike, rows_of
-from dcp_placements.storage.records.stamp import BLOCK_NBYTES, Stamp
+from dcp_placements.storage.records.template import BLOCK_NBYTES, Template
 
 T = TypeVar("T")
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
@@ -46,7 +46,7 @@ class Saved(NamedTuple):
 
 
 def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> Saved:
-    """Write what ``torch.save(tensor, stream)`` writes of each tensor.
+    """Write a record of each tensor, which ``torch.load`` reads.
 
     Args:
         tensors: One, or several that ``batches`` yields together.
@@ -57,23 +57,23 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> Saved:
     """
     first = tensors[0]
     kind = _kind_of(first)
-    stamp = None if kind is None else _stamp_of(kind)
-    if stamp is None:
+    template = None if kind is None else _template_of(kind)
+    if template is None:
         before = stream.tell()
         for tensor in tensors:
             torch.save(tensor, stream)
         return Saved((stream.tell() - before) // len(tensors), None)
     is_contiguous = first.is_contiguous()
     if is_contiguous and first.nbytes <= SMALL_NBYTES:
-        stamp.write(rows_of(tensors), stream)
+        template.write(rows_of(tensors), stream)
     else:
         for tensor in tensors:
-            _write_large(stamp, _storage_bytes(tensor), stream)
-    return Saved(stamp.length, stamp.start if is_contiguous else None)
+            _write_large(template, _storage_bytes(tensor), stream)
+    return Saved(template.length, template.start if is_contiguous else None)
 
 
 def save_alike(tensors: Sequence[torch.Tensor], sizes: torch.Size, stream: Any) -> Saved | None:
-    """Write what torch's writer writes of each of many small tensors.
+    """Write a record of each of many small tensors.
 
     Args:
         tensors: Any; views of a larger storage, too.
@@ -86,20 +86,20 @@ def save_alike(tensors: Sequence[torch.Tensor], sizes: torch.Size, stream: Any) 
     """
     first = tensors[0]
     is_small = are_alike(tensors, sizes) and 0 < first.nbytes <= SMALL_NBYTES
-    stamp = _stamp_of((first.dtype, sizes, c_strides(tuple(sizes)))) if is_small else None
-    if stamp is None:
+    template = _template_of((first.dtype, sizes, c_strides(tuple(sizes)))) if is_small else None
+    if template is None:
         return None
     step = BATCH_NBYTES // first.nbytes
     for start in range(0, len(tensors), step):
-        stamp.write(rows_of(tensors[start : start + step]), stream)
-    return Saved(stamp.length, stamp.start)
+        template.write(rows_of(tensors[start : start + step]), stream)
+    return Saved(template.length, template.start)
 
 
 @lru_cache(maxsize=1024)
-def _stamp_of(kind: Kind) -> Stamp | None:
-    """Return the stamp of a kind; None where this torch writes in another way."""
+def _template_of(kind: Kind) -> Template | None:
+    """Return the template of a kind; None where this torch writes in another way."""
     try:
-        return Stamp.of(*kind)
+        return Template(*kind)
     except ValueError:
         return None
 
@@ -124,14 +124,14 @@ def batches(
         yield held, beside
 
 
-def _write_large(stamp: Stamp, data: memoryview, stream: Any) -> None:
-    stream.write(stamp.head)
+def _write_large(template: Template, data: memoryview, stream: Any) -> None:
+    stream.write(template.head)
     checksum = 0
     for start in range(0, data.nbytes, BLOCK_NBYTES):
         block = data[start : start + BLOCK_NBYTES]
         checksum = crc32(block, checksum)
         stream.write(block)
-    stream.write(stamp.tail(checksum))
+    stream.write(template.tail(checksum))
 
 
 def _kind_of(tensor: torch.Tensor) -> Kind | None:

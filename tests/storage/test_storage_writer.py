@@ -39,15 +39,16 @@ from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.table import StoredPlace, join, place_of, rows_of_places
 from dcp_placements.storage.metadata.write_results import WriteResults
 from dcp_placements.storage.record_writer import batches, save_tensors
-from dcp_placements.storage.records import stamp as stamps
+from dcp_placements.storage.records import template as templates
 from dcp_placements.storage.records.data_file import split_by_chunk
-from dcp_placements.storage.records.stamp import Stamp
+from dcp_placements.storage.records.template import Template
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (
     DTYPES,
     Flipped,
     all_kinds,
+    assert_record_of,
     blank,
     data_file,
     flipped_registry,
@@ -72,7 +73,7 @@ def test_torch_reads_what_it_writes(tmp_path: Path, options: dict[str, Any]) -> 
 
 
 def test_records_are_those_of_torch_save(tmp_path: Path) -> None:
-    """Byte for byte, also where torch.save was not called."""
+    """Also where torch.save was not called."""
     saved = {f"{n}.{key}": value for n in range(2) for key, value in all_kinds().items()}
     dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
     checked = 0
@@ -81,7 +82,7 @@ def test_records_are_those_of_torch_save(tmp_path: Path) -> None:
         if isinstance(value, torch.Tensor):
             with open(tmp_path / info.relative_path, "rb") as file:
                 file.seek(info.offset)
-                assert file.read(info.length) == saved_by_torch(value), index
+                assert_record_of(file.read(info.length), value)
             checked += 1
     assert checked == 2 * (len(all_kinds()) - 2)
 
@@ -93,7 +94,7 @@ def test_torch_save_runs_once_for_tensors_that_are_alike(
     calls = []
     real = torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (calls.append(args), real(*args)))
-    record_writer._stamp_of.cache_clear()
+    record_writer._template_of.cache_clear()
     for _ in range(5):
         for dtype in DTYPES:
             save_tensors([torch.zeros(shape).to(dtype)], io.BytesIO())
@@ -101,23 +102,23 @@ def test_torch_save_runs_once_for_tensors_that_are_alike(
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (300, 77), (513, 1025)])
-def test_tensors_of_one_kind_are_written_together_as_torch_does(shape: tuple[int, ...]) -> None:
+def test_records_of_tensors_of_one_kind_that_are_written_together(shape: tuple[int, ...]) -> None:
     for dtype in DTYPES:
         numel = torch.Size(shape).numel()
         values = torch.arange(4 * numel).remainder(251).to(dtype)
         tensors = [part.clone().reshape(shape) for part in values.split(numel)]
-        found, wanted = io.BytesIO(), io.BytesIO()
+        found = io.BytesIO()
         lengths, order = set(), ""
         for batch, names in batches(zip(tensors, "abcd", strict=True)):
             saved = save_tensors(batch, found)
             lengths.add(saved.nbytes)
             order += "".join(names)
-        for tensor in tensors:
-            torch.save(tensor, wanted)
-        assert found.getvalue() == wanted.getvalue()
         assert order == "abcd"
-        assert lengths == {len(wanted.getvalue()) // 4}
+        assert lengths == {len(saved_by_torch(tensors[0]))}
         assert saved.start is not None
+        for at, tensor in enumerate(tensors):
+            record = found.getvalue()[at * saved.nbytes : (at + 1) * saved.nbytes]
+            assert_record_of(record, tensor)
         elements = tensors[1].reshape(-1).view(torch.uint8).numpy().tobytes()
         assert found.getvalue()[saved.nbytes + saved.start :].startswith(elements)
 
@@ -131,42 +132,52 @@ def test_only_plain_tensors_of_one_kind_are_written_together() -> None:
     assert [len(batch) for batch, _ in batches((tensor, None) for tensor in many)] == [4, 4, 1]
 
 
-def test_a_stamp_refuses_files_that_torch_did_not_write_so() -> None:
-    tensor = torch.arange(6.0)
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    saved, data = buffer.getvalue(), tensor.numpy().tobytes()
-    assert b"".join(Stamp.of_file(saved, len(data)).parts(data)) == saved
-    at = saved.index(b"serialization_id") + 20
-    for broken in (saved[:-1], b"", saved.replace(b"data/0", b"data/1")):
-        with pytest.raises(ValueError, match=r"torch\.save writes"):
-            Stamp.of_file(broken, len(data))
-    digit = saved.index(b"PK\x07\x08", at) - 1
-    with pytest.raises(ValueError, match="other bytes"):
-        Stamp.of_file(saved[:digit] + b"x" + saved[digit + 1 :], len(data))
-
-
 @pytest.mark.parametrize("shape", [(3,), (), (2, 1, 5), (300, 77), (1, 1, 1 << 17)])
-def test_a_stamp_of_any_size_writes_what_torch_writes(shape: tuple[int, ...]) -> None:
+def test_a_template_of_any_size_makes_records_that_torch_and_zipfile_read(
+    shape: tuple[int, ...],
+) -> None:
     for dtype in DTYPES:
         tensor = (torch.arange(torch.Size(shape).numel()) % 7 - 3).reshape(shape).to(dtype)
-        buffer = io.BytesIO()
-        torch.save(tensor, buffer)
-        stamp = Stamp.of(dtype, shape)
+        template = Template(dtype, shape)
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        assert b"".join(stamp.parts(data)) == buffer.getvalue()
-        assert stamp.length == len(buffer.getvalue())
-        assert buffer.getvalue()[stamp.start :].startswith(data)
+        record = b"".join(template.parts(data))
+        assert len(record) == template.length == len(saved_by_torch(tensor))
+        assert record[template.start :].startswith(data)
+        assert_record_of(record, tensor)
 
 
-def test_an_unknown_torch_is_left_to_write_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stamps, "_combine", lambda seed, value: seed + value)
-    monkeypatch.setattr(record_writer, "_stamp_of", record_writer._stamp_of.__wrapped__)
-    for value in (1.0, 2.0, 3.0):
-        ours, stock = io.BytesIO(), io.BytesIO()
-        save_tensors([torch.full((5,), value)], ours)
-        torch.save(torch.full((5,), value), stock)
-        assert ours.getvalue() == stock.getvalue()
+def test_a_torch_that_writes_otherwise_is_left_to_write_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(record_writer, "_template_of", record_writer._template_of.__wrapped__)
+    tensor = torch.full((5,), 2.0)
+
+    def written() -> bytes:
+        ours = io.BytesIO()
+        save_tensors([tensor], ours)
+        return ours.getvalue()
+
+    stock = saved_by_torch(tensor)
+    assert written() != stock
+    monkeypatch.setattr(templates, "DESCRIPTOR", b"PK\x07\x09")
+    assert written() == stock
+    monkeypatch.undo()
+    monkeypatch.setattr(record_writer, "_template_of", record_writer._template_of.__wrapped__)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: tensor)  # other elements
+    assert written() == stock
+
+
+def test_records_without_checksums_are_written_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(record_writer, "_template_of", record_writer._template_of.__wrapped__)
+    torch.serialization.set_crc32_options(False)
+    try:
+        ours = io.BytesIO()
+        save_tensors([torch.arange(5.0)], ours)
+        assert ours.getvalue() == saved_by_torch(torch.arange(5.0))
+    finally:
+        torch.serialization.set_crc32_options(True)
 
 
 def item(fqn: str, sizes: tuple[int, ...], whole: tuple[int, ...]) -> WriteItem:

@@ -16,11 +16,11 @@ import torch
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
-from dcp_placements.offline.resharding.target import Entry, empty_record, stamp_of
+from dcp_placements.offline.resharding.target import Entry, empty_record, template_of
 from dcp_placements.storage.file_reads import write_all
 from dcp_placements.storage.record_contents import memory_of
 from dcp_placements.storage.records.fast_zlib import crc32
-from dcp_placements.storage.records.stamp import BLOCK_NBYTES
+from dcp_placements.storage.records.template import BLOCK_NBYTES
 
 SMALL_NBYTES = 64 << 10
 """Elements up to this are written with the rest of their record, in one call."""
@@ -70,7 +70,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
             self._advance(entry.length)
         elif box.numel * tensor.dtype.itemsize <= SMALL_NBYTES:
             data = self._read(tensor, box, 0)
-            parts = stamp_of(tensor.dtype, box.sizes).parts(bytes(data))
+            parts = template_of(tensor.dtype, box.sizes).parts(bytes(data))
             write_all(stream, memoryview(b"".join(parts)))
             self._advance(entry.length)
         elif (chunk := self._as_it_is(tensor, box, entry.length)) is not None:
@@ -94,9 +94,9 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
             self._advance(some)
 
     def _write_slabs(self, tensor: StoredTensor, box: Box, stream: IO[bytes]) -> None:
-        stamp = stamp_of(tensor.dtype, box.sizes)
+        template = template_of(tensor.dtype, box.sizes)
         slabs = list(pieces(box, self._slab_nbytes // tensor.dtype.itemsize))
-        write_all(stream, memoryview(stamp.head))
+        write_all(stream, memoryview(template.head))
         checksum = 0
         data = self._read(tensor, slabs[0], 0)
         for number, following in enumerate([*slabs[1:], None], 1):
@@ -108,9 +108,9 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
             self._advance(data.nbytes)
             if ahead is not None:
                 data = ahead.result()
-        tail = stamp.tail(checksum)
+        tail = template.tail(checksum)
         write_all(stream, memoryview(tail))
-        self._advance(len(stamp.head) + len(tail))
+        self._advance(len(template.head) + len(tail))
 
     def _read(self, tensor: StoredTensor, piece: Box, number: int) -> memoryview:
         """Return the elements of a piece, in one of the buffers."""

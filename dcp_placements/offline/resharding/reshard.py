@@ -27,7 +27,7 @@ from dcp_placements.offline.readers.dcp import TORCH_DIST
 from dcp_placements.offline.rehearsals.world_parts import WorldParts
 from dcp_placements.offline.remote_output import AnyFolder, output_at
 from dcp_placements.offline.resharding.records import SMALL_NBYTES, RecordWriter
-from dcp_placements.offline.resharding.target import Target, stamp_of
+from dcp_placements.offline.resharding.target import Target, template_of
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rules.matches import unmatched_faults
 from dcp_placements.rules.mesh import MeshCoordinate
@@ -203,7 +203,7 @@ def _rows(target: Target, rank: int, name: str) -> Rows:
             dtype, sizes = entry.source.dtype, entry.box.sizes
             if entry.box.numel * dtype.itemsize <= SMALL_NBYTES:
                 kind = (str(dtype), sizes, entry.length)
-                begins = stamp_of(dtype, sizes).start
+                begins = template_of(dtype, sizes).start
         rows.add(entry.index, path=name, start=start, length=entry.length)
         rows.add_start(kind, begins)
         start += entry.length

@@ -34,7 +34,7 @@ from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
 from dcp_placements.storage.metadata.record import Cuts, packed_record
 from dcp_placements.storage.metadata.save_ids import named
-from dcp_placements.storage.records.stamp import Stamp
+from dcp_placements.storage.records.template import Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class Entry:
 
 
 @lru_cache(maxsize=1 << 12)
-def stamp_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Stamp:
-    """Return the stamp of chunks with elements.
+def template_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Template:
+    """Return the template of chunks with elements.
 
     Raises:
         PlacementError: This torch writes another format.
     """
     try:
-        return Stamp.of(dtype, shape)
+        return Template(dtype, shape)
     except ValueError as error:
         raise PlacementError(f"torch {torch.__version__}: {error}") from error
 
@@ -153,7 +153,7 @@ class Target:
         dtype = group.tensors.dtype
         if not box.numel:
             return len(empty_record(dtype, box.sizes))
-        return stamp_of(dtype, box.sizes).length
+        return template_of(dtype, box.sizes).length
 
     def file_name(self, rank: int, save_id: bytes) -> str:
         """Return the name of a rank's file."""
