@@ -359,7 +359,7 @@ JSON_OF = {
     "diff": "step-1 step-2",
     "rehearse": "step-1 --rules moe_rules:rules --mesh ep=8",
     "reshard": "step-1 resharded --rules moe_rules:rules --mesh ep=8",
-    "doctor": "stock --mesh ep=4,edp=4 --rescue again",
+    "doctor": "stock --mesh ep=4,edp=4",
     "draw": "step-1 -o all.svg",
     "export": "step-1 exported --to hf",
 }

@@ -6,14 +6,12 @@ The package's own writer writes the files, into a directory that appears when al
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from io import BytesIO
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from dcp_placements._torch import (
     DEFAULT_SUFFIX,
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -39,15 +37,14 @@ class Target(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One chunk of a tensor, or an object, and its source."""
+    """One chunk of a tensor, and its source."""
 
     fqn: str  # the key
-    box: Box | None  # the chunk, in the whole tensor; None for an object
+    box: Box  # the chunk, in the whole tensor
     file: Hashable  # of the source; pieces of one file are written into one
-    nbytes: int  # bytes of the elements, or of the record
-    # Returns the elements, in the chunk's shape, or the object's record; called once, when they are
-    # written
-    read: Callable[[], Any]
+    nbytes: int  # bytes of the elements
+    # Returns the elements, in the chunk's shape; called once, when they are written
+    read: Callable[[], torch.Tensor]
 
 
 def write_chunks(
@@ -56,36 +53,30 @@ def write_chunks(
     pieces: Iterable[Piece],
     progress: Progress,
     check: Callable[[], None],
-    *,
-    paths: Mapping[str, Any] | None = None,
-    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a DCP checkpoint; one chunk is in memory at a time.
 
     Args:
         output: Of the checkpoint.
         targets: The tensors by key.
-        pieces: The chunks, which must not overlap, and objects.
+        pieces: The chunks, which must not overlap.
         progress: Called with the bytes written, and those to write, after each chunk is read.
         check: Called when all pieces are read, before the output appears; refuses a source that was
             overwritten.
-        paths: Where each key stands in the nested state dict; by default at its top.
-        beside: Other files, by name.
 
     Raises:
         CannotLook: There is no room, or something else appeared at the path meanwhile.
     """
-    beside = beside or {}
     metadata, plans, by_index = _plans(targets, pieces)
     output.check_room(sum(piece.nbytes for piece in by_index.values()))
-    # The path of each key in a nested dict, as torch's planner stores it.
-    metadata.planner_data = paths or {fqn: (fqn,) for fqn in metadata.state_dict_metadata}
+    # The path of each key in a nested dict, as torch's planner stores it: all are at its top.
+    metadata.planner_data = {fqn: (fqn,) for fqn in metadata.state_dict_metadata}
     writer = PlacementFileSystemWriter(output.path)
     writer.set_up_storage_writer(True)
     plans = writer.prepare_global_plan(plans)
     # One thread writes one file of each plan.
     names = [f"{cast(Any, plan.storage_data).prefix}0{DEFAULT_SUFFIX}" for plan in plans]
-    with output.directory([*names, *beside, ".metadata"]) as folder:
+    with output.directory([*names, ".metadata"]) as folder:
         writer.reset(folder.path)
         planner = cast(SavePlanner, _Reader(by_index, progress))
         results = []
@@ -94,8 +85,6 @@ def write_chunks(
             written.wait()
             results.append(written.value())
         check()
-        for name, data in beside.items():
-            folder.write(name, data)
         folder.begin_last()
         writer.finish(metadata, results)
 
@@ -113,18 +102,13 @@ def _plans(
     by_index: dict[MetadataIndex, Piece] = {}
     by_file: dict[Hashable, list[WriteItem]] = {}
     for piece in pieces:
-        items = by_file.setdefault(piece.file, [])
-        if piece.box is None:
-            stored[piece.fqn] = BytesStorageMetadata()
-            index = MetadataIndex(piece.fqn)
-            items.append(WriteItem(index, WriteItemType.BYTE_IO))
-        else:
-            tensor, sizes = stored[piece.fqn], torch.Size(piece.box.sizes)
-            chunk = ChunkStorageMetadata(torch.Size(piece.box.offsets), sizes)
-            index = MetadataIndex(piece.fqn, chunk.offsets, len(tensor.chunks))
-            tensor.chunks.append(chunk)
-            data = TensorWriteData(chunk, tensor.properties, tensor.size)
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        tensor, sizes = stored[piece.fqn], torch.Size(piece.box.sizes)
+        chunk = ChunkStorageMetadata(torch.Size(piece.box.offsets), sizes)
+        index = MetadataIndex(piece.fqn, chunk.offsets, len(tensor.chunks))
+        tensor.chunks.append(chunk)
+        data = TensorWriteData(chunk, tensor.properties, tensor.size)
+        item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+        by_file.setdefault(piece.file, []).append(item)
         by_index[index] = piece
     return Metadata(stored), [SavePlan(items) for items in by_file.values()], by_index
 
@@ -138,10 +122,10 @@ class _Reader:
         self._total_nbytes = sum(piece.nbytes for piece in pieces.values())
         self._nbytes = 0
 
-    def resolve_data(self, item: Any) -> Any:
-        """Return the contents of one item."""
+    def resolve_data(self, item: Any) -> torch.Tensor:
+        """Return the elements of one item."""
         piece = self._pieces[item.index]
         data = piece.read()
         self._nbytes += piece.nbytes
         self._progress(self._nbytes, self._total_nbytes)
-        return BytesIO(data) if piece.box is None else data
+        return data

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import overlaps, tiles, uncovered
 from dcp_placements.names.numbers import NUMBER, number_finder
-from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredTensor
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.storage.metadata.record import ROWS
 
 _KEY = re.compile(
@@ -33,11 +33,12 @@ class ExpertKey:
     name: str  # the rest of the key, with ``{}`` for the index where that stands at its end
     dim: int = 0  # the dim along which experts are stacked
 
-    def of_expert(self, expert: int | str) -> str:
-        """Return the key of another expert; of ``"{}"``, the key that stands for all of them."""
-        if "{}" in self.name:
-            return f"{self.layer}.{self.name.replace('{}', str(expert))}"
-        return f"{self.layer}.{expert}.{self.name}"
+    @property
+    def template(self) -> str:
+        """The key with ``{}`` for the expert."""
+        return (
+            f"{self.layer}.{self.name}" if "{}" in self.name else f"{self.layer}.{{}}.{self.name}"
+        )
 
 
 def expert_key(fqn: str) -> ExpertKey | None:
@@ -66,20 +67,8 @@ def expert_key(fqn: str) -> ExpertKey | None:
 class Cover(NamedTuple):
     """How chunks cover one expert of a tensor."""
 
-    # The number of each chunk that has a part of it, and that part
-    pieces: tuple[tuple[int, Box], ...]
-    is_tiled: bool  # whether they are all of it, each element once
     has_holes: bool  # whether no chunk has some of its elements
     has_overlaps: bool  # whether several chunks have some of its elements
-
-
-class ExpertPart(NamedTuple):
-    """Where an expert is stored."""
-
-    row: int  # its number in the checkpoint
-    tensor: StoredTensor  # the tensor that holds it
-    pieces: list[tuple[StoredChunk, Box]]  # the chunks that have a part of it, and that part
-    is_tiled: bool  # as in ``Cover``
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +102,6 @@ class ExpertFamily:
         for first, tensor in self.members.items():
             yield from enumerate(_covers(tensor.boxes, tensor.shape, self.dim), first)
 
-    def parts(self) -> Iterator[ExpertPart]:
-        """Yield where each expert is stored."""
-        for first, tensor in self.members.items():
-            chunks = tensor.chunks
-            for row, cover in enumerate(_covers(tensor.boxes, tensor.shape, self.dim), first):
-                pieces = [(chunks[number], box) for number, box in cover.pieces]
-                yield ExpertPart(row, tensor, pieces, cover.is_tiled)
-
 
 def expert_families(tensors: Iterable[StoredTensor]) -> dict[str, ExpertFamily]:
     """Return the tensors of experts by key, with ``{}`` for the expert if each has a key."""
@@ -131,7 +112,7 @@ def expert_families(tensors: Iterable[StoredTensor]) -> dict[str, ExpertFamily]:
         if key is None:
             continue
         if key.index is not None:
-            _, members = numbered.setdefault(key.of_expert("{}"), (key, {}))
+            _, members = numbered.setdefault(key.template, (key, {}))
             members[key.index] = tensor
         elif len(tensor.shape) > key.dim:
             families[tensor.fqn] = ExpertFamily(key.layer, key.name, key.dim, {0: tensor})
@@ -146,24 +127,22 @@ def expert_families(tensors: Iterable[StoredTensor]) -> dict[str, ExpertFamily]:
 def _covers(boxes: tuple[Box, ...], shape: tuple[int, ...], dim: int | None) -> tuple[Cover, ...]:
     """Return the cover of each row of a dim; of the whole tensor for None."""
     whole = Box.whole(shape)
-    pieces = [(number, box) for number, box in enumerate(boxes) if box.numel]
+    filled = [box for box in boxes if box.numel]
     if dim is None:
-        return (_cover(whole, pieces),)
-    rows: list[list[tuple[int, Box]]] = [[] for _ in range(shape[dim])]
-    for number, box in pieces:
+        return (_cover(whole, filled),)
+    rows: list[list[Box]] = [[] for _ in range(shape[dim])]
+    for box in filled:
         start = box.offsets[dim]
         # A chunk may reach beyond the tensor's end, which is no matter of experts.
         for row in range(start, min(start + box.sizes[dim], len(rows))):
-            rows[row].append((number, _row(box, dim, row)))
-    return tuple(_cover(_row(whole, dim, row), pieces) for row, pieces in enumerate(rows))
+            rows[row].append(_row(box, dim, row))
+    return tuple(_cover(_row(whole, dim, row), boxes) for row, boxes in enumerate(rows))
 
 
-def _cover(whole: Box, pieces: list[tuple[int, Box]]) -> Cover:
-    boxes = [box for _, box in pieces]
+def _cover(whole: Box, boxes: list[Box]) -> Cover:
     if tiles(whole, boxes):
-        return Cover(tuple(pieces), True, False, False)
-    holes, shared = uncovered(whole, boxes, limit=1), overlaps(boxes, limit=1)
-    return Cover(tuple(pieces), False, bool(holes), bool(shared))
+        return Cover(False, False)
+    return Cover(bool(uncovered(whole, boxes, limit=1)), bool(overlaps(boxes, limit=1)))
 
 
 def _row(box: Box, dim: int, row: int) -> Box:

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run
@@ -93,16 +90,13 @@ def test_what_differs_is_named(saved: Path, run: Run) -> None:
     assert "(8, 5, 3) in the first, (4, 5, 3) in the second" in lost.out
 
 
-def test_doctor_names_the_experts_that_stock_planners_left(saved: Path, run: Run) -> None:
+def test_doctor_counts_the_experts_that_stock_planners_left(saved: Path, run: Run) -> None:
     result = run("doctor", saved / "stock", "--mesh", "ep=2,fsdp=2", "--json")
     assert result.code == 1
     truth = load_file(saved / "truth" / "all.safetensors")
     for fqn, tensor in result.json["tensors"].items():
-        assert (tensor["verdict"], len(tensor["survivors"])) == ("overwritten", 4)
-        read = {fqn: torch.zeros(4, *truth[fqn].shape[1:])}
-        dcp.load(read, checkpoint_id=saved / "stock", planner=DefaultLoadPlanner(), no_dist=True)
-        for survivor in tensor["survivors"]:
-            assert torch.equal(read[fqn][survivor["row"]], truth[fqn][survivor["expert"]])
+        assert tensor["verdict"] == "overwritten"
+        assert (tensor["stored"], tensor["experts"]) == (4, truth[fqn].shape[0])
     assert len(result.json["tensors"]) == 6
 
 

@@ -37,7 +37,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "verify": (("ckpt",), ("ckpt", "--contents"), ("ckpt", "--digests", "--json")),
     "diff": (("ckpt", "ckpt"), ("ckpt", "other", "--json"), ("other", "ckpt")),
     "rehearse": (("ckpt", *RULES, *EP), ("ckpt", *RULES, *EP_FSDP, "--json")),
-    "doctor": (("ckpt", "--experts-per-layer", "8"), ("ckpt", "--rescue", "rescued", "--json")),
+    "doctor": (("ckpt", "--experts-per-layer", "8"), ("ckpt", "--json")),
     "merge-metadata": (("ckpt",),),
     "import": (("ckpt", "imported", "--from", "hf"),),
     "export": (("ckpt", "hf", "--to", "hf"), ("ckpt", "model.pt", "--to", "torch", "--json")),

@@ -24,8 +24,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements._torch import Metadata, TensorProperties, TensorStorageMetadata
-from dcp_placements.offline import CannotLook, diff, inspect, merge_metadata, verify
-from dcp_placements.offline.repairs import merging
+from dcp_placements.offline import CannotLook, diff, inspect, merge_metadata, merging, verify
 from dcp_placements.storage.index.building import Written, build_index
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of

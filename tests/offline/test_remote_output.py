@@ -19,7 +19,6 @@ from dcp_placements.errors import CannotLook
 from dcp_placements.offline import Checkpoint, diff, export_safetensors, merge_metadata
 from dcp_placements.offline.remote_output import MARKER, RemoteOutput
 from dcp_placements.storage.remote.filesystem import RemoteFileSystem
-from tests.offline.test_doctor import save as save_unaware
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 from tests.remote_scenes import contents, memory, names
 from tests.storage_scenes import load, same
@@ -375,22 +374,6 @@ def test_metadata_of_ranks_are_merged_at_a_url(tmp_path: Path, memory: str, run:
     assert float(read["scale"]) == 3.5
 
 
-def test_what_is_rescued_goes_to_a_url(
-    tmp_path: Path, memory: str, run: Run, writes: list[str]
-) -> None:
-    save_unaware(tmp_path, {"ep": 2, "edp": 2})
-    upload(tmp_path, f"{memory}/ckpt")
-    writes.clear()
-    out = f"{memory}/rescued"
-    ran = run("doctor", f"{memory}/ckpt", "--mesh", "ep=2,edp=2", "--rescue", out, "--json")
-    assert ran.code == 1, ran.err
-    assert ran.json["rescue"]["path"] == out
-    assert list(dict.fromkeys(writes))[-2:] == ["rescue.json", ".metadata"]
-    document = json.loads(fsspec.filesystem("memory").cat_file(f"{out}/rescue.json"))
-    assert document["rescued_from"] == f"{memory}/ckpt"
-    assert run("verify", out, "--contents").code == 0
-
-
 def test_a_picture_goes_to_a_url(tmp_path: Path, memory: str, run: Run) -> None:
     pytest.importorskip("matplotlib")
     save_sharded(tmp_path)
@@ -406,7 +389,7 @@ def test_no_command_makes_a_folder_of_a_url(
     for command in (
         ("verify", "nothing://b/x"),
         ("merge-metadata", "nothing://b/x"),
-        ("doctor", "nothing://b/x", "--rescue", "nothing://b/y"),
+        ("doctor", "nothing://b/x"),
         ("export", "ckpt", "nothing://b/x", "--to", "hf"),
         ("export", "ckpt", "nothing://b/x", "--to", "torch"),
         ("import", "ckpt", "nothing://b/x", "--from", "hf"),

@@ -1,1 +1,0 @@
-"""``doctor``, rescue and ``merge-metadata``: what can be repaired in a checkpoint."""
