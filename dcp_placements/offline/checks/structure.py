@@ -13,6 +13,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import contains, format_box, overlaps, tiles, uncovered
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
+from dcp_placements.offline.readers.dcp import misplaced_in_stock
 from dcp_placements.storage.metadata.save_ids import id_in_name
 
 MAX_BOXES = 4
@@ -38,7 +39,19 @@ def structural_faults(
         *_place_faults(checkpoint),
         *_id_faults(checkpoint),
         *_file_faults(checkpoint, records),
+        *_stock_faults(checkpoint),
     ]
+
+
+def _stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
+    """Yield a fault if torch's readers find chunks elsewhere than the index has them."""
+    fqns = misplaced_in_stock(checkpoint.directory, checkpoint.description)
+    if fqns:
+        message = (
+            "torch reads .metadata without its index, and looks for chunks in other places than "
+            f"the index has: {format_names(fqns, 4)}; merge-metadata --rewrite writes both anew"
+        )
+        yield CheckpointFault("stock_metadata", tuple(fqns), (".metadata",), message)
 
 
 def _tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:

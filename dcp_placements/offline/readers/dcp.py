@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.offline.directory import Directory
-from dcp_placements.storage.metadata.description import MOST_ROWS, Description, read_description
+from dcp_placements.storage.metadata.description import (
+    MOST_ROWS,
+    Description,
+    read_description,
+    read_stock_pickle,
+)
 from dcp_placements.storage.metadata.save_ids import rank_file_rank
+from dcp_placements.storage.metadata.table import Offset
 from dcp_placements.storage.restricted_pickle import RefusedGlobal
+
+T = TypeVar("T")
 
 TORCH_DIST = "torch_dist"
 
@@ -46,9 +56,42 @@ def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> 
     Raises:
         CannotLook: It is refused, or cannot be read.
     """
+    opener = directory.opener(name)
+    return _read(directory, name, lambda: read_description(opener, whole=True, newer=newer))
+
+
+def misplaced_in_stock(directory: Directory, description: Description) -> list[str]:
+    """Return the keys that torch's readers, which read the pickle alone, look for elsewhere.
+
+    Args:
+        directory: Of the checkpoint.
+        description: What the index of its ``.metadata`` says.
+
+    Raises:
+        CannotLook: The pickle before the index is refused, or cannot be read.
+    """
+    if ".metadata" not in directory.names():
+        return []
+    opener = directory.opener(".metadata")
+    stock = _read(directory, ".metadata", lambda: read_stock_pickle(opener))
+    if stock is None:
+        return []
+    fqns = {*description.rows.fqns, *stock.rows.fqns}
+    return sorted(fqn for fqn in fqns if _places(description, fqn) != _places(stock, fqn))
+
+
+def _places(description: Description, fqn: str) -> dict[Offset, tuple[Any, ...]]:
+    steps = description.rows.transforms
+    return {
+        offset: (file, steps[transforms], start, length)
+        for offset, (file, transforms, start, length) in description.rows.rows_of(fqn)
+    }
+
+
+def _read(directory: Directory, name: str, read: Callable[[], T]) -> T:
     where = f"{directory.path}/{name}"
     try:
-        return read_description(directory.opener(name), whole=True, newer=newer)
+        return read()
     except RefusedGlobal as error:
         raise CannotLook(
             f"{where}: refused, {error}\n"

@@ -19,14 +19,13 @@ _BLOCK_ROWS = 1 << 12
 Finished = tuple[list[bytes], Callable[[int], bytes], bytes]
 
 
-def packed_index(values: bytes, entries: Entries, index: RowIndex, *, head_nbytes: int) -> Finished:
+def packed_index(values: bytes, entries: Entries, index: RowIndex) -> Finished:
     """Return an index as ``BlockWriter.finish`` does.
 
     Args:
         values: The pickle of what is neither key nor row.
         entries: The entries of the keys; the first keys of the index are theirs.
         index: The rows.
-        head_nbytes: Of the pickle before the index, its beginning; 0 where that has no rows.
     """
     blocks, directory = BlockWriter(), ColumnWriter()
     kinds: tuple[tuple[Sequence[Any], Callable[..., None], Sequence[tuple[int, ...]]], ...] = (
@@ -53,7 +52,7 @@ def packed_index(values: bytes, entries: Entries, index: RowIndex, *, head_nbyte
         blocks.add(data)
     directory.ints([one.listed for one in index.places])
     counts_of_all = len(entries.fqns), index.pairs.shape[1], len(index.writers.templates)
-    directory.ints([*counts_of_all, head_nbytes])
+    directory.ints([*counts_of_all, 0])  # no reader uses the last one
     return blocks.finish(directory.packed())
 
 

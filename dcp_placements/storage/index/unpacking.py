@@ -76,7 +76,6 @@ class PackedIndex:
 
     Attributes:
         writers: Of the rows.
-        head_nbytes: As of ``packed_index``.
 
     Raises:
         IndexDamage: It is none.
@@ -89,7 +88,7 @@ class PackedIndex:
         self._places = _Directory(directory, 2, self._templates.stop)
         self._lists = _Directory(directory, 2, self._places.stop)
         self._listed = directory.ints(len(self._places)).tolist()
-        *counts, self.head_nbytes = directory.ints(4, below=1 << 40).tolist()
+        *counts, _ = directory.ints(4, below=1 << 40).tolist()
         self._state_keys, self._pairs, writers = counts
         self._check_sizes(most, self._state_keys + 2 * self._pairs + 3 * writers)
         self._unpack_shared(blocks.columns(self._lists.stop), writers)

@@ -37,7 +37,6 @@ from dcp_placements.storage.metadata.pickles.metadata_pickle import (
     PlainTensor,
     load_restricted,
 )
-from dcp_placements.storage.metadata.pickles.pickle_check import check_stock_pickle
 from dcp_placements.storage.metadata.pickles.stock_body import is_refusing, marked_digest
 from dcp_placements.storage.metadata.properties import Properties
 from dcp_placements.storage.metadata.provenance import stored
@@ -85,8 +84,7 @@ def read_description(
 
     Args:
         opener: Opens the file, for reading by position.
-        whole: Whether to check all of a file with an index: every block of the index, and that its
-            pickle is the one that the index describes, which calls nothing.
+        whole: Whether to check every block of an index.
         newer: What ``pickle.load`` with this torch and Python would fail at is added here, as text.
 
     Raises:
@@ -101,19 +99,9 @@ def read_description(
         packed = PackedIndex(blocks, MOST_NUMBERS)
         description = _indexed(packed, load(io.BytesIO(packed.values)))
         description.stock = stock
-        if whole:
-            check_stock_pickle(
-                opener,
-                description.entries,
-                description.rows,
-                values=packed.values,
-                digest=blocks.digest,
-                nbytes=blocks.pickle_nbytes,
-                head=packed.head_nbytes,
-            )
         return description
 
-    def compared(blocks: Blocks, stock: StockPickle[Description]) -> Description:
+    def checked(blocks: Blocks, stock: StockPickle[Description]) -> Description:
         blocks.check()
         try:
             return indexed(blocks, stock)
@@ -122,7 +110,7 @@ def read_description(
             # A load may go by the parts of it that are right.
             raise refusal(f"its index has right checksums, but: {damage}") from damage
 
-    read = compared if whole else indexed
+    read = checked if whole else indexed
     return read_parts(opener, read, lambda stream: _pickled(load(stream)))
 
 
@@ -140,6 +128,23 @@ def read_file_names(opener: Opener) -> set[str]:
         lambda blocks, stock: set(PackedIndex(blocks, MOST_NUMBERS).writers.files()),
         lambda stream: _pickled(load_restricted(stream)).files(),
     )
+
+
+def read_stock_pickle(opener: Opener) -> Description | None:
+    """Return what the pickle before an index says, which torch reads; None where one is missing.
+
+    Args:
+        opener: Opens the ``.metadata`` file, for reading by position.
+
+    Raises:
+        Exception: As of ``read_description``.
+    """
+    with quiet_gc(), opener() as stream:
+        head = stream.read(_HEAD_NBYTES)
+        if marked_digest(head) is None or is_refusing(head):
+            return None
+        stream.seek(0)
+        return _pickled(load_restricted(stream))
 
 
 class StockPickle(Generic[T]):

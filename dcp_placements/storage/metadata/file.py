@@ -68,8 +68,7 @@ def write_metadata(
             metadata = replace(metadata, planner_data=dict(metadata.planner_data))
         index = metadata.storage_data.index_for(entries)
         head = pickled_head(metadata, entries, index)
-        head_nbytes = len(head.data) if stock_metadata else 0
-        blocks, end, digest = packed_index(head.values, entries, index, head_nbytes=head_nbytes)
+        blocks, end, digest = packed_index(head.values, entries, index)
         pieces = (
             chain([marker(digest), head.data], Body(head.memo, entries, index).pieces())
             if stock_metadata

@@ -2,7 +2,7 @@
 
 In this pickle the entries of two chunks differ only in a few numbers. So they are written as arrays
 of records of equal length, which refer to shared values in the pickle's memo. ``pickle.load`` makes
-torch's objects of it; writing, and comparing what was written, needs none of them.
+torch's objects of it; writing needs none of them.
 """
 
 from __future__ import annotations
