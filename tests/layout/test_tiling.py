@@ -90,37 +90,12 @@ def test_intersection_is_what_both_count(shape: tuple[int, ...], data: st.DataOb
     assert contains(one, other) is torch.equal(count(shape, [other]).bool(), both)
 
 
-def test_boxes_beyond_the_whole_do_not_tile_it() -> None:
-    whole = Box((0,), (4,))
-    assert not tiles(whole, [Box((0,), (2,)), Box((3,), (2,))])
-    assert not contains(whole, Box((3,), (2,)))
-
-
-def test_a_whole_that_begins_elsewhere_is_tiled_there() -> None:
-    whole = Box((4, 1), (2, 3))
-    assert tiles(whole, [Box((4, 1), (1, 3)), Box((5, 1), (1, 3))])
-    assert not tiles(whole, [Box((0, 0), (1, 3)), Box((1, 0), (1, 3))])
-    assert uncovered(whole, [Box((0, 0), (5, 9))]) == [Box((5, 1), (1, 3))]
-
-
 def test_a_scalar_is_tiled_by_one_box() -> None:
     whole = Box((), ())
     assert tiles(whole, [whole])
     assert not tiles(whole, [])
     assert uncovered(whole, []) == [whole]
     assert uncovered(whole, [whole]) == []
-
-
-def test_an_empty_whole_needs_no_boxes() -> None:
-    assert tiles(Box((0, 0), (3, 0)), [])
-    assert uncovered(Box((0, 0), (3, 0)), []) == []
-
-
-def test_a_hole_is_one_box_where_it_can_be() -> None:
-    whole = Box((0, 0), (8, 4))
-    assert uncovered(whole, [Box((0, 0), (4, 4))]) == [Box((4, 0), (4, 4))]
-    assert uncovered(whole, []) == [whole]
-    assert len(uncovered(whole, [Box((i, 0), (1, 4)) for i in range(0, 8, 2)], limit=2)) == 2
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import intersection
-from dcp_placements.load.reads import Reads, StoredChunks, read_items, read_object
+from dcp_placements.load.reads import Reads, StoredChunks, read_items
 
 
 def found_items(
@@ -98,30 +98,9 @@ def test_holes_are_what_no_stored_chunk_holds(shape: tuple[int, ...], data: st.D
     assert torch.equal(count(shape, holes).bool(), missing)
 
 
-def test_an_equal_chunk_is_read_by_itself() -> None:
-    boxes = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
-    items, holes = found_items("w", stored((4, 3), boxes), [boxes[1]])
-    assert holes == []
-    assert [(i.storage_index.index, tuple(i.lengths)) for i in items] == [(1, (2, 3))]
-
-
-def test_empty_stored_chunks_are_not_read() -> None:
-    boxes = [Box((0, 0), (0, 3)), Box((0, 0), (4, 3)), Box((4, 0), (0, 3))]
-    items, holes = found_items("w", stored((4, 3), boxes), [Box((1, 0), (2, 3))])
-    assert holes == []
-    assert [item.storage_index.index for item in items] == [1]
-
-
 def test_an_empty_destination_reads_nothing_though_its_box_is_stored() -> None:
     boxes = [Box((0, 0), (4, 3)), Box((4, 0), (0, 3))]
     assert found_items("w", stored((4, 3), boxes), [boxes[1]]) == ([], [])
-
-
-def test_two_destinations_are_told_apart_by_their_place_in_the_list() -> None:
-    whole = [Box((0,), (6,))]
-    items, _ = found_items("w", stored((6,), whole), [Box((4,), (2,)), Box((0,), (1,))])
-    assert [(i.dest_index.index, tuple(i.storage_offsets)) for i in items] == [(0, (4,)), (1, (0,))]
-    assert [tuple(i.dest_offsets) for i in items] == [(0,), (0,)]
 
 
 def test_a_scalar_is_read_whole() -> None:
@@ -130,16 +109,6 @@ def test_a_scalar_is_read_whole() -> None:
     assert len(items) == 1
     assert items[0].lengths == torch.Size(())
     assert found_items("s", stored((), []), [Box((), ())])[1] == [Box((), ())]
-
-
-def test_nothing_wanted_is_nothing_read() -> None:
-    assert found_items("w", stored((4,), [Box((0,), (4,))]), []) == ([], [])
-
-
-def test_objects_are_read_by_name() -> None:
-    item = read_object("optim.lr")
-    assert item.type == LoadItemType.BYTE_IO
-    assert item.dest_index.fqn == item.storage_index.fqn == "optim.lr"
 
 
 def test_tensors_that_lie_alike_are_found_in_chunk_lists_of_another_order() -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from dcp_placements.load.exchange import broadcast
 from dcp_placements.load.exchange.broadcast import batches
 from dcp_placements.load.exchange.shares import (
-    SHARE_NBYTES,
     Claim,
     Claims,
     Destination,
@@ -57,30 +56,6 @@ def test_what_is_large_is_read_evenly(case: tuple[list[Destination], int]) -> No
         for share in split:
             load[share.member] += box.nbytes // box.rows * (share.stop - share.start)
     assert max(load) - min(load) <= 0.05 * (sum(load) / members)
-
-
-def test_what_a_member_wrote_it_reads() -> None:
-    boxes = [Destination(3 * MIB, 4, writer) for writer in (1, 0, 1, 0)]
-    assert shares(boxes, 2) == [[(1, 0, 4)], [(0, 0, 4)], [(1, 0, 4)], [(0, 0, 4)]]
-
-
-def test_what_one_wrote_alone_is_read_by_all() -> None:
-    boxes = [Destination(4 * MIB, 1024, 0)] * 3
-    load = [0, 0]
-    for split in shares(boxes, 2):
-        for share in split:
-            load[share.member] += share.stop - share.start
-    assert load == pytest.approx([1536, 1536], rel=0.02)
-
-
-def test_little_is_read_by_one_that_has_it() -> None:
-    boxes = [Destination(SHARE_NBYTES // 8, 16, 5)] * 12
-    assert {share.member for split in shares(boxes, 64) for share in split} == {5}
-
-
-def test_some_is_read_by_few_that_are_spread() -> None:
-    boxes = [Destination(SHARE_NBYTES // 2, 1024, None)] * 8
-    assert {share.member for split in shares(boxes, 64) for share in split} == {0, 16, 32, 48}
 
 
 def grid(*sizes: int, content: int = 7) -> list[Claims]:
@@ -145,10 +120,6 @@ def test_what_keeps_all_from_it_is_said(rank: int, other: dict[str, Any] | None,
     found = verdicts(sent)
     assert len(found) == 4
     assert all(not verdict.active and why in verdict.why for verdict in found)
-
-
-def test_one_process_alone_is_sent_nothing() -> None:
-    assert [(v.active, v.why) for v in verdicts(grid(4)[:1])] == [(False, "")]
 
 
 def test_batches_are_alike_whatever_the_strides(monkeypatch: pytest.MonkeyPatch) -> None:

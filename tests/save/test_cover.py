@@ -79,28 +79,6 @@ def test_boxes_of_all_kinds_are_judged_as_elements_are() -> None:
     assert seen == {(True, True), (False, True), (False, False)}
 
 
-def test_equal_boxes_are_found_with_their_holders() -> None:
-    rng = random.Random(2)
-    for _ in range(300):
-        shape, boxes = drawn(rng)
-        rows = [(rng.randrange(9), row) for row in boxes for _ in range(rng.randint(1, 3))]
-        rows = list(dict.fromkeys(rows))
-        rng.shuffle(rows)
-        found = cover(rows, shape)
-        wanted: dict[Row, list[int]] = {}
-        for rank, row in sorted(rows):
-            wanted.setdefault(row, []).append(rank)
-        expected = [tuple(row) for row in found.boxes.tolist()]
-        ndim = len(shape)
-        assert sorted(expected) == sorted(wanted)
-        assert [row[:ndim] for row in expected] == sorted(row[:ndim] for row in expected)
-        assert {row: found.holders(at).tolist() for at, row in enumerate(expected)} == wanted
-        assert [expected[at] for at in found.box_of.tolist()] == [row for _, row in rows]
-        assert found.has_replicas == any(len(ranks) > 1 for ranks in wanted.values())
-        assert found.numel.tolist() == [int(np.prod(row[ndim:])) for row in expected]
-        assert [(*box.offsets, *box.sizes) for box in found.as_boxes()] == expected
-
-
 @pytest.mark.parametrize("shape", [(1 << 40, 1 << 30), (1 << 31, 1 << 31, 3)])
 def test_shapes_beyond_64_bits_are_told_apart(shape: tuple[int, ...]) -> None:
     """More elements than an integer counts: offsets do not wrap to one another."""
@@ -112,20 +90,6 @@ def test_shapes_beyond_64_bits_are_told_apart(shape: tuple[int, ...]) -> None:
     found = cover(rows, shape)
     assert len(found.boxes) == 4
     assert not found.has_replicas
-
-
-def test_a_scalar_is_held_whole() -> None:
-    found = cover([(2, ()), (0, ())], ())
-    assert found.holders(0).tolist() == [0, 2]
-    assert found.has_replicas
-    assert makes_whole(found, (), complete=True)
-    assert not makes_whole(cover([], ()), (), complete=True)
-
-
-def test_nothing_is_no_whole_but_of_no_elements() -> None:
-    assert not makes_whole(cover([], (4, 2)), (4, 2), complete=True)
-    assert makes_whole(cover([], (4, 2)), (4, 2), complete=False)
-    assert makes_whole(cover([(0, (0, 0, 0, 2))], (0, 2)), (0, 2), complete=True)
 
 
 def test_a_box_beyond_the_whole_is_refused() -> None:
