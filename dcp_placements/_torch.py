@@ -123,7 +123,6 @@ __all__ = [
     "create_default_global_save_plan",
     "default_write_items",
     "dtensor_facts",
-    "files_by_name",
     "filled",
     "flatten_state_dict",
     "get_element",
@@ -131,6 +130,7 @@ __all__ = [
     "group_device",
     "has_hooks",
     "is_dtensor_like",
+    "is_of_hugging_face_writer",
     "layout_named",
     "leaves",
     "local_tensor",
@@ -298,12 +298,12 @@ def group_device(group: dist.ProcessGroup | None, wanted: torch.device) -> torch
     return device
 
 
-def files_by_name(storage_data: Any) -> bool:
-    """Whether the writer that put ``storage_data`` into a plan stores tensors by name alone.
+def is_of_hugging_face_writer(storage_data: Any) -> bool:
+    """Whether ``HuggingFaceStorageWriter`` put ``storage_data`` into a plan."""
+    return isinstance(storage_data, dict) and storage_data.keys() <= _HUGGING_FACE
 
-    ``HuggingFaceStorageWriter`` does and puts a dict there; ``FileSystemWriter`` puts a prefix.
-    """
-    return isinstance(storage_data, dict)
+
+_HUGGING_FACE = {"fqn_to_index_mapping", "shard_index"}
 
 
 def logged_where_torch_drops_it(read_metadata: Callable[..., T]) -> Callable[..., T]:

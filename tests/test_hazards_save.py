@@ -36,7 +36,7 @@ from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
     PlacementError,
-    PlacementLoadPlanner,
+    PlacementFileSystemWriter,
     PlacementRules,
     PlacementSavePlanner,
 )
@@ -704,22 +704,15 @@ class TestPlanCache:
         for step in range(2):
             self.save(tmp_path / f"file-{step}", planners, whole)
             self.save(
-                tmp_path / f"hf-{step}",
+                tmp_path / f"ours-{step}",
                 planners,
                 whole,
-                writer=lambda rank, step=step: dcp.HuggingFaceStorageWriter(
-                    str(tmp_path / f"hf-{step}"), save_distributed=True
-                ),
+                writer=lambda rank, step=step: PlacementFileSystemWriter(tmp_path / f"ours-{step}"),
             )
         for step in range(2):
-            assert_holds(tmp_path / f"file-{step}", {"experts.w": whole, "norm": arange(5)})
-            read = {"experts.w": torch.zeros(8, 3), "norm": torch.zeros(5)}
-            dcp.load(
-                read,
-                storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / f"hf-{step}")),
-                no_dist=True,
-            )
-            assert same_bits(read["experts.w"], whole)
+            for kind in ("file", "ours"):
+                wanted = {"experts.w": whole, "norm": arange(5)}
+                assert_holds(tmp_path / f"{kind}-{step}", wanted)
 
     def test_m25_two_planners_with_other_rules_do_not_share_a_plan(self, tmp_path: Path) -> None:
         whole = arange(8, 4)
@@ -902,66 +895,29 @@ def test_m29_two_keys_that_flatten_into_one_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".metadata"))
 
 
-# M30: two chunks of one name in one safetensors file.
+# M30, M53: files that know a tensor by its name alone.
 
 
-def hugging_face(path: Path) -> Callable[[int], dcp.StorageWriter]:
-    return lambda rank: dcp.HuggingFaceStorageWriter(str(path), save_distributed=True)
+@pytest.mark.parametrize("scene", ["m30: two chunks", "m53: an object", "one chunk"])
+@pytest.mark.parametrize("save_distributed", [False, True])
+def test_m30_m53_torchs_writer_of_safetensors_is_refused_before_writing(
+    tmp_path: Path, save_distributed: bool, scene: str
+) -> None:
+    placement = FusedShard(0, 2) if "chunks" in scene else Shard(0)
+    rules = by_axis(tp=placement)("w", tp=4)
 
+    def state(rank: int) -> dict[str, Any]:
+        held: dict[str, Any] = {"w": cut(arange(16, 3), [placement], [4], [rank])}
+        return {**held, "nested": {"step": 3}} if "object" in scene and rank == 2 else held
 
-def test_m30_two_chunks_of_one_name_are_refused_before_writing(tmp_path: Path) -> None:
-    whole = arange(16, 3)
-    rules = by_axis(tp=FusedShard(0, 2))("w", tp=4)
     with refused_save(tmp_path) as refusal:
         WORLD.save(
             tmp_path,
-            lambda rank: {"w": cut(whole, [FusedShard(0, 2)], [4], [rank])},
+            state,
             lambda rank: PlacementSavePlanner(rules(rank)),
-            hugging_face(tmp_path),
+            lambda rank: dcp.HuggingFaceStorageWriter(
+                str(tmp_path), save_distributed=save_distributed
+            ),
         )
-    refusal.says(
-        "w: ", "in several chunks", "HuggingFaceStorageWriter", "way out:", "FileSystemWriter"
-    )
-
-
-@pytest.mark.parametrize("holders", [[0, 1, 2, 3], [2]], ids=["all ranks", "one rank"])
-def test_m53_an_object_is_refused_before_writing(tmp_path: Path, holders: list[int]) -> None:
-    whole = arange(16, 3)
-    rules = by_axis(ep=Shard(0))("w", ep=4)
-
-    def state(rank: int) -> dict[str, Any]:
-        held: dict[str, Any] = {"w": cut(whole, [Shard(0)], [4], [rank])}
-        return {**held, "nested": {"step": 3}} if rank in holders else held
-
-    with refused_save(tmp_path) as refusal:
-        WORLD.save(
-            tmp_path, state, lambda rank: PlacementSavePlanner(rules(rank)), hugging_face(tmp_path)
-        )
-    refusal.says("nested.step: ", "is no tensor", "HuggingFaceStorageWriter", "way out:")
+    refusal.says("HuggingFaceStorageWriter", "way out:", "FileSystemWriter", "export --to hf")
     assert not list(tmp_path.glob("*.safetensors"))
-
-
-def test_m30_one_chunk_of_one_name_per_rank_is_right(tmp_path: Path) -> None:
-    whole = arange(16, 3)
-    rules = by_axis(ep=Shard(0))("w", ep=4)
-
-    def state(rank: int) -> dict[str, Any]:
-        return {"w": whole.chunk(4)[rank].clone(), "norm": arange(5)}
-
-    with without_warning():
-        WORLD.save(
-            tmp_path, state, lambda rank: PlacementSavePlanner(rules(rank)), hugging_face(tmp_path)
-        )
-    read = {"w": torch.zeros(16, 3), "norm": torch.zeros(5)}
-    reader = dcp.HuggingFaceStorageReader(str(tmp_path))
-    dcp.load(read, storage_reader=reader, no_dist=True)
-    assert same_bits(read["w"], whole)
-    assert same_bits(read["norm"], arange(5))
-    loaded = WORLD.load(
-        tmp_path,
-        lambda rank: blank(state(rank)),
-        lambda rank: PlacementLoadPlanner(rules(rank)),
-        lambda rank: dcp.HuggingFaceStorageReader(str(tmp_path)),
-    )
-    for rank in range(4):
-        assert_same(loaded[rank], state(rank))

@@ -12,14 +12,11 @@ import torch
 from dcp_placements._torch import (
     ChunkStorageMetadata,
     MetadataIndex,
-    SavePlan,
     TensorProperties,
     TensorWriteData,
     WriteItem,
     WriteItemType,
-    files_by_name,
 )
-from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group, KeyTable
 from dcp_placements.save.local_plan import Boxes, Holding
@@ -42,18 +39,11 @@ class Assignment(NamedTuple):
             in order.
         pieces: For each table whose groups are split, packed: the piece of each key. Pieces are
             numbered in the order in which they begin.
-        writers: Ranks that write anything.
-        in_chunks: Some keys of which one rank writes several chunks, with the rank and how many:
-            files that know a tensor by its name alone cannot hold those.
-        objects: Some keys that are no tensors, which files of tensors cannot hold.
         save_id: Names the save.
     """
 
     runs: bytes
     pieces: tuple[bytes, ...] = ()
-    writers: int = 1
-    in_chunks: tuple[tuple[str, int, int], ...] = ()
-    objects: tuple[str, ...] = ()
     save_id: bytes = b""
 
     def is_written(self, holding: Holding) -> list[bool]:
@@ -226,37 +216,3 @@ def tensor_properties(group: Group) -> TensorProperties:
 def chunk_metadata(box: Box) -> ChunkStorageMetadata:
     """Return torch's form of a box."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
-def writer_faults(plan: SavePlan, assignment: Assignment) -> list[Fault]:
-    """Return why files that keep a tensor by its name alone cannot hold what is planned."""
-    if not files_by_name(plan.storage_data):
-        return []
-    faults = [
-        Fault(
-            fqn,
-            f"rank {rank} writes it in several chunks ({count}), and HuggingFaceStorageWriter "
-            "would keep only the last of them in a file",
-            ("way out:     save with FileSystemWriter, and dcp-placements export --to hf",),
-        )
-        for fqn, rank, count in assignment.in_chunks
-    ]
-    faults += [
-        Fault(
-            fqn,
-            "is no tensor, and HuggingFaceStorageWriter's files hold tensors only: it would write "
-            "one that nobody can read",
-            ("way out:     leave it out, or save with FileSystemWriter",),
-        )
-        for fqn in assignment.objects
-    ]
-    if assignment.writers > 1 and "shard_index" not in plan.storage_data:
-        faults.append(
-            Fault(
-                "HuggingFaceStorageWriter",
-                f"{assignment.writers} ranks would write files of the same names, one over the "
-                "other",
-                ("way out:     HuggingFaceStorageWriter(..., save_distributed=True)",),
-            )
-        )
-    return faults

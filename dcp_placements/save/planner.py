@@ -18,9 +18,9 @@ from dcp_placements._torch import (
     StorageMeta,
     WriteItem,
     WriteItemType,
-    files_by_name,
     filled,
     global_rank,
+    is_of_hugging_face_writer,
     without_class,
     world_size,
 )
@@ -57,7 +57,6 @@ from dcp_placements.save.items import (
     Outlines,
     all_items,
     assigned_items,
-    writer_faults,
 )
 from dcp_placements.save.local_plan import (
     LocalPlan,
@@ -301,22 +300,26 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         """Return what this rank writes. Called on every rank.
 
         Raises:
-            PlacementError: A storage writer whose files cannot hold the plan.
+            PlacementError: The storage writer is torch's ``HuggingFaceStorageWriter``.
         """
         if self._run.refusal is not None:  # and the coordinator's planner is another one
             raise self._run.refusal
         assignment = new_plan.planner_data
         if isinstance(assignment, Assignment):
-            raise_faults("the storage writer cannot hold this", writer_faults(new_plan, assignment))
+            if is_of_hugging_face_writer(new_plan.storage_data):
+                raise PlacementError(
+                    "HuggingFaceStorageWriter knows a tensor by its name alone, and cannot hold a "
+                    "tensor in several chunks, or an object\n"
+                    "    way out:     save with FileSystemWriter or PlacementFileSystemWriter, and "
+                    "dcp-placements export --to hf"
+                )
             if isinstance(new_plan.items, LazyItems):
                 with quiet_gc():
                     own = overrides(self, PlacementSavePlanner, *_GIVE_DATA)
                     items: Any = self._run.items(assignment, None if own else self)
                 new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
             # A rank that writes nothing makes no file for its id alone.
-            if new_plan.items and not (
-                files_by_name(new_plan.storage_data) or is_named(new_plan.storage_data)
-            ):
+            if new_plan.items and not is_named(new_plan.storage_data):
                 items = [*id_items(assignment.save_id, global_rank()), *new_plan.items]
                 new_plan = dataclasses.replace(new_plan, items=items)
         self._run.plan = new_plan

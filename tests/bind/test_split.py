@@ -12,11 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import (
     CheckpointException,
     HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
 )
 from torch.distributed.tensor import Replicate, Shard
 
@@ -201,50 +200,6 @@ def test_files_of_the_hub_fill_stacked_and_fused_experts_with_what_is_needed(
             assert torch.equal(loaded[rank][name].to_local(), tensor.to_local()), name
         needed.append(sum(tensor.to_local().numel() for tensor in wanted.values()))
     assert sorted(slices.values()) == sorted(needed), "other elements than the needed ones are read"
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("consolidated", [False, True])
-def test_torchs_writer_of_such_files_writes_them_right(
-    consolidated: bool, dim: int, tmp_path: Path
-) -> None:
-    whole, world = model(), World(4)
-
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = world.mesh(rank, ep=2, fsdp=2)
-        made = {}
-        for name, tensor in whole.items():
-            local, at = tensor, 0
-            if "experts" in name:
-                local, at = cut(tensor, [Shard(0)], (2,), mesh["ep"].get_coordinate()), dim
-            made[name] = FakeDTensor.distribute(local, mesh["fsdp"], [Shard(at)])
-        return made
-
-    def planner(rank: int) -> PlacementSavePlanner:
-        by = CheckpointPlacement(world.mesh(rank, ep=2, fsdp=2), {"ep": Shard(0)})
-        return PlacementSavePlanner(PlacementRules({"mlp.experts": by}), rename=hub.mixtral)
-
-    def writer(rank: int) -> HuggingFaceStorageWriter:
-        return HuggingFaceStorageWriter(
-            str(tmp_path / "hf"), save_distributed=True, enable_consolidation=consolidated
-        )
-
-    world.save(tmp_path / "hf", state_dict, planner, writer)
-    hub_files(tmp_path / "wanted", whole)
-    wanted = {}
-    for file in (tmp_path / "wanted").iterdir():
-        wanted |= load_file(file)
-    if consolidated:
-        found = {}
-        for file in (tmp_path / "hf").glob("*.safetensors"):
-            found |= load_file(file)
-    else:
-        found = {name: torch.full_like(tensor, -1) for name, tensor in wanted.items()}
-        reader = HuggingFaceStorageReader(str(tmp_path / "hf"))
-        dcp.load(found, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
-    assert sorted(found) == sorted(wanted)
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
 
 
 def test_optimizer_state_is_split_with_its_parameter(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
 Experts over ``ep`` and then FSDP, a dense layer over FSDP, AdamW moments. Writes into OUT:
 ``ours``, ``stock_files`` (the same planner, torch's writer), ``unmerged`` (without collectives),
 ``stock`` (torch's planner: one ep rank's experts are lost), ``later`` (a step on), ``hf_sharded``
-(weights by torch's ``HuggingFaceStorageWriter``), ``truth`` (the whole tensors in one file).
+(the whole weights, cut and written by torch), ``truth`` (the whole tensors in one file).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_placements import (
     CheckpointPlacement,
@@ -110,16 +110,19 @@ def main() -> None:
     dcp.save(saved, checkpoint_id=out / "stock_files", planner=planner())
     dcp.save(saved, checkpoint_id=out / "unmerged", planner=planner(), use_collectives=False)
     dcp.save(saved, checkpoint_id=out / "stock")
-    dcp.save(
-        dict(saved["model"]),
-        storage_writer=HuggingFaceStorageWriter(out / "hf_sharded", save_distributed=True),
-        planner=planner(),
-    )
     truth = {}
     for part, held in saved.items():
         for fqn, value in held.items():
             if isinstance(value, torch.Tensor):
                 truth[f"{part}.{fqn}"] = whole(value.detach(), fqn, mesh)
+    sharded = {
+        fqn: distribute_tensor(truth[f"model.{fqn}"], mesh, [Shard(0), Replicate()])
+        for fqn in saved["model"]
+    }
+    dcp.save(
+        sharded,
+        storage_writer=HuggingFaceStorageWriter(out / "hf_sharded", save_distributed=True),
+    )
     if dist.get_rank() == 0:
         (out / "truth").mkdir()
         save_file({k: v.contiguous() for k, v in truth.items()}, out / "truth" / "all.safetensors")

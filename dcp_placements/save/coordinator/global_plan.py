@@ -43,9 +43,6 @@ from dcp_placements.save.packing import Ints, packed_ints
 from dcp_placements.save.rank_notes import Statement
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 
-_MOST_NAMED = 8
-"""Keys that an assignment names of those which some files cannot hold."""
-
 
 class Coordinator:
     """One save, seen from the coordinator.
@@ -202,22 +199,14 @@ class Coordinator:
     def assign(self, *, lowest_rank: bool, save_id: bytes) -> list[Assignment]:
         """Return what each rank writes."""
         runs = runs_of(self.pieces.all, len(self.plans), lowest_rank=lowest_rank)
-        writes = np.zeros(len(self.plans), bool)
-        for piece, piece_runs in zip(self.pieces.all, runs, strict=True):
-            writes[piece.plans[piece_runs[:, 0] < piece_runs[:, 1]]] = True
         packed = self._packed_runs(runs)
-        in_chunks = self._in_chunks(runs)
-        writers = int(writes.sum())
-        objects = tuple(self.objects[:_MOST_NAMED])
         split = [packed_ints(pieces) if pieces else b"" for pieces in self.pieces.split]
         assignments: list[Any] = [None] * len(self.plans)
         for cohort in self.cohorts.cohorts:
             pieces = tuple([split[table] for table in cohort.tables])
             pieces = pieces if any(pieces) else ()
             for plan in cohort.plans.tolist():
-                assignments[plan] = Assignment(
-                    packed[plan], pieces, writers, in_chunks, objects, save_id
-                )
+                assignments[plan] = Assignment(packed[plan], pieces, save_id)
         return assignments
 
     def _packed_runs(self, runs: list[Ints]) -> list[bytes]:
@@ -243,20 +232,3 @@ class Coordinator:
             for plan, row in zip(cohort.plans.tolist(), matrix, strict=True):
                 packed[plan] = pack(row.tobytes())
         return packed
-
-    def _in_chunks(self, runs: list[Ints]) -> tuple[tuple[str, int, int], ...]:
-        """Return some keys of which one rank writes several chunks, with the rank and how many."""
-        named: list[tuple[str, int, int]] = []
-        for piece, piece_runs in zip(self.pieces.all, runs, strict=True):
-            is_written = piece_runs[:, 0] < piece_runs[:, 1]
-            counts = np.bincount(piece.plans[is_written], minlength=1)
-            most = int(counts.argmax())
-            if counts[most] > 1 and len(named) < _MOST_NAMED:
-                start, stop = piece_runs[is_written & (piece.plans == most)].T[:, :, None]
-                positions = np.arange(len(piece.fqns))
-                chunks = ((start <= positions) & (positions < stop)).sum(axis=0)
-                position = int(chunks.argmax())
-                if chunks[position] > 1:
-                    rank = self.plans[most].rank
-                    named.append((piece.fqns[position], rank, int(chunks[position])))
-        return tuple(named)
