@@ -4,6 +4,8 @@ A model that ties its embedding and its head has one memory under two keys. If t
 different tensors under the two, the one that is read last would stay. So each part is digested when
 it was read, and again in memory when all parts were read: where the digests differ, the part was
 overwritten. This holds for equal views, for views that overlap in part, and for any stored chunks.
+
+A tensor of which several elements are one memory, as ``expand`` makes it, is refused before that.
 """
 
 from __future__ import annotations
@@ -123,17 +125,7 @@ def overlaps_of(groups: Iterable[Group], placing: Placing, excluded: Container[s
         placing: The tensors' places.
         excluded: Keys that are not read into their own memory.
     """
-    fqns: list[str] = []
-    tensors: list[torch.Tensor] = []
-    for group in groups:
-        if group.placed is not None and group.placed.parts:
-            for fqn in group.fqns:
-                parts = placing.placed[fqn].parts
-                fqns += [fqn] * len(parts)
-                tensors += parts
-        elif group.tensors:
-            fqns += group.fqns
-            tensors += group.tensors
+    fqns, tensors = _destinations(groups, placing)
     # Of tensors that have no memory, or none that can be seen, both are 0.
     starts = data_pointers(tensors)
     extents = [
@@ -147,6 +139,73 @@ def overlaps_of(groups: Iterable[Group], placing: Placing, excluded: Container[s
         keys = tuple(dict.fromkeys([fqns[at] for at in run]))
         overlapping.update(dict.fromkeys(keys, keys))
     return Overlaps(overlapping)
+
+
+def _destinations(
+    groups: Iterable[Group], placing: Placing
+) -> tuple[list[str], list[torch.Tensor]]:
+    """Return the tensors that are read into, and the key of each; a key may have several."""
+    fqns: list[str] = []
+    tensors: list[torch.Tensor] = []
+    for group in groups:
+        if group.placed is not None and group.placed.parts:
+            for fqn in group.fqns:
+                parts = placing.placed[fqn].parts
+                fqns += [fqn] * len(parts)
+                tensors += parts
+        elif group.tensors:
+            fqns += group.fqns
+            tensors += group.tensors
+    return fqns, tensors
+
+
+def self_overlap_faults(groups: Iterable[Group], placing: Placing) -> list[Fault]:
+    """Return the tensors of which several elements are one memory.
+
+    Args:
+        groups: What is read.
+        placing: The tensors' places.
+    """
+    return [
+        Fault(
+            fqn,
+            f"several elements of this {tuple(tensor.shape)} tensor are one memory: what is read "
+            "would be overwritten",
+            (
+                f"found:       strides {tensor.stride()}, in elements",
+                "likely:      it was made by expand(), unfold() or as_strided()",
+                "way out:     put a copy into the state dict (tensor.clone() has memory of its "
+                "own for each element), or the tensor that it was made from",
+            ),
+        )
+        for fqn, tensor in zip(*_destinations(groups, placing), strict=True)
+        if tensor.layout is torch.strided and not tensor.is_contiguous() and _repeats(tensor)
+    ]
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor are one memory.
+
+    >>> [_repeats(t) for t in (torch.ones(3).expand(2, 3), torch.ones(2, 3).t()[1:])]
+    [True, False]
+    """
+    dims = [pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1]
+    if not tensor.numel() or not dims:
+        return False
+    if min(dims)[0] == 0:
+        return True
+    last = 0
+    for stride, size in sorted(dims):
+        if stride <= last:
+            break
+        last += (size - 1) * stride
+    else:
+        return False
+    # Dims may interleave without meeting, as of sizes (2, 2) and strides (2, 3): all are marked.
+    strides, sizes = zip(*dims, strict=True)
+    marks = np.zeros(1 + sum((size - 1) * stride for stride, size in dims), bool)
+    np.lib.stride_tricks.as_strided(marks, sizes, strides)[...] = True
+    return int(marks.sum()) < tensor.numel()
 
 
 def _runs(starts: Ints, extents: Ints) -> list[list[int]]:

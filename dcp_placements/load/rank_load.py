@@ -44,7 +44,7 @@ from dcp_placements.load.message import (
     unmatched_of,
 )
 from dcp_placements.load.missing import lacking_rows
-from dcp_placements.load.overlaps import Overlaps, overlaps_of
+from dcp_placements.load.overlaps import Overlaps, overlaps_of, self_overlap_faults
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request, fleeting_faults
 from dcp_placements.load.verification import Verification
@@ -194,6 +194,7 @@ class RankLoad:
         report.compared = checks.compared
         faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
         faults += counted_faults(state_dict, placing, rename)
+        faults += self_overlap_faults(request.groups, placing)
         if faults:
             raise RankFaults(f"rank {rank} {REFUSED}", faults)
         self.warn(request.notes)

@@ -254,3 +254,87 @@ def test_rows_of_a_stack_in_one_memory(tmp_path: Path) -> None:
         dcp.load(state, checkpoint_id=tmp_path / "different", planner=planner)
     dcp.load(state, checkpoint_id=tmp_path / "equal", planner=planner)
     assert torch.equal(row, torch.ones(3))
+
+
+def ramp(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+SELF_OVERLAPPING = {
+    "expand": lambda: torch.zeros(3).expand(4, 3),
+    "expand of columns": lambda: torch.zeros(4, 1).expand(4, 3),
+    "unfold": lambda: torch.zeros(6).unfold(0, 3, 1),
+    "as_strided": lambda: torch.zeros(9).as_strided((4, 3), (2, 1)),
+    "interleaved": lambda: torch.zeros(13).as_strided((4, 3), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("kind", SELF_OVERLAPPING)
+def test_m70_a_destination_that_overlaps_itself_is_refused_by_name(
+    kind: str, reader: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    view = SELF_OVERLAPPING[kind]()
+    stored(tmp_path, {"w": ramp(*view.shape) + 1, "b": ramp(2) + 1})
+    state = {"w": view, "b": torch.zeros(2)}
+    text = refused(tmp_path, state, reader(tmp_path))
+    assert "w: several elements of this (4, 3) tensor are one memory" in text
+    assert "way out:" in text
+    assert not state["w"].any()
+    assert not state["b"].any()
+
+
+def test_m70_a_local_tensor_that_overlaps_itself_is_refused_on_its_rank(tmp_path: Path) -> None:
+    stored(tmp_path, {"w": ramp(8, 3)})
+    world = World(2)
+
+    def state(rank: int) -> State:
+        return {"w": torch.zeros(4, 3) if rank else torch.zeros(3).expand(4, 3)}
+
+    def planner(rank: int) -> PlacementLoadPlanner:
+        placement = CheckpointPlacement(world.mesh(rank, tp=2), {"tp": Shard(0)})
+        return PlacementLoadPlanner(PlacementRules({"w": placement}))
+
+    with pytest.raises(CheckpointException) as caught:
+        world.load(tmp_path, state, planner)
+    text = " ".join(str(error) for error, _ in caught.value.failures.values())
+    assert "several elements of this (4, 3) tensor are one memory" in text
+    assert "rank 0" in text
+
+
+@pytest.mark.parametrize("kind", SELF_OVERLAPPING)
+def test_m70_a_tensor_that_overlaps_itself_is_saved_as_what_it_shows(
+    kind: str, tmp_path: Path
+) -> None:
+    view = SELF_OVERLAPPING[kind]()
+    memory = torch.arange(float(view.untyped_storage().nbytes() // view.itemsize))
+    view.untyped_storage().copy_(memory.untyped_storage())
+    dcp.save({"w": view}, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+    found = {"w": torch.full(view.shape, -1.0)}
+    dcp.load(found, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    assert torch.equal(found["w"], view.contiguous())
+
+
+APART = {
+    "contiguous": lambda: torch.zeros(4, 3),
+    "transposed": lambda: torch.zeros(3, 4).t(),
+    "columns": lambda: torch.zeros(4, 7)[:, 2:5],
+    "every other row": lambda: torch.zeros(8, 3)[::2],
+    "every other column, transposed": lambda: torch.zeros(6, 4)[::2].t(),
+    "size 1 with stride 0": lambda: torch.zeros(12).as_strided((4, 3), (3, 1)).unsqueeze(1),
+    "size 1, expanded": lambda: torch.zeros(1).expand(1, 1),
+    "no elements, expanded": lambda: torch.zeros(0, 1).expand(0, 5),
+    "channels last": lambda: torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "interleaved, never equal": lambda: torch.zeros(6).as_strided((2, 2), (2, 3)),
+    "size 1 with any stride": lambda: torch.zeros(12).as_strided((4, 1, 3), (3, 2, 1)),
+    "scalar": lambda: torch.zeros(()),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_m70_views_whose_elements_lie_apart_are_loaded(kind: str, tmp_path: Path) -> None:
+    view = APART[kind]()
+    whole = ramp(*view.shape) + 1
+    stored(tmp_path, {"w": whole})
+    dcp.load({"w": view}, checkpoint_id=tmp_path, planner=PlacementLoadPlanner())
+    assert torch.equal(view, whole)
