@@ -684,3 +684,33 @@ def test_m55_a_report_before_planning_says_so(tmp_path: Path, kind: Any) -> None
     else:
         dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
     assert "not planned yet" not in str(planner.report)
+
+
+@pytest.mark.parametrize("loader", LoadPlanners)
+def test_m72_unflattened_state_keeps_keys_that_are_numbers(loader: Any, tmp_path: Path) -> None:
+    def stepped(steps: int) -> torch.optim.Optimizer:
+        weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+        optimizer = torch.optim.AdamW([weight])
+        for _ in range(steps):
+            weight.sum().backward()
+            optimizer.step()
+        return optimizer
+
+    saved = stepped(3).state_dict()
+    state = {"optim": saved, "by number": {7: {"empty": {}, (1, 2): torch.ones(2)}}}
+    dcp.save(state, checkpoint_id=tmp_path, planner=PlacementSavePlanner(flatten_state_dict=False))
+    fresh = stepped(1)
+    target = {"optim": fresh.state_dict(), "by number": {7: None}}
+    planner = loader(flatten_state_dict=False)
+    dcp.load(target, checkpoint_id=tmp_path, planner=planner)
+    found = planner.state_dict
+    assert list(found["optim"]["state"]) == [0]
+    fresh.load_state_dict(found["optim"])
+    (state_of_weight,) = fresh.state.values()
+    assert state_of_weight["step"] == 3
+    assert torch.equal(state_of_weight["exp_avg"], saved["state"][0]["exp_avg"])
+    assert list(found["by number"]) == [7]
+    assert found["by number"][7]["empty"] == {}
+    assert torch.equal(found["by number"][7][1, 2], torch.ones(2))
+    if loader is PlacementLoadPlanner:
+        assert list(target["optim"]["state"]) == [0]

@@ -15,6 +15,7 @@ from dcp_placements._torch import (
     Metadata,
     MetadataIndex,
     SavePlan,
+    ShardedTensor,
     StorageMeta,
     WriteItem,
     WriteItemType,
@@ -177,6 +178,11 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         super().set_up_planner(nested, storage_meta, is_coordinator)
         if self.flatten_state_dict:
             self.state_dict, self.mappings = flattened(state_dict, self._flattened_by_torch)
+        else:
+            # Torch gives the keys of nested dicts as texts, also where they are numbers.
+            for key, value in state_dict.items():
+                if str(key) in self.state_dict and not isinstance(value, ShardedTensor):
+                    self.state_dict[str(key)] = value
         target = None if storage_meta is None else storage_meta.checkpoint_id
         name = b"" if target is None else str(target).encode(errors="backslashreplace")
         self._run.target = zlib.crc32(name)
