@@ -93,7 +93,8 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             4 KiB of each item), ``"full"`` (all bytes; the digests are stored, too, for
             ``PlacementLoadPlanner(verify="digests")``) or ``"off"``.
         on_conflict: ``"error"`` refuses a save whose replicas differ; ``"warn"`` saves one.
-        waive: ``{pattern: reason}`` of keys whose lint warnings are known to be wrong.
+        waive: ``{pattern: reason}`` of keys whose lint warnings are known to be wrong, or whose
+            numbers are on purpose not all of ``Renumber(total=)``.
         step: The training step, kept with the checkpoint; an attribute, to be set before each
             save.
         flatten_state_dict: As in ``DefaultSavePlanner``.
@@ -286,7 +287,14 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                     sent = [self._with_holding(sent[0])]
             # Other ranks mostly have the key tables of this one, and send the same bytes.
             own, first = save.packed_tables, save.holding.fqns
-            coordinator = Coordinator(sent, world=world, complete=not alone, own=own, first=first)
+            coordinator = Coordinator(
+                sent,
+                world=world,
+                complete=not alone,
+                own=own,
+                first=first,
+                waived=[compile_pattern(pattern) for pattern in self.waive],
+            )
             assignments = coordinator.plan(
                 lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
             )

@@ -186,3 +186,39 @@ def test_without_collectives_nobody_sees_the_rest(tmp_path: Path) -> None:
         use_collectives=False,
     )
     assert sorted(path.name for path in tmp_path.iterdir() if "metadata" in path.name)
+
+
+def adapters(rank: int) -> dict[str, Any]:
+    """Return adapters of layers 2 and 3 of a model of 6 layers, of which each rank holds two."""
+    return {f"layers.{i}.lora.weight": torch.ones(2) for i in range(2)} if rank == 1 else {}
+
+
+def layers_of(rank: int) -> Renumber:
+    return Renumber("layers.{}", contiguous([2, 2, 2], at=rank), total=6)
+
+
+def test_m80_a_save_of_some_layers_adapters_is_waived_by_pattern(tmp_path: Path) -> None:
+    message = refusal(3, adapters, layers_of)
+    assert "layers.{}: no rank holds 0-1, 4-5 of 0-5" in message
+    assert "waive={pattern: reason} for this save" in message
+    planners = World(3).save(
+        tmp_path,
+        adapters,
+        lambda rank: PlacementSavePlanner(rename=layers_of(rank), waive={"lora": "adapters alone"}),
+    )
+    report = planners[0].report  # type: ignore[attr-defined]
+    assert sorted(report.keys) == ["layers.2.lora.weight", "layers.3.lora.weight"]
+    assert report.waived == {"lora": "adapters alone"}
+    assert report.warnings == ()
+
+
+def test_m80_a_waiver_of_other_keys_does_not_excuse_a_family_that_lacks_numbers() -> None:
+    def held(rank: int) -> dict[str, Any]:
+        return {"norm": torch.ones(3), **adapters(rank)}
+
+    with pytest.raises(CheckpointException) as refused:
+        World(3).check(
+            held,
+            lambda rank: PlacementSavePlanner(rename=layers_of(rank), waive={"norm": "fine"}),
+        )
+    assert "no rank holds 0-1, 4-5 of 0-5" in str(refused.value.failures[0][0])

@@ -4,7 +4,8 @@ Of the numbers that ``Renumber`` gives, the checkpoint's keys count. Those that 
 number make a family (``layers.3.mlp.experts.{}``), and the numbers of a family must be ``0 .. total
 - 1``. Optimizer state does not count: an expert that was never stepped has none. Nor does a family
 of another kind that lacks numbers throughout: statistics of some layers beside a model of all of
-them.
+them. Of a family with a waived key (a save of some layers' adapters alone) any number may be
+missing.
 """
 
 from __future__ import annotations
@@ -95,9 +96,19 @@ def _shown(ranks_by: Mapping[T, Sequence[int]]) -> str:
 
 
 def numbering_faults(
-    plans: Sequence[LocalPlan], statements: Sequence[Statement], tables: Sequence[KeyTable]
+    plans: Sequence[LocalPlan],
+    statements: Sequence[Statement],
+    tables: Sequence[KeyTable],
+    waived: Sequence[re.Pattern[str]] = (),
 ) -> list[Fault]:
-    """Return what is missing or held twice of the numbers that the ranks' renames name."""
+    """Return what is missing or held twice of the numbers that the ranks' renames name.
+
+    Args:
+        plans: Those of all ranks.
+        statements: The same.
+        tables: All keys.
+        waived: Patterns of keys whose families need not have all numbers.
+    """
     totals_of: dict[str, dict[int, list[int]]] = {}
     ranges: dict[tuple[str, str], dict[tuple[int, int], list[int]]] = {}
     for plan, statement in zip(plans, statements, strict=True):
@@ -110,7 +121,7 @@ def numbering_faults(
     if not totals_of:
         return []
     faults = []
-    families = _families(list(totals_of), tables)
+    families, partial = _families(list(totals_of), tables, waived)
     for pattern, totals in totals_of.items():
         if len(totals) > 1:
             faults.append(
@@ -130,7 +141,7 @@ def numbering_faults(
         for family, numbers in found.items():
             elsewhere = anywhere - alike[_kind(family)]
             missing = sorted(set(range(total)) - numbers - elsewhere)
-            if missing:
+            if missing and family not in partial:
                 faults.append(_missing_fault(family, total, numbers, missing))
     for (pattern, _), held in ranges.items():
         faults += _doubled_faults(pattern, held)
@@ -138,11 +149,12 @@ def numbering_faults(
 
 
 def _families(
-    patterns: Sequence[str], tables: Sequence[KeyTable]
-) -> dict[str, dict[str, set[int]]]:
-    """Return by pattern the numbers of each of its families."""
+    patterns: Sequence[str], tables: Sequence[KeyTable], waived: Sequence[re.Pattern[str]]
+) -> tuple[dict[str, dict[str, set[int]]], set[str]]:
+    """Return by pattern the numbers of each of its families, and the families of waived keys."""
     finders = [(number_finder(pattern), pattern) for pattern in patterns]
     families: dict[str, dict[str, set[int]]] = {pattern: {} for pattern in patterns}
+    partial: set[str] = set()
     fqns = [fqn for table in tables for fqn in table.fqns]
     states = OptimizerStates(dict.fromkeys(fqns, UNSEEN))
     for fqn in fqns:
@@ -157,7 +169,9 @@ def _families(
             tail = fqn[stop - 1 :].partition(".")[0]
             family = f"{fqn[: start - 1]}{{}}{tail}"
             families[pattern].setdefault(family, set()).add(int(match[NUMBER]))
-    return families
+            if family not in partial and any(one.search("." + fqn) for one in waived):
+                partial.add(family)
+    return families, partial
 
 
 def _kind(family: str) -> str:
@@ -173,8 +187,8 @@ def _missing_fault(family: str, total: int, numbers: set[int], missing: Sequence
             f"held are:    {_format_numbers(sorted(numbers))}",
             "likely:      a rank's Renumber has the ids of another one, or its total= is not the "
             "model's; or a rank's keys are not in its state dict",
-            "way out:     ids that make 0 .. total-1 on all ranks together; total=None where some "
-            "are left out on purpose",
+            "way out:     ids that make 0 .. total-1 on all ranks together; where some are left "
+            "out on purpose, waive={pattern: reason} for this save, or total=None for all",
         ),
     )
 

@@ -7,6 +7,7 @@ the run of keys that it writes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from math import prod
@@ -53,6 +54,7 @@ class Coordinator:
         complete: Whether the plans are all there are.
         own: As of ``Cohorts``.
         first: Keys of the plans that the metadata have first, in this order.
+        waived: Patterns of keys whose numbers need not be complete.
 
     Attributes:
         plans: The same.
@@ -79,6 +81,7 @@ class Coordinator:
         complete: bool,
         own: Mapping[bytes, KeyTable] = MappingProxyType({}),
         first: Sequence[str] = (),
+        waived: Sequence[re.Pattern[str]] = (),
     ) -> None:
         self.plans = plans
         self.complete = complete
@@ -95,6 +98,7 @@ class Coordinator:
         self.objects: list[str] = []
         self.partial: dict[str, tuple[int, ...]] = {}
         self._covers = Covers(complete)
+        self._waived = waived
 
     def plan(self, *, lowest_rank: bool = False, save_id: bytes = b"") -> list[Assignment]:
         """Return what each rank writes, with the metadata made; nothing where there are faults.
@@ -115,7 +119,9 @@ class Coordinator:
         if self.faults:
             return
         if self.complete:
-            self.faults += numbering_faults(self.plans, self.statements, self.cohorts.tables)
+            self.faults += numbering_faults(
+                self.plans, self.statements, self.cohorts.tables, self._waived
+            )
             self.faults += unlike_steps(self.plans, self.statements)
             self.notes += unlike_directories(self.plans, self.statements)
         self.pieces = pieces_of(self.cohorts)
