@@ -29,6 +29,7 @@ class Unfolded:
         mappings: The path of each key in the nested dict.
         copies: Further paths of an object that several local keys have as one.
         shared: The name of a scalar or an object whose one value stands for several keys.
+        totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
     """
 
     placing: Placing
@@ -39,6 +40,7 @@ class Unfolded:
     mappings: dict[str, Path] = field(default_factory=dict)
     copies: dict[str, list[Path]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=dict)
 
     @property
     def loading(self) -> bool:

@@ -111,6 +111,8 @@ class RowPlacer:
             return
         rows = self._rows_of[name.stacked]
         dim = row_dim(name, placed.global_shape)
+        if dim is not None:
+            self.unfolded.totals.update(dict.fromkeys(name.fqns, rows.total))
         placing, tensor = self.unfolded.placing, placed.tensor.detach()
         held: dict[int, list[torch.Tensor]] = {}
         for number, at in rows.numbers:

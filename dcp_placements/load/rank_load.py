@@ -35,6 +35,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.lazy_items import LazyItems
 from dcp_placements.load.comparison.checks import LoadChecks, asked_faults, check_load
+from dcp_placements.load.comparison.numbers import unstacked_faults
 from dcp_placements.load.exchange.exchange import Exchange
 from dcp_placements.load.exchange.shares import Verdict
 from dcp_placements.load.message import (
@@ -81,6 +82,7 @@ class RankLoad:
         placing: The tensors' places.
         copies: Further places of an object that several local keys have as one.
         shared: By key, the name of the scalar or object that stands for several keys.
+        totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
         collapsed: By scalar of which the checkpoint has one per row, the number of rows.
         stateless: Optimizer state keys of parameters of which the checkpoint has no state.
         items: What the rank reads.
@@ -104,6 +106,7 @@ class RankLoad:
     placing: Placing = field(default_factory=Placing)
     copies: dict[str, list[Path]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
+    totals: Mapping[str, int] = field(default_factory=dict)
     collapsed: Mapping[str, torch.Size] = field(default_factory=dict)
     stateless: Sequence[str] = ()
     items: LazyItems[ReadItem] = field(default_factory=LazyItems)
@@ -145,6 +148,7 @@ class RankLoad:
             unfolded = unfold(self.state_dict, self.mappings, self.placing, rules, stored_keys)
             self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
             self.copies, self.shared = unfolded.copies, unfolded.shared
+            self.totals = unfolded.totals
 
     def declare(self, rules: Rules | None, waive: Iterable[str], optional: Iterable[str]) -> None:
         """Note which patterns of the user's match a key. The tensors have their places."""
@@ -192,6 +196,7 @@ class RankLoad:
             faults += self.verification.faults()
         self.checks = checks = check_load(request, metadata, rules=rules, rename=rename)
         report.compared = checks.compared
+        faults += unstacked_faults(self.totals, metadata.state_dict_metadata, policy)
         faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
         faults += counted_faults(state_dict, placing, rename)
         faults += self_overlap_faults(request.groups, placing)

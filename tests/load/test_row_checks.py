@@ -25,6 +25,7 @@ from dcp_placements import (
     Renames,
     Renumber,
     Stack,
+    Unstack,
 )
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY
 from dcp_placements.testing import World
@@ -383,3 +384,76 @@ def test_optimizer_state_that_some_experts_lack_is_no_gap(tmp_path: Path) -> Non
             lambda rank: blank(state(rank)),
             lambda rank: PlacementLoadPlanner(rename=rename(rank)),
         )
+
+
+# A model of fewer experts, in one tensor, than the checkpoint has by name.
+
+
+def by_name(path: Path, form: str) -> torch.Tensor:
+    """Save 8 experts of two layers as one tensor each; return those of layer 0, stacked."""
+    wholes = {f"layers.{layer}.experts.w": arange(8, 2, 3, start=100 * layer) for layer in (0, 1)}
+    state: dict[str, Any] = dict(wholes)
+    rename: Any = Unstack("experts.{}")
+    if form != "Unstack":
+        rename = Renumber("experts.{}", range(8), total=8) if form == "Renumber" else None
+        state = {
+            fqn.replace(".w", f".{i}.w"): whole[i].clone()
+            for fqn, whole in wholes.items()
+            for i in range(8)
+        }
+    dcp.save(state, checkpoint_id=path, planner=PlacementSavePlanner(rename=rename), no_dist=True)
+    return wholes["layers.0.experts.w"]
+
+
+def unstacked(path: Path, count: int, **options: Any) -> dict[str, Any]:
+    """Load into a model that has so many experts in one tensor."""
+    state = {f"layers.{layer}.experts.w": torch.zeros(count, 2, 3) for layer in (0, 1)}
+    planner = PlacementLoadPlanner(rename=Unstack("experts.{}"), **options)
+    dcp.load(state, checkpoint_id=path, planner=planner, no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("form", ["Renumber", "Unstack", "no rename"])
+def test_m73_a_stack_of_fewer_experts_than_were_saved_is_refused(tmp_path: Path, form: str) -> None:
+    whole = by_name(tmp_path, form)
+    with refused() as refusal:
+        unstacked(tmp_path, 6)
+    refusal.says(
+        "layers.0.experts.{}, layers.1.experts.{}: this load asks for 0-5 of it, and not for 6-7",
+        "a stacked tensor of 6 rows",
+        "optional=[pattern] or waive={pattern: reason}",
+    )
+    with without_warning():
+        assert torch.equal(unstacked(tmp_path, 8)["layers.0.experts.w"], whole)
+
+
+@pytest.mark.parametrize("options", [{"optional": ["experts"]}, {"waive": {"experts": "pruned"}}])
+def test_m73_a_stack_of_fewer_experts_loads_where_that_is_declared(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    whole = by_name(tmp_path, "Unstack")
+    with without_warning():
+        found = unstacked(tmp_path, 6, **options)
+    assert torch.equal(found["layers.0.experts.w"], whole[:6])
+
+
+def test_m73_rows_over_ranks_are_counted_together(tmp_path: Path) -> None:
+    whole = by_name(tmp_path, "Renumber")
+
+    def planner(rank: int) -> PlacementLoadPlanner:
+        placement = CheckpointPlacement(TWO.mesh(rank, ep=2), {"ep": Shard(0)})
+        return PlacementLoadPlanner(
+            PlacementRules({"experts": placement}), rename=Unstack("experts.{}")
+        )
+
+    def load(count: int) -> list[dict[str, Any]]:
+        return TWO.load(
+            tmp_path, lambda rank: {"layers.0.experts.w": torch.zeros(count, 2, 3)}, planner
+        )
+
+    with refused() as refusal:
+        load(3)
+    refusal.says("layers.0.experts.{}: this load asks for 0-5 of it, and not for 6-7")
+    loaded = load(4)
+    for rank in range(2):
+        assert torch.equal(loaded[rank]["layers.0.experts.w"], whole.chunk(2)[rank])

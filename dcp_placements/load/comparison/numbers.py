@@ -17,9 +17,12 @@ import numpy.typing as npt
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.load.comparison.asked import AllAsked
 from dcp_placements.load.comparison.parts import Bits, Part, gap_of
+from dcp_placements.load.policy import Policy
 from dcp_placements.names.numbers import NUMBER, number_finder
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.storage.metadata.record import SavedRename, SaveRecord
+
+_DIGITS = re.compile(r"\d+")
 
 NUMBERING = ("Renumber", "Unstack", "function")
 """Renames that leave a number in the checkpoint's keys."""
@@ -253,4 +256,43 @@ def total_faults(
             ),
         )
         for (pattern, _), step in matched.items()
+    ]
+
+
+def unstacked_faults(
+    totals: Mapping[str, int], stored: Iterable[str], policy: Policy
+) -> list[Fault]:
+    """Return the families of which a load asks for the first numbers only, row by row of a stack.
+
+    Args:
+        totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
+        stored: The checkpoint's keys.
+        policy: What is accepted.
+    """
+    if not totals:
+        return []
+    states = OptimizerStates(dict.fromkeys(stored, UNSEEN))
+    beyond: dict[tuple[str, int], set[int]] = {}
+    for fqn in stored:
+        for match in _DIGITS.finditer(fqn):
+            head, tail = fqn[: match.start()], fqn[match.end() :]
+            total = totals.get(f"{head}{{}}{tail}")
+            if total is None or states.of(fqn) is not None or policy.excuses(fqn):
+                continue
+            if (number := int(match[0])) >= total:
+                family = f"{head}{{}}{tail.partition('.')[0]}"
+                beyond.setdefault((family, total), set()).add(number)
+    return [
+        Fault(
+            family,
+            f"this load asks for {format_numbers(range(total))} of it, and not for "
+            f"{format_numbers(numbers)}, which the checkpoint has, too",
+            (
+                f"this load:   a stacked tensor of {total} rows, which rename= unstacks",
+                "likely:      a model with fewer of them than the one that was saved",
+                "way out:     the model of the save; optional=[pattern] or "
+                "waive={pattern: reason} where this model has fewer on purpose",
+            ),
+        )
+        for (family, total), numbers in beyond.items()
     ]
