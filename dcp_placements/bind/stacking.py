@@ -20,7 +20,7 @@ from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.bind.placed import Place, Placed, Placing
 from dcp_placements.bind.placing import Placer, described
 from dcp_placements.bind.rule_and_dtensor import bind, fault_of
-from dcp_placements.bind.unfolded import Unfolded, is_tensor, states_of
+from dcp_placements.bind.unfolded import Unfolded, equal_values, is_tensor, states_of
 from dcp_placements.bind.unstacking import RowPlacer
 from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Layout, Pick
@@ -125,7 +125,9 @@ class StackPlacer:
     def _add_objects(self, fqn: str, stacked: Stacked, path: Path | None) -> None:
         first, *others = stacked.rows
         for other in others:
-            if not self.unfolded.loading and not _equal(first.value, other.value):
+            is_equal = type(first.value) is type(other.value)
+            is_equal = is_equal and equal_values(first.value, other.value)
+            if not self.unfolded.loading and not is_equal:
                 self.unfolded.fault(
                     fqn,
                     f"one object cannot be stored for all rows: {first.key} is {first.value!r}, "
@@ -276,10 +278,3 @@ def _stacked_placements(own: Own, target: Target) -> tuple[Any, ...]:
             placement = Shard(dim) if parts == 1 else StridedShard(dim, split_factor=parts)
         stacked.append(placement)
     return tuple(stacked)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(type(one) is type(other) and one == other)
-    except (RuntimeError, TypeError, ValueError):  # lists with tensors in them, arrays
-        return False

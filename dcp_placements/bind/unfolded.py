@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from dcp_placements._torch import is_dtensor_like
@@ -67,6 +68,26 @@ class Unfolded:
 def is_tensor(value: Any) -> bool:
     """Whether a value is a tensor, or has the attributes of a DTensor."""
     return isinstance(value, torch.Tensor) or is_dtensor_like(value)
+
+
+def equal_values(one: Any, other: Any) -> bool:
+    """Whether two objects are equal; tensors and arrays in them by their elements.
+
+    >>> equal_values({"betas": [torch.ones(2)]}, {"betas": [torch.ones(2)]})
+    True
+    """
+    try:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return one.dtype == other.dtype and torch.equal(one, other)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            return one.keys() == other.keys() and all(equal_values(one[k], other[k]) for k in one)
+        if isinstance(one, list | tuple) and type(one) is type(other):
+            return len(one) == len(other) and all(map(equal_values, one, other))
+        if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+            return one.dtype == other.dtype and np.array_equal(one, other)
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # arrays within other objects
+        return False
 
 
 def states_of(state_dict: Mapping[str, Any]) -> OptimizerStates:

@@ -24,6 +24,7 @@ from dcp_placements._torch import (
 from dcp_placements.bind.placed import Placing
 from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
+from dcp_placements.bind.unfolded import equal_values
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -364,7 +365,7 @@ class RankLoad:
         """Compare one of several values that become one here with the first of them."""
         name = self.shared.get(fqn, fqn)
         first, first_value = self._first_values.setdefault(name, (fqn, value))
-        if first_value == value:
+        if equal_values(first_value, value):
             return
         values = f"{first_value!r} and {value!r}"
         if first != fqn:

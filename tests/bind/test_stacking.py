@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -778,3 +780,36 @@ def test_a_planner_that_was_used_can_be_sent_to_another_process_and_used_again(
         dcp.load(held, checkpoint_id=path, planner=loading, no_dist=True)
         assert_equal(held, state_dict)
         saving, loading = pickle.loads(pickle.dumps((saving, loading)))
+
+
+def rows_with_objects(kind: str, *, equal: bool) -> dict[str, Any]:
+    saved: dict[str, Any] = {}
+    for i in range(2):
+        value = 1.0 if equal else float(i)
+        saved[f"experts.{i}.w1"] = torch.full((3, 4), float(i))
+        saved[f"optim.state.experts.{i}.w1.exp_avg"] = torch.full((3, 4), -float(i))
+        saved[f"optim.state.experts.{i}.w1.extra"] = (
+            np.full((2, 2), value) if kind == "arrays" else deque([torch.full((2,), value)])
+        )
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("kind", "equal"), [("arrays", True), ("arrays", False), ("tensors", False)]
+)
+def test_objects_with_elements_are_compared_when_one_stands_for_all_rows(
+    kind: str, equal: bool, tmp_path: Path
+) -> None:
+    saved = rows_with_objects(kind, equal=equal)
+    dcp.save(saved, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+    held: dict[str, Any] = {
+        "experts.w1": torch.zeros(2, 3, 4),
+        "optim.state.experts.w1.exp_avg": torch.zeros(2, 3, 4),
+        "optim.state.experts.w1.extra": "",
+    }
+    if not equal:
+        message = refusal(lambda: load_alone(tmp_path, held, Unstack("experts.{}")))
+        assert "optim.state.experts.w1.extra: rank 0 has one value for all rows" in message
+        return
+    load_alone(tmp_path, held, Unstack("experts.{}"))
+    assert np.array_equal(held["optim.state.experts.w1.extra"], np.ones((2, 2)))
