@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
-from dcp_placements.offline import diff, export_safetensors, export_torch, reshard, verify
+from dcp_placements.offline import diff, export_safetensors, reshard, verify
 
 WHOLE = torch.arange(30_000.0).reshape(300, 100)
 
@@ -41,8 +41,6 @@ def test_commands_read_and_write_elements(saved: Path, tmp_path: Path) -> None:
     assert verify(saved, contents=True).sound
     reshard(saved, tmp_path / "resharded", lambda mesh: {}, {"dp": 1})
     assert not diff(saved, tmp_path / "resharded").differences
-    export_torch(saved, tmp_path / "whole.pt")
-    assert torch.equal(torch.load(tmp_path / "whole.pt", map_location="cpu")["w"], WHOLE)
     export_safetensors(saved, tmp_path / "hub")
     safetensors = pytest.importorskip("safetensors.torch")
     exported = safetensors.load_file(tmp_path / "hub" / "model.safetensors", device="cpu")

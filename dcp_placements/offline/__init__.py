@@ -16,7 +16,6 @@ _HOMES = {
     "draw": "dcp_placements.offline.views.drawing",
     "explain": "dcp_placements.offline.views.explanation",
     "export_safetensors": "dcp_placements.formats.huggingface.export",
-    "export_torch": "dcp_placements.formats.huggingface.export",
     "import_megatron": "dcp_placements.formats.megatron.importing",
     "import_safetensors": "dcp_placements.formats.huggingface.importing",
     "inspect": "dcp_placements.offline.views.inspection",

@@ -40,7 +40,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "doctor": (("ckpt", "--experts-per-layer", "8"), ("ckpt", "--json")),
     "merge-metadata": (("ckpt",),),
     "import": (("ckpt", "imported", "--from", "hf"),),
-    "export": (("ckpt", "hf", "--to", "hf"), ("ckpt", "model.pt", "--to", "torch", "--json")),
+    "export": (("ckpt", "hf"), ("ckpt", "hf32", "--dtype", "float32", "--json")),
     "reshard": (("ckpt", "resharded", *RULES, *EP),),
     "transfer": (("ckpt", *RULES, *EP_FSDP, *TARGET), ("ckpt", *RULES, *EP, *TARGET, "--json")),
 }
@@ -131,7 +131,7 @@ def test_every_command_is_equal_with_and_without_the_index(
     assert notes == []
     failed = {command[0] for command, ran in expected.items() if ran.code == 2}
     assert failed == {"merge-metadata"}
-    assert {"all.svg", "w1.svg", "model.pt", "hf/model.safetensors"} <= {*files}
+    assert {"all.svg", "w1.svg", "hf32/model.safetensors", "hf/model.safetensors"} <= {*files}
     for form in [form for form in FORMS if form != "index"]:
         (ran, made), notes = run_all(form)
         for command, one in expected.items():

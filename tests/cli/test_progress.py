@@ -33,7 +33,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "megatron": ("megatron",),
     "merge-metadata": ("ranks",),
     "import": ("hub", "imported", "--from", "hf"),
-    "export": ("sharded", "exported", "--to", "torch"),
+    "export": ("sharded", "exported"),
     "reshard": ("sharded", "resharded", *RULES),
     "transfer": ("sharded", *RULES, *TARGET),
 }

@@ -35,7 +35,7 @@ from dcp_placements import (
     Unstack,
 )
 from dcp_placements.formats.huggingface import export
-from dcp_placements.offline import CannotLook, export_safetensors, export_torch
+from dcp_placements.offline import CannotLook, export_safetensors
 from dcp_placements.presets import hub
 from dcp_placements.storage.safetensors_files import DTYPES
 from dcp_placements.testing import FakeDTensor, World, cut
@@ -380,25 +380,6 @@ def test_safetensors_are_exported_too(tmp_path: Path) -> None:
     assert_same(read(tmp_path / "out"), hub_names(whole))
 
 
-def test_one_torch_file(tmp_path: Path, run: Run) -> None:
-    whole = save(tmp_path / "ckpt")
-    (tmp_path / "model.pt").mkdir()
-    gate, again = "layers.0.mlp.gate.weight", "layers.0.mlp.again.weight"
-    export_torch(tmp_path / "ckpt", tmp_path / "model.pt")
-    assert_same(torch.load(tmp_path / "model.pt", weights_only=True), whole)
-    dcp.save({gate: whole[gate], again: whole[gate].clone()}, checkpoint_id=tmp_path / "tied")
-    export_torch(tmp_path / "tied", tmp_path / "tied.pt", tied={again: gate})
-    found = torch.load(tmp_path / "tied.pt", weights_only=True)
-    assert found[again].data_ptr() == found[gate].data_ptr()
-    ran = run(
-        "export", tmp_path / "ckpt", tmp_path / "again.pt", "--to", "torch", "--dtype", "float16"
-    )
-    assert ran.code == 0, ran.err
-    assert torch.load(tmp_path / "again.pt", weights_only=True)["embed.weight"].dtype == torch.half
-    files = ["again.pt", "ckpt", "model.pt", "tied", "tied.pt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == files
-
-
 def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
     save(tmp_path / "ckpt")
     (tmp_path / "out").mkdir()
@@ -578,14 +559,13 @@ def test_a_source_that_is_overwritten_meanwhile_is_refused(tmp_path: Path, shard
     assert not out.exists()
 
 
-@pytest.mark.parametrize("to", ["hf", "torch"])
-def test_a_full_disk_is_an_error_of_the_output(tmp_path: Path, run: Run, to: str) -> None:
+def test_a_full_disk_is_an_error_of_the_output(tmp_path: Path, run: Run) -> None:
     save_hugging_face(tmp_path / "src", {"w": torch.arange(100_000.0)})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        ran = run("export", tmp_path / "src", tmp_path / "out", "--to", to)
+        ran = run("export", tmp_path / "src", tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)

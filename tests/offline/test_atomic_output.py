@@ -285,7 +285,6 @@ def test_waiting_for_nobody_is_quick(tmp_path: Path) -> None:
     "command",
     [
         ("export", "ckpt", "out", "--to", "hf"),
-        ("export", "ckpt", "out", "--to", "torch"),
         ("import", "hf", "out", "--from", "hf"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from pathlib import Path
@@ -71,15 +70,6 @@ def test_safetensors_are_exported_to_a_url_and_imported_from_it(
     assert diff(f"{memory}/dcp", out).same
     assert run("verify", f"{memory}/dcp", "--contents").code == 0
     assert run("diff", f"{memory}/dcp", tmp_path / "ckpt", "--json").code in (0, 1)
-
-
-def test_one_file_is_exported_to_a_url(tmp_path: Path, memory: str, run: Run) -> None:
-    save_sharded(tmp_path)
-    ran = run("export", tmp_path, f"{memory}/weights.pt", "--to", "torch", "--json")
-    assert ran.code == 0, ran.err
-    assert list(ran.json["files"]) == ["weights.pt"]
-    saved = torch.load(io.BytesIO(fsspec.filesystem("memory").cat_file(f"{memory}/weights.pt")))
-    assert all(same(saved[key], value) for key, value in wholes().items())
 
 
 def test_the_last_file_completes_an_output(
@@ -391,7 +381,6 @@ def test_no_command_makes_a_folder_of_a_url(
         ("merge-metadata", "nothing://b/x"),
         ("doctor", "nothing://b/x"),
         ("export", "ckpt", "nothing://b/x", "--to", "hf"),
-        ("export", "ckpt", "nothing://b/x", "--to", "torch"),
         ("import", "ckpt", "nothing://b/x", "--from", "hf"),
         ("import", "ckpt", "nothing://b/x", "--from", "megatron"),
         ("draw", "ckpt", "-o", "nothing://b/x.png"),

@@ -24,7 +24,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.errors import CannotLook
-from dcp_placements.offline import Checkpoint, export_torch
+from dcp_placements.offline import Checkpoint, export_safetensors
 from dcp_placements.storage.remote.filesystem import (
     BUFFER_NBYTES,
     RemoteFileSystem,
@@ -341,8 +341,8 @@ def test_a_path_that_was_a_url_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         lambda: dcp.save(state, checkpoint_id=path, storage_writer=writer, no_dist=True),
         lambda: dcp.load(state, checkpoint_id=path, storage_reader=reader, no_dist=True),
         lambda: Checkpoint(path),
-        lambda: export_torch(path, "out"),
-        lambda: export_torch(tmp_path, path),
+        lambda: export_safetensors(path, "out"),
+        lambda: export_safetensors(tmp_path, path),
     ):
         with pytest.raises((CannotLook, dcp.CheckpointException)) as caught:
             act()

@@ -30,15 +30,20 @@ class Format(StrEnum):
     """What can be written."""
 
     hf = "hf"
-    torch = "torch"
 
 
 def export_command(
     checkpoint: CheckpointPath,
     out: Annotated[
-        str, typer.Argument(metavar="OUT", help="The directory or file to write; must not exist.")
+        str, typer.Argument(metavar="OUT", help="The directory to write; must not exist.")
     ],
-    to: Annotated[Format, typer.Option(help="A directory of safetensors, or one torch file.")],
+    to: Annotated[
+        Format,
+        typer.Option(
+            help="A directory of safetensors. torch itself writes one torch.save file: "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save."
+        ),
+    ] = Format.hf,
     max_shard_size: Annotated[
         int, typer.Option(parser=parse_nbytes, metavar="SIZE", help="The most bytes in one file.")
     ] = SHARD_SIZE,
@@ -71,18 +76,19 @@ def export_command(
     memory: Memory = MEMORY,
     json: Json = False,
 ) -> int:
-    """Write a checkpoint as the files that from_pretrained reads, or as one torch file."""
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "rename": rename,
-        "prefix": prefix,
-        "tied": dict(tied or ()),
-        "optimizer": optimizer,
-        "exclude": exclude or (),
-    }
-    if to is Format.hf:
-        options |= {"max_shard_size": max_shard_size, "memory": memory}
+    """Write a checkpoint as the files that from_pretrained reads."""
     with progress("export") as step:
-        export = offline.export_safetensors if to is Format.hf else offline.export_torch
-        exported = export(checkpoint, out, progress=step, **options)
+        exported = offline.export_safetensors(
+            checkpoint,
+            out,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            rename=rename,
+            prefix=prefix,
+            tied=dict(tied or ()),
+            optimizer=optimizer,
+            exclude=exclude or (),
+            memory=memory,
+            progress=step,
+        )
     return show(exported, lambda: print_text(str(exported)), json=json)

@@ -1,4 +1,4 @@
-"""A checkpoint as the files of a model: a Hugging Face directory of safetensors, or one torch file.
+"""A checkpoint as the files of a model: a Hugging Face directory of safetensors.
 
 An interrupted export continues with the files that it has finished, if both its arguments and the
 checkpoint's files are the same.
@@ -47,7 +47,7 @@ class Exported:
     JSON: ClassVar[str] = "source out files tensors prefix unchanged left_out tied kept"
 
     source: str  # the checkpoint
-    out: str  # the directory or file
+    out: str  # the directory
     files: Mapping[str, int]  # bytes of tensors by file
     tensors: int  # number of tensors
     prefix: str  # the prefix that was removed from the names
@@ -154,54 +154,6 @@ def _export_safetensors(
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             folder.write(INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return plan.exported(output.path, files, kept=tuple(kept), directly=writer.directly)
-
-
-def export_torch(
-    checkpoint: str | os.PathLike[str] | Checkpoint,
-    out: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | None = None,
-    rename: Rename | None = None,
-    prefix: str | None = None,
-    tied: Mapping[str, str] | None = None,
-    optimizer: bool = False,
-    exclude: Sequence[str] = (),
-    progress: Progress = lambda done, total: None,
-) -> Exported:
-    """Write a checkpoint's tensors as one ``torch.save`` file, a flat dict; all are in memory.
-
-    The arguments are those of ``export_safetensors``, except for these.
-
-    Args:
-        out: The file or its URL, which must not exist.
-        tied: The file has such a name, too, which shares the other's elements.
-        progress: Called as tensors are read.
-
-    Raises:
-        CannotLook: As ``export_safetensors``.
-        PlacementError: Likewise, except that any dtype can be written.
-    """
-    source = checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
-    with output_at(out, source=source) as output:
-        plan = _Plan(
-            checkpoint, rename, dtype, prefix, optimizer, exclude, MEMORY_NBYTES, tied or {}
-        )
-        total = sum(tensor.nbytes for tensor in plan.tensors)
-        output.check_room(total)
-        state_dict = {}
-        with BoxReader(plan.checkpoint) as reader:
-            done = 0
-            for tensor in plan.tensors:
-                state_dict[tensor.fqn] = tensor.read(reader, tensor.whole)
-                done += tensor.nbytes
-                progress(done, total)
-        for name, whose in plan.tied.items():
-            state_dict[name] = state_dict[whose]
-        with output.file() as stream:
-            torch.save(state_dict, stream)
-            plan.check_unchanged()
-    files = {os.path.basename(output.path): total}
-    return plan.exported(output.path, files)
 
 
 def _unchanged(
