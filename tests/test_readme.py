@@ -113,7 +113,6 @@ PROMISED |= {block.place: block.text for block in BLOCKS if block.kind == "conso
 
 SECTIONS = list(dict.fromkeys((b.page, b.section) for b in BLOCKS if b.kind == "python"))
 PROGRAMS = [block for block in BLOCKS if block.kind == "python torchrun"]
-KINDS = {"", "text", "sh", "console", "python", "python torchrun"}
 
 
 def name_of(page: Path) -> str:
@@ -182,11 +181,6 @@ def test_blocks_run_and_print_what_stands_below(page: Path, section: str, tmp_pa
         assert printed == PROMISED.get(at, "")
 
 
-def test_every_block_is_of_a_kind_that_runs() -> None:
-    for block in BLOCKS:
-        assert block.kind in KINDS or block.kind.endswith(".py"), block
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: name_of(block.page))
 def test_programs_run_on_two_ranks(block: Block, tmp_path: Path) -> None:
@@ -205,11 +199,6 @@ def test_programs_run_on_two_ranks(block: Block, tmp_path: Path) -> None:
     planner = dcp.DefaultLoadPlanner()
     dcp.load(found, checkpoint_id=tmp_path / "step-1", planner=planner, no_dist=True)
     assert found["experts.w1"].tolist() == [[0.0] * 3] * 4 + [[1.0] * 3] * 4
-
-
-def test_first_block_begins_on_the_first_screen() -> None:
-    assert BLOCKS[0].kind == "python torchrun"
-    assert BLOCKS[0].line <= 8
 
 
 @pytest.mark.parametrize(
@@ -249,12 +238,6 @@ def test_option_tables_name_every_option_and_its_default(folder: str, planner: t
     assert list(options) == list(wanted)
 
 
-def test_hazard_table_has_every_hazard_of_a_save_and_a_load() -> None:
-    rows = read_table("No silent failure", PACKAGE / "save" / "README.md")
-    assert [row[0] for row in rows] == [f"M{number}" for number in range(1, len(rows) + 1)]
-    assert all(len(row) == 4 and all(row) for row in rows)
-
-
 def anchors_of(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -271,19 +254,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors_of(target), link
 
 
-def test_every_guide_is_linked_from_the_readme() -> None:
-    text = README.read_text()
-    for page in PAGES[1:]:
-        # What few users need is reached by way of the map.
-        assert (
-            name_of(page) in text or page.relative_to(PACKAGE).as_posix() in DECISIONS.read_text()
-        )
-
-
-def test_readme_is_read_in_one_sitting() -> None:
-    assert len(README.read_text().splitlines()) <= 370
-
-
 def test_every_public_name_has_a_line_with_a_link() -> None:
     text = "\n".join(
         cell for n in (0, 1) for row in read_table("Public names", number=n) for cell in row
@@ -296,11 +266,6 @@ def test_file_table_names_every_file() -> None:
     named = set(re.findall(r"\]\(([\w/]+\.py)\)", DECISIONS.read_text()))
     files = {file.relative_to(DECISIONS.parent) for file in DECISIONS.parent.rglob("*.py")}
     assert named == {file.as_posix() for file in files if file.name != "__init__.py"}
-
-
-def test_every_folder_has_a_guide() -> None:
-    folders = {file.parent for file in DECISIONS.parent.glob("*/__init__.py")}
-    assert folders <= {page.parent for page in PAGES}
 
 
 def named_in_files() -> list[tuple[Path, str]]:
@@ -324,15 +289,6 @@ def test_names_behind_a_link_are_in_the_file(file: Path, name: str) -> None:
             if isinstance(inner, ast.FunctionDef | ast.ClassDef) and inner.name == part
         ]
     assert nodes
-
-
-def test_walks_are_at_most_eight_stops() -> None:
-    text = DECISIONS.read_text()
-    walks = text[text.index("## A walk for the reader") : text.index("## Words")]
-    stops = re.findall(r"^(\d)\. \[(\S+)\]\((\S+)\) `([\w.]+)`:", walks, re.MULTILINE)
-    assert len(stops) == len(re.findall(r"^\d+\. ", walks, re.MULTILINE))
-    assert max(int(number) for number, *_ in stops) <= 8
-    assert all(label == link for _, label, link, _ in stops)
 
 
 def test_command_table_names_every_command() -> None:
