@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp_placements.errors import PlacementError
 from dcp_placements.layout.sharding import Layout, Sharding
 from dcp_placements.rules.mesh import Axis, Mesh, format_mesh
-from dcp_placements.rules.placement import format_placements
+from dcp_placements.rules.placement import format_placements, kind_of
 
 
 class BindError(Exception):
@@ -34,11 +35,22 @@ class Own:
         shape: The shape over ``mesh``; a plain tensor's own shape.
         mesh: The DTensor's mesh; None for a plain tensor.
         placements: One per mesh axis.
+
+    Raises:
+        BindError: A placement of another library.
     """
 
     shape: tuple[int, ...]
     mesh: Mesh | None = None
     placements: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            for placement in self.placements:
+                kind_of(placement)
+        except PlacementError as error:
+            headline, *details = str(error).splitlines()
+            raise BindError(f"its own DTensor: {headline}", *map(str.strip, details)) from None
 
     def format(self) -> str:
         """Return it as short text."""

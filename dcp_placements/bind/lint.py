@@ -12,7 +12,7 @@ from typing import Any
 
 from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
-from dcp_placements.layout.sharding import Cut
+from dcp_placements.layout.sharding import Cut, Kind
 from dcp_placements.rules.mesh import Axis
 
 # Projections that join several in one tensor; Megatron's linear_qkv and Megatron Lite's qkv.linear
@@ -90,7 +90,7 @@ def _findings(
     yield from _wrong_order(cuts, rule)
     if fused:
         for cut, axis in cuts:
-            if cut.parts == 1 and _named(axis, TENSOR_AXIS):
+            if cut.kind is Kind.PLAIN and _named(axis, TENSOR_AXIS):
                 yield (
                     f"its name says several tensors in one, but {axis.name!r} cuts it plainly",
                     (
@@ -186,7 +186,7 @@ def _wrong_order(cuts: list[tuple[Cut, Axis]], rule: str) -> Iterator[tuple[str,
         for other, inner in cuts[position + 1 :]:
             if (
                 cut.dim == other.dim
-                and cut.parts == other.parts == 1
+                and cut.kind is other.kind is Kind.PLAIN
                 and _named(axis, DATA_AXIS)
                 and (_named(inner, TENSOR_AXIS) or _named(inner, EXPERT_AXIS))
             ):

@@ -14,7 +14,15 @@ from typing import Any
 
 from dcp_placements.bind.binding import BindError, Binding, Own
 from dcp_placements.errors import Fault
-from dcp_placements.layout.sharding import Cut, Layout, LayoutError, Pick, Sharding
+from dcp_placements.layout.sharding import (
+    Cut,
+    Kind,
+    Layout,
+    LayoutError,
+    Pick,
+    Sharding,
+    unknown_kind,
+)
 from dcp_placements.names.rename_results import RenameError
 from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, mesh_axes
 from dcp_placements.rules.placement import (
@@ -23,6 +31,7 @@ from dcp_placements.rules.placement import (
     cut_of,
     format_placement,
     shards,
+    strided_cut,
 )
 
 
@@ -238,12 +247,20 @@ def _rule_cuts(
         cut = cut_of(entry, ndim, j)
         if own_cut is not None and axis.size > 1:
             _check_both_cut(axis, entry, cut, own_cut)
-        if own_cut is None or isinstance(cut, Pick):
+        if own_cut is None or same is None:
             cuts.append(cut)
-        elif isinstance(entry, FusedShard) and own_cut.dim == cut.dim:
-            assert same is not None
-            cuts.append(cut)
-            replaced.add(same)
+            continue
+        match cut.kind:
+            case Kind.LISTED:
+                cuts.append(cut)
+            case Kind.FUSED:
+                if own_cut.dim == cut.dim:
+                    cuts.append(cut)
+                    replaced.add(same)
+            case Kind.PLAIN | Kind.STRIDED:
+                pass  # the DTensor describes this axis
+            case _:
+                raise unknown_kind(cut.kind)
     return cuts, replaced
 
 
@@ -293,13 +310,16 @@ def _without(own_cuts: Sequence[Cut], replaced: set[int], axes: Sequence[Axis]) 
     for cut in own_cuts:
         if cut.axis in replaced:
             continue
-        parts = cut.parts
-        for other in own_cuts:
-            if other.axis in replaced and other.axis > cut.axis and other.dim == cut.dim:
-                size = axes[other.axis].size
-                if isinstance(parts, int) and parts % size == 0:
-                    parts //= size
-        kept.append(replace(cut, parts=parts, strided=cut.strided and parts != 1))
+        if cut.kind is Kind.STRIDED:
+            factor = cut.parts
+            assert isinstance(factor, int)
+            for other in own_cuts:
+                if other.axis in replaced and other.axis > cut.axis and other.dim == cut.dim:
+                    size = axes[other.axis].size
+                    if factor % size == 0:
+                        factor //= size
+            cut = strided_cut(cut.dim, cut.axis, factor)
+        kept.append(cut)
     return kept
 
 
@@ -325,7 +345,7 @@ def _format_cuts(sharding: Sharding, axes: Sequence[Axis]) -> str:
             texts.append(f"{len(cut.indices)} listed rows on dim {cut.dim}")
         else:
             axis = axes[cut.axis]
-            inside = "" if cut.parts == 1 else f" inside parts {cut.parts}"
+            inside = "" if cut.kind is Kind.PLAIN else f" inside parts {cut.parts}"
             texts.append(f"{_axis_name(axis)} (x{axis.size}) on dim {cut.dim}{inside}")
     return ", then ".join(texts)
 

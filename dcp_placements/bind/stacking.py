@@ -23,13 +23,13 @@ from dcp_placements.bind.rule_and_dtensor import bind, fault_of
 from dcp_placements.bind.unfolded import Unfolded, equal_values, is_tensor, states_of
 from dcp_placements.bind.unstacking import RowPlacer
 from dcp_placements.errors import format_names
-from dcp_placements.layout.sharding import Layout, Pick
+from dcp_placements.layout.sharding import Kind, Layout, Pick
 from dcp_placements.names.boxes import Target, row_target, stack_dims
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.rename_results import RenameError, Row
 from dcp_placements.names.renamed_keys import Path, Stacked, StackedRow, Unstacked
 from dcp_placements.rules.patterns import Rules, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement, shard_dim, shard_parts, shards
+from dcp_placements.rules.placement import CheckpointPlacement, kind_of, shard_dim, shards
 
 
 def unfold(
@@ -271,10 +271,13 @@ def _stacked_placements(own: Own, target: Target) -> tuple[Any, ...]:
     """Return a row's placements as those of the stack."""
     stacked = []
     for placement in own.placements:
-        if shards(placement):
+        kind = kind_of(placement)
+        if kind is not None:
             dim = target.dims.index(shard_dim(placement, len(own.shape)))
-            parts = shard_parts(placement)
-            assert isinstance(parts, int)
-            placement = Shard(dim) if parts == 1 else StridedShard(dim, split_factor=parts)
+            if kind is Kind.PLAIN:
+                placement = Shard(dim)
+            else:
+                assert kind is Kind.STRIDED
+                placement = StridedShard(dim, split_factor=placement.split_factor)
         stacked.append(placement)
     return tuple(stacked)

@@ -17,7 +17,7 @@ from dcp_placements.bind.placed import Place, Placed, Placing
 from dcp_placements.bind.placing import place
 from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.bind.unfolded import Unfolded, is_tensor
-from dcp_placements.layout.sharding import Cut, Layout, Sharding
+from dcp_placements.layout.sharding import Cut, Kind, Layout, Pick, Sharding, unknown_kind
 from dcp_placements.names.boxes import Target, part_targets, removed, replaced, row_dim
 from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.names.rename_results import Parts, RenameError, Rows
@@ -225,11 +225,22 @@ def _part_binding(binding: Binding, part: Target, dim: int) -> Binding:
     cut = Sharding(
         part.shape,
         sharding.axis_sizes,
-        # It is known which axes cut the dim, but not how: parts are not shards of equal size.
-        tuple([c if c.dim != dim else Cut(dim, c.axis) for c in sharding.cuts if c.axis >= 0]),
+        tuple([c if c.dim != dim else _cut_of_part(c) for c in sharding.cuts if c.axis >= 0]),
         None if padded is None else replaced(padded, dim, part.shape[dim]),
     )
     layout = Layout(part.shape, replaced(binding.layout.intervals, dim, tuple(intervals)))
     # Where no axis cuts the dim, one run of the whole is the same run on every rank.
     is_exact = len(part.boxes) == 1 and not any(c.dim == dim for c in sharding.cuts)
     return Binding(cut, binding.axes, layout, is_exact=is_exact)
+
+
+def _cut_of_part(cut: Cut | Pick) -> Cut:
+    """Return the cut of a part of a fused dim by the axis that cuts the dim.
+
+    It is known which axis that is, but not how it cuts: parts are not shards of equal size.
+    """
+    match cut.kind:
+        case Kind.PLAIN | Kind.FUSED | Kind.STRIDED | Kind.LISTED:
+            return Cut(cut.dim, cut.axis)
+        case _:
+            raise unknown_kind(cut.kind)

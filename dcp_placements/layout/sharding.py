@@ -14,9 +14,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 Interval = tuple[int, int]
 """``(start, stop)`` in elements of the whole tensor's dim, ``start < stop``."""
@@ -58,6 +59,28 @@ class Chunk(NamedTuple):
         return Box(self.offsets, self.sizes)
 
 
+class Kind(StrEnum):
+    """How a cut splits its dim; the record of a save has the values.
+
+    Who treats kinds differently names each of them and ends in ``unknown_kind``, so that mypy shows
+    every place where a new kind is not handled, and none of them takes it for another.
+    """
+
+    PLAIN = "plain"
+    """As ``torch.chunk`` does."""
+    FUSED = "fused"
+    """Several logical tensors are joined along the dim, and each is cut on its own."""
+    STRIDED = "strided"
+    """Each of the pieces that later cuts make is cut on its own (torch's ``_StridedShard``)."""
+    LISTED = "rows"
+    """Each rank lists the rows that it holds."""
+
+
+def unknown_kind(kind: Never) -> LayoutError:
+    """Return the refusal of a cut whose kind is not handled at some place."""
+    return LayoutError(f"a cut of kind {kind!s} is not supported here")
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """One mesh axis cuts one tensor dim.
@@ -65,16 +88,15 @@ class Cut:
     Attributes:
         dim: Tensor dim, from 0.
         axis: Position of the mesh axis in ``Sharding.axis_sizes``.
-        parts: Several logical tensors are joined along the dim and each is cut on its own: their
-            number (split as by ``torch.chunk``) or their sizes. 1 is a plain shard.
-        strided: The parts are not logical tensors but the pieces of later cuts (torch's
-            ``_StridedShard``). The layout is the same.
+        kind: How it cuts, any but ``Kind.LISTED``.
+        parts: What a fused or strided cut cuts inside of: the number of parts (split as by
+            ``torch.chunk``) or their sizes. 1 of a plain cut.
     """
 
     dim: int
     axis: int
+    kind: Kind = Kind.PLAIN
     parts: int | tuple[int, ...] = 1
-    strided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +115,11 @@ class Pick:
     dim: int
     indices: tuple[int, ...]
     axis: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        """``Kind.LISTED``."""
+        return Kind.LISTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +292,16 @@ def _dim_intervals(size: int, steps: tuple[tuple[Cut | Pick, int, int], ...]) ->
     for cut, ranks, coordinate in steps:
         if isinstance(cut, Pick):
             intervals = pick_intervals(intervals, cut.indices)
-        else:
-            intervals = shard_intervals(intervals, ranks, coordinate, cut.parts)
+            continue
+        match cut.kind:
+            case Kind.PLAIN:
+                intervals = shard_intervals(intervals, ranks, coordinate)
+            case Kind.FUSED | Kind.STRIDED:
+                intervals = shard_intervals(intervals, ranks, coordinate, cut.parts)
+            case Kind.LISTED:
+                raise LayoutError("rows that a rank lists are a Pick, not a Cut")
+            case _:
+                raise unknown_kind(cut.kind)
     return intervals
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
-from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.sharding import Box, Kind
 from dcp_placements.layout.tiling import overlaps, tiles, uncovered
 from dcp_placements.names.numbers import NUMBER, number_finder
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.storage.metadata.record import ROWS
 
 _KEY = re.compile(
     r"^(?P<layer>(?:.*\.)?(?!shared_)\w*experts(?:_list)?)(?:\.(?P<index>\d+))?\.(?P<name>.+)$"
@@ -216,6 +215,8 @@ def recorded_experts(
                         result[fqn] = str(step)
             continue
         for cut in record.cuts(fqn):
-            if cut.dim == family.dim and (cut.axis == axis or cut.kind == ROWS or fqn in rules):
+            if cut.dim == family.dim and (
+                cut.axis == axis or cut.kind is Kind.LISTED or fqn in rules
+            ):
                 result.setdefault(fqn, str(cut))
     return result

@@ -1,8 +1,9 @@
 """The declaration of one tensor: the checkpoint mesh, and one placement per axis.
 
 ``Shard``, ``Replicate`` and ``_StridedShard`` are torch's own; the two placements that torch does
-not have are defined here. Torch's are recognised by their attributes (``is_replicate()``, ``dim``,
-``split_factor``), so that a declaration needs no process group and no import of torch.distributed.
+not have are defined here. Torch's are recognised by the names of their classes, so that a
+declaration needs no process group and no import of torch.distributed. A class of another library
+may hold other rows than its attributes say, so ``kind_of`` refuses it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.layout.sharding import Cut, Pick
+from dcp_placements.layout.sharding import Cut, Kind, Pick
 from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
 
 
@@ -183,16 +184,46 @@ class CheckpointPlacement:
         return format_placements(self.placements) + f" on mesh {format_mesh(self.mesh)}"
 
 
-def shards(placement: Any) -> bool:
-    """Whether ``placement`` splits a dim at all."""
-    return isinstance(placement, IndexShard | FusedShard) or (
-        hasattr(placement, "dim") and not placement.is_partial()
+_SPLITTING = {
+    ("dcp_placements", "FusedShard"): Kind.FUSED,
+    ("dcp_placements", "IndexShard"): Kind.LISTED,
+    ("torch", "Shard"): Kind.PLAIN,
+    ("torch", "_StridedShard"): Kind.STRIDED,
+}
+
+
+def kind_of(placement: Any) -> Kind | None:
+    """Return how a placement splits its dim; None of one that splits none.
+
+    Raises:
+        PlacementError: No placement, or one of another library: also a subclass of torch's, which
+            may hold other rows than its base class.
+    """
+    cls = type(placement)
+    kind = _SPLITTING.get((cls.__module__.partition(".")[0], cls.__name__))
+    if kind is not None:
+        return kind
+    if not hasattr(placement, "is_replicate"):
+        raise PlacementError(
+            f"{placement!r} is no placement: use Shard(dim), Replicate(), FusedShard or IndexShard"
+        )
+    if placement.is_replicate() or placement.is_partial():
+        return None
+    raise PlacementError(
+        f"{placement!r} is a {cls.__module__}.{cls.__qualname__}: which rows its ranks hold is not "
+        "known\n"
+        "    way out:     Shard, _StridedShard or FusedShard where the rows are the same; "
+        "IndexShard with global_shape= lists the rows of this rank"
     )
 
 
-def is_placement(placement: Any) -> bool:
-    """Whether a value is a placement of torch or of this package."""
-    return isinstance(placement, IndexShard | FusedShard) or hasattr(placement, "is_replicate")
+def shards(placement: Any) -> bool:
+    """Whether ``placement`` splits a dim at all.
+
+    Raises:
+        PlacementError: As ``kind_of``.
+    """
+    return kind_of(placement) is not None
 
 
 def shard_dim(placement: Any, ndim: int) -> int:
@@ -210,13 +241,6 @@ def shard_dim(placement: Any, ndim: int) -> int:
     return dim % ndim
 
 
-def shard_parts(placement: Any) -> int | tuple[int, ...]:
-    """Return the parts of a placement that splits a dim over an axis; 1 of a plain one."""
-    if isinstance(placement, FusedShard):
-        return placement.parts
-    return int(getattr(placement, "split_factor", 1))
-
-
 def cut_of(placement: Any, ndim: int, axis: int) -> Cut | Pick:
     """Return a placement that splits a dim as a step of a layout.
 
@@ -226,28 +250,42 @@ def cut_of(placement: Any, ndim: int, axis: int) -> Cut | Pick:
         axis: Position of its mesh axis.
 
     Raises:
-        PlacementError: A dim that a tensor of ``ndim`` dims does not have.
+        PlacementError: A dim that a tensor of ``ndim`` dims does not have; as ``kind_of``.
     """
     dim = shard_dim(placement, ndim)
-    if isinstance(placement, IndexShard):
-        return Pick(dim, placement.indices, axis)
-    parts = shard_parts(placement)
-    return Cut(dim, axis, parts, strided=parts != 1 and hasattr(placement, "split_factor"))
+    match kind_of(placement):
+        case Kind.PLAIN:
+            return Cut(dim, axis)
+        case Kind.FUSED:
+            return Cut(dim, axis, Kind.FUSED, placement.parts)
+        case Kind.STRIDED:
+            return strided_cut(dim, axis, int(placement.split_factor))
+        case Kind.LISTED:
+            return Pick(dim, placement.indices, axis)
+        case None:
+            raise PlacementError(f"{format_placement(placement)} splits no dim")
+
+
+def strided_cut(dim: int, axis: int, split_factor: int) -> Cut:
+    """Return the cut of a ``_StridedShard``, which is a plain one where its factor is 1."""
+    return Cut(dim, axis, Kind.STRIDED, split_factor) if split_factor != 1 else Cut(dim, axis)
 
 
 def format_placement(placement: Any) -> str:
     """Return one placement as its user would write it."""
-    if isinstance(placement, FusedShard):
-        return f"FusedShard({placement.dim}, {placement.parts})"
-    if isinstance(placement, IndexShard):
-        rows = ", ".join(map(str, placement.indices[:8]))
-        more = f", ... ({len(placement.indices)} rows)" if len(placement.indices) > 8 else ""
-        return f"IndexShard({placement.dim}, [{rows}{more}])"
-    if hasattr(placement, "split_factor"):
-        return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
-    if shards(placement):
-        return f"Shard({placement.dim})"
-    return "Replicate()" if placement.is_replicate() else repr(placement)
+    match kind_of(placement):
+        case Kind.PLAIN:
+            return f"Shard({placement.dim})"
+        case Kind.FUSED:
+            return f"FusedShard({placement.dim}, {placement.parts})"
+        case Kind.STRIDED:
+            return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
+        case Kind.LISTED:
+            rows = ", ".join(map(str, placement.indices[:8]))
+            more = f", ... ({len(placement.indices)} rows)" if len(placement.indices) > 8 else ""
+            return f"IndexShard({placement.dim}, [{rows}{more}])"
+        case None:
+            return "Replicate()" if placement.is_replicate() else repr(placement)
 
 
 def format_placements(placements: Sequence[Any]) -> str:
@@ -295,12 +333,7 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
                 f"{placement.__name__} is a class, not a placement\n"
                 f'    way out:     an instance, as in {{"ep": Shard(0)}}'
             )
-        if not is_placement(placement):
-            raise PlacementError(
-                f"{placement!r} is no placement: use Shard(dim), Replicate(), FusedShard or "
-                "IndexShard"
-            )
-        if not isinstance(placement, FusedShard | IndexShard) and placement.is_partial():
+        if kind_of(placement) is None and placement.is_partial():
             raise PlacementError(
                 f"{placement!r} cannot be checkpointed: reduce the tensor first (redistribute to "
                 "Replicate or Shard)"

@@ -153,7 +153,10 @@ class KeyTable:
     def packed(self) -> bytes:
         """Return the table as it travels; equal tables give equal bytes."""
         groups = [
-            tuple(group._replace(dtype=str(group.dtype), cuts=tuple(map(tuple, group.cuts))))  # type: ignore[arg-type]
+            group._replace(
+                dtype=str(group.dtype),  # type: ignore[arg-type]
+                cuts=tuple([cut.values for cut in group.cuts]),  # type: ignore[misc]
+            )
             for group in self.groups
         ]
         columns = [
@@ -164,7 +167,8 @@ class KeyTable:
         pickler = pickle.Pickler(buffer, protocol=5)
         # References are not memoised: whether two equal values are one object differs by rank.
         pickler.fast = True
-        pickler.dump((groups, packed_keys(self.fqns), self.rules, self.paths, *columns))
+        plain = [*map(tuple, groups)]
+        pickler.dump((plain, packed_keys(self.fqns), self.rules, self.paths, *columns))
         deflate = zlib.compressobj(9, wbits=_RAW, zdict=_COMMON)
         return deflate.compress(buffer.getvalue()) + deflate.flush()
 
@@ -178,7 +182,7 @@ def unpacked_table(packed: bytes) -> KeyTable:
         group = Group(*values)
         name = str(group.dtype).removeprefix("torch.")
         dtype = None if name == "None" else getattr(torch, name)
-        cuts = tuple([SavedCut(*cut) for cut in group.cuts])
+        cuts = tuple([SavedCut.of(*cut) for cut in group.cuts])
         groups.append(group._replace(dtype=dtype, cuts=cuts))
     sizes, rule_of, path_of = [unpacked_ints(column).tolist() for column in columns]
     return KeyTable(groups, unpacked_keys(keys), sizes, rules, rule_of, paths, path_of)

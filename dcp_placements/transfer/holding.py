@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
-from dcp_placements.layout.sharding import Cut, LayoutError, Sharding, dim_pieces
+from dcp_placements.layout.sharding import Cut, Kind, LayoutError, Sharding, dim_pieces
 from dcp_placements.names.rename_record import (
     Numbers,
     held_numbers,
@@ -344,7 +344,7 @@ def _held_dims(tensor: Named, sharding: Sharding, coordinates: Array) -> list[_H
         axes = sorted({cut.axis for cut in cuts if isinstance(cut, Cut)})
         first, which = distinct_rows(coordinates[:, axes])
         positions = coordinates[first]
-        if all(isinstance(cut, Cut) and cut.parts == 1 for cut in cuts):
+        if all(cut.kind is Kind.PLAIN for cut in cuts):
             counts, table = _plain_pieces(sharding, dim, size, positions)
         else:
             intervals = [sharding.dim_at(dim, position) for position in positions.tolist()]

@@ -11,6 +11,7 @@ from dcp_placements.layout.sharding import (
     Chunk,
     Cut,
     Intervals,
+    Kind,
     LayoutError,
     Pick,
     Sharding,
@@ -42,13 +43,13 @@ def test_cuts_apply_in_their_order_whatever_their_axes() -> None:
 
 def test_parts_of_a_part_are_chunked_from_what_is_left() -> None:
     """_StridedShard with split factor 2 inside the second half of an uneven cut."""
-    sharding = Sharding((7,), (2, 2), (Cut(0, 0), Cut(0, 1, parts=2)))
+    sharding = Sharding((7,), (2, 2), (Cut(0, 0), Cut(0, 1, Kind.FUSED, 2)))
     table = {each: rows_at(sharding, each) for each in sharding.coordinates()}
     assert table == {(0, 0): [0, 2], (0, 1): [1, 3], (1, 0): [4, 6], (1, 1): [5]}
 
 
 def test_adjacent_intervals_merge_into_one_chunk() -> None:
-    whole = Sharding((6,), (1,), (Cut(0, 0, parts=3),)).at((0,))
+    whole = Sharding((6,), (1,), (Cut(0, 0, Kind.FUSED, 3),)).at((0,))
     assert whole.intervals == (((0, 6),),)
     assert whole.chunks() == (Chunk((0,), (0,), (6,)),)
     # What a pick has left apart stays apart.
@@ -76,13 +77,13 @@ def test_listed_rows_keep_their_order_and_stay_apart() -> None:
 
 
 def test_listed_rows_stay_apart_where_parts_of_them_are_cut() -> None:
-    sharding = Sharding((6,), (1,), (Pick(0, (1, 2, 3, 4)), Cut(0, 0, parts=2)))
+    sharding = Sharding((6,), (1,), (Pick(0, (1, 2, 3, 4)), Cut(0, 0, Kind.FUSED, 2)))
     assert sharding.at((0,)).intervals == (((1, 2), (2, 3), (3, 4), (4, 5)),)
 
 
 def test_padding_in_the_middle_of_a_local_tensor_is_left_out() -> None:
     """Parts of a padded tensor: local rows 2 and 3 are rows 6 and 7, beyond the real ones."""
-    layout = Sharding((6,), (2,), (Cut(0, 0, parts=2),), padded_shape=(8,)).at((1,))
+    layout = Sharding((6,), (2,), (Cut(0, 0, Kind.FUSED, 2),), padded_shape=(8,)).at((1,))
     assert layout.local_shape == (4,)
     assert layout.chunks() == (Chunk((0,), (2,), (2,)),)
 

@@ -16,12 +16,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_placements.layout.sharding import Cut, Sharding
+from dcp_placements.layout.sharding import Cut, Kind, Sharding
 
 
 def sharding_of(case: Case) -> Sharding:
     cuts = [
-        Cut(placement.dim, axis, getattr(placement, "split_factor", 1))
+        Cut(placement.dim, axis, Kind.STRIDED, getattr(placement, "split_factor", 1))
         for axis, placement in enumerate(case.placements)
         if not isinstance(placement, Replicate)
     ]

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, MeshCoordinate
 from dcp_placements.bind.binding import Binding, Own
 from dcp_placements.bind.rule_and_dtensor import bind
-from dcp_placements.layout.sharding import Box, Chunk, Cut, Layout, Pick, Sharding
+from dcp_placements.layout.sharding import Box, Chunk, Cut, Kind, Layout, Pick, Sharding
 from dcp_placements.layout.tiling import is_grid, overlaps, tiles, uncovered
 from dcp_placements.save.coordinator.cover import cover_of, makes_whole
 from dcp_placements.testing import FakeMesh, cut
@@ -37,11 +37,11 @@ def cuts_of(placements: tuple[Any, ...]) -> tuple[Cut, ...]:
     cuts = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, FusedShard):
-            cuts.append(Cut(placement.dim, axis, placement.parts))
+            cuts.append(Cut(placement.dim, axis, Kind.FUSED, placement.parts))
         elif isinstance(placement, Shard):
             cuts.append(Cut(placement.dim, axis))
         elif not isinstance(placement, Replicate):
-            cuts.append(Cut(placement.dim, axis, placement.split_factor))
+            cuts.append(Cut(placement.dim, axis, Kind.STRIDED, placement.split_factor))
     return tuple(cuts)
 
 

@@ -17,7 +17,8 @@ from dcp_placements import (
     MeshCoordinate,
     PlacementError,
 )
-from dcp_placements.rules.placement import format_placements, shard_dim, shard_parts, shards
+from dcp_placements.layout.sharding import Kind
+from dcp_placements.rules.placement import format_placements, kind_of, shard_dim, shards
 from dcp_placements.testing import FakeMesh
 
 MESH = MeshCoordinate(("ep", "edp"), (4, 2), (3, 0))
@@ -157,27 +158,26 @@ def test_sequences_become_tuples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "splits", "parts", "expected"),
+    ("placement", "kind", "expected"),
     [
-        (Shard(1), True, 1, "Shard(1)"),
-        (_StridedShard(0, split_factor=3), True, 3, "_StridedShard(0, split_factor=3)"),
-        (FusedShard(0, 2), True, 2, "FusedShard(0, 2)"),
-        (FusedShard(0, (4, 4)), True, (4, 4), "FusedShard(0, (4, 4))"),
-        (IndexShard(0, (2, 1)), True, None, "IndexShard(0, [2, 1])"),
+        (Shard(1), Kind.PLAIN, "Shard(1)"),
+        (_StridedShard(0, split_factor=3), Kind.STRIDED, "_StridedShard(0, split_factor=3)"),
+        (FusedShard(0, 2), Kind.FUSED, "FusedShard(0, 2)"),
+        (FusedShard(0, (4, 4)), Kind.FUSED, "FusedShard(0, (4, 4))"),
+        (IndexShard(0, (2, 1)), Kind.LISTED, "IndexShard(0, [2, 1])"),
         (
             IndexShard(0, range(20)),  # type: ignore[arg-type]
-            True,
-            None,
+            Kind.LISTED,
             "IndexShard(0, [0, 1, 2, 3, 4, 5, 6, 7, ... (20 rows)])",
         ),
-        (Replicate(), False, None, "Replicate()"),
+        (Replicate(), None, "Replicate()"),
     ],
 )
 def test_placements_are_told_apart_and_written_as_the_user_would(
-    placement: Any, splits: bool, parts: Any, expected: str
+    placement: Any, kind: Kind | None, expected: str
 ) -> None:
-    assert shards(placement) is splits
-    assert parts is None or shard_parts(placement) == parts
+    assert kind_of(placement) is kind
+    assert shards(placement) is (kind is not None)
     assert format_placements([placement]) == f"[{expected}]"
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dcp_placements.errors import Fault
-from dcp_placements.layout.sharding import LayoutError, part_sizes
-from dcp_placements.storage.metadata.record import FUSED, PLAIN, ROWS, STRIDED, Cuts, SavedCut
+from dcp_placements.layout.sharding import Kind, LayoutError, part_sizes, unknown_kind
+from dcp_placements.storage.metadata.record import Cuts, SavedCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def differences(saved: Cuts, loaded: Cuts, shape: Sequence[int]) -> Iterator[Dif
         return
     for dim in sorted({cut.dim for cut in saved} & {cut.dim for cut in loaded}):
         one, other = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
-        if not any(cut.kind == ROWS for cut in (*one, *other)):
+        if not any(cut.kind is Kind.LISTED for cut in (*one, *other)):
             yield from _dim_differences(canonical(one), canonical(other), shape[dim])
 
 
@@ -76,17 +76,23 @@ def canonical(cuts: Sequence[SavedCut]) -> list[SavedCut]:
     ordered: list[SavedCut] = []
     for cut in reversed(cuts):
         at = 0
-        if cut.kind == STRIDED:
-            pieces = 1
-            while pieces != cut.parts and at < len(ordered) and ordered[at].kind == PLAIN:
-                pieces *= ordered[at].size
-                at += 1
-            if pieces == cut.parts:
-                cut = cut._replace(kind=PLAIN, parts=1)
-            else:
-                cut, at = cut._replace(kind=FUSED), 0
-        elif cut.kind == FUSED and _count(cut.parts) == 1:
-            cut = cut._replace(kind=PLAIN, parts=1)
+        match cut.kind:
+            case Kind.STRIDED:
+                pieces = 1
+                while pieces != cut.parts and at < len(ordered) and ordered[at].kind is Kind.PLAIN:
+                    pieces *= ordered[at].size
+                    at += 1
+                if pieces == cut.parts:
+                    cut = cut._replace(kind=Kind.PLAIN, parts=1)
+                else:
+                    cut, at = cut._replace(kind=Kind.FUSED), 0
+            case Kind.FUSED:
+                if _count(cut.parts) == 1:
+                    cut = cut._replace(kind=Kind.PLAIN, parts=1)
+            case Kind.PLAIN | Kind.LISTED:
+                pass
+            case _:
+                raise unknown_kind(cut.kind)
         ordered.insert(at, cut)
     return ordered
 
@@ -127,9 +133,9 @@ def _count(parts: int | tuple[int, ...]) -> int:
 def _may_be_equal(saved: SavedCut, loaded: SavedCut, size: int) -> bool:
     """Whether two cuts by axes of one name may be the same declaration."""
     if saved.kind != loaded.kind:
-        plain = saved if saved.kind == PLAIN else loaded
+        plain = saved if saved.kind is Kind.PLAIN else loaded
         return plain.size == 1  # a whole tensor
-    return saved.kind == PLAIN or _same_parts(saved.parts, loaded.parts, size)
+    return saved.kind is Kind.PLAIN or _same_parts(saved.parts, loaded.parts, size)
 
 
 def _same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: int) -> bool:

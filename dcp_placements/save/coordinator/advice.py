@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from dcp_placements.bind.lint import NUMBERED_EXPERT
+from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.save.key_table import Group
-from dcp_placements.storage.metadata.record import ROWS
 
 _WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
 
@@ -60,7 +60,7 @@ def content_advice(
             + (f"{needs}; {drifted}" if differs else drifted)
         )
         ways = [renumber, f"{shard} where ranks hold parts of one expert"]
-    elif any(cut.kind == ROWS for cut in group.cuts):
+    elif any(cut.kind is Kind.LISTED for cut in group.cuts):
         yield (
             "likely:      ranks list the rows of one another: a Stack has local numbers, which "
             f"every rank counts from 0, or IndexShard has another rank's rows; or {drifted}"

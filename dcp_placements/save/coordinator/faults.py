@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from dcp_placements.errors import Fault, format_names, format_ranks
-from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.sharding import Box, Kind
 from dcp_placements.layout.tiling import format_box, overlaps, uncovered
 from dcp_placements.save.coordinator.advice import content_advice, hole_advice, renumber_of
 from dcp_placements.save.coordinator.claims import Claims, Plans, claims_of, plans_by_digest
@@ -15,7 +15,6 @@ from dcp_placements.save.coordinator.pieces import Piece
 from dcp_placements.save.key_table import OBJECT, Group
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.rank_notes import Statement
-from dcp_placements.storage.metadata.record import ROWS
 
 
 class Faults:
@@ -230,7 +229,7 @@ class Faults:
             axes = [name for name in axes if self._apart(name, having, lacking)] or axes
             text = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
             details.append(f"likely:      {factor} times too little is held{text}")
-        listed = any(cut.kind == ROWS for group in claims.groups for cut in group.cuts)
+        listed = any(cut.kind is Kind.LISTED for group in claims.groups for cut in group.cuts)
         details += hole_advice(claims.fqn, listed)
         return Fault(
             claims.fqn,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.renamed_keys import Path
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.items import Assignment
@@ -12,7 +13,7 @@ from dcp_placements.save.key_table import OBJECT, Group, KeyTable
 from dcp_placements.save.rank_notes import Statement
 from dcp_placements.storage.hashing import FULL_NBYTES
 from dcp_placements.storage.metadata.provenance import StoredDigests
-from dcp_placements.storage.metadata.record import ROWS, Cuts, packed_record
+from dcp_placements.storage.metadata.record import Cuts, packed_record
 
 
 def paths_of_keys(
@@ -87,7 +88,7 @@ def making(
 
 def _listed_dim(group: Group) -> int | None:
     """Return the dim whose rows ranks list; None where there is none, or several."""
-    dims = {cut.dim for cut in group.cuts if cut.kind == ROWS}
+    dims = {cut.dim for cut in group.cuts if cut.kind is Kind.LISTED}
     return dims.pop() if len(dims) == 1 else None
 
 

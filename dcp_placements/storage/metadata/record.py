@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from dcp_placements.layout.sharding import Pick, Sharding
+from dcp_placements.layout.sharding import Cut, Kind, LayoutError, Pick, Sharding, unknown_kind
 from dcp_placements.storage.metadata.provenance import stored
 
 CUTS_KEY = "cuts"
 RENAMES_KEY = "renames"
 """Under the reserved key in ``Metadata.planner_data``."""
-
-PLAIN, FUSED, STRIDED, ROWS = "plain", "fused", "strided", "rows"
 
 
 class SavedCut(NamedTuple):
@@ -32,29 +30,70 @@ class SavedCut(NamedTuple):
         axis: Its name; None where it has none.
         size: Ranks along it.
         dim: Of the tensor, from 0.
-        kind: ``"plain"``; ``"fused"``, inside each of several tensors in one; ``"strided"``, inside
-            what later cuts make (torch's ``_StridedShard``); ``"rows"``, which each rank names.
+        kind: How it cuts.
         parts: The number of parts of the dim, or their sizes.
     """
 
     axis: str | None
     size: int
     dim: int
-    kind: str
+    kind: Kind
     parts: int | tuple[int, ...] = 1
+
+    @classmethod
+    def of(
+        cls,
+        axis: str | None,
+        size: int,
+        dim: int,
+        kind: str,
+        parts: int | tuple[int, ...],
+        alternate: bool = False,
+    ) -> SavedCut:
+        """Return the cut of plain ``values``.
+
+        Args:
+            axis: Its name.
+            size: Ranks along it.
+            dim: Of the tensor.
+            kind: The value of its kind.
+            parts: Of the dim.
+            alternate: In records of older saves: whether parts alternate row by row, which is a
+                plain cut.
+
+        Raises:
+            ValueError: A kind that is not known.
+        """
+        if alternate:
+            kind, parts = Kind.PLAIN, 1
+        if not isinstance(parts, int):
+            parts = tuple([int(part) for part in parts])
+        name = None if axis is None else str(axis)
+        return cls(name, int(size), int(dim), Kind(kind), parts)
+
+    @property
+    def values(self) -> tuple[str | None, int, int, str, int | tuple[int, ...]]:
+        """Plain values that any unpickler admits; ``SavedCut.of(*values)`` is the cut."""
+        return self.axis, self.size, self.dim, self.kind.value, self.parts
 
     @property
     def placement(self) -> str:
         """Its placement, as its user would declare it."""
-        if self.kind == STRIDED:
-            return f"_StridedShard({self.dim}, split_factor={self.parts})"
-        if self.kind == FUSED:
-            return f"FusedShard({self.dim}, {self.parts})"
-        return f"Shard({self.dim})"
+        match self.kind:
+            case Kind.PLAIN:
+                return f"Shard({self.dim})"
+            case Kind.FUSED:
+                return f"FusedShard({self.dim}, {self.parts})"
+            case Kind.STRIDED:
+                return f"_StridedShard({self.dim}, split_factor={self.parts})"
+            case Kind.LISTED:
+                return f"rows of dim {self.dim}, each rank its own"
+            case _:
+                raise unknown_kind(self.kind)
 
     def __str__(self) -> str:
-        if self.kind == ROWS:
-            return f"rows of dim {self.dim}, each rank its own"
+        if self.kind is Kind.LISTED:
+            return self.placement
         axis = "an axis" if self.axis is None else repr(self.axis)
         return f"{self.placement} over {axis} of size {self.size}"
 
@@ -105,36 +144,24 @@ class SaveRecord:
 
 def cuts_of(sharding: Sharding, axis_names: Sequence[str | None]) -> Cuts:
     """Return the cuts of a layout by the names of its axes."""
-    return tuple(
-        [
-            saved_cut(cut, axis_names, sharding.axis_sizes, lists_rows=isinstance(cut, Pick))
-            for cut in sharding.cuts
-        ]
-    )
+    return tuple([_saved_cut(cut, axis_names, sharding.axis_sizes) for cut in sharding.cuts])
 
 
-def saved_cut(
-    cut: Any,
-    axis_names: Sequence[str | None],
-    axis_sizes: Sequence[int],
-    *,
-    lists_rows: bool,
+def _saved_cut(
+    cut: Cut | Pick, axis_names: Sequence[str | None], axis_sizes: Sequence[int]
 ) -> SavedCut:
-    """Return one cut by the name of its axis.
-
-    Args:
-        cut: A cut with the attributes of ``layout.Cut``; of rows, ``dim`` and ``axis`` alone.
-        axis_names: By axis.
-        axis_sizes: Ranks along each.
-        lists_rows: Whether every rank lists the rows that it holds.
-    """
     # Rows of no axis are those of a stack, which names identify.
     name = None if cut.axis < 0 else axis_names[cut.axis]
     size = 1 if cut.axis < 0 else axis_sizes[cut.axis]
-    if lists_rows:
-        return SavedCut(name, size, cut.dim, ROWS)
-    kind = PLAIN if cut.parts == 1 else STRIDED if cut.strided else FUSED
-    return SavedCut(name, size, cut.dim, kind, cut.parts)
+    if isinstance(cut, Pick):
+        return SavedCut(name, size, cut.dim, cut.kind)
+    match cut.kind:
+        case Kind.PLAIN | Kind.FUSED | Kind.STRIDED:
+            return SavedCut(name, size, cut.dim, cut.kind, cut.parts)
+        case Kind.LISTED:
+            raise LayoutError("rows that a rank lists are a Pick, not a Cut")
+        case _:
+            raise unknown_kind(cut.kind)
 
 
 def packed_record(
@@ -149,7 +176,7 @@ def packed_record(
     kind = np.min_scalar_type(len(groups))
     return {
         CUTS_KEY: {
-            "groups": tuple([tuple([tuple(cut) for cut in cuts]) for cuts in groups]),
+            "groups": tuple([tuple([cut.values for cut in cuts]) for cuts in groups]),
             "keys": (len(ordered), _digest(ordered)),
             "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
         },
@@ -201,7 +228,7 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
 def _unpacked_cuts(
     packed_cuts: Mapping[str, Any], ordered: Sequence[str]
 ) -> tuple[tuple[Cuts, ...], list[int]]:
-    groups = tuple([tuple([_cut_of(*cut) for cut in cuts]) for cuts in packed_cuts["groups"]])
+    groups = tuple([tuple([SavedCut.of(*cut) for cut in cuts]) for cuts in packed_cuts["groups"]])
     if tuple(packed_cuts["keys"]) != (len(ordered), _digest(ordered)):
         raise ValueError("other keys")
     kind, packed = packed_cuts["group_of"]
@@ -213,21 +240,6 @@ def _unpacked_cuts(
     if len(column) != len(ordered) or max(column, default=0) >= len(groups):
         raise ValueError("no column of these keys")
     return groups, column
-
-
-def _cut_of(
-    axis: str | None,
-    size: int,
-    dim: int,
-    kind: str,
-    parts: int | tuple[int, ...],
-    alternate: bool = False,
-) -> SavedCut:
-    if alternate:  # in records of older saves: parts that alternate row by row are a plain cut
-        kind, parts = PLAIN, 1
-    if not isinstance(parts, int):
-        parts = tuple([int(part) for part in parts])
-    return SavedCut(None if axis is None else str(axis), int(size), int(dim), str(kind), parts)
 
 
 def _rename_of(kind: str, pattern: str, total: int | None) -> SavedRename:
