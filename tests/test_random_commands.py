@@ -49,7 +49,7 @@ from tests.random_worlds import Pair, Side
 from tests.test_differential import assert_torch_reads, load, save, save_planners
 
 ALTERED, TRANSFERRED, WRITTEN = range(300, 316), range(400, 430), range(500, 515)
-LACKING = range(600, 660)
+LACKING, ALONE = range(600, 660), range(700, 720)
 """The worlds of each test."""
 
 
@@ -167,6 +167,27 @@ def test_a_save_without_elements_that_one_rank_alone_holds_is_refused(tmp_path: 
             world.save(path, states.__getitem__, planners.__getitem__)
             assert_torch_reads(pair, whole, path)
     assert min(seen[True], seen[False]) > 3, seen
+
+
+# Ranks that save alone
+
+
+def test_ranks_that_save_alone_make_the_whole_when_merged(tmp_path: Path) -> None:
+    for seed in ALONE:
+        pair, path = draw_pair(seed), tmp_path / str(seed)
+        whole = wholes(pair)
+        ranks = [Rank(pair, pair.save, rank) for rank in range(pair.save.size)]
+        World(len(ranks)).save(
+            path,
+            lambda rank, of=ranks, whole=whole: of[rank].state_dict(
+                list(of[rank].values(whole)), blank=False
+            ),
+            save_planners(pair).__getitem__,
+            use_collectives=False,
+        )
+        merge_metadata(path)
+        assert_torch_reads(pair, whole, path)
+        load(pair, whole, path, verify="off")
 
 
 # Transfers

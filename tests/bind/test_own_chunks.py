@@ -5,7 +5,6 @@ The truth is plain slicing of the whole, and the whole as torch's default planne
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -63,88 +62,6 @@ def stock(path: Path, key: str = "w") -> torch.Tensor:
     found = {key: torch.full((8, 6), -1.0)}
     dcp.load(found, checkpoint_id=path, no_dist=True)
     return found[key]
-
-
-def test_two_shards_of_equal_content_are_both_stored(tmp_path: Path) -> None:
-    ones = torch.ones(8, 6)
-    save(tmp_path, {"w": rows(0, 4, ones)}, {"w": rows(4, 8, ones)})
-    assert torch.equal(stock(tmp_path), ones)
-
-
-def test_several_chunks_with_padding_between_lie_where_they_say(tmp_path: Path) -> None:
-    def held(rank: int) -> torch.Tensor:
-        local = torch.full((6, 6), -7.0)
-        local[0:2], local[3:5] = WHOLE[2 * rank : 2 * rank + 2], WHOLE[4 + 2 * rank : 6 + 2 * rank]
-        return listed(
-            local,
-            ((2 * rank, 0), (0, 0), (2, 6)),
-            ((4 + 2 * rank, 0), (3, 0), (2, 6)),
-        )
-
-    save(tmp_path, {"w": held(0)}, {"w": held(1)})
-    assert torch.equal(stock(tmp_path), WHOLE)
-
-    def blank(rank: int) -> dict[str, Any]:
-        return {"w": listed(torch.full((6, 6), -7.0), *_places(held(rank)))}
-
-    loaded = World(2).load(tmp_path, blank, lambda rank: PlacementLoadPlanner())
-    for rank in range(2):
-        assert torch.equal(loaded[rank]["w"], held(rank))
-
-
-def _places(tensor: Any) -> list[Place]:
-    lists = (tensor.global_offsets, tensor.local_offsets, tensor.local_sizes)
-    return list(zip(*lists, strict=True))
-
-
-def tiles(rng: random.Random, box: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
-    """Return a random tiling of ``(row, column, rows, columns)``; no product of intervals."""
-    row, column, height, width = box
-    if height * width <= 4 or rng.random() < 0.2:
-        return [box]
-    if rng.random() < 0.5 and height > 1:
-        cut = rng.randrange(1, height)
-        parts = [(row, column, cut, width), (row + cut, column, height - cut, width)]
-    elif width > 1:
-        cut = rng.randrange(1, width)
-        parts = [(row, column, height, cut), (row, column + cut, height, width - cut)]
-    else:
-        return [box]
-    return [tile for part in parts for tile in tiles(rng, part)]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_any_tiling_into_any_other(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-
-    def world(size: int) -> list[list[tuple[int, int, int, int]]]:
-        shares: list[list[tuple[int, int, int, int]]] = [[] for _ in range(size)]
-        for tile in tiles(rng, (0, 0, 8, 6)):
-            for rank in rng.sample(range(size), rng.randint(1, 2)):
-                shares[rank].append(tile)
-        return shares
-
-    def tensor(share: list[tuple[int, int, int, int]], *, filled: bool) -> torch.Tensor:
-        local = torch.full((sum(tile[2] for tile in share) + 1, 6), -7.0)
-        places, at = [], 0
-        for row, column, height, width in share:
-            if filled:
-                part = WHOLE[row : row + height, column : column + width]
-                local[at : at + height, :width] = part
-            places.append(((row, column), (at, 0), (height, width)))
-            at += height
-        return listed(local, *places)
-
-    sources, targets = world(3), world(4)
-    save(tmp_path, *({"w": tensor(share, filled=True)} for share in sources))
-    assert torch.equal(stock(tmp_path), WHOLE)
-    loaded = World(4).load(
-        tmp_path,
-        lambda rank: {"w": tensor(targets[rank], filled=False)},
-        lambda rank: PlacementLoadPlanner(),
-    )
-    for rank in range(4):
-        assert torch.equal(loaded[rank]["w"], tensor(targets[rank], filled=True))
 
 
 def test_holes_overlaps_and_replicas_that_differ_are_refused(tmp_path: Path) -> None:
@@ -229,18 +146,6 @@ def test_state_that_names_a_listed_parameter_by_number_is_refused(tmp_path: Path
     save(tmp_path / "model", *({"model": state(rank)["model"]} for rank in range(2)))
     with pytest.raises(dcp.CheckpointException, match="lists its chunks"):
         World(2).load(tmp_path / "model", state, lambda rank: PlacementLoadPlanner())
-
-
-def test_optimizer_state_follows_and_may_say_its_own(tmp_path: Path) -> None:
-    def state(rank: int) -> dict[str, Any]:
-        weight = rows(4 * rank, 4 * rank + 4)
-        moment = weight.clone() + 1
-        own = listed(weight.clone() + 2, *_places(weight))
-        return {"w": weight, "state.w.exp_avg": moment, "state.w.exp_avg_sq": own}
-
-    save(tmp_path, state(0), state(1))
-    for number, key in enumerate(state(0)):
-        assert torch.equal(stock(tmp_path, key), WHOLE + number)
 
 
 @pytest.mark.parametrize(

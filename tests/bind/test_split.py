@@ -9,20 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import (
     CheckpointException,
     HuggingFaceStorageReader,
 )
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
-    FusedShard,
-    IndexShard,
     Parts,
     PlacementError,
     PlacementLoadPlanner,
@@ -34,97 +29,10 @@ from dcp_placements import (
 )
 from dcp_placements.presets import hub
 from dcp_placements.testing import FakeDTensor, World, cut
-from tests.preset_scenes import read_whole
-from tests.strategies import arange, examples
+from tests.strategies import arange
 
 GATE_UP = "layers.0.mlp.experts.gate_up_proj"
 DOWN = "layers.0.mlp.experts.down_proj"
-
-
-def parts_of(whole: torch.Tensor, split: Split, names: str, rows: bool) -> dict[str, torch.Tensor]:
-    """Return the parts by plain slicing, group after group."""
-    found = {}
-    for number, row in enumerate(whole.unbind(0) if rows else [whole]):
-        held: dict[str, list[torch.Tensor]] = {name: [] for name in split.names}
-        unit = row.shape[split.dim] // sum(split.sizes) // split.groups
-        pieces = row.split([size * unit for size in split.sizes * split.groups], split.dim)
-        for name, piece in zip(split.names * split.groups, pieces, strict=True):
-            held[name].append(piece)
-        for name, each in held.items():
-            at = names.replace("{}", str(number)).replace("fused", name)
-            found[at] = torch.cat(each, split.dim).contiguous()
-    return found
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Any, ...]:
-    """Draw a fused tensor, how it is split, and how 4 ranks cut it."""
-    sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
-    groups, dim = draw(st.integers(1, 2)), draw(st.integers(0, 1))
-    rows = draw(st.booleans())
-    shape = [draw(st.integers(1, 5)), draw(st.integers(1, 5))]
-    shape[dim] = sum(sizes) * groups * draw(st.integers(1, 3))
-    if rows:
-        shape.insert(0, draw(st.sampled_from([2, 4])))
-    split = Split(
-        "fused", [f"part{n}" for n in range(len(sizes))], dim=dim, sizes=sizes, groups=groups
-    )
-    at = draw(st.integers(0, len(shape) - 1))
-    tp: Any = Shard(at)
-    if at == dim + rows and draw(st.booleans()):
-        unit = shape[at] // sum(sizes) // groups
-        tp = FusedShard(at, tuple(size * unit for size in sizes * groups))
-    elif at == 0 and draw(st.booleans()):
-        order = draw(st.permutations(range(shape[0])))
-        tp = (tuple(order[: len(order) // 2]), tuple(order[len(order) // 2 :]))
-    return tuple(shape), split, rows, tp, draw(st.integers(0, len(shape) - 1))
-
-
-@examples(15)
-@given(case=cases())
-def test_parts_are_those_of_slicing_and_come_back(
-    case: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    shape, split, rows, tp, own_dim = case
-    root = tmp_path_factory.mktemp("split")
-    whole, world = arange(shape) + 1, World(4)
-    rename = Renames(Unstack("a.{}.fused"), split) if rows else split
-    wanted = parts_of(whole, split, "a.{}.fused" if rows else "a.fused", rows)
-
-    def placement(rank: int) -> Any:
-        return IndexShard(0, tp[rank // 2]) if isinstance(tp, tuple) else tp
-
-    def local(rank: int) -> FakeDTensor:
-        mesh = world.mesh(rank, tp=2, fsdp=2)
-        mine = cut(whole, [placement(rank)], (2,), (rank // 2,))
-        return FakeDTensor.distribute(mine, mesh["fsdp"], [Shard(own_dim)])
-
-    def rules(rank: int) -> PlacementRules:
-        mesh = world.mesh(rank, tp=2, fsdp=2)
-        by = CheckpointPlacement(mesh, {"tp": placement(rank)}, global_shape=shape)
-        return PlacementRules({"a.fused": by})
-
-    world.save(
-        root / "saved",
-        lambda rank: {"a.fused": local(rank)},
-        lambda rank: PlacementSavePlanner(rules(rank), rename=rename),
-    )
-    found = read_whole(root / "saved")
-    assert sorted(found) == sorted(wanted)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-    dcp.save(dict(wanted), checkpoint_id=root / "stock", no_dist=True)
-
-    def empty(rank: int) -> dict[str, Any]:
-        made = local(rank)
-        made.to_local().fill_(-1)
-        return {"a.fused": made}
-
-    loaded = world.load(
-        root / "stock", empty, lambda rank: PlacementLoadPlanner(rules(rank), rename=rename)
-    )
-    for rank in range(4):
-        assert torch.equal(loaded[rank]["a.fused"].to_local(), local(rank).to_local())
 
 
 def model(experts: int = 4) -> dict[str, torch.Tensor]:
@@ -202,47 +110,6 @@ def test_files_of_the_hub_fill_stacked_and_fused_experts_with_what_is_needed(
     assert sorted(slices.values()) == sorted(needed), "other elements than the needed ones are read"
 
 
-def test_optimizer_state_is_split_with_its_parameter(tmp_path: Path) -> None:
-    whole, world = arange((4, 6, 2)), World(2)
-    rename = Renames(Unstack("experts.{}.fused"), Split("fused", ("a", "b")))
-    states = ("model.experts.fused", "optim.state.experts.fused.exp_avg")
-
-    def state_dict(rank: int, fill: bool = False) -> dict[str, Any]:
-        made: dict[str, Any] = {
-            name: cut(whole + n, [Shard(0)], (2,), (rank,)) for n, name in enumerate(states)
-        }
-        made["optim.state.experts.fused.step"] = torch.tensor(7.0)
-        made["optim.param_groups.experts.fused.lr"] = 0.5
-        if fill:
-            for name, value in made.items():
-                made[name] = torch.full_like(value, -1) if name[-2:] != "lr" else 0.0
-        return made
-
-    def rules(rank: int) -> PlacementRules:
-        by = CheckpointPlacement(world.mesh(rank, ep=2), {"ep": Shard(0)})
-        return PlacementRules({"experts.fused": by})
-
-    world.save(
-        tmp_path / "c", state_dict, lambda rank: PlacementSavePlanner(rules(rank), rename=rename)
-    )
-    found = read_whole(tmp_path / "c")
-    for number in range(4):
-        for at, part in enumerate(("a", "b")):
-            fqn = f"experts.{number}.{part}"
-            rows = slice(3 * at, 3 * at + 3)
-            assert torch.equal(found[f"model.{fqn}"], whole[number, rows])
-            assert torch.equal(found[f"optim.state.{fqn}.exp_avg"], whole[number, rows] + 1)
-            assert found[f"optim.state.{fqn}.step"] == 7
-    loaded = world.load(
-        tmp_path / "c",
-        lambda rank: state_dict(rank, fill=True),
-        lambda rank: PlacementLoadPlanner(rules(rank), rename=rename),
-    )
-    for rank in range(2):
-        for name, value in state_dict(rank).items():
-            assert torch.equal(torch.as_tensor(loaded[rank][name]), torch.as_tensor(value)), name
-
-
 def test_what_cannot_be_split_is_told(tmp_path: Path) -> None:
     for names, more in (((), {}), (("a", "b"), {"sizes": (1,)}), (("a",), {"groups": 0})):
         with pytest.raises(PlacementError, match="need a name and a size from 1 on each"):
@@ -277,35 +144,3 @@ def test_a_split_is_a_value() -> None:
         ("e.{}.a", "e.{}.b"), "e.w", 0, (1, 1), 1, 0
     )
     assert Renames(split).table(["a.qkv", "b"]) == "a.qkv -> a.q + a.k"
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("cut_parts", [False, True])
-def test_parts_of_picked_rows_lie_where_their_ranks_hold_them(
-    groups: int, cut_parts: bool, tmp_path: Path
-) -> None:
-    """An expert map over one dim; the fused dim in pieces that no plain shard makes, or in runs."""
-    rows, fused = ((0,), (4, 2, 1, 3)), FusedShard(1, 2) if cut_parts else Replicate()
-    whole, world = arange((5, 4)), World(6)
-    split = Split("a.fused", ["a.q", "a.k"], dim=1, groups=groups)
-
-    def local(rank: int) -> torch.Tensor:
-        placements = [IndexShard(0, rows[rank // 3]), fused]
-        return cut(whole, placements, (2, 3), divmod(rank, 3))
-
-    def rules(rank: int) -> PlacementRules:
-        mesh, picks = world.mesh(rank, ep=2, tp=3), IndexShard(0, rows[rank // 3])
-        by = CheckpointPlacement(mesh, {"ep": picks, "tp": fused}, global_shape=(5, 4))
-        return PlacementRules({"a.fused": by})
-
-    world.save(
-        tmp_path,
-        lambda rank: {"a.fused": local(rank)},
-        lambda rank: PlacementSavePlanner(rules(rank), rename=split),
-    )
-    found = read_whole(tmp_path)
-    wanted = {"q": whole[:, ::2], "k": whole[:, 1::2]}
-    if groups == 1:
-        wanted = {"q": whole[:, :2], "k": whole[:, 2:]}
-    for name, part in wanted.items():
-        assert torch.equal(found[f"a.{name}"], part)
