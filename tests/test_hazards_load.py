@@ -29,12 +29,14 @@ from hazard_scenes import (
     warned,
     without_warning,
 )
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
     PlacementError,
+    PlacementFileSystemReader,
     PlacementLoadPlanner,
     PlacementRules,
 )
@@ -656,6 +658,105 @@ class TestNeverStepped:
             load(ONE, tmp_path, lambda rank: fresh(build), allow_partial_load=partial)
         refusal.says("optim.state.layers.b.exp_avg_sq: ", "rank 0")
         assert "layers.a" not in refusal.text
+
+
+READERS = {"torch's": dcp.FileSystemReader, "ours": PlacementFileSystemReader}
+
+
+def stepped(build: Callable[..., dict[str, Any]], *, numbers: bool = False) -> dict[str, Any]:
+    """A template of an optimizer that has stepped both parameters; ``FILL`` in its moments."""
+    made = build("layers.a", "layers.b", step=9.0)
+    for name in ("layers.a", "layers.b"):
+        for key, value in states_of(made, name).items():
+            if value.dim():
+                value.fill_(FILL)
+            elif numbers and key == "step" and "state" in made["optim"]:
+                made["optim"]["state"][name][key] = 9
+            elif numbers and key == "step":
+                made["optim"][f"state.{name}.{key}"] = 9
+    return made
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("build", [nested, flattened])
+def test_m78_a_rollback_resets_all_state_that_the_checkpoint_lacks(
+    tmp_path: Path, build: Callable[..., dict[str, Any]], partial: bool, reader: Any
+) -> None:
+    save(ONE, tmp_path, lambda rank: build("layers.a"))
+    state = stepped(build)
+    planner = PlacementLoadPlanner(allow_partial_load=partial)
+    with warned() as texts:
+        dcp.load(state, storage_reader=reader(tmp_path), planner=planner, no_dist=True)
+    for key, value in states_of(state, "layers.b").items():
+        assert not value.any(), key
+    for key, value in moments("layers.a", 3.0, 7).items():
+        assert same_bits(states_of(state, "layers.a")[key], value), key
+    assert same_bits(state["model"]["layers.b"], arange(4, 3))
+    (text,) = texts
+    assert "that of 1 parameter was reset to 0: the checkpoint has none" in text
+    assert "layers.b" in text
+    assert len(planner.report.stateless) == 1
+    assert any("reset to 0" in warning for warning in planner.report.warnings)
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_m78_a_step_that_is_a_number_is_reset_with_its_moments(tmp_path: Path, reader: Any) -> None:
+    save(ONE, tmp_path, lambda rank: nested("layers.a"))
+    state = stepped(nested, numbers=True)
+    del state["optim"]["state"]["layers.a"]["step"]
+    state["optim"]["state"]["layers.a"]["step"] = torch.tensor(9.0)
+    with warned():
+        dcp.load(
+            state,
+            storage_reader=reader(tmp_path),
+            planner=PlacementLoadPlanner(),
+            no_dist=True,
+        )
+    found = states_of(state, "layers.b")
+    assert found["step"] == 0
+    assert type(found["step"]) is int
+    assert not found["exp_avg"].any()
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_m78_a_load_that_fails_resets_nothing(tmp_path: Path, reader: Any) -> None:
+    save(ONE, tmp_path, lambda rank: nested("layers.a"))
+    (data,) = tmp_path.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    state = stepped(nested)
+    with pytest.raises(CheckpointException):
+        dcp.load(
+            state, storage_reader=reader(tmp_path), planner=PlacementLoadPlanner(), no_dist=True
+        )
+    found = states_of(state, "layers.b")
+    assert found["step"] == 9
+    assert bool((found["exp_avg"] == FILL).all())
+
+
+def test_m78_sharded_state_is_reset_on_every_rank(tmp_path: Path) -> None:
+    def state(rank: int, *names: str, fill: float | None = None) -> dict[str, Any]:
+        def shard(seed: int) -> FakeDTensor:
+            made = FakeDTensor.distribute(
+                arange(8, 3, start=seed), WORLD.mesh(rank, fsdp=4), [Shard(0)]
+            )
+            if fill is not None:
+                made.to_local().fill_(fill)
+            return made
+
+        weights = {name: shard(1) for name in ("a", "b")}
+        optim = {n: {"step": torch.tensor(4.0), "exp_avg": shard(5)} for n in names}
+        return {"model": weights, "optim": {"state": optim}}
+
+    save(WORLD, tmp_path, lambda rank: state(rank, "a"))
+    with warned():
+        loaded, reports = load(WORLD, tmp_path, lambda rank: state(rank, "a", "b", fill=FILL))
+    for rank in range(4):
+        optim = loaded[rank]["optim"]["state"]
+        assert optim["b"]["step"] == 0
+        assert not optim["b"]["exp_avg"].to_local().any()
+        assert same_bits(optim["a"]["exp_avg"].to_local(), arange(8, 3, start=5).chunk(4)[rank])
+        assert any("reset to 0" in warning for warning in reports[rank].warnings)
 
 
 def test_m22_no_optimizer_state_at_all_is_refused_unless_asked_for(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class MissingKeys:
             state = self.states.of(fqn)
             keys = [] if state is None else groups[state.group]
             partly_stored = any(key in self.stored for key in keys)
-            # Under a partial load, too, a step count must not outlive its moments.
+            # Under a partial load, too, state must not outlive the weights that it belongs to.
             if state is not None and state.group in without_state:
                 self.stateless[fqn] = state.parameter
             if self.policy.is_optional(fqn) or (self.policy.partial and not partly_stored):

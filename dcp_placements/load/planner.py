@@ -76,7 +76,8 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             and the like, or any function of a key, which may return a ``Row``, ``Rows`` or
             ``Parts``.
         optional: Patterns of keys that the checkpoint may lack; they keep their values. All
-            optimizer state of a parameter may always be missing (it was never stepped).
+            optimizer state of a parameter may always be missing (it was never stepped): it is
+            reset to 0 once all is read.
         cast: What to do where the checkpoint's dtype is wider than the tensor's: ``"error"``,
             ``"warn"`` or ``"allow"``. Float into int is always an error.
         verify: ``"digests"`` compares every chunk that is read whole with its stored digest, and
@@ -285,6 +286,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         if read_item.dest_index.fqn in self._run.overlaps.groups:
             memory = super().resolve_tensor(read_item)
             self._run.overlaps.take(read_item, memory, tensor)
+        self._run.end_read()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state dict. Called on every rank.
@@ -295,6 +297,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         load = self._run
         if (record := load.ids.get(read_item.storage_index)) is not None:
             raise_faults(MIXED, filter(None, [record.fault(value.getvalue())]))
+            load.end_read()
             return
         if load.verification is not None:
             load.verification.check_object(read_item, value)
@@ -308,9 +311,12 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         if not self.flatten_state_dict:
             self.state_dict[fqn] = loaded
         load.take_object(fqn, loaded)
+        load.end_read()
 
     def finish_reads(self, error: BaseException | None) -> None:
-        """Exchange what was read, if that was agreed. Called by the reader, on every rank.
+        """Exchange what was read, if that was agreed, and end the load of this rank.
+
+        Called by the reader, on every rank.
 
         Args:
             error: What went wrong while this rank read.
@@ -323,6 +329,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             exchange.finish(error, self.lookup_tensor, self._run.report)
         elif error is not None:
             raise error
+        self._run.end_reads()
 
 
 def _unreadable(item: ReadItem, error: Exception) -> Fault:

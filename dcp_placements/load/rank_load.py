@@ -49,6 +49,7 @@ from dcp_placements.load.missing import lacking_rows
 from dcp_placements.load.overlaps import Overlaps, overlaps_of, self_overlap_faults
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request, fleeting_faults
+from dcp_placements.load.resets import Resets
 from dcp_placements.load.verification import Verification
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, put_at, rename_keys
@@ -85,7 +86,7 @@ class RankLoad:
         shared: By key, the name of the scalar or object that stands for several keys.
         totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
         collapsed: By scalar of which the checkpoint has one per row, the number of rows.
-        stateless: Optimizer state keys of parameters of which the checkpoint has no state.
+        resets: The optimizer state of parameters of which the checkpoint has none.
         items: What the rank reads.
         request: The plan of it.
         checks: How the load compares with the save.
@@ -109,7 +110,7 @@ class RankLoad:
     shared: dict[str, str] = field(default_factory=dict)
     totals: Mapping[str, int] = field(default_factory=dict)
     collapsed: Mapping[str, torch.Size] = field(default_factory=dict)
-    stateless: Sequence[str] = ()
+    resets: Resets = field(default_factory=lambda: Resets({}, {}, Placing()))
     items: LazyItems[ReadItem] = field(default_factory=LazyItems)
     request: Request | None = None
     checks: LoadChecks = field(default_factory=LoadChecks)
@@ -185,10 +186,11 @@ class RankLoad:
         self.request = request = Request(state_dict, placing, metadata, policy, self.local_keys)
         self.items = request.items()
         self.report = report = request.report
-        self.collapsed, self.stateless = request.collapsed, request.stateless
+        self.collapsed = request.collapsed
+        self.resets = Resets(request.stateless, state_dict, placing)
         alone = {*self.shared, *self.collapsed}
         self.overlaps = overlaps_of(request.groups, placing, alone)
-        faults = [*lacking_rows(self.stateless, self.shared), *placing.faults]
+        faults = [*lacking_rows(request.stateless, self.shared), *placing.faults]
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
         faults += [fault for fault in request.faults if fault.fqn not in placeless]
@@ -273,14 +275,12 @@ class RankLoad:
         return self.exchange if self.exchange is not None and self.exchange.verdict.active else None
 
     def finished(self, plan: LoadPlan, planner: LoadPlanner | None) -> LoadPlan:
-        """Return what this rank reads, its part of an exchange alone, and reset step counts.
+        """Return what this rank reads, its part of an exchange alone.
 
         Args:
             plan: As the coordinator sent it.
             planner: What is read may go into its tensors without it; None if it has to be called.
         """
-        for fqn in self.stateless:
-            self._reset_step(fqn)
         # Lazy items stayed here: the coordinator changes nothing of what a rank reads.
         items: Sequence[ReadItem] = plan.items
         with quiet_gc():
@@ -298,7 +298,20 @@ class RankLoad:
         self.overlaps.expect(items)
         ids = self._id_reads(items)
         final: Any = [*ids, *items] if ids else items
+        if self.resets:
+            self.resets.expect(len(final))
+            if not final and self.active_exchange is None:
+                self.end_reads()
         return replace(plan, items=final)
+
+    def end_read(self) -> None:
+        """Take in that an item was read, by a reader that calls the planner for every item."""
+        if self.resets and self.resets.are_due() and self.active_exchange is None:
+            self.end_reads()
+
+    def end_reads(self) -> None:
+        """Take in that all has been read: what the checkpoint has no state of is reset."""
+        self.warn(self.resets.apply(self.original_state_dict, self.mappings))
 
     def _id_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
         """Return the reads of the save ids in the files that items are read from.
@@ -315,16 +328,6 @@ class RankLoad:
         names = {info.relative_path for info in places_of(items, files)}
         records = {record.file: record for record in self.ids.values()}
         return [record.read_item() for record in speaking_for(names, records)]
-
-    def _reset_step(self, fqn: str) -> None:
-        """Set a step count to 0 whose moments keep their initial values."""
-        if fqn.rpartition(".")[2] != "step":
-            return
-        value = self.state_dict[fqn]
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-        elif isinstance(value, int | float):
-            put_at(self.original_state_dict, self.mappings.get(fqn, (fqn,)), type(value)(0))
 
     def data(self, index: MetadataIndex) -> torch.Tensor | None:
         """Return the memory to read into at ``index``; None for tensors without a place."""

@@ -112,8 +112,8 @@ class Request:
         report: What the load reads.
         faults: What cannot be filled, or would be filled wrongly.
         notes: What is accepted with a warning.
-        stateless: The optimizer state keys that the checkpoint lacks, of parameters without any
-            state there.
+        stateless: By optimizer state key that the checkpoint lacks, the parameter, which has no
+            state there at all.
         collapsed: By scalar of which the checkpoint has one per row, the number of rows.
         groups: The keys that the checkpoint has, by what fills them.
     """
@@ -132,7 +132,7 @@ class Request:
         self.placing = placing
         self.policy = policy
         self.report = LoadReport()
-        self.stateless: list[str] = []
+        self.stateless: dict[str, str] = {}
         self.collapsed: dict[str, torch.Size] = {}
         self.faults: list[Fault] = []
         self.notes: list[Fault] = []
@@ -207,7 +207,7 @@ class Request:
         keys.settle(missing, matched=matched, refused=bool(self.faults))
         self.faults += keys.faults
         self.notes += keys.notes
-        self.stateless = list(keys.stateless)
+        self.stateless = keys.stateless
         self.report.missing = tuple(keys.kept)
         self.report.stateless = tuple(dict.fromkeys(keys.stateless.values()))
 
