@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import examples
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import Shard
@@ -221,31 +218,6 @@ def held_by(
 EPLB = [[7, 0, 3, 4], [3, 5, 1], [2, 6, 7, 1, 4]]
 
 
-def test_eight_experts_per_rank_load_into_ranks_with_three_five_and_repeated_ones(
-    tmp_path: Path,
-) -> None:
-    whole = whole_model(16)
-
-    def save_ids(rank: int) -> range:
-        return contiguous([8, 8], at=rank)
-
-    World(2).save(
-        tmp_path,
-        lambda rank: held_by(whole, lambda layer: save_ids(rank), filled=True),
-        lambda rank: PlacementSavePlanner(rename=Renumber("experts.{}", save_ids(rank), total=16)),
-    )
-    assert_whole(tmp_path, whole)
-    maps = [[3, 14, 9], [0, 1, 2, 3, 4], [15, 0, 14], []]
-    loaded = World(4).load(
-        tmp_path,
-        lambda rank: held_by(whole, lambda layer: maps[rank], filled=False),
-        lambda rank: PlacementLoadPlanner(rename=Renumber("experts.{}", maps[rank], total=16)),
-    )
-    for rank, ids in enumerate(maps):
-        assert_equal(loaded[rank], held_by(whole, lambda layer, ids=ids: ids, filled=True))
-        assert len(loaded[rank]) == 8 * len(ids)
-
-
 def test_maps_that_differ_by_layer_and_repeat_experts_save_and_load(tmp_path: Path) -> None:
     whole = whole_model(8)
 
@@ -272,42 +244,6 @@ def test_maps_that_differ_by_layer_and_repeat_experts_save_and_load(tmp_path: Pa
             loaded[rank],
             held_by(whole, lambda layer, rank=rank: ids(rank, layer), filled=True),
         )
-
-
-@examples(10)
-@given(st.data())
-def test_any_split_of_experts_saves_the_whole_and_loads_into_any_other(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    total = data.draw(st.integers(1, 7), "experts")
-    whole = whole_model(total, layers=1)
-
-    def drawn(name: str) -> list[list[int]]:
-        ranks = data.draw(st.integers(1, 4), f"ranks that {name}")
-        maps: list[list[int]] = [[] for _ in range(ranks)]
-        for expert in data.draw(st.permutations(range(total)), f"order to {name}"):
-            holders = data.draw(
-                st.sets(st.integers(0, ranks - 1), min_size=1), f"who {name}s {expert}"
-            )
-            for rank in holders:
-                maps[rank].append(expert)
-        return maps
-
-    path = tmp_path_factory.mktemp("split")
-    saved, wanted = drawn("save"), drawn("load")
-    World(len(saved)).save(
-        path,
-        lambda rank: held_by(whole, lambda layer: saved[rank], filled=True),
-        lambda rank: PlacementSavePlanner(rename=Renumber("experts.{}", saved[rank], total=total)),
-    )
-    assert_whole(path, whole)
-    loaded = World(len(wanted)).load(
-        path,
-        lambda rank: held_by(whole, lambda layer: wanted[rank], filled=False),
-        lambda rank: PlacementLoadPlanner(rename=Renumber("experts.{}", wanted[rank], total=total)),
-    )
-    for rank, ids in enumerate(wanted):
-        assert_equal(loaded[rank], held_by(whole, lambda layer, ids=ids: ids, filled=True))
 
 
 def test_interleaved_pipeline_chunks_are_numbered_through(tmp_path: Path) -> None:
@@ -350,42 +286,6 @@ def test_interleaved_pipeline_chunks_are_numbered_through(tmp_path: Path) -> Non
     )
     for rank in range(2):
         assert_equal(loaded[rank], held(rank, 1))
-
-
-def test_experts_are_cut_by_rules_that_know_the_global_names(tmp_path: Path) -> None:
-    """ep 2 by name, etp 2 by rule: expert i of a rank is (6, 2) of which it holds three rows."""
-    world = World(4)
-    whole = {f"experts.{i}.w1": torch.arange(12.0).reshape(6, 2) + 100 * i for i in range(4)}
-
-    def at(rank: int) -> tuple[int, ...]:
-        return tuple(world.mesh(rank, ep=2, etp=2).get_coordinate() or ())
-
-    def held(rank: int, filled: bool) -> dict[str, Any]:
-        ep, etp = at(rank)
-        parts = {
-            f"experts.{i}.w1": whole[f"experts.{2 * ep + i}.w1"].chunk(2)[etp].clone()
-            for i in range(2)
-        }
-        return parts if filled else {key: torch.zeros_like(part) for key, part in parts.items()}
-
-    def options(rank: int) -> Any:
-        rule = CheckpointPlacement(world.mesh(rank, ep=2, etp=2), {"etp": Shard(0)})
-        rename = Renumber("experts.{}", contiguous([2, 2], at(rank)[0]), total=4)
-        return PlacementRules({"experts.*.w1": rule}), rename
-
-    def planner(kind: Any, rank: int) -> Any:
-        rules, rename = options(rank)
-        return kind(rules, rename=rename)
-
-    world.save(
-        tmp_path, lambda rank: held(rank, True), lambda rank: planner(PlacementSavePlanner, rank)
-    )
-    assert_whole(tmp_path, whole)
-    loaded = world.load(
-        tmp_path, lambda rank: held(rank, False), lambda rank: planner(PlacementLoadPlanner, rank)
-    )
-    for rank in range(4):
-        assert_equal(loaded[rank], held(rank, True))
 
 
 def test_a_load_tells_all_keys_that_have_no_number(tmp_path: Path) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import examples
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
@@ -25,7 +22,6 @@ from dcp_placements import (
     Renumber,
     Replace,
     Split,
-    Stack,
     TransferWorld,
     Unstack,
     transfer_plan,
@@ -87,85 +83,6 @@ def filled(plan: TransferPlan, sources: Mapping[int, State], targets: Mapping[in
             assert torch.equal(found[rank][key], expected), f"{key} on rank {rank}"
 
 
-CUTS: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...] | None]] = {
-    "rows": ((5, 3), Shard(0), None),
-    "columns": ((5, 3), Shard(1), None),
-    "fused": ((10, 3), FusedShard(0, (6, 2, 2)), None),
-    "padded": ((5, 3), Shard(0), (8, 3)),
-}
-
-
-def held(
-    kind: str, axes: Mapping[str, int], first: int, shape: tuple[int, ...]
-) -> tuple[TransferWorld, dict[int, State]]:
-    _, placement, padding = CUTS[kind]
-    if padding is not None:
-        padding = (shape[0] + 3, *shape[1:])
-    size = axes["tp"] * axes["dp"]
-    made = world(
-        axes,
-        {"w": {"tp": placement}},
-        meta(w=shape),
-        padded=padding,
-        ranks=range(first, first + size),
-    )
-    whole = numbered(shape, padding)
-    states = {
-        first + rank: {"w": cut(whole, [placement], [axes["tp"]], [rank % axes["tp"]])}
-        for rank in range(size)
-    }
-    return made, states
-
-
-@pytest.mark.parametrize("target", CUTS)
-@pytest.mark.parametrize("source", CUTS)
-def test_every_kind_of_cut_fills_every_other(source: str, target: str) -> None:
-    shape = (10, 3) if "fused" in (source, target) else (8, 3)
-    sender, sources = held(source, {"dp": 2, "tp": 3}, 0, shape)
-    receiver, targets = held(target, {"dp": 1, "tp": 4}, 6, shape)
-    filled(transfer_plan(sender, receiver), sources, targets)
-
-
-@given(
-    shape=st.tuples(st.integers(0, 9), st.integers(1, 5)),
-    dims=st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 1), st.integers(0, 1)),
-    sizes=st.tuples(*[st.integers(1, 3)] * 4),
-    together=st.booleans(),
-)
-@examples(30)
-def test_any_two_meshes(
-    shape: tuple[int, int], dims: Sequence[int], sizes: Sequence[int], together: bool
-) -> None:
-    sides = []
-    for side in (0, 1):
-        a, b = sizes[2 * side : 2 * side + 2]
-        placements = {"a": Shard(dims[2 * side]), "b": Shard(dims[2 * side + 1])}
-        first = 0 if together or not side else sizes[0] * sizes[1]
-        states = {
-            first + rank: {
-                "w": cut(numbered(shape), list(placements.values()), (a, b), divmod(rank, b))
-            }
-            for rank in range(a * b)
-        }
-        ranks = range(first, first + a * b)
-        sides.append(
-            (world({"a": a, "b": b}, {"w": placements}, meta(w=shape), ranks=ranks), states)
-        )
-    plan = transfer_plan(sides[0][0], sides[1][0])
-    filled(plan, sides[0][1], sides[1][1])
-    for rank, state in sides[1][1].items():
-        own = sides[0][1].get(rank, {"w": torch.zeros(0)})["w"]
-        lacking = sum(int(number not in own) for number in state["w"].flatten())
-        assert plan.part(rank).receives.nbytes == lacking * 4, "what it lacks is sent, once"
-    messages = [one for rank in range(plan_size(plan)) for one in plan.part(rank).sends]
-    received = [one for rank in range(plan_size(plan)) for one in plan.part(rank).receives]
-    assert Counter(map(repr, messages)) == Counter(map(repr, received))
-
-
-def plan_size(plan: TransferPlan) -> int:
-    return 1 + max(*plan.source.global_ranks, *plan.target.global_ranks)
-
-
 def test_both_ends_of_a_pair_list_their_messages_in_one_order() -> None:
     sender = world(
         {"dp": 2, "tp": 2}, {"a": {"tp": Shard(0)}, "b": {"tp": Shard(1)}}, meta(a=(7, 4), b=(3, 8))
@@ -181,23 +98,6 @@ def test_both_ends_of_a_pair_list_their_messages_in_one_order() -> None:
         for target in (4, 5, 6):
             sent = [one for one in plan.part(source).sends if one.target_rank == target]
             assert sent == [one for one in plan.part(target).receives if one.source_rank == source]
-
-
-def test_rows_that_ranks_list_are_replicas_wherever_they_lie() -> None:
-    rows = ((0, 1, 4), (3, 1), (2, 4, 0))
-
-    def listed(mesh: MeshCoordinate) -> dict[str, Any]:
-        return {"ep": IndexShard(0, rows[mesh.get_coordinate()[0]])}
-
-    shape = (5, 2)
-    sender = world({"ep": 3}, {"w": listed}, meta(w=shape))
-    receiver = world({"ep": 2}, {"w": {"ep": Shard(0)}}, meta(w=shape), ranks=[3, 4])
-    whole = numbered(shape)
-    sources = {rank: {"w": whole[list(rows[rank])]} for rank in range(3)}
-    targets = {3: {"w": whole[:3]}, 4: {"w": whole[3:]}}
-    filled(transfer_plan(sender, receiver), sources, targets)
-    back = world({"ep": 2}, {"w": {"ep": Shard(0)}}, meta(w=shape), ranks=[3, 4])
-    filled(transfer_plan(back, sender), targets, sources)
 
 
 EXPERTS, HIDDEN, INNER = 4, 3, 4
@@ -262,41 +162,6 @@ def test_a_target_without_shapes_gets_what_the_renames_make() -> None:
     (sender, sources), (receiver, targets) = trainer(0), engine(4)
     unknown = TransferWorld(receiver.axes, receiver.rules, ranks=receiver.ranks)
     filled(transfer_plan(sender, unknown, rename=NAMES), sources, targets)
-
-
-def test_experts_of_their_own_are_stacked() -> None:
-    tensors = meta(**{f"e.{index}.w": (3, 4) for index in range(4)})
-    contents = {key: numbered((3, 4)) + 12 * index for index, key in enumerate(tensors)}
-
-    def rename(mesh: MeshCoordinate) -> Renames:
-        ids = range(2 * mesh.get_coordinate()[0], 2 * mesh.get_coordinate()[0] + 2)
-        return Renames(Renumber("e.{}", ids, total=4), Stack("e.{}.w", total=4))
-
-    sender = world({"ep": 2, "etp": 2}, {}, tensors, rename=rename)
-    # The rules name the stack.
-    sender = TransferWorld(
-        sender.axes,
-        lambda mesh: Placements(
-            PlacementRules({"e.w": CheckpointPlacement(mesh, {"ep": Shard(0), "etp": Shard(2)})}),
-            rename=rename(mesh),
-        ),
-        tensors,
-    )
-    sources = {
-        rank: {
-            key: cut(contents[key], [Shard(1)], [2], [rank % 2])
-            for index, key in enumerate(tensors)
-            if index // 2 == rank // 2
-        }
-        for rank in range(4)
-    }
-    receiver = world(
-        {"tp": 3}, {"e.w": {"tp": Shard(1)}}, meta(**{"e.w": (4, 3, 4)}), ranks=[4, 5, 6]
-    )
-    whole = torch.stack(list(contents.values()))
-    targets = {4 + rank: {"e.w": whole[:, rank : rank + 1]} for rank in range(3)}
-    filled(transfer_plan(sender, receiver), sources, targets)
-    filled(transfer_plan(receiver, sender), targets, sources)
 
 
 def test_fsdp_cuts_inside_of_the_rules() -> None:
