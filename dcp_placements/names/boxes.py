@@ -7,12 +7,10 @@ planners use it for the chunks of a rank, the command line for whole tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
 from typing import TypeVar
 
-from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.layout.tiling import intersection
 from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
@@ -117,40 +115,6 @@ def renamed_boxes(name: Renamed, shape: Shape, *, rows: int = 1) -> list[Target]
         return part_targets(name, shape)
     parts = part_targets(name, removed(shape, dim))
     return [part.of_row(number, dim) for number in range(shape[dim]) for part in parts]
-
-
-def whole_shape(name: str | Rows | Parts, shapes: Mapping[str, Shape]) -> Shape:
-    """Return the shape that a tensor had before a rename made tensors of ``shapes`` of it.
-
-    >>> whole_shape(Parts(("gate", "up"), "gate_up", 0, (1, 1)), {"gate": (3, 8), "up": (3, 8)})
-    (6, 8)
-    >>> whole_shape(Rows("experts.{}.w", "experts.w"), {"experts.0.w": (3,), "experts.1.w": (3,)})
-    (2, 3)
-
-    Args:
-        name: The answer of the rename.
-        shapes: By key; those of other tensors do not matter.
-
-    Raises:
-        RenameError: A part, or a row before the last, is not there.
-    """
-    if isinstance(name, str):
-        return shapes[name]
-    dim = name.dim if isinstance(name, Rows) else name.rows
-    rows = 1
-    if dim is not None:
-        held = (any(f.replace("{}", str(row)) in shapes for f in name.fqns) for row in count())
-        rows = sum(1 for _ in takewhile(bool, held))
-    fqns = [fqn.replace("{}", str(row)) for row in range(max(rows, 1)) for fqn in name.fqns]
-    missing = [fqn for fqn in fqns if fqn not in shapes]
-    if missing:
-        raise RenameError(f"cannot be made of its parts, some are missing: {format_names(missing)}")
-    shape = shapes[fqns[0]]
-    if isinstance(name, Parts) and shape:
-        along = name.dim % len(shape)
-        parts = [shapes[fqn][along] for fqn in fqns[: len(name.fqns)]]
-        shape = replaced(shape, along, sum(parts))
-    return shape if dim is None else inserted(shape, dim % (len(shape) + 1), rows)
 
 
 def row_target(row: Row, shape: Shape) -> Target:

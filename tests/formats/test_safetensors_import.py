@@ -17,9 +17,10 @@ from dcp_placements import (
     PlacementError,
     PlacementLoadPlanner,
     PlacementRules,
-    Renames,
     Replace,
+    Split,
     Stack,
+    Unstack,
 )
 from dcp_placements.formats.huggingface import importing as safetensors_import
 from dcp_placements.offline import (
@@ -116,85 +117,26 @@ def test_what_is_imported_loads_into_stacked_and_fused_experts_and_exports_again
 
 
 @pytest.mark.parametrize(
-    ("rename", "block", "gate", "up", "down"),
-    [
-        ("mixtral", "block_sparse_moe", "w1", "w3", "w2"),
-        ("qwen3_moe", "mlp", "gate_proj", "up_proj", "down_proj"),
-    ],
-)
-def test_the_rename_of_an_export_makes_the_stacked_tensors_of_the_module(
-    tmp_path: Path, run: Run, rename: str, block: str, gate: str, up: str, down: str
-) -> None:
-    held: dict[str, torch.Tensor] = {"model.embed.weight": arange((7, 4))}
-    stacked = {"model.embed.weight": held["model.embed.weight"]}
-    for layer in range(2):
-        head, module = f"model.layers.{layer}.{block}", f"model.layers.{layer}.mlp"
-        fused, downs = [], []
-        for n in range(11):
-            parts = [arange((3, 4)) + 100 * n + at + 7 * layer for at in (0.25, 0.5)]
-            downs.append(arange((4, 3)) + 100 * n + 7 * layer)
-            held |= {
-                f"{head}.experts.{n}.{gate}.weight": parts[0],
-                f"{head}.experts.{n}.{up}.weight": parts[1],
-                f"{head}.experts.{n}.{down}.weight": downs[-1],
-            }
-            fused.append(torch.cat(parts))
-        held[f"{head}.gate.weight"] = arange((11, 4)) + layer
-        stacked |= {
-            f"{module}.experts.gate_up_proj": torch.stack(fused),
-            f"{module}.experts.down_proj": torch.stack(downs),
-            f"{module}.gate.weight": held[f"{head}.gate.weight"],
-        }
-    save_hugging_face(tmp_path / "hf", held)
-    name = f"dcp_placements.presets.hub:{rename}"
-    ran = run("import", tmp_path / "hf", tmp_path / "ckpt", "--from", "hf", "--rename", name)
-    assert ran.code == 0, ran.err
-    assert "rename:    that of an export, read backwards" in ran.out
-    found = read_whole(tmp_path / "ckpt")
-    assert found.keys() == stacked.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in stacked.items())
-    export_safetensors(tmp_path / "ckpt", tmp_path / "out", rename=getattr(hub, rename), prefix="")
-    assert diff(tmp_path / "out", tmp_path / "hf").same
-
-
-FIRST, SECOND = "mlp.experts.0.down_proj.weight", "mlp.experts.1.down_proj.weight"
-
-
-@pytest.mark.parametrize(
     ("held", "rename", "parts"),
     [
         (
-            {"mlp.experts.0.gate_proj.weight": (2, 2), "mlp.experts.2.gate_proj.weight": (2, 2)},
+            {f"layers.0.experts.{n}.w1": (3, 4) for n in range(2)},
+            Unstack("experts.{}"),
+            ["layers.0.experts.1.w1: has a number already where Unstack(pattern='experts.{}'"],
+        ),
+        (
+            {"mlp.experts.0.down_proj.weight": (4, 3), "mlp.experts.0.up_proj.weight": (3, 4)},
             hub.qwen3_moe,
-            ["not those of an export by this rename", "some are missing: mlp.experts.0.up_proj"],
+            ["rename= makes mlp.experts.{}.down_proj.weight.weight of it, and it is no stack"],
         ),
         (
-            {FIRST: (2, 2), "mlp.experts.2.down_proj.weight": (2, 2)},
-            hub.qwen3_moe,
-            ["mlp.experts.2.down_proj.weight: a row or a part before it is missing"],
+            {"experts.0.gate_up": (4, 3)},
+            Split("experts.*.gate_up", ("experts.{}.gate", "experts.{}.up")),
+            ["rename= makes experts.{}.gate of it, and it is no stack"],
         ),
-        (
-            {FIRST: (2, 2), SECOND: (2, 3)},
-            hub.qwen3_moe,
-            ["mlp.experts.down_proj: tensors of different dtypes or shapes cannot be joined"],
-        ),
-        (
-            {"layers.0.w": (2,)},
-            Renames(Replace("a", "layers"), Replace("b", "layers")),
-            ["layers.0.w: rename= gives a.0.w and b.0.w this name"],
-        ),
-        ({"layers.0.w": (2,)}, hub.mixtral, ["changes none of these names", "another model"]),
-        (
-            {"experts.w": (3, 2)},
-            Stack("experts.{}.w", 3),
-            ["changes none of these names", "Stack(pattern='experts.{}.w'", "backwards"],
-        ),
-        ({"layers.w": (2,)}, Replace("module", ""), ["changes none", "by=''", "backwards"]),
-        ({"layers.w": (2,)}, Replace("model*", "model"), ["changes none", "backwards"]),
-        ({"layers.w": (2,)}, lambda name: name, ["changes none of these names", "backwards"]),
     ],
 )
-def test_a_rename_that_fits_in_no_direction_is_refused(
+def test_m86_the_rename_of_an_export_is_not_applied_to_its_own_names(
     tmp_path: Path, held: dict[str, tuple[int, ...]], rename: Any, parts: list[str]
 ) -> None:
     save_hugging_face(tmp_path / "hf", {name: torch.ones(shape) for name, shape in held.items()})
@@ -202,6 +144,27 @@ def test_a_rename_that_fits_in_no_direction_is_refused(
         import_safetensors(tmp_path / "hf", tmp_path / "ckpt", rename=rename)
     for part in parts:
         assert part in str(refused.value), refused.value
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_stacked_experts_of_files_are_unstacked_by_a_rename(tmp_path: Path) -> None:
+    held = {"experts.w1": arange((3, 4, 2)), "experts.w2": arange((3, 2, 4))}
+    save_hugging_face(tmp_path / "hf", held)
+    import_safetensors(tmp_path / "hf", tmp_path / "ckpt", rename=Unstack("experts.{}"))
+    found = read_whole(tmp_path / "ckpt")
+    assert sorted(found) == [f"experts.{n}.{name}" for n in range(3) for name in ("w1", "w2")]
+    for key, tensor in found.items():
+        _, n, name = key.split(".")
+        assert torch.equal(tensor, held[f"experts.{name}"][int(n)])
+
+
+@pytest.mark.parametrize(
+    "rename", [hub.mixtral, Stack("experts.{}.w", 3), Replace("module", ""), lambda name: name]
+)
+def test_a_rename_that_changes_no_name_is_refused(tmp_path: Path, rename: Any) -> None:
+    save_hugging_face(tmp_path / "hf", {"layers.0.w": torch.ones(2)})
+    with pytest.raises(PlacementError, match="rename changes none of these names"):
+        import_safetensors(tmp_path / "hf", tmp_path / "ckpt", rename=rename)
     assert not (tmp_path / "ckpt").exists()
 
 

@@ -49,10 +49,7 @@ def import_command(
     ] = None,
     rename: Annotated[
         Rename | None,
-        rename_option(
-            "Safetensors: a function from the files' names to the checkpoint's; or that of an "
-            "export, which is read backwards."
-        ),
+        rename_option("Safetensors: a function from the files' names to the checkpoint's."),
     ] = None,
     memory: Annotated[
         int | None,
@@ -65,7 +62,6 @@ def import_command(
     """Turn Megatron's mp_rank_* files, or safetensors, into a DCP checkpoint that loads anywhere.
 
     Such as: dcp-placements import Mixtral-8x7B step-0 --from hf
-    --rename dcp_placements.presets.hub:mixtral
     """
     of_megatron = {
         "vocab_size": vocab_size,

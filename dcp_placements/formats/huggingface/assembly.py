@@ -18,8 +18,7 @@ import torch
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import intersection
-from dcp_placements.names.backwards import Original
-from dcp_placements.names.boxes import Target, renamed_boxes, whole_shape
+from dcp_placements.names.boxes import Target, renamed_boxes
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
 from dcp_placements.names.renamed_keys import format_axes
@@ -36,7 +35,7 @@ class Block:
     source: StoredTensor  # the stored tensor
     at: Box  # the box in the stored tensor
     # For each dim of the tensor the source's, ascending; None for one that the source lacks. The
-    # Source's other dims have one element in ``at``
+    # source's other dims have one element in ``at``
     dims: tuple[int | None, ...]
 
     def source_box(self, piece: Box) -> Box:
@@ -120,55 +119,6 @@ SHORT_NBYTES = 64 << 10
 """Runs shorter than this on average are read and assembled in memory."""
 
 
-def assemble_backwards(
-    tensors: Mapping[str, StoredTensor], originals: Mapping[str, Original]
-) -> tuple[list[AssembledTensor], list[Fault]]:
-    """Return the tensors of which a rename makes the stored ones, and the faults.
-
-    Args:
-        tensors: By the names that the rename gives.
-        originals: By the keys of the tensors to make, what the rename answers (``original_keys``).
-    """
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    faults: list[Fault] = []
-    assembled: list[AssembledTensor] = []
-    used: set[str] = set()
-    for key, answer in originals.items():
-        try:
-            shape = whole_shape(answer, shapes)
-            targets = renamed_boxes(answer, shape)
-        except RenameError as error:
-            faults.append(Fault(key, error.headline, error.details))
-            continue
-        used.update(target.fqn for target in targets)
-        sources = [tensors[target.fqn] for target in targets]
-        kinds = {(source.dtype, source.shape): source.fqn for source in reversed(sources)}
-        dtype = sources[0].dtype
-        if any(source.dtype != dtype for source in sources) or any(
-            shapes[target.fqn] != target.shape for target in targets
-        ):
-            details = [f"{name}: {kind}, {shape}" for (kind, shape), name in kinds.items()][-4:]
-            headline = "tensors of different dtypes or shapes cannot be joined"
-            faults.append(Fault(key, headline, tuple(reversed(details))))
-            continue
-        blocks = [
-            Block(box, source, at, _inverted(target.dims, len(shape)))
-            for target, source in zip(targets, sources, strict=True)
-            for box, at in target.boxes
-        ]
-        assembled.append(AssembledTensor(key, shape, dtype, tuple(blocks)))
-    for name in tensors if not faults else ():
-        if name not in used:
-            faults.append(Fault(name, "a row or a part before it is missing"))
-    return assembled, faults
-
-
-def _inverted(origins: tuple[int | None, ...], ndim: int) -> tuple[int | None, ...]:
-    """Return for each of ``ndim`` source dims the dim of the target that it becomes."""
-    of_source = {origin: dim for dim, origin in enumerate(origins) if origin is not None}
-    return tuple([of_source.get(dim) for dim in range(ndim)])
-
-
 class _Entry(NamedTuple):
     """A stored tensor, the answer of the rename for its name, and one target of that."""
 
@@ -212,6 +162,9 @@ def assemble(
         if isinstance(answer, Rows | Parts) and tensor.shape:
             rows[parameter] = len(targets) // len(answer.fqns)
         for target in targets:
+            if "{}" in target.fqn and "{}" not in name:
+                faults.append(_unnumbered(name, target.fqn))
+                continue
             same = entries.setdefault(target.fqn, [])
             if same and not (isinstance(answer, Row) and isinstance(same[0].answer, Row)):
                 first = same[0].name
@@ -239,6 +192,18 @@ def _answer(rename: Rename, name: str) -> Renamed | Fault:
         reason = f"it returned {new!r}"
     way_out = "way out:     a name for every key; exclude= of an export leaves keys out"
     return Fault(name, f"rename= has no name for it: {reason}", (way_out,))
+
+
+def _unnumbered(name: str, fqn: str) -> Fault:
+    """Return the fault of a new name with ``{}``, which stands for a number, and of no rows."""
+    return Fault(
+        name,
+        f"rename= makes {fqn} of it, and it is no stack whose rows could have numbers there",
+        (
+            "likely:      it has the name that the rename gives already",
+            "way out:     no rename, if the names are those that are wanted",
+        ),
+    )
 
 
 def _joined(fqn: str, entries: list[_Entry], faults: list[Fault]) -> AssembledTensor | None:

@@ -9,19 +9,18 @@ from functools import partial
 from typing import ClassVar
 
 from dcp_placements.errors import (
+    Fault,
     PlacementError,
     format_count,
     format_names,
     format_nbytes,
     raise_faults,
 )
-from dcp_placements.formats.huggingface.assembly import (
-    AssembledTensor,
-    assemble,
-    assemble_backwards,
-)
+from dcp_placements.formats.huggingface.assembly import AssembledTensor, assemble
 from dcp_placements.formats.huggingface.selection import select
-from dcp_placements.names.backwards import one_way_step, original_keys
+from dcp_placements.names.numbers import compile_with_number
+from dcp_placements.names.renames import steps_of
+from dcp_placements.names.stacks import Unstack
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredTensor
 from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
@@ -36,13 +35,12 @@ MEMORY_NBYTES = 1 << 30
 class ImportedSafetensors:
     """The report of an import."""
 
-    JSON: ClassVar[str] = "source out keys=tensors nbytes backwards"
+    JSON: ClassVar[str] = "source out keys=tensors nbytes"
 
     source: str  # the directory of safetensors files
     out: str  # the checkpoint
     keys: tuple[str, ...]  # of the checkpoint, in the order of the files' names
     nbytes: int  # bytes written
-    backwards: bool = False  # whether the rename was that of an export, and was read backwards
 
     @property
     def tensors(self) -> int:
@@ -50,12 +48,9 @@ class ImportedSafetensors:
         return len(self.keys)
 
     def __str__(self) -> str:
-        text = (
+        return (
             f"import of {format_count(self.tensors, 'tensor')} from {self.source}\n"
             f"    written:   {format_nbytes(self.nbytes)} to {self.out}"
-        )
-        return text + (
-            "\n    rename:    that of an export, read backwards" if self.backwards else ""
         )
 
 
@@ -70,14 +65,13 @@ def import_safetensors(
     """Write safetensors files as a DCP checkpoint; no model is needed, and no process group.
 
     Without a rename the tensors keep the files' names. A model in which they are stacked or fused
-    loads such a checkpoint like the files, with ``rename=`` of its planner.
+    loads such a checkpoint like the files, with ``rename=`` of its planner: that of its export.
 
     Args:
         source: A directory or URL of ``*.safetensors``, with or without an index.
         out: The checkpoint's directory or URL, which must not exist.
-        rename: From the files' names to the checkpoint's. A rename that cannot be applied to them
-            is taken for that of ``export_safetensors`` and read backwards: ``presets.hub.mixtral``
-            makes the stacked and fused tensors of the module.
+        rename: From the files' names to the checkpoint's, such as a ``Stack``. That of an export
+            leads the other way, and is refused.
         memory: Bytes that data may take.
         progress: Called with ``(done, total)`` bytes as files are written.
 
@@ -86,7 +80,8 @@ def import_safetensors(
             another process is writing it. The files were overwritten meanwhile; nothing is
             written then.
         PlacementError: The files are not whole; a name is missing or given twice; ``rename``
-            changes no name in either direction. All of it before anything is written.
+            changes no name, or unstacks names that have a number already. All of it before
+            anything is written.
     """
     with output_at(out, source=source) as output:
         checkpoint = Checkpoint(source)
@@ -95,7 +90,7 @@ def import_safetensors(
         selection = select(checkpoint, prefix="", optimizer=True)
         directory = checkpoint.directory
         check = partial(directory.check_versions, directory.versions(checkpoint.files))
-        tensors, backwards = _renamed(rename, selection.tensors)
+        tensors = _renamed(rename, selection.tensors)
         with BoxReader(checkpoint) as reader:
             targets = {tensor.fqn: Target(tensor.shape, tensor.dtype) for tensor in tensors}
             # A piece takes more than its bytes: what is read, joined, and written.
@@ -103,41 +98,34 @@ def import_safetensors(
             write_chunks(output, targets, parts, progress, check)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         out = str(output.path)
-        return ImportedSafetensors(checkpoint.path, out, tuple(targets), nbytes, backwards)
+        return ImportedSafetensors(checkpoint.path, out, tuple(targets), nbytes)
 
 
-def _renamed(
-    rename: Rename | None, stored: Mapping[str, StoredTensor]
-) -> tuple[list[AssembledTensor], bool]:
-    """Return the tensors that a rename makes of the stored ones; whether it was read backwards.
+def _renamed(rename: Rename | None, stored: Mapping[str, StoredTensor]) -> list[AssembledTensor]:
+    """Return the tensors that a rename makes of the stored ones.
 
     Raises:
-        PlacementError: It makes none, in either direction.
+        PlacementError: It makes none, or has renamed them already.
     """
     tensors, faults = assemble(stored, rename)
-    if rename is None or (not faults and {tensor.fqn for tensor in tensors} != stored.keys()):
-        raise_faults("the files cannot be imported", faults)
-        return tensors, False
-    step = one_way_step(rename)
-    if step is None:
-        originals, unnamed = original_keys(rename, stored)
-        if not unnamed and originals.keys() != stored.keys():
-            tensors, faults = assemble_backwards(stored, originals)
-            raise_faults("the files are not those of an export by this rename", faults)
-            return tensors, True
-        faults = faults or unnamed
-    backwards = "" if step is not None else ", nor is this the rename of their export"
-    raise_faults(f"the files cannot be imported{backwards}", faults)
-    likely = "the rename of another model, or a prefix that the names lack"
-    if step is not None:
-        likely = f"the rename of an export. {step!r} cannot be applied backwards"
+    for step in [step for step in steps_of(rename) if isinstance(step, Unstack)]:
+        numbered = compile_with_number(step.pattern, None)
+        way_out = "way out:     no rename, if the names are those that are wanted"
+        faults += [
+            Fault(name, f"has a number already where {step!r} puts one", (way_out,))
+            for name in stored
+            if numbered.search("." + name) and step(name) != name
+        ]
+    raise_faults("the files cannot be imported", faults)
+    if rename is None or {tensor.fqn for tensor in tensors} != stored.keys():
+        return tensors
     raise PlacementError(
         f"{format_names(list(stored), 3)}: rename changes none of these names\n"
-        "    declared:    from the files' names to the checkpoint's; or that of an export\n"
-        f"    likely:      {likely}\n"
-        "    way out:     a rename of Unstack, Split and Replace that export takes, as presets.hub "
-        "has them; a function of the files' names; or no rename here, and this one for the planner "
-        "that loads the checkpoint"
+        "    declared:    from the files' names to the checkpoint's\n"
+        "    likely:      the rename of an export, which leads the other way; that of another "
+        "model; or a prefix that the names lack\n"
+        "    way out:     a function of the files' names; or no rename here, and that of the "
+        "export for the planner that loads the checkpoint"
     )
 
 
