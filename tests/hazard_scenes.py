@@ -194,8 +194,8 @@ def load(
 
 @contextmanager
 def digest_budget(nbytes: int) -> Iterator[None]:
-    """Let the digests of a rank take so many bytes, as if there were too many ranks for more."""
-    with mock.patch.multiple(digest_folding, BUDGET_NBYTES=nbytes, WORLD_BUDGET_NBYTES=0):
+    """Let the digests of all ranks take so many bytes, as if there were too many ranks for more."""
+    with mock.patch.object(digest_folding, "WORLD_BUDGET_NBYTES", nbytes):
         yield
 
 

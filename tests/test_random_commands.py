@@ -88,7 +88,6 @@ def alter(values: list[list[Value]], draw: random.Random) -> tuple[Value, int, i
 def test_a_copy_that_differs_in_one_element_refuses_the_save(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest_folding, "BUDGET_NBYTES", budget)
     monkeypatch.setattr(digest_folding, "WORLD_BUDGET_NBYTES", budget)
     seen = Counter[bool]()
     for seed in ALTERED:

@@ -1,17 +1,14 @@
 """The digest vector: what a rank sends of contents that may have replicas.
 
-One digest per key and box while they fit into the budget of a rank. Beyond it the keys of a group
-that have a number in their name are folded into a few buckets per box; keys without one
-(embeddings, final norms, the head) never are, because ranks that hold otherwise different keys
-share them. A bucket that differs leaves a few candidates: every key is in one bucket of each of
-``ROWS`` rows, by the digits of its position.
+One digest per key and box, while those of all ranks fit into a budget. Beyond it the keys of a
+group that have a number in their name share one digest per box. Keys without one (embeddings, final
+norms, the head) keep theirs, because ranks that hold otherwise different keys share them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,22 +18,11 @@ from dcp_placements.storage.hashing import SAMPLED_NBYTES
 
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
 
-BUDGET_NBYTES = 4 << 10
-"""What a rank's digests may take in a world of any size."""
+WORLD_BUDGET_NBYTES = 64 << 20
+"""What the digests of all ranks may take together before a rank folds its own.
 
-WORLD_BUDGET_NBYTES = 8 << 20
-"""What the digests of all ranks may take together before any is folded.
-
-A conflict names its key where none is folded, and some candidates where they are. So small worlds,
-where a coordinator receives few bytes anyway, fold nothing: from 2,048 ranks on ``BUDGET_NBYTES``
-is what counts.
+A conflict names its key where none is folded, and its group where they are.
 """
-
-BUCKETS = 4
-"""Buckets in a row."""
-
-ROWS = 4
-"""Rows of buckets: of ``BUCKETS**ROWS`` keys each has buckets that no other has in every row."""
 
 _NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 
@@ -48,7 +34,7 @@ def may_have_replicas(group: Group, world: int) -> bool:
 
 def exceeds_budget(digests: int, world: int) -> bool:
     """Whether so many digests of one rank of a world are to be folded."""
-    return digests * SAMPLED_NBYTES > max(BUDGET_NBYTES, WORLD_BUDGET_NBYTES // world)
+    return digests * SAMPLED_NBYTES * world > WORLD_BUDGET_NBYTES
 
 
 def has_number(fqn: str) -> bool:
@@ -57,34 +43,26 @@ def has_number(fqn: str) -> bool:
 
 
 class Slots:
-    """Which keys of a group have a digest of their own, and which buckets the others are in.
+    """Which keys of a group have a digest of their own, and which share one.
 
     Args:
         fqns: The keys.
-        is_folded: Whether those with a number are folded, where that takes fewer digests.
+        is_folded: Whether those with a number share one digest, where there are several.
 
     Attributes:
         own: Positions of the keys with a digest of their own.
         folded: Positions of the others.
-        count: Digests per box: one for each of ``own``, then the rows of buckets.
+        count: Digests per box: one for each of ``own``, then the one of ``folded``, if any.
     """
 
     def __init__(self, fqns: Sequence[str], is_folded: bool) -> None:
         self.own = list(range(len(fqns)))
         self.folded: list[int] = []
         numbered = [at for at, fqn in enumerate(fqns) if has_number(fqn)] if is_folded else []
-        if len(numbered) > BUCKETS * ROWS:
+        if len(numbered) > 1:
             self.own = sorted(set(self.own) - set(numbered))
             self.folded = numbered
-        self.count = len(self.own) + (BUCKETS * ROWS if self.folded else 0)
-
-    @cached_property
-    def _buckets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """By row and folded key, the bucket; buckets of a row follow those of the rows before."""
-        rows = np.arange(ROWS)[:, None]
-        digits = np.arange(len(self.folded)) // BUCKETS**rows % BUCKETS
-        buckets: np.ndarray[Any, np.dtype[np.int64]] = rows * BUCKETS + digits
-        return buckets
+        self.count = len(self.own) + bool(self.folded)
 
     def vector(self, digests: Digests) -> Digests:
         """Return what travels of digests by key and box, of shape (keys, boxes).
@@ -92,20 +70,9 @@ class Slots:
         Returns:
             Of shape (``count``, boxes).
         """
-        own = digests[self.own]
         if not self.folded:
-            return own
-        rows = np.zeros((BUCKETS * ROWS, digests.shape[1]), np.uint64)
-        places = np.arange(len(self.folded), dtype=np.uint64)
+            return digests
         # Multiplied by its place, so that two exchanged tensors do not fold to the same.
-        values = digests[self.folded] * (2 * places + 1)[:, None]
-        for buckets in self._buckets:
-            np.bitwise_xor.at(rows, buckets, values)
-        return np.concatenate([own, rows])
-
-    def suspects(self, differing: Collection[int]) -> list[int]:
-        """Return positions of the keys that may differ, where these slots do."""
-        found = [self.own[slot] for slot in differing if slot < len(self.own)]
-        hit = np.isin(self._buckets + len(self.own), list(differing))
-        found += [self.folded[at] for at in np.flatnonzero(hit.all(axis=0)).tolist()]
-        return sorted(found)
+        places = np.arange(len(self.folded), dtype=np.uint64)
+        folded = (digests[self.folded] * (2 * places + 1)[:, None]).sum(0, dtype=np.uint64)
+        return np.concatenate([digests[self.own], folded[None]])

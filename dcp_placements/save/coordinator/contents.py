@@ -61,10 +61,15 @@ def _own_positions(piece: Piece) -> list[set[int]]:
     return found
 
 
-def suspects(
+def folded_conflict(
     held: Sequence[Rows], keys: Sequence[str], cover: Cover
 ) -> tuple[list[str], list[int]]:
-    """Return the keys of a group one or more of which differ, by the buckets of their digests.
+    """Return the folded keys of a group, one or more of which differ.
+
+    Args:
+        held: What each cohort holds of the group.
+        keys: All keys of the group.
+        cover: Of the rows of all cohorts.
 
     Returns:
         The keys, and positions of the plans that hold the first box that differs. No keys where
@@ -79,13 +84,11 @@ def suspects(
         for rows in held
         if rows.slots is not None
     ]
-    differing = _differing(np.concatenate(columns), cover)
-    differing[:, : len(folding.own)] = False
+    differing = _differing(np.concatenate(columns)[:, -1:], cover)
     if not differing.any():
         return [], []
-    positions = folding.suspects(np.flatnonzero(differing.any(axis=0)).tolist())
-    box = int(differing.any(axis=1).argmax())
-    return [keys[at] for at in positions], cover.holders(box).tolist()
+    holders = cover.holders(int(differing.argmax())).tolist()
+    return [keys[at] for at in folding.folded], holders
 
 
 def uncompared(piece: Piece) -> int:

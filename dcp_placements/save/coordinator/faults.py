@@ -91,10 +91,11 @@ class Faults:
         )
 
     def suspicion(self, fqns: Sequence[str], plans: Sequence[int]) -> Fault:
-        """Return that one or more of some keys have different contents on some ranks."""
+        """Return that one or more keys of a group have different contents on some ranks."""
         return Fault(
             fqns[0],
-            f"different contents on {self._ranks(plans)}, which claim to be replicas",
+            f"this key, or others of its group, have different contents on {self._ranks(plans)}, "
+            "which claim to be replicas",
             (
                 *_one_or_more(fqns),
                 f"likely:      {_lacking(fqns[0])} is missing; or the replicas have drifted apart",

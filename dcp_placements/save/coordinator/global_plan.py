@@ -29,8 +29,8 @@ from dcp_placements.save.coordinator.agreement import (
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.contents import (
     differing_keys,
+    folded_conflict,
     held_beside_its_own,
-    suspects,
     uncompared,
 )
 from dcp_placements.save.coordinator.cover import Covers
@@ -158,7 +158,7 @@ class Coordinator:
                 plans = np.concatenate([rows.plans for rows in held])
                 boxes = np.concatenate([rows.boxes for rows in held])
                 cover, _ = self._covers.of(plans, boxes, group.shape)
-                fqns, holders = suspects(held, table.keys(number), cover)
+                fqns, holders = folded_conflict(held, table.keys(number), cover)
                 if fqns and group.kind == OBJECT:
                     self.notes.append(faults.object_suspicion(fqns, holders))
                 elif fqns:
