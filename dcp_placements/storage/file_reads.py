@@ -98,30 +98,6 @@ class CountedFile:
             position += count
             buffer = buffer[count:]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a read costs one system call and no more."""
-        return self._fd is not None
-
-    def announce(self, start: int, nbytes: int) -> None:
-        """Announce a range to the system, which then fetches it at once."""
-        if self._fd is not None and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
-
-    def read_both(self, first: memoryview, second: memoryview, position: int) -> None:
-        """Fill two buffers, one after another, with the bytes from ``position`` on.
-
-        Raises:
-            EOFError: The file ends before.
-        """
-        wanted = first.nbytes + second.nbytes
-        if self._fd is not None and os.preadv(self._fd, [first, second], position) == wanted:
-            self.reads += 1
-            self.nbytes += wanted
-            return
-        self.read_into(first, position)
-        self.read_into(second, position + first.nbytes)
-
     def read_each(
         self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
     ) -> None:

@@ -10,30 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from dcp_placements._torch import LoadPlanner, ReadItem, TensorStorageMetadata
 from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
-from dcp_placements.storage.metadata.properties import dtype_of
 from dcp_placements.storage.metadata.save_ids import IdRecord
-from dcp_placements.storage.metadata.table import Starts
 from dcp_placements.storage.record_contents import (
     DAMAGED,
     Delivery,
     Record,
     Transformed,
     every_gap,
-    memory_of,
 )
-from dcp_placements.storage.records.runs import EXACT_NBYTES, Run, fill
-from dcp_placements.storage.tensor_record import (
-    CHECK_NBYTES,
-    HEADS_NBYTES,
-    RecordHeads,
-    TensorRecord,
-    is_check,
-)
+from dcp_placements.storage.records.runs import Run, fill
+from dcp_placements.storage.tensor_record import HEADS_NBYTES, RecordHeads, TensorRecord
 
 SMALL_NBYTES = 64 << 10
 """A record up to this is read with its neighbours, where most of it is wanted."""
@@ -106,19 +96,11 @@ class ChunkReader:
         planner: Gives the tensors to fill.
         stored: The metadata of what is stored, by key.
         transformed: Undoes the transforms of a record's stream.
-        starts: Where elements begin in small records, as the writer recorded it.
     """
 
     def __init__(
-        self,
-        planner: LoadPlanner,
-        stored: Mapping[str, Any],
-        transformed: Transformed,
-        starts: Starts | None = None,
+        self, planner: LoadPlanner, stored: Mapping[str, Any], transformed: Transformed
     ) -> None:
-        self._starts = starts or {}
-        self._check = memoryview(bytearray(CHECK_NBYTES))
-        self._planner = planner
         self._stored = stored
         self._delivery = Delivery(planner, transformed, self._stored_sizes)
         self._span = bytearray()
@@ -159,7 +141,7 @@ class ChunkReader:
                 part = FilePart(file, info.offset, info.length)
                 tensor = None if info.transform_descriptors else self.tensor_record(span[0], part)
                 self._delivery.deliver(span[0], tensor, part, cheap_gap, path)
-            elif not (file.is_plain and self._reads_exactly(file, path, span)):
+            else:
                 self._read_span(file, path, span)
 
     def tensor_record(self, record: Record, part: Part) -> TensorRecord | None:
@@ -204,47 +186,6 @@ class ChunkReader:
                 tensor = self.tensor_record(record, part)
                 self._delivery.deliver(record, tensor, part, every_gap, path)
 
-    def _reads_exactly(self, file: CountedFile, path: str, span: Sequence[Record]) -> bool:
-        """Read only the elements of a span; False where there is not much beside them."""
-        if not self._starts:
-            return False
-        # Records of one length have about as many elements.
-        runs = list(_alike(span))
-        firsts = [self._recorded_start(run[0]) for run in runs]
-        nbytes = span[-1].end - span[0].info.offset
-        needed = sum(
-            first.nbytes * len(run) for first, run in zip(firsts, runs, strict=True) if first
-        )
-        if needed < EXACT_NBYTES * len(span) or 1.1 * needed >= nbytes:
-            return False
-        tensors = [tensor for record in span if (tensor := self._recorded_start(record))]
-        if len(tensors) < len(span):
-            return False
-        file.announce(span[0].info.offset, nbytes)
-        for record, tensor in zip(span, tensors, strict=True):
-            if not self._read_exactly(file, path, record, tensor):
-                self._read_span(file, path, [record])
-        return True
-
-    def _recorded_start(self, record: Record) -> TensorRecord | None:
-        """Return where the elements of a record are that is wanted whole, as its writer recorded.
-
-        Tensors of one dtype and shape have records of one length, unless they are not plain.
-        """
-        item = record.item
-        if len(record.items) > 1 or record.is_object:
-            return None
-        sizes = self._stored_sizes(item)
-        if sizes is None or any(item.storage_offsets) or tuple(item.lengths) != sizes:
-            return None
-        dtype = self._stored[item.storage_index.fqn].properties.dtype
-        start = self._starts.get((str(dtype), sizes, record.info.length))
-        if start is None:
-            return None
-        tensor = TensorRecord(dtype_of(dtype), sizes, start)
-        # What is beyond the record may be another tensor, with a checksum that is right.
-        return tensor if start + tensor.nbytes + CHECK_NBYTES <= record.info.length else None
-
     def _stored_sizes(self, item: ReadItem) -> tuple[int, ...] | None:
         """Return the sizes of the chunk that an item is read from; None where they are unknown."""
         stored, index = self._stored.get(item.storage_index.fqn), item.storage_index.index
@@ -254,21 +195,6 @@ class ChunkReader:
         if chunk is None or chunk.offsets != item.storage_index.offset:
             return None
         return tuple(chunk.sizes)
-
-    def _read_exactly(
-        self, file: CountedFile, path: str, record: Record, tensor: TensorRecord
-    ) -> bool:
-        """Read the elements and the checksum after them; False where they do not agree."""
-        target = self._delivery.target(record.item, tensor.shape, path)
-        memory = memory_of(target) if target.dtype == tensor.dtype.torch else None
-        data = self._delivery.buffer(tensor.nbytes) if memory is None else memory
-        file.read_both(data, self._check, record.info.offset + tensor.start)
-        if not is_check(self._check, data):
-            return False
-        if memory is None:
-            target.copy_(torch.frombuffer(data, dtype=tensor.dtype.torch).reshape(tensor.shape))
-        self._planner.commit_tensor(record.item, target)
-        return True
 
     def _spans(self, records: Sequence[Record]) -> Iterator[list[Record]]:
         """Yield records that are read in one call."""

@@ -198,13 +198,11 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                     records[place] = Record(info)
                 records[place].items.append(item)
         ids = {record.file: record for record in speaking_for({*wanted, *runs}, self._ids)}
-        table = self.storage_data
-        starts = table.starts if isinstance(table, StorageTable) else None
         if self.restricted:
             planner = cast(LoadPlanner, _Restricted(planner))
         jobs = list(jobs_of(wanted, runs, ids, threads))
         if threads == 1 or len(jobs) <= 1:
-            work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
+            work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream)
             for job in jobs:
                 self._read_job(work, job)
             return
@@ -216,7 +214,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         def read() -> None:
             join_run()
             # With a buffer of its own.
-            work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream, starts)
+            work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream)
             with torch.set_grad_enabled(grad):  # the setting of a thread, not of the process
                 for job in waiting:
                     if failed.is_set():

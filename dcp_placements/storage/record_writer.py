@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,19 +33,7 @@ BATCH_NBYTES = 1 << 20
 """So many bytes of small tensors are gathered at a time."""
 
 
-class Saved(NamedTuple):
-    """What was written of a tensor.
-
-    Attributes:
-        nbytes: Length of its file.
-        start: Where its elements begin; None where they are not in C order, or that is unknown.
-    """
-
-    nbytes: int
-    start: int | None
-
-
-def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> Saved:
+def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> int:
     """Write a record of each tensor, which ``torch.load`` reads.
 
     Args:
@@ -53,7 +41,7 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> Saved:
         stream: Open for writing.
 
     Returns:
-        The same for all of them.
+        The length of the file of each.
     """
     first = tensors[0]
     kind = _kind_of(first)
@@ -62,17 +50,16 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> Saved:
         before = stream.tell()
         for tensor in tensors:
             torch.save(tensor, stream)
-        return Saved((stream.tell() - before) // len(tensors), None)
-    is_contiguous = first.is_contiguous()
-    if is_contiguous and first.nbytes <= SMALL_NBYTES:
+        return int(stream.tell() - before) // len(tensors)
+    if first.is_contiguous() and first.nbytes <= SMALL_NBYTES:
         template.write(rows_of(tensors), stream)
     else:
         for tensor in tensors:
             _write_large(template, _storage_bytes(tensor), stream)
-    return Saved(template.length, template.start if is_contiguous else None)
+    return template.length
 
 
-def save_alike(tensors: Sequence[torch.Tensor], sizes: torch.Size, stream: Any) -> Saved | None:
+def save_alike(tensors: Sequence[torch.Tensor], sizes: torch.Size, stream: Any) -> int | None:
     """Write a record of each of many small tensors.
 
     Args:
@@ -81,8 +68,8 @@ def save_alike(tensors: Sequence[torch.Tensor], sizes: torch.Size, stream: Any) 
         stream: Open for writing.
 
     Returns:
-        The same for all of them; None, and nothing is written, where they are not plain tensors of
-        one dtype and these sizes, in C order, in host memory.
+        The length of the file of each; None, and nothing is written, where they are not plain
+        tensors of one dtype and these sizes, in C order, in host memory.
     """
     first = tensors[0]
     is_small = are_alike(tensors, sizes) and 0 < first.nbytes <= SMALL_NBYTES
@@ -92,7 +79,7 @@ def save_alike(tensors: Sequence[torch.Tensor], sizes: torch.Size, stream: Any) 
     step = BATCH_NBYTES // first.nbytes
     for start in range(0, len(tensors), step):
         template.write(rows_of(tensors[start : start + step]), stream)
-    return Saved(template.length, template.start)
+    return template.length
 
 
 @lru_cache(maxsize=1024)

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.storage.metadata.properties import DTYPES, Dtype
-from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.restricted_pickle import RestrictedUnpickler, StandIn, refusal
 
 if TYPE_CHECKING:
@@ -38,9 +37,6 @@ HEADS_NBYTES = (1 << 10, 16 << 10)
 
 PICKLE_NBYTES = 64 << 10
 """The pickle of one tensor has no more bytes. It bounds how deep tuples nest."""
-
-CHECK_NBYTES = 12
-"""What follows the elements: a mark, their checksum, and their length."""
 
 _LOCAL_HEADER = struct.Struct("<4s2xHH8xI4xHH")
 _END = struct.Struct("<4s12xIH")
@@ -140,11 +136,6 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
     except (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, ValueError):
         pass  # not what torch.save writes: torch.load decides
     return None
-
-
-def is_check(check: memoryview, data: memoryview) -> bool:
-    """Whether the bytes that follow elements have their checksum and length."""
-    return bytes(check) == DESCRIPTOR + struct.pack("<II", crc32(data), data.nbytes)
 
 
 class LocalHeader(NamedTuple):

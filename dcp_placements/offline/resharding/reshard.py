@@ -19,15 +19,15 @@ from dcp_placements.errors import (
     format_names,
     format_nbytes,
 )
-from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.checks.records import records_by_file
 from dcp_placements.offline.checks.structure import structural_faults
 from dcp_placements.offline.declared import MeshAxes, Progress, format_mesh_axes
 from dcp_placements.offline.readers.dcp import TORCH_DIST
 from dcp_placements.offline.rehearsals.world_parts import WorldParts
 from dcp_placements.offline.remote_output import AnyFolder, output_at
-from dcp_placements.offline.resharding.records import SMALL_NBYTES, RecordWriter
-from dcp_placements.offline.resharding.target import Target, template_of
+from dcp_placements.offline.resharding.records import RecordWriter
+from dcp_placements.offline.resharding.target import Target
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rules.matches import unmatched_faults
 from dcp_placements.rules.mesh import MeshCoordinate
@@ -198,13 +198,6 @@ def _rows(target: Target, rank: int, name: str) -> Rows:
     rows = RowsBuilder()
     start = 0
     for entry in target.entries(rank):
-        kind, begins = None, None
-        if isinstance(entry.source, StoredTensor) and entry.box is not None and entry.box.numel:
-            dtype, sizes = entry.source.dtype, entry.box.sizes
-            if entry.box.numel * dtype.itemsize <= SMALL_NBYTES:
-                kind = (str(dtype), sizes, entry.length)
-                begins = template_of(dtype, sizes).start
         rows.add(entry.index, path=name, start=start, length=entry.length)
-        rows.add_start(kind, begins)
         start += entry.length
     return rows.rows()

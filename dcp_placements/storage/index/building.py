@@ -19,7 +19,7 @@ from dcp_placements.storage.index.coordinates import (
 )
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import TEMPLATE, Naming, Places, RowIndex, Writers
-from dcp_placements.storage.metadata.table import Kind, Offset, Rows, Transforms, agreed_starts
+from dcp_placements.storage.metadata.table import Offset, Rows, Transforms
 
 _NUMBERED = re.compile(r"(\D*)(0|[1-9]\d{0,15})(.*)", re.DOTALL | re.ASCII)
 
@@ -44,8 +44,7 @@ class Written:
 
 def written_rows(rows: Rows) -> Written:
     """Return what a writer wrote that reports all its rows."""
-    starts = None if rows.starts is None else frozenset(rows.starts.items())
-    like = rows.fqns, rows.transforms, rows.rows.tobytes(), starts
+    like = rows.fqns, rows.transforms, rows.rows.tobytes()
     return Written(like, lambda: rows, rows.offsets, rows.paths)
 
 
@@ -72,7 +71,7 @@ def by_file(rows: Rows) -> Iterator[Written]:
             rank[by_first] = np.arange(len(first))
             names.append(tuple([held[at] for at in some[column][first[by_first]].tolist()]))
             some[column] = rank[numbers.reshape(-1)]
-        yield written_rows(Rows(names[0], names[1], (path,), rows.transforms, some, rows.starts))
+        yield written_rows(Rows(names[0], names[1], (path,), rows.transforms, some))
 
 
 @dataclass(slots=True)
@@ -123,7 +122,6 @@ class _Builder:
     def __init__(self, keys: Iterable[str]) -> None:
         self.numbers = {fqn: number for number, fqn in enumerate(keys)}
         self.transforms: dict[Transforms, int] = {}
-        self.starts: dict[Kind, int | None] | None = {}
         self.groups: dict[tuple[tuple[int, ...], Hashable], _Group] = {}
         self.templates: dict[bytes, tuple[int, np.ndarray]] = {}
         self.namings: dict[Naming, int] = {}
@@ -143,8 +141,6 @@ class _Builder:
     def rows_of_group(self, group: _Group) -> tuple[np.ndarray, Ints]:
         """Return the template of a group, without ordinals, and the slots of its rows."""
         rows = group.first.rows()
-        if self.starts is not None and len(rows.rows):
-            self.starts = None if rows.starts is None else agreed_starts(self.starts, rows.starts)
         numbers = list(map(self.numbers.get, rows.fqns))
         if None in numbers:
             numbers = [self.numbers.setdefault(fqn, len(self.numbers)) for fqn in rows.fqns]
@@ -215,7 +211,6 @@ class _Builder:
         return RowIndex(
             fqns,
             tuple(self.transforms),
-            self.starts,
             Writers(templates, tuple(self.namings), of_writer[:, 0], of_writer[:, 1]),
             [template for _, template in self.templates.values()],
             [held for _, held in places.values()],

@@ -21,7 +21,7 @@ import numpy as np
 
 from dcp_placements.storage.index.columns import IndexDamage, Ints
 from dcp_placements.storage.index.entries import Entries
-from dcp_placements.storage.metadata.table import Offset, Starts, Transforms
+from dcp_placements.storage.metadata.table import Offset, Transforms
 
 TEMPLATE = np.dtype(
     [(name, np.int64) for name in ("key", "ordinal", "file", "transforms", "start", "length")]
@@ -168,7 +168,6 @@ class RowIndex:
     Attributes:
         fqns: Keys, those of the state dict first.
         transforms: Each list of transforms once; None for none.
-        starts: Of small tensors, as of ``Rows``.
         writers: The ranks, or files, that rows are from.
         templates: By number.
         places: By number.
@@ -180,7 +179,6 @@ class RowIndex:
 
     fqns: Sequence[str]
     transforms: Sequence[Transforms]
-    starts: Starts | None
     writers: Writers
     templates: Sequence[np.ndarray]
     places: Sequence[Places]

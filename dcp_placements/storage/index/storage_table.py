@@ -20,7 +20,6 @@ from dcp_placements.storage.index.row_index import LookedUp, RowIndex
 from dcp_placements.storage.index.stored_entries import Stock
 from dcp_placements.storage.metadata.table import (
     Rows,
-    Starts,
     StoredPlace,
     place_of,
     rows_of_places,
@@ -78,11 +77,6 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
             return self._held
         return build_index(by_file(self.rows), entries)
 
-    @property
-    def starts(self) -> Starts | None:
-        """Where elements begin in the records of small tensors; None where that is unknown."""
-        return self.index.starts
-
     @cached_property
     def rows(self) -> Rows:
         """All rows. A rank that loads does not need them."""
@@ -92,12 +86,11 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         if isinstance(self._held, Rows):
             return self._held
         index = self.index
-        rows = rows_of_places(
+        return rows_of_places(
             StoredPlace(fqn, offset, file, start, length, index.transforms[transforms])
             for fqn in index.fqns
             for offset, (file, transforms, start, length) in index.rows_of(fqn)
         )
-        return replace(rows, starts=index.starts)
 
     def paths(self) -> set[str]:
         """Return the names of all files."""

@@ -21,7 +21,7 @@ from dcp_placements.storage.index.columns import ColumnReader, IndexDamage, Ints
 from dcp_placements.storage.index.entries import OTHER, Entries, Form
 from dcp_placements.storage.index.row_index import TEMPLATE, Naming, Places, RowIndex, Writers
 from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.metadata.table import Starts, Transforms
+from dcp_placements.storage.metadata.table import Transforms
 
 T = TypeVar("T")
 
@@ -168,7 +168,6 @@ class PackedIndex:
         self.transforms: list[Transforms] = [
             None if count < 0 else names for count, names in zip(steps, lists, strict=True)
         ]
-        self.starts = _starts(columns)
 
     def entries(self, properties: Sequence[Any], others: Sequence[Any]) -> Entries:
         """Return the entries of all keys.
@@ -204,7 +203,6 @@ class PackedIndex:
         return RowIndex(
             fqns,
             self.transforms,
-            self.starts,
             self.writers,
             Parts(partial(self._read_templates, len(fqns)), self._templates.begins),
             Parts(partial(self._read_places, entries), self._places.begins),
@@ -281,19 +279,6 @@ class _Directory:
     def sizes_in(self, block: int) -> Ints:
         """Return the sizes of the parts in a block, by its number among those of this kind."""
         return self.sizes[:, self.begins[block] : self.begins[block + 1]]
-
-
-def _starts(columns: ColumnReader) -> Starts | None:
-    is_there = columns.ints(1).tolist()[0]
-    dtypes, counts = columns.texts(), columns.ints(below=MOST_DIMS).tolist()
-    sizes = _divided(columns.ints(below=LARGEST).tolist(), counts)
-    lengths, starts = columns.ints(len(dtypes)).tolist(), columns.ints(len(dtypes)).tolist()
-    if len(sizes) != len(dtypes):
-        raise IndexDamage("starts of records in parts")
-    if not is_there:
-        return None
-    kinds = zip(dtypes, sizes, lengths, strict=True)
-    return {kind: None if at < 0 else at for kind, at in zip(kinds, starts, strict=True)}
 
 
 def _check_below(column: Ints, below: int) -> None:

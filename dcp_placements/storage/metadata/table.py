@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 Offset = tuple[int, ...] | None
 Transforms = tuple[str, ...] | None
 Array = np.ndarray[Any, Any]
-
-Kind = tuple[str, tuple[int, ...], int]
-"""What records have in common: dtype, sizes of the chunk, length of the record."""
-
-Starts = Mapping[Kind, int | None]
-"""Where elements begin in a record of a kind; None where that differs."""
 
 ROW = np.dtype(
     [
@@ -49,7 +43,6 @@ class Rows:
         paths: Files, relative to the checkpoint.
         transforms: The transforms that wrote the bytes; None for none.
         rows: Of dtype ``ROW``.
-        starts: Of small tensors; None where the writer did not record them.
     """
 
     fqns: tuple[str, ...]
@@ -57,18 +50,17 @@ class Rows:
     paths: tuple[str, ...]
     transforms: tuple[Transforms, ...]
     rows: Array
-    starts: Starts | None = None
 
     def packed(self) -> tuple[bytes, bytes]:
         """Return the keys, which many ranks have in common, and the rest; compressed."""
         columns = [self.rows[name].tobytes() for name in ROW.names or ()]
-        rest = (self.offsets, self.paths, self.transforms, b"".join(columns), self.starts)
+        rest = (self.offsets, self.paths, self.transforms, b"".join(columns))
         return _compressed(self.fqns), _compressed(rest)
 
     @staticmethod
     def unpacked(fqns: bytes, rest: bytes) -> Rows:
         """Return the rows again."""
-        offsets, paths, transforms, columns, starts = pickle.loads(zlib.decompress(rest))
+        offsets, paths, transforms, columns = pickle.loads(zlib.decompress(rest))
         count = len(columns) // ROW.itemsize
         rows = np.empty(count, ROW)
         start = 0
@@ -76,7 +68,7 @@ class Rows:
             nbytes = count * ROW[name].itemsize
             rows[name] = np.frombuffer(columns[start : start + nbytes], ROW[name])
             start += nbytes
-        return Rows(_names(fqns), offsets, paths, transforms, rows, starts)
+        return Rows(_names(fqns), offsets, paths, transforms, rows)
 
 
 class RowsBuilder:
@@ -87,7 +79,6 @@ class RowsBuilder:
         self._fqns: list[int] = []
         self._offsets: list[int] = []
         self._added: list[tuple[int, ...]] = []
-        self._starts: dict[Kind, int | None] | None = None
         self._ends: dict[str, int] = {}
 
     def add(
@@ -138,18 +129,6 @@ class RowsBuilder:
         number = every.setdefault(transform, len(every))
         self._added.append((len(fqns), paths.setdefault(path, len(paths)), number, start, length))
 
-    def add_start(self, kind: Kind | None, start: int | None) -> None:
-        """Note where the elements of a record begin. Called for every record, or for none.
-
-        Args:
-            kind: Of the record; None for records that are not small tensors.
-            start: None where they are not in C order, or the start is unknown.
-        """
-        if self._starts is None:
-            self._starts = {}
-        if kind is not None and self._starts.setdefault(kind, start) != start:
-            self._starts[kind] = None
-
     def rows(self) -> Rows:
         """Return all rows, in the order in which they were added."""
         fqns, sizes, paths, transforms = map(tuple, self._names)
@@ -162,7 +141,7 @@ class RowsBuilder:
             rows[name] = np.repeat(column, counts)
         position = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         rows["start"] += position * rows["length"]
-        return Rows(fqns, offsets, paths, transforms, rows, self._starts)
+        return Rows(fqns, offsets, paths, transforms, rows)
 
 
 def join(parts: Iterable[Rows]) -> Rows:
@@ -174,10 +153,7 @@ def join(parts: Iterable[Rows]) -> Rows:
     # Ranks that write the same keys share one tuple of them, and the columns for it.
     maps: BySequence[Array] = BySequence()
     arrays = []
-    starts: dict[Kind, int | None] | None = {}
     for part in held:
-        if starts is not None and len(part.rows):
-            starts = None if part.starts is None else agreed_starts(starts, part.starts)
         rows = part.rows.copy()
         named = (part.fqns, part.offsets, part.paths, part.transforms)
         for column, numbers, names in zip(ROW.names or (), lists, named, strict=False):
@@ -192,15 +168,7 @@ def join(parts: Iterable[Rows]) -> Rows:
         arrays.append(rows)
     fqns, offsets, paths, transforms = map(tuple, lists)
     joined = np.concatenate(arrays) if arrays else np.empty(0, ROW)
-    return Rows(fqns, offsets, paths, transforms, joined, starts)
-
-
-def agreed_starts(starts: dict[Kind, int | None], more: Starts) -> dict[Kind, int | None]:
-    """Add starts to others; None where they differ."""
-    for kind, start in more.items():
-        if starts.setdefault(kind, start) != start:
-            starts[kind] = None
-    return starts
+    return Rows(fqns, offsets, paths, transforms, joined)
 
 
 class StoredPlace(NamedTuple):

@@ -80,7 +80,7 @@ class Confirmation:
         by_slot = [numbers.setdefault(offset, len(numbers)) for offset in outline.offsets]
         numbered = rows.rows.copy()
         numbered["offset"] = np.array(by_slot, np.uint32)[numbered["offset"]]
-        return Rows(rows.fqns, tuple(numbers), self.paths, (None,), numbered, rows.starts)
+        return Rows(rows.fqns, tuple(numbers), self.paths, (None,), numbered)
 
 
 def confirmation_of(rows: Rows, outline: Outline) -> Confirmation | None:
@@ -109,7 +109,6 @@ def confirmation_of(rows: Rows, outline: Outline) -> Confirmation | None:
         explicit.tolist(),
         path.tobytes() if len(rows.paths) > 1 else None,
         None if follow else start.tobytes(),
-        rows.starts,
     )
     return Confirmation(zlib.compress(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL), 6), rows.paths)
 
@@ -226,9 +225,7 @@ def written_by(results: Sequence[WriteResult]) -> Written:
 
 def _rows(places: bytes, fqns: tuple[str, ...], slots: bytes) -> Rows:
     """Return rows with the numbers of slots as offsets, and of files as paths, and no lists."""
-    in_order, order, lengths, explicit, paths, begins, starts = pickle.loads(
-        zlib.decompress(places)
-    )
+    in_order, order, lengths, explicit, paths, begins = pickle.loads(zlib.decompress(places))
     numbers = np.frombuffer(slots, np.int64)
     if order is None:
         order = _order_of(np.frombuffer(in_order, np.int32), numbers)
@@ -249,7 +246,7 @@ def _rows(places: bytes, fqns: tuple[str, ...], slots: bytes) -> Rows:
     rows["path"] = path
     rows["start"] = _following(path, length) if begins is None else np.frombuffer(begins, np.int64)
     rows["length"] = length
-    return Rows(tuple(names), (), (), (None,), rows, starts)
+    return Rows(tuple(names), (), (), (None,), rows)
 
 
 def _order_of(by_row: Array, slots: Array) -> Array:

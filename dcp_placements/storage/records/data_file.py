@@ -8,14 +8,10 @@ from heapq import heapify, heapreplace
 from io import BytesIO
 from typing import Any
 
-import torch
-
 from dcp_placements._torch import SavePlanner, WriteItem, WriteItemType, cpu_tensors
-from dcp_placements.storage.metadata.table import Kind, RowsBuilder
+from dcp_placements.storage.metadata.table import RowsBuilder
 from dcp_placements.storage.protocols import WriteGroup
 from dcp_placements.storage.record_writer import (
-    SMALL_NBYTES,
-    Saved,
     batches,
     save_alike,
     save_tensors,
@@ -64,29 +60,20 @@ class DataFile:
             with data.getbuffer() as contents:
                 stream.write(contents)
                 builder.append([item.index], path=self.name, length=contents.nbytes)
-            builder.add_start(None, None)
         for group in self.groups:
             offset, sizes = group.data.chunk.offsets, group.data.chunk.sizes
-            saved = save_alike(group.tensors, sizes, stream)
-            if saved is None:
+            length = save_alike(group.tensors, sizes, stream)
+            if length is None:
                 tensors += group.items()
                 continue
-            builder.append_alike(group.fqns, offset, path=self.name, length=saved.nbytes)
-            builder.add_start(_kind(group.tensors[0], saved), saved.start)
+            builder.append_alike(group.fqns, offset, path=self.name, length=length)
         nbytes = [chunk_nbytes(item) for item in tensors]
         loaded = cpu_tensors(
             tensors, nbytes, planner.resolve_data, threads=threads, ahead_nbytes=ahead_nbytes
         )
         for batch, items in batches(loaded):
-            saved = save_tensors(batch, stream)
-            builder.append([item.index for item in items], path=self.name, length=saved.nbytes)
-            builder.add_start(_kind(batch[0], saved), saved.start)
-
-
-def _kind(tensor: torch.Tensor, saved: Saved) -> Kind | None:
-    """Return what records of small tensors have in common with this one; None of a large one."""
-    is_small = tensor.nbytes <= SMALL_NBYTES
-    return (str(tensor.dtype), tuple(tensor.shape), saved.nbytes) if is_small else None
+            length = save_tensors(batch, stream)
+            builder.append([item.index for item in items], path=self.name, length=length)
 
 
 def chunk_nbytes(item: WriteItem) -> int:

@@ -27,11 +27,6 @@ SHORTEST = 4
 LONGEST_NBYTES = 64 << 10
 """Of a record in a run."""
 
-EXACT_NBYTES = 1 << 10
-"""Tensors of this size, on average, and more are read without the heads between them, where their
-writer recorded where elements begin and heads are more than a tenth of all. Of smaller ones the
-calls would cost more than the bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -72,8 +67,6 @@ class Run:
 def runs_of(group: ReadGroup, table: StorageTable) -> Iterator[tuple[str, Run]]:
     """Yield files with the runs in which keys of a group are there; other keys are left out."""
     index = group.first.storage_index
-    nbytes = group.first.lengths.numel() * group.dtype.itemsize
-    is_exact = bool(table.starts) and nbytes >= EXACT_NBYTES
     for path, keys, rows in table.rows_alike(group.fqns, index.offset, index.index):
         order = np.argsort(rows[:, 0], kind="stable")
         starts, lengths = rows[order].T
@@ -81,10 +74,9 @@ def runs_of(group: ReadGroup, table: StorageTable) -> Iterator[tuple[str, Run]]:
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(starts)]
         for first, stop in pairwise(bounds):
             length = int(lengths[first])
-            is_apart = is_exact and 1.1 * nbytes < length
             # A length of 0 is damage, which is named where the records are read one by one.
             is_short = 0 < length <= LONGEST_NBYTES
-            if stop - first >= SHORTEST and is_short and not is_apart:
+            if stop - first >= SHORTEST and is_short:
                 yield path, Run(int(starts[first]), length, group, keys[order[first:stop]])
 
 
