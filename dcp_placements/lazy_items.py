@@ -79,40 +79,20 @@ class LazyItems(Sequence[T]):
         return LazyItems, ()
 
 
-class GroupedItems(LazyItems[T]):
-    """A final plan's items, most of them by group; storage of this package needs no others.
+class OutlinedItems(list[T]):
+    """A final plan's items; pickled without the outline.
 
     Args:
-        make: Returns all items.
-        planner: The planner. Storage that is called with another one, which may wrap it, has to
-            call that one for every item.
-        groups: What the planner has in common of many items.
-        others: The items that are in no group.
-        outline: As that of ``LazyItems``.
+        items: The items.
+        outline: Returns which chunks they write.
 
     Attributes:
-        planner: The same.
-        groups: The same.
-        others: The same.
+        outline: The same.
     """
 
-    __slots__ = ("groups", "others", "planner")
-
-    def __init__(
-        self,
-        make: Callable[[], list[T]],
-        planner: object,
-        groups: Sequence[Any],
-        others: Sequence[T],
-        outline: Callable[[], Any] | None = None,
-    ) -> None:
-        super().__init__(make, outline)
-        self.planner = planner
-        self.groups = groups
-        self.others = others
-
-    def __len__(self) -> int:
-        return sum([len(group.fqns) for group in self.groups]) + len(self.others)
+    def __init__(self, items: Iterable[T], outline: Callable[[], Any]) -> None:
+        super().__init__(items)
+        self.outline = outline
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (self.all,)
+        return list, (list(self),)

@@ -43,7 +43,6 @@ from dcp_placements.rules.options import (
     OneRunPlanner,
     check_choice,
     check_declaration,
-    overrides,
 )
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.metadata.checks import check_unpickled
@@ -51,16 +50,6 @@ from dcp_placements.storage.metadata.save_ids import MIXED
 from dcp_placements.storage.record_contents import DAMAGED
 
 logger = logging.getLogger(__name__)
-
-_TAKE_DATA = (
-    "resolve_tensor",
-    "lookup_tensor",
-    "transform_tensor",
-    "commit_tensor",
-    "create_local_plan",
-    "create_global_plan",
-    "finish_plan",
-)
 
 
 class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
@@ -247,8 +236,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             raise load.refusal
         load.take_verdict(new_plan.planner_data)
         try:
-            own = overrides(self, PlacementLoadPlanner, *_TAKE_DATA)
-            plan = load.finished(new_plan, None if own else self)
+            plan = load.finished(new_plan)
         except Exception as error:
             if load.active_exchange is None:
                 raise

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from dcp_placements._torch import (
     LoadPlan,
-    LoadPlanner,
     Metadata,
     MetadataIndex,
     ReadItem,
@@ -88,7 +87,6 @@ class RankLoad:
         collapsed: By scalar of which the checkpoint has one per row, the number of rows.
         resets: The optimizer state of parameters of which the checkpoint has none.
         items: What the rank reads.
-        request: The plan of it.
         checks: How the load compares with the save.
         overlaps: The keys that overlap in memory.
         ids: The records of save ids that are read.
@@ -112,7 +110,6 @@ class RankLoad:
     collapsed: Mapping[str, torch.Size] = field(default_factory=dict)
     resets: Resets = field(default_factory=lambda: Resets({}, {}, Placing()))
     items: LazyItems[ReadItem] = field(default_factory=LazyItems)
-    request: Request | None = None
     checks: LoadChecks = field(default_factory=LoadChecks)
     overlaps: Overlaps = field(default_factory=lambda: Overlaps({}))
     ids: Mapping[MetadataIndex, IdRecord] = field(default_factory=dict)
@@ -183,7 +180,7 @@ class RankLoad:
             RankFaults: What cannot be filled, or would be filled wrongly; all in one error.
         """
         state_dict, placing, metadata = self.state_dict, self.placing, self.metadata
-        self.request = request = Request(state_dict, placing, metadata, policy, self.local_keys)
+        request = Request(state_dict, placing, metadata, policy, self.local_keys)
         self.items = request.items()
         self.report = report = request.report
         self.collapsed = request.collapsed
@@ -274,23 +271,19 @@ class RankLoad:
         """The exchange, where the coordinator granted one."""
         return self.exchange if self.exchange is not None and self.exchange.verdict.active else None
 
-    def finished(self, plan: LoadPlan, planner: LoadPlanner | None) -> LoadPlan:
+    def finished(self, plan: LoadPlan) -> LoadPlan:
         """Return what this rank reads, its part of an exchange alone.
 
         Args:
             plan: As the coordinator sent it.
-            planner: What is read may go into its tensors without it; None if it has to be called.
         """
         # Lazy items stayed here: the coordinator changes nothing of what a rank reads.
         items: Sequence[ReadItem] = plan.items
         with quiet_gc():
             if isinstance(items, LazyItems):
-                items = self.items
-                if planner and self.verification is None and self.request is not None:
-                    apart = {*self.shared, *self.overlaps.groups}
-                    items = self.request.grouped(apart, planner)
+                items = self.items.all
             if self.active_exchange is not None:
-                items = self.active_exchange.share(list(items), self.metadata)
+                items = self.active_exchange.share(items, self.metadata)
         if self.exchange is not None:
             self.warn(self.exchange.verdict.notes)
         if self.verification is not None:

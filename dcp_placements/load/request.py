@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from dcp_placements._torch import (
     BytesStorageMetadata,
     DTensor,
-    LoadPlanner,
     Metadata,
     ReadItem,
     TensorStorageMetadata,
@@ -26,7 +24,7 @@ from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box
-from dcp_placements.lazy_items import GroupedItems, LazyItems
+from dcp_placements.lazy_items import LazyItems
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, narrowing_note
 from dcp_placements.load.comparison.shapes import shape_mismatch
 from dcp_placements.load.missing import MissingKeys, is_tensor
@@ -37,8 +35,6 @@ from dcp_placements.report import LoadReport
 from dcp_placements.storage.index.stored_entries import entries_at
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import Cuts, SaveRecord, cuts_of, record_of
-from dcp_placements.storage.protocols import ReadGroup
-from dcp_placements.storage.record_writer import SMALL_NBYTES
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -81,21 +77,6 @@ class Group:
     placed: Placed | None
     fqns: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def is_small_and_whole(self) -> bool:
-        """Whether one small stored chunk fills all of each tensor."""
-        reads, placed = self.filling.reads, self.placed
-        # What is not one local tensor is read through views.
-        is_one = placed is None or not (placed.parts or placed.dims or len(placed.chunks) > 1)
-        return (
-            is_one
-            and reads is not None
-            and len(reads) == 1
-            and 0 < self.filling.read_nbytes <= SMALL_NBYTES
-            and reads[0].lengths == reads[0].stored.sizes
-            and not any(reads[0].dest_offsets)
-        )
 
 
 class Request:
@@ -171,30 +152,6 @@ class Request:
 
     def _items(self) -> list[ReadItem]:
         return read_items((fqn, filling.reads) for fqn, filling in self._by_key(self.groups))
-
-    def grouped(self, apart: AbstractSet[str], planner: LoadPlanner) -> GroupedItems[ReadItem]:
-        """Return all items, those of small tensors that are read alike by group.
-
-        Args:
-            apart: Keys that are in no group.
-            planner: That has the items.
-        """
-        groups: list[ReadGroup] = []
-        others: list[tuple[str, Sequence[Read] | None]] = []
-        for group in self.groups:
-            left, reads = group.fqns, group.filling.reads
-            if len(left) > 1 and group.is_small_and_whole:
-                fqns, tensors = group.fqns, group.tensors
-                left = [fqn for fqn in fqns if fqn in apart]
-                if left:
-                    tensor_of = dict(zip(fqns, tensors, strict=True))
-                    fqns = [fqn for fqn in fqns if fqn not in apart]
-                    tensors = list(map(tensor_of.__getitem__, fqns))
-                if fqns:
-                    item = read_items([(fqns[0], reads)])[0]
-                    groups.append(ReadGroup(fqns, item, group.entry.properties.dtype, tensors))
-            others += [(fqn, reads) for fqn in left]
-        return GroupedItems(self._items, planner, groups, read_items(others))
 
     def _settle_missing(self, missing: list[str], *, matched: int) -> None:
         keys = MissingKeys(

@@ -120,9 +120,3 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Refuse a value that is none of the choices."""
     if value not in choices:
         raise PlacementError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
-
-
-def overrides(planner: object, base: type, *methods: str) -> bool:
-    """Whether a planner has another method than ``base`` under one of these names."""
-    own, kind = vars(planner), type(planner)
-    return any(name in own or getattr(kind, name) is not getattr(base, name) for name in methods)

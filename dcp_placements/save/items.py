@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import compress, repeat
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from dcp_placements._torch import (
     TensorWriteData,
     WriteItem,
     WriteItemType,
+    filled,
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group, KeyTable
@@ -23,8 +24,6 @@ from dcp_placements.save.local_plan import Boxes, Holding
 from dcp_placements.save.packing import Ints, unpacked_ints
 from dcp_placements.storage.metadata.pickles.tensor_properties import properties_of
 from dcp_placements.storage.metadata.write_results import Outline
-from dcp_placements.storage.protocols import WriteGroup, write_item
-from dcp_placements.storage.record_writer import SMALL_NBYTES
 
 
 class Assignment(NamedTuple):
@@ -148,50 +147,33 @@ class Outlines:
 
 
 def all_items(holding: Holding) -> list[WriteItem]:
-    """Return the write items of all that a rank holds, in state dict order."""
+    """Return the write items of all that a rank holds, group by group."""
     return _items(holding, repeat(True))
 
 
 def assigned_items(holding: Holding, assignment: Assignment) -> list[WriteItem]:
-    """Return the write items that a rank was assigned, in state dict order."""
+    """Return the write items that a rank was assigned, group by group."""
     return _items(holding, iter(assignment.is_written(holding)))
-
-
-def grouped_items(
-    holding: Holding, assignment: Assignment
-) -> tuple[list[WriteGroup], list[WriteItem]]:
-    """Return what a rank was assigned: small tensors by group, and the items of the others.
-
-    Groups are in the order of the key tables, items in that of the state dict.
-    """
-    is_written = assignment.is_written(holding)
-    groups: list[WriteGroup] = []
-    stop = 0
-    for held in holding.groups:
-        group, boxes = held.group, held.boxes
-        start, stop = stop, stop + len(held.fqns) * len(boxes)
-        if len(boxes) != 1 or not 0 < boxes[0].numel * group.itemsize <= SMALL_NBYTES:
-            continue
-        mine = is_written[start:stop]
-        if sum(mine) > 1:
-            fqns, tensors = list(compress(held.fqns, mine)), list(compress(held.tensors, mine))
-            (data,) = _write_data(group, boxes)
-            groups.append(WriteGroup(fqns, data, _item_type(group), tensors))
-            is_written[start:stop] = [False] * len(mine)
-    return groups, _items(holding, iter(is_written)) if any(is_written) else []
 
 
 def _items(holding: Holding, is_written: Iterator[bool]) -> list[WriteItem]:
     """Return the items of those chunks of a rank that are written; those of a group share data."""
-    items_of: dict[str, list[WriteItem]] = {}
+    items: list[WriteItem] = []
     for held in holding.groups:
         group = held.group
         kind, data = _item_type(group), _write_data(group, held.boxes)
         for fqn in held.fqns:
-            items_of[fqn] = [write_item(fqn, one, kind) for one in data if next(is_written)]
+            items += [_write_item(fqn, one, kind) for one in data if next(is_written)]
             if group.kind == OBJECT and next(is_written):
-                items_of[fqn].append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
-    return [item for fqn in holding.fqns for item in items_of[fqn]]
+                items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
+    return items
+
+
+def _write_item(fqn: str, data: TensorWriteData, kind: WriteItemType) -> WriteItem:
+    """Return the item that writes a chunk of a tensor."""
+    index = filled(MetadataIndex, {"fqn": fqn, "offset": data.chunk.offsets, "index": None})
+    attributes = {"index": index, "type": kind, "bytes_io_data": None, "tensor_data": data}
+    return filled(WriteItem, attributes)
 
 
 def _item_type(group: Group) -> WriteItemType:

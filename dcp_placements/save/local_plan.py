@@ -85,11 +85,6 @@ class Held:
     fqns: list[str] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The local tensor of each key, of several the first; the values of objects."""
-        return [one.tensor if type(one) is Placed else one for one in self.values]
-
 
 @dataclass(slots=True)
 class Holding:

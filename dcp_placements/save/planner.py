@@ -39,7 +39,6 @@ from dcp_placements.rules.options import (
     OneRunPlanner,
     check_choice,
     check_declaration,
-    overrides,
 )
 from dcp_placements.rules.patterns import Rules, compile_pattern
 from dcp_placements.save.coordinator.cohorts import Cohorts
@@ -71,8 +70,6 @@ from dcp_placements.storage.metadata.provenance import RESERVED_KEY, SAMPLED, id
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
 from dcp_placements.storage.metadata.write_results import Outline
 
-_PLAN = ("create_local_plan", "create_global_plan", "finish_plan")
-_GIVE_DATA = ("resolve_data", "lookup_object", "transform_object", *_PLAN)
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
 
@@ -337,8 +334,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 )
             if isinstance(new_plan.items, LazyItems):
                 with quiet_gc():
-                    own = overrides(self, PlacementSavePlanner, *_GIVE_DATA)
-                    items: Any = self._run.items(assignment, None if own else self)
+                    items: Any = self._run.items(assignment)
                 new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
             # A rank that writes nothing makes no file for its id alone.
             if new_plan.items and not is_named(new_plan.storage_data):

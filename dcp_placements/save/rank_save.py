@@ -13,7 +13,6 @@ from dcp_placements._torch import (
     Metadata,
     MetadataIndex,
     SavePlan,
-    SavePlanner,
     WriteItem,
     global_rank,
 )
@@ -22,7 +21,7 @@ from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import Fault, PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
-from dcp_placements.lazy_items import GroupedItems
+from dcp_placements.lazy_items import OutlinedItems
 from dcp_placements.names.optimizer_state import listed_notes
 from dcp_placements.names.rename_record import Step, renames_in_force
 from dcp_placements.names.rename_results import Rename
@@ -32,7 +31,7 @@ from dcp_placements.report import SaveReport
 from dcp_placements.rules.matches import Matches, option_matches, rule_matches
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.held_digests import Objects
-from dcp_placements.save.items import Assignment, Outlines, assigned_items, grouped_items
+from dcp_placements.save.items import Assignment, Outlines, assigned_items
 from dcp_placements.save.key_table import KeyTable
 from dcp_placements.save.local_plan import Holding, chunk_data, held_chunks, holding_of
 
@@ -134,17 +133,10 @@ class RankSave:
         without = self.placing.absent.union(left)
         self.holding = holding_of(self.state_dict, self.placing.placed, self.paths, without)
 
-    def items(self, assignment: Assignment, planner: SavePlanner | None) -> GroupedItems[WriteItem]:
-        """Return what the rank writes.
-
-        Args:
-            assignment: Of the coordinator.
-            planner: The tensors of the state dict are what it gives; None if it has to be called.
-        """
-        make = partial(assigned_items, self.holding, assignment)
-        groups, others = grouped_items(self.holding, assignment) if planner else ([], make())
+    def items(self, assignment: Assignment) -> OutlinedItems[WriteItem]:
+        """Return what the rank writes, by the coordinator's assignment."""
         outline = partial(Outlines().of, self.holding.tables, self.holding.boxes, assignment)
-        return GroupedItems(make, planner, groups, others, outline)
+        return OutlinedItems(assigned_items(self.holding, assignment), outline)
 
     def data(self, index: MetadataIndex) -> torch.Tensor | None:
         """Return a view of what a placed tensor has at ``index``; None for others.

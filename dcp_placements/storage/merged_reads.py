@@ -22,7 +22,6 @@ from dcp_placements.storage.record_contents import (
     Transformed,
     every_gap,
 )
-from dcp_placements.storage.records.runs import Run, fill
 from dcp_placements.storage.tensor_record import HEADS_NBYTES, RecordHeads, TensorRecord
 
 SMALL_NBYTES = 64 << 10
@@ -60,24 +59,21 @@ class Job:
     Attributes:
         path: Name of the file.
         records: The records.
-        runs: Small records of which groups are read.
         id_record: The id of the save that wrote the file, if it is checked here.
     """
 
     path: str
     records: Sequence[Record]
-    runs: Sequence[Run]
     id_record: IdRecord | None
 
 
 def jobs_of(
     wanted: Mapping[str, Mapping[tuple[int, int], Record]],
-    runs: Mapping[str, Sequence[Run]],
     ids: Mapping[str, IdRecord],
     threads: int,
 ) -> Iterator[Job]:
     """Yield what is wanted by file; large files are divided if they are fewer than the threads."""
-    paths = sorted({*wanted, *runs, *ids})
+    paths = sorted({*wanted, *ids})
     most = max(threads // max(len(paths), 1), 1)
     for path in paths:
         places = wanted.get(path, {})
@@ -85,8 +81,8 @@ def jobs_of(
         parts = min(most, 1 + sum(record.info.length for record in records) // PART_NBYTES)
         step = max(-(-len(records) // parts), 1)
         for start in range(0, max(len(records), 1), step):
-            first = ((), None) if start else (runs.get(path, ()), ids.get(path))
-            yield Job(path, records[start : start + step], *first)
+            id_record = None if start else ids.get(path)
+            yield Job(path, records[start : start + step], id_record)
 
 
 class ChunkReader:
@@ -106,25 +102,19 @@ class ChunkReader:
         self._span = bytearray()
         self._heads = RecordHeads()
 
-    def read(
-        self, file: CountedFile, path: str, records: Sequence[Record], runs: Sequence[Run] = ()
-    ) -> None:
+    def read(self, file: CountedFile, path: str, records: Sequence[Record]) -> None:
         """Read what is wanted of a file.
 
         Args:
             file: The file.
             path: Its name in the checkpoint, for messages.
             records: In file order.
-            runs: Small records by group.
 
         Raises:
             PlacementError: The file does not hold what the metadata says.
         """
-        beyond = [run for run in runs if run.start < 0 or run.end > file.size]
         outside = [
-            record
-            for record in (*records, *[one for run in beyond for one in run.records(path)])
-            if not 0 <= record.info.offset <= record.end <= file.size
+            record for record in records if not 0 <= record.info.offset <= record.end <= file.size
         ]
         # One number for all of them, so that they are one fault.
         needed = max((record.end for record in outside), default=0)
@@ -133,8 +123,6 @@ class ChunkReader:
             for record in outside
         ]
         raise_faults("the checkpoint is damaged", faults)
-        for run in runs:
-            self._read_run(file, path, run)
         for span in self._spans(records):
             if len(span) == 1 and not self._is_small(span[0]):
                 info = span[0].info
@@ -153,18 +141,6 @@ class ChunkReader:
         if len(self._span) < nbytes:
             self._span = bytearray(nbytes)
         return self._span
-
-    def _read_run(self, file: CountedFile, path: str, run: Run) -> None:
-        """Read records of one kind, as many in one call as the buffer holds."""
-        step = max(SPAN_NBYTES // run.length, 1)
-        for first in range(0, len(run.keys), step):
-            part = run.part(first, first + step)
-            nbytes = part.end - part.start
-            held = self._held(nbytes)
-            file.read_into(memoryview(held)[:nbytes], part.start)
-            tensor = self._heads.find(HeldPart(memoryview(held)[: run.length]), run.length)
-            if tensor is None or not fill(part, tensor, held):
-                self.read(file, path, part.records(path))
 
     def _read_span(self, file: CountedFile, path: str, span: Sequence[Record]) -> None:
         """Read neighbours in one call."""

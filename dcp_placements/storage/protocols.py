@@ -2,73 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
-from dcp_placements._torch import (
-    MetadataIndex,
-    ReadItem,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-    filled,
-)
 from dcp_placements.report import LoadReport
-
-
-@dataclass(frozen=True, slots=True)
-class WriteGroup:
-    """Small tensors that a rank writes, of one dtype and shape, at one place of their wholes.
-
-    Attributes:
-        fqns: Their keys.
-        data: What the write items of all of them say of the tensor.
-        kind: Of the write items.
-        tensors: Their elements, where these are of the chunk's sizes.
-    """
-
-    fqns: Sequence[str]
-    data: TensorWriteData
-    kind: WriteItemType
-    tensors: Sequence[torch.Tensor]
-
-    def items(self) -> list[WriteItem]:
-        """Return the write items."""
-        return [write_item(fqn, self.data, self.kind) for fqn in self.fqns]
-
-
-def write_item(fqn: str, data: TensorWriteData, kind: WriteItemType) -> WriteItem:
-    """Return the item that writes a chunk of a tensor."""
-    index = filled(MetadataIndex, {"fqn": fqn, "offset": data.chunk.offsets, "index": None})
-    attributes = {"index": index, "type": kind, "bytes_io_data": None, "tensor_data": data}
-    return filled(WriteItem, attributes)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadGroup:
-    """Small tensors that a rank fills, each with one stored chunk, at one place of their wholes.
-
-    Attributes:
-        fqns: Their keys.
-        first: The read item of the first of them; those of the others differ in the key alone.
-        dtype: Of the chunks.
-        tensors: What is filled: all elements of each.
-    """
-
-    fqns: Sequence[str]
-    first: ReadItem
-    dtype: torch.dtype
-    tensors: Sequence[torch.Tensor]
-
-    def item(self, at: int) -> ReadItem:
-        """Return the read item of one of the keys."""
-        fqn = {"fqn": self.fqns[at]}
-        dest = filled(MetadataIndex, vars(self.first.dest_index) | fqn)
-        source = filled(MetadataIndex, vars(self.first.storage_index) | fqn)
-        return filled(ReadItem, vars(self.first) | {"dest_index": dest, "storage_index": source})
 
 
 @runtime_checkable

@@ -10,14 +10,13 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.futures import Future
 
@@ -32,11 +31,10 @@ from dcp_placements._torch import (
     logged_where_torch_drops_it,
 )
 from dcp_placements.errors import PlacementError, format_faults, format_name, raise_faults
-from dcp_placements.lazy_items import GroupedItems
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
-from dcp_placements.storage.index.storage_table import StorageTable, places_of
+from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.merged_reads import ChunkReader, Job, jobs_of
 from dcp_placements.storage.metadata.checks import check_read_fields
 from dcp_placements.storage.metadata.file import read_metadata
@@ -56,7 +54,6 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.protocols import AfterReads, WantsReader, joining
 from dcp_placements.storage.record_contents import Record
-from dcp_placements.storage.records.runs import Run, runs_of
 from dcp_placements.storage.remote.filesystem import (
     URL_THREADS,
     RemoteFileSystem,
@@ -185,22 +182,18 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         wanted: dict[str, dict[tuple[int, int], Record]] = {}
         threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
-        runs: dict[str, list[Run]] = {}
         with quiet_gc():
-            items: Sequence[ReadItem] = plan.items
-            if threads == 1 and isinstance(items, GroupedItems) and items.planner is planner:
-                runs, items = self._runs(items)
-            items = [i for i in items if not i.storage_index.fqn.startswith(ID_PREFIX)]
+            items = [i for i in plan.items if not i.storage_index.fqn.startswith(ID_PREFIX)]
             for item, info in zip(items, places_of(items, self.storage_data), strict=True):
                 records = wanted.setdefault(info.relative_path, {})
                 place = (info.offset, info.length)
                 if place not in records:
                     records[place] = Record(info)
                 records[place].items.append(item)
-        ids = {record.file: record for record in speaking_for({*wanted, *runs}, self._ids)}
+        ids = {record.file: record for record in speaking_for(wanted, self._ids)}
         if self.restricted:
             planner = cast(LoadPlanner, _Restricted(planner))
-        jobs = list(jobs_of(wanted, runs, ids, threads))
+        jobs = list(jobs_of(wanted, ids, threads))
         if threads == 1 or len(jobs) <= 1:
             work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream)
             for job in jobs:
@@ -229,19 +222,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             for result in [pool.submit(read) for _ in range(min(threads, len(jobs)))]:
                 result.result()
 
-    def _runs(self, items: GroupedItems[ReadItem]) -> tuple[dict[str, list[Run]], list[ReadItem]]:
-        """Return what is read by group, by file, and the items of everything else."""
-        runs: dict[str, list[Run]] = {}
-        others = list(items.others)
-        for group in items.groups:
-            is_left = np.ones(len(group.fqns), bool)
-            if isinstance(self.storage_data, StorageTable):
-                for path, run in runs_of(group, self.storage_data):
-                    runs.setdefault(path, []).append(run)
-                    is_left[run.keys] = False
-            others += [group.item(at) for at in np.flatnonzero(is_left).tolist()]
-        return runs, others
-
     def _read_job(self, work: ChunkReader, job: Job) -> None:
         """Read records of one file. Runs in any thread."""
         with self._opened(job.path) as stream:
@@ -249,7 +229,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             try:
                 if job.id_record is not None:
                     self._check_id(file, job.id_record)
-                work.read(file, job.path, job.records, job.runs)
+                work.read(file, job.path, job.records)
             finally:
                 with _COUNTING:
                     self.opens += 1

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.storage.records.fast_zlib import crc32
-from dcp_placements.storage.records.rows import are_alike, rows_of
+from dcp_placements.storage.records.rows import rows_of
 from dcp_placements.storage.records.template import BLOCK_NBYTES, Template
 
 T = TypeVar("T")
@@ -56,29 +55,6 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> int:
     else:
         for tensor in tensors:
             _write_large(template, _storage_bytes(tensor), stream)
-    return template.length
-
-
-def save_alike(tensors: Sequence[torch.Tensor], sizes: torch.Size, stream: Any) -> int | None:
-    """Write a record of each of many small tensors.
-
-    Args:
-        tensors: Any; views of a larger storage, too.
-        sizes: Of each.
-        stream: Open for writing.
-
-    Returns:
-        The length of the file of each; None, and nothing is written, where they are not plain
-        tensors of one dtype and these sizes, in C order, in host memory.
-    """
-    first = tensors[0]
-    is_small = are_alike(tensors, sizes) and 0 < first.nbytes <= SMALL_NBYTES
-    template = _template_of((first.dtype, sizes, c_strides(tuple(sizes)))) if is_small else None
-    if template is None:
-        return None
-    step = BATCH_NBYTES // first.nbytes
-    for start in range(0, len(tensors), step):
-        template.write(rows_of(tensors[start : start + step]), stream)
     return template.length
 
 

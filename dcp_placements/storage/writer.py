@@ -35,12 +35,10 @@ from dcp_placements._torch import (
     SerializationFormat,
     StorageInfo,
     StoragePrefix,
-    WriteItem,
     WriteResult,
     filled,
 )
 from dcp_placements.errors import PlacementError
-from dcp_placements.lazy_items import GroupedItems
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.building import build_index
 from dcp_placements.storage.index.storage_table import StorageTable, paths_of
@@ -57,7 +55,7 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.metadata.table import RowsBuilder, join
 from dcp_placements.storage.metadata.write_results import WriteResults, written_by
-from dcp_placements.storage.protocols import WriteGroup, joining
+from dcp_placements.storage.protocols import joining
 from dcp_placements.storage.record_writer import errors_of
 from dcp_placements.storage.records.data_file import DataFile, split_by_chunk
 from dcp_placements.storage.remote.filesystem import (
@@ -182,20 +180,14 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         """
         if self.transforms.extensions:
             return super().write_data(plan, planner)
-        groups: Sequence[WriteGroup] = ()
-        items: Sequence[WriteItem] = plan.items
         if not self.single_file_per_rank:
-            buckets = [[item] for item in items]
-        elif (
-            self.thread_count == 1 and isinstance(items, GroupedItems) and items.planner is planner
-        ):
-            groups, buckets = items.groups, [list(items.others)]
+            buckets = [[item] for item in plan.items]
         else:
-            buckets = split_by_chunk(self.thread_count, list(items))
+            buckets = split_by_chunk(self.thread_count, plan.items)
         files: queue.Queue[DataFile] = queue.Queue()
         names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
         for name, bucket in zip(names, buckets, strict=True):
-            files.put(DataFile(name, bucket, groups))
+            files.put(DataFile(name, bucket))
         builders = [RowsBuilder() for _ in range(max(self.thread_count, 1))]
         failures: list[BaseException] = []
         join_run = joining(planner)

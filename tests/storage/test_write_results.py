@@ -40,15 +40,10 @@ class InFileOrder(PlacementSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        # Groups are left to planners without a finish_plan of their own.
-        items: Any = self._run.items(new_plan.planner_data, self)
-        # As the writer does: groups come first, unless their tensors are in another order than C.
-        objects = [item for item in items.others if item.type == WriteItemType.BYTE_IO]
-        tensors = [item for item in items.others if item.type != WriteItemType.BYTE_IO]
-        grouped = [item for group in items.groups for item in group.items()]
-        turned = [item for item in grouped if item.index.fqn.endswith(".gate")]
-        grouped = [item for item in grouped if not item.index.fqn.endswith(".gate")]
-        return dataclasses.replace(plan, items=[*objects, *grouped, *tensors, *turned])
+        # As the writer does: objects come first.
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        return dataclasses.replace(plan, items=[*objects, *tensors])
 
 
 def state(world: World, rank: int) -> dict[str, Any]:

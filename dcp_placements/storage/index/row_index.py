@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
 
 import numpy as np
 
@@ -281,37 +280,6 @@ class RowIndex:
                 held = known[content]
                 files[key] = tuple(sorted({*files[key], *held})) if files[key] else held
         return files
-
-    def rows_alike(
-        self, fqns: Sequence[str], offset: Offset, hint: int | None
-    ) -> Iterator[tuple[str, Ints, Ints]]:
-        """Yield where chunks are that many keys have at one offset, file by file.
-
-        Keys with several places are left out, and those without such a chunk.
-
-        Yields:
-            The name of a file; positions in ``fqns``; and for each of these a row of transforms,
-            start and length.
-        """
-        keys = np.array(list(map(self.numbers.get, fqns, repeat(-1))), np.int64)
-        bounds = np.array(self._bounds, np.int64)
-        chosen = np.flatnonzero((keys >= 0) & (bounds[keys + 1] - bounds[keys] == 1))
-        places_of = self.pairs[1, bounds[keys[chosen]]]
-        for number in dict.fromkeys(places_of.tolist()):
-            places = self.places[number]
-            at = places.find(offset, hint)
-            if at is None:
-                continue
-            here = chosen[places_of == number]
-            writer = int(places.writers[at])
-            template = int(self.writers.templates[writer])
-            rows = self._template_rows(template, int(places.ordinals[at]), keys[here])
-            files = self.writers.files_of(writer)
-            for file in dict.fromkeys(rows[:, 0].tolist()):
-                if file >= len(files):
-                    raise IndexDamage(_UNWRITTEN)
-                in_file = rows[:, 0] == file
-                yield files[file], here[in_file], rows[in_file, 1:]
 
     def _rows(self, template: int) -> _Rows:
         """Return the rows of a template by key and ordinal."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from dcp_placements._torch import Metadata, MetadataIndex, ReadItem, StorageInfo
 from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.storage.index.building import build_index, by_file
-from dcp_placements.storage.index.columns import IndexDamage, Ints
+from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import LookedUp, RowIndex
 from dcp_placements.storage.index.stored_entries import Stock
@@ -113,22 +111,6 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         path, transforms, start, length = row
         steps = held.transforms[transforms]
         return StorageInfo(path, start, length, None if steps is None else list(steps))
-
-    def rows_alike(
-        self, fqns: Sequence[str], offset: Sequence[int] | None, hint: int | None
-    ) -> list[tuple[str, Ints, Ints]]:
-        """Return where chunks are that many keys have at one offset, as that of ``RowIndex``.
-
-        Only those that no transform wrote; and none where the index is damaged.
-        """
-        held = self.index
-        is_plain = np.array([steps is None for steps in held.transforms], bool)
-        try:
-            files = list(held.rows_alike(fqns, None if offset is None else tuple(offset), hint))
-        except IndexDamage:
-            return []
-        plain = [(path, at, rows, is_plain[rows[:, 0]]) for path, at, rows in files]
-        return [(path, at[some], rows[some, 1:]) for path, at, rows, some in plain if some.any()]
 
     def __len__(self) -> int:
         return len(self.index)

@@ -95,23 +95,14 @@ class RowsBuilder:
 
     def append(self, indices: Sequence[MetadataIndex], *, path: str, length: int) -> None:
         """Add rows for records of one length behind those that their file has so far."""
+        start = self._ends.get(path, 0)
+        self._ends[path] = start + length * len(indices)
         offsets = [self._offset(index.offset) for index in indices]
-        self._append([index.fqn for index in indices], offsets, path, length)
-
-    def append_alike(
-        self, fqns: Sequence[str], offset: Sequence[int], *, path: str, length: int
-    ) -> None:
-        """Add rows as ``append`` does, for chunks at one offset."""
-        self._append(fqns, [self._offset(offset)] * len(fqns), path, length)
+        self._add([index.fqn for index in indices], offsets, path, start, length)
 
     def _offset(self, offset: Sequence[int] | None) -> int:
         numbers = self._names[1]
         return numbers.setdefault(offset, len(numbers))
-
-    def _append(self, fqns: Sequence[str], offsets: Sequence[int], path: str, length: int) -> None:
-        start = self._ends.get(path, 0)
-        self._ends[path] = start + length * len(fqns)
-        self._add(fqns, offsets, path, start, length)
 
     def _add(
         self,

@@ -10,10 +10,8 @@ from typing import Any
 
 from dcp_placements._torch import SavePlanner, WriteItem, WriteItemType, cpu_tensors
 from dcp_placements.storage.metadata.table import RowsBuilder
-from dcp_placements.storage.protocols import WriteGroup
 from dcp_placements.storage.record_writer import (
     batches,
-    save_alike,
     save_tensors,
 )
 
@@ -25,12 +23,10 @@ class DataFile:
     Attributes:
         name: Of the file.
         items: What it is to hold.
-        groups: Small tensors that it is to hold beside them.
     """
 
     name: str
     items: Sequence[WriteItem]
-    groups: Sequence[WriteGroup]
 
     def write(
         self,
@@ -41,7 +37,7 @@ class DataFile:
         threads: int,
         ahead_nbytes: int,
     ) -> None:
-        """Write the objects, then the groups, then the other tensors.
+        """Write the objects, then the tensors.
 
         Args:
             stream: Open for writing, at its beginning.
@@ -60,13 +56,6 @@ class DataFile:
             with data.getbuffer() as contents:
                 stream.write(contents)
                 builder.append([item.index], path=self.name, length=contents.nbytes)
-        for group in self.groups:
-            offset, sizes = group.data.chunk.offsets, group.data.chunk.sizes
-            length = save_alike(group.tensors, sizes, stream)
-            if length is None:
-                tensors += group.items()
-                continue
-            builder.append_alike(group.fqns, offset, path=self.name, length=length)
         nbytes = [chunk_nbytes(item) for item in tensors]
         loaded = cpu_tensors(
             tensors, nbytes, planner.resolve_data, threads=threads, ahead_nbytes=ahead_nbytes

@@ -13,26 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.storage.tensor_record import TensorRecord
 
 Array = np.ndarray[Any, Any]
-
-
-def are_alike(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
-    """Whether the memory of tensors is elements of one dtype and these sizes, in C order."""
-    shape, strides = torch.Size(sizes), c_strides(tuple(sizes))
-    first = tensors[0]
-    return (
-        set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
-        and {tensor.layout for tensor in tensors} == {torch.strided}
-        and all([tensor.is_cpu for tensor in tensors])
-        and {tensor.dtype for tensor in tensors} == {first.dtype}
-        and not (first.is_quantized or any(map(torch.Tensor.is_neg, tensors)))
-        and not (first.is_complex() and any(map(torch.Tensor.is_conj, tensors)))
-        and all([tensor.shape == shape for tensor in tensors])
-        and all([tensor.stride() == strides for tensor in tensors])
-    )
 
 
 def rows_of(tensors: Sequence[torch.Tensor]) -> Array:
@@ -54,26 +37,33 @@ def values_of(records: Array, tensor: TensorRecord) -> torch.Tensor:
     return torch.from_numpy(rows).view(-1).view(tensor.dtype.torch).view(-1, *tensor.shape)
 
 
-def fill_each(targets: Sequence[torch.Tensor], values: torch.Tensor) -> bool:
+def fill_each(targets: Sequence[torch.Tensor], values: torch.Tensor) -> None:
     """Copy ``values[0]`` into the first target, ``values[1]`` into the second, and so on.
 
     Args:
-        targets: One or more.
+        targets: One or more, of the sizes of a value.
         values: Contiguous, in host memory.
-
-    Returns:
-        Whether all targets have the sizes of values; otherwise nothing is copied.
     """
-    sizes = values.shape[1:]
-    if are_alike(targets, sizes):
+    if _are_alike(targets):
         elements = values.to(targets[0].dtype).view(-1).view(torch.uint8)
         stream, memory = io.BytesIO(elements.numpy().data), c_char * targets[0].nbytes
         for target in targets:
             stream.readinto(memory.from_address(target.data_ptr()))
-        return True
-    if not all([target.shape == sizes for target in targets]):
-        return False
+        return
     with torch.no_grad():
         for target, value in zip(targets, values.unbind(), strict=True):
             target.detach().copy_(value)
-    return True
+
+
+def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the memory of tensors of one shape is elements of one dtype, in C order."""
+    first = tensors[0]
+    return (
+        set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
+        and {tensor.layout for tensor in tensors} == {torch.strided}
+        and all([tensor.is_cpu for tensor in tensors])
+        and {tensor.dtype for tensor in tensors} == {first.dtype}
+        and not (first.is_quantized or any(map(torch.Tensor.is_neg, tensors)))
+        and not (first.is_complex() and any(map(torch.Tensor.is_conj, tensors)))
+        and all(map(torch.Tensor.is_contiguous, tensors))
+    )

@@ -1,8 +1,7 @@
-"""Small tensors that planners hand to storage by group, and what is left out of groups."""
+"""Many small tensors of a kind: written and read together, whatever their memory and planner."""
 
 from __future__ import annotations
 
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
 from dcp_placements.storage.metadata.table import RowsBuilder
 from dcp_placements.storage.reader import PlacementFileSystemReader
-from dcp_placements.storage.record_writer import save_alike
 from dcp_placements.storage.records.rows import fill_each
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
@@ -45,7 +43,7 @@ def many_kinds() -> dict[str, Any]:
     }
 
 
-def test_files_of_grouped_tensors_have_torchs_records(tmp_path: Path) -> None:
+def test_files_of_many_kinds_have_torchs_records(tmp_path: Path) -> None:
     saved = many_kinds()
     saved |= {f"view.{at}": torch.arange(60.0)[at * 6 : at * 6 + 6].view(2, 3) for at in range(9)}
     planner = PlacementSavePlanner()
@@ -62,7 +60,7 @@ def test_files_of_grouped_tensors_have_torchs_records(tmp_path: Path) -> None:
     assert [key for key in saved if not same(saved[key], loaded[key])] == []
 
 
-def test_shards_come_back_through_groups(tmp_path: Path) -> None:
+def test_shards_come_back(tmp_path: Path) -> None:
     """Sharded, replicated, and along another dim than they were saved."""
     world = World(3)
     whole = wholes(40, (7, 5))
@@ -101,51 +99,6 @@ def test_shards_come_back_through_groups(tmp_path: Path) -> None:
                 assert torch.equal(*local), key
 
 
-def alike(tensors: list[torch.Tensor], sizes: tuple[int, ...]) -> tuple[bool, bytes]:
-    stream = io.BytesIO()
-    saved = save_alike(tensors, torch.Size(sizes), stream)
-    return saved is not None, stream.getvalue()
-
-
-def test_tensors_that_are_alike_are_written_as_torch_writes_them() -> None:
-    many = list(torch.arange(12_000.0).view(2000, 2, 3).unbind())  # views, more than one block
-    for tensors in (many, [one.to(torch.bfloat16) for one in many[:9]], many[:1]):
-        is_written, records = alike(tensors, (2, 3))
-        assert is_written
-        nbytes = len(records) // len(tensors)
-        for at, tensor in enumerate(tensors[:50]):
-            assert_record_of(records[at * nbytes : (at + 1) * nbytes], tensor.clone())
-    parameter = torch.nn.Parameter(torch.ones(2, 3))
-    assert alike([parameter, torch.zeros(2, 3)], (2, 3))[0]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.ones(2, 3, dtype=torch.float64),
-        torch.ones(3, 2),
-        torch.ones(3, 2).t(),
-        torch.ones(2, 3, device="meta"),
-        torch.ones(2, 3).to_sparse(),
-        torch.ones(2, 6)[:, ::2],
-        torch._neg_view(torch.ones(2, 3)),
-        torch.zeros(0, 3),
-    ],
-    ids=str,
-)
-def test_tensors_that_are_not_alike_are_left_to_torch(other: torch.Tensor) -> None:
-    plain = torch.ones(2, 3)
-    assert alike([plain, other], (2, 3)) == (False, b"")
-    assert alike([other, plain], (2, 3)) == (False, b"")
-    assert alike([other], tuple(other.shape))[0] is (
-        other.is_cpu
-        and other.layout is torch.strided
-        and other.is_contiguous()
-        and not other.is_neg()
-        and other.numel() > 0
-    )
-
-
 @pytest.mark.parametrize(
     "target",
     [
@@ -165,16 +118,9 @@ def test_targets_are_filled_in_order_whatever_their_memory(target: torch.Tensor)
     plain = torch.zeros(2, 1, 3)
     with torch.no_grad():
         targets = [plain, target, plain.clone()]
-        assert fill_each(targets, values)
+        fill_each(targets, values)
     assert all(torch.equal(one.float(), value) for one, value in zip(targets, values, strict=True))
     assert int((whole != -1).sum()) == 6  # nothing beside its elements
-
-
-@pytest.mark.parametrize("sizes", [(2, 4), (3, 2), (6,), (2, 1), (0, 3)])
-def test_nothing_is_filled_where_a_target_has_other_sizes(sizes: tuple[int, ...]) -> None:
-    targets = [torch.zeros(2, 3), torch.zeros(sizes), torch.zeros(2, 3)]
-    assert not fill_each(targets, torch.ones(3, 2, 3))
-    assert not any(map(torch.any, targets))
 
 
 def test_a_planner_with_its_own_data_is_asked_for_every_tensor(tmp_path: Path) -> None:
@@ -227,7 +173,7 @@ def test_a_planner_around_another_one_is_asked_for_every_tensor(tmp_path: Path) 
         assert all(torch.equal(loaded[key], 2 * saved[key] + more) for key in saved)
 
 
-def test_what_other_planners_wrote_is_read_by_group(tmp_path: Path) -> None:
+def test_what_other_planners_wrote_is_read_together(tmp_path: Path) -> None:
     saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
     writer = PlacementFileSystemWriter(tmp_path)
     dcp.save(saved, storage_writer=writer, planner=DefaultSavePlanner())
@@ -260,7 +206,7 @@ def inference_zeros(*sizes: int) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("threads", [1, 2])
-def test_groups_fill_what_torch_fills(blank_one: Any, threads: int, tmp_path: Path) -> None:
+def test_they_fill_what_torch_fills(blank_one: Any, threads: int, tmp_path: Path) -> None:
     """Many tensors of another dtype, or views that torch copies one by one."""
     saved = {f"w{at:02}": torch.randn(2, 3) for at in range(20)}
     writer = PlacementFileSystemWriter(tmp_path)
@@ -274,7 +220,7 @@ def test_groups_fill_what_torch_fills(blank_one: Any, threads: int, tmp_path: Pa
         assert same(loaded[key], wanted[key]), key
 
 
-def test_transformed_records_are_in_no_group(tmp_path: Path) -> None:
+def test_transformed_records_come_back(tmp_path: Path) -> None:
     saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
     writer = PlacementFileSystemWriter(tmp_path, _extensions=[Flipped()])
     dcp.save(saved, storage_writer=writer, planner=PlacementSavePlanner())
@@ -331,9 +277,7 @@ def test_threads_have_nothing_to_do_where_nothing_is_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", [b"x" * 100, None])
-def test_a_damaged_or_missing_record_of_a_group_is_named(
-    damage: bytes | None, tmp_path: Path
-) -> None:
+def test_a_damaged_or_missing_record_is_named(damage: bytes | None, tmp_path: Path) -> None:
     saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
     writer = PlacementFileSystemWriter(tmp_path)
     dcp.save(saved, storage_writer=writer, planner=PlacementSavePlanner())
@@ -363,6 +307,7 @@ def test_rows_behind_each_other_are_those_that_are_added_one_by_one() -> None:
             index = MetadataIndex(fqn, torch.Size((2, 0)))
             one_by_one.add(index, path=path, start=ends[path], length=length)
             ends[path] += length
-        together.append_alike(list(fqns), torch.Size((2, 0)), path=path, length=length)
+        indices = [MetadataIndex(fqn, torch.Size((2, 0))) for fqn in fqns]
+        together.append(indices, path=path, length=length)
     assert (together.rows().rows == one_by_one.rows().rows).all()
     assert together.rows().fqns == one_by_one.rows().fqns
