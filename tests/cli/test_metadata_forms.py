@@ -77,12 +77,11 @@ NOTE = re.compile(r"^.*the index of \.metadata cannot be used: .*\n.*--rewrite\n
 
 
 def but_sizes(ran: Ran) -> Ran:
-    """Return what was printed, without the size of ``.metadata`` and of those of a rehearsal.
+    """Return what was printed, without the size of ``.metadata``.
 
     Notes that the index cannot be used are left out, too.
     """
     out = re.sub(r"\.metadata\D*?[\d.,]+( [KM]iB| B)?", ".metadata", ran.out)
-    out = re.sub(r'"metadata": \{[^}]*_bytes[^}]*\}', "", out)
     return replace(ran, out=out, err=NOTE.sub("", ran.err))
 
 

@@ -18,11 +18,9 @@ from dcp_placements.offline.declared import MeshAxes, format_mesh_axes, resolve
 
 if TYPE_CHECKING:
     from dcp_placements.offline.rehearsals.rehearsal import RankRehearsal, Rehearsal
-    from dcp_placements.offline.rehearsals.saved_metadata import SavedMetadata
 
 MAX_ROWS = 16
 MAX_RANKS_WIDTH = 16
-MIN_METADATA_NBYTES = 1 << 20
 
 
 def rehearse_command(
@@ -96,7 +94,6 @@ def _print(rehearsal: Rehearsal) -> None:
         f"exchange:  {exchanged} read with exchange=True",
         f"resharded: {_resharded(rehearsal.ranks)}",
         f"whole:     {format_count(rehearsal.replicated, 'tensor')} that no rule cuts",
-        *_metadata_lines(rehearsal.metadata),
     )
     for label, keys in (("unread", rehearsal.unread), ("missing", rehearsal.missing)):
         if keys:
@@ -107,23 +104,6 @@ def _print(rehearsal: Rehearsal) -> None:
         print_text(format_faults("does not load", rehearsal.faults))
     loads = "loads, but with declarations that match no key" if rehearsal.unmatched else "loads"
     print_lines(loads if rehearsal.loads else "does not load")
-
-
-def _metadata_lines(saved: SavedMetadata) -> list[str]:
-    """Return what metadata take; nothing of a small world."""
-    if saved.stock_nbytes < MIN_METADATA_NBYTES:
-        return []
-    stock, index = format_nbytes(saved.stock_nbytes), format_nbytes(saved.index_nbytes)
-    sent, read = format_nbytes(saved.sent_nbytes), format_nbytes(saved.read_nbytes)
-    lines = [
-        f"metadata:  {stock} stock and {index} of index, in a save by these ranks",
-        f"           a rank sends {sent} for them, and reads {read} of the index",
-    ]
-    if saved.is_large:
-        lines.append(
-            "           PlacementFileSystemWriter(stock_metadata=False) leaves the stock ones out"
-        )
-    return lines
 
 
 def _rows(ranks: Sequence[RankRehearsal]) -> list[tuple[str, ...]]:

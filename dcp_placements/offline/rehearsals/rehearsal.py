@@ -20,7 +20,6 @@ from dcp_placements.offline.checkpoint import Checkpoint, StoredObject
 from dcp_placements.offline.declared import MeshAxes, Progress
 from dcp_placements.offline.rehearsals.costs import RankPart
 from dcp_placements.offline.rehearsals.owners import Owners
-from dcp_placements.offline.rehearsals.saved_metadata import SavedMetadata, SavedRows
 from dcp_placements.offline.rehearsals.world_parts import RankParts, WorldParts
 from dcp_placements.rules.matches import names_of, unmatched_faults
 from dcp_placements.rules.mesh import MeshCoordinate
@@ -54,7 +53,7 @@ class Rehearsal:
     """Whether a checkpoint loads into a topology."""
 
     JSON: ClassVar[str] = (
-        "loads axes faults notes missing unread unmatched replicated unique_nbytes metadata ranks"
+        "loads axes faults notes missing unread unmatched replicated unique_nbytes ranks"
     )
 
     axes: Mapping[str, int]  # sizes by axis name
@@ -68,7 +67,6 @@ class Rehearsal:
     # Patterns of rules that match no key; steps of ``rename=`` and patterns of ``waive=``, too
     unmatched: tuple[str, ...]
     unique_nbytes: int  # bytes of the whole tensors that are needed, each once
-    metadata: SavedMetadata  # what the metadata of a save by all ranks take
 
     @property
     def loads(self) -> bool:
@@ -111,14 +109,13 @@ def rehearse(
     expected = stored if expect is None else set(expect)
     world = WorldParts(checkpoint, rules, axes, fsdp, expected)
     objects = [one for fqn, one in checkpoint.objects.items() if fqn in expected]
-    saved, owners = SavedRows(checkpoint.metadata, world.size), Owners()
+    owners = Owners()
     ranks, held = [], []
     for one in world.ranks():
         ranks.append(_rank_costs(world, one, objects))
         held.append(one.parts)
         for part in one.parts:
             owners.add(one.rank, part)
-            saved.add(one.rank, part)
         progress(len(ranks), world.size)
     # Objects are in the file of rank 0.
     first = frozenset({0} if objects else ())
@@ -134,7 +131,6 @@ def rehearse(
         replicated=sum(len(tensors.fqns) for tensors in world.classes) - _count_cut(held),
         unmatched=names_of(unmatched),
         unique_nbytes=sum(tensors.total_nbytes for tensors in world.classes),
-        metadata=saved.metadata(),
     )
 
 
