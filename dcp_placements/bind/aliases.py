@@ -1,4 +1,4 @@
-"""Storages: two names of one, of which a rule matches only one; tensors whose storage was freed."""
+"""Storages: two names of one, of which a rule matches only one; tensors without contents."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from dcp_placements._torch import has_hooks
-from dcp_placements.bind.placed import Placed
+from dcp_placements._torch import DTensor, has_hooks
+from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import ListedLayout
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
+_USUAL = {*_PLAIN, DTensor}
 
 _LOW = 1 << 40
 """Views of a freed storage begin at their offset in it: below this, where little else is."""
@@ -34,6 +35,58 @@ def storage_faults(state_dict: Mapping[str, Any], placed: Mapping[str, Placed]) 
     if faults or len({*pointers} - {0}) == len(pointers) - pointers.count(0):
         return faults
     return _alias_faults(state_dict, placed)
+
+
+def meta_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fault]:
+    """Return a fault for each tensor of a save that has no contents.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        placing: The places of its tensors.
+    """
+    faults = []
+    for fqn, value in state_dict.items():
+        placed = placing.placed.get(fqn)
+        tensors = (value,) if placed is None else placed.tensors
+        if fqn not in placing.absent and any(
+            isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors
+        ):
+            faults.append(
+                Fault(
+                    fqn,
+                    "is a meta tensor, which has no contents to save",
+                    (
+                        "likely:      a model made under torch.device('meta') of which to_empty() "
+                        "and the initialisation left some parameters or buffers out",
+                        "way out:     materialise it before the save, or leave this key out",
+                    ),
+                )
+            )
+    return faults
+
+
+def nested_faults(state_dict: Mapping[str, Any]) -> list[Fault]:
+    """Return a fault for each tensor that is made of DTensors: no rank has the whole of it."""
+    return [
+        Fault(
+            fqn,
+            f"is a {type(value).__name__} around DTensors, of which every rank has another part",
+            (
+                "reason:      it would be stored as one object, the part of one rank",
+                f"way out:     a DTensor around {type(value).__name__}; or its DTensors under keys "
+                "of their own",
+            ),
+        )
+        for fqn, value in state_dict.items()
+        if type(value) not in _USUAL and isinstance(value, torch.Tensor) and _has_dtensor(value)
+    ]
+
+
+def _has_dtensor(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return False
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return any(isinstance(part, DTensor) or _has_dtensor(part) for part in parts)
 
 
 def freed_faults(named: Iterable[tuple[str, torch.Tensor]]) -> list[Fault]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import DTensor, dtensor_facts, global_rank, has_hooks, is_dtensor_like
-from dcp_placements.bind.aliases import storage_faults
+from dcp_placements.bind.aliases import nested_faults, storage_faults
 from dcp_placements.bind.binding import BindError, Own
 from dcp_placements.bind.own_chunks import (
     check_equal,
@@ -50,6 +50,7 @@ def place(state_dict: Mapping[str, Any], rules: Rules | None) -> Placing:
     placer.add_all(state_dict)
     placer.let_states_follow(state_dict)
     placer.placing.faults += storage_faults(state_dict, placer.placing.placed)
+    placer.placing.faults += nested_faults(state_dict)
     return placer.placing
 
 

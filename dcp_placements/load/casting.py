@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dcp_placements.errors import Fault, format_names
+from dcp_placements.errors import Fault, format_names, raise_faults
+from dcp_placements.storage.hashing import quantizer
 
 CASTS = ("error", "warn", "allow")
 
@@ -78,3 +79,29 @@ def narrowing_note(fqns: Sequence[str], cast: str) -> Fault:
         f"loaded with less precision than stored ({cast})",
         ('way out:     cast="allow" where this is intended, cast="error" to refuse it',),
     )
+
+
+def check_quantizer(fqn: str, target: torch.Tensor, read: torch.Tensor) -> None:
+    """Refuse quantized values that were read into a tensor of another scale.
+
+    Args:
+        fqn: The key.
+        target: The tensor of the state dict.
+        read: Another view of its memory, which took the scale of what was read.
+
+    Raises:
+        PlacementError: The scales differ: the values would be others.
+    """
+    stored, own = quantizer(read), quantizer(target)
+    if repr(stored) == repr(own):
+        return
+    fault = Fault(
+        fqn,
+        "is quantized otherwise in the checkpoint than in this state dict",
+        (
+            f"saved:       {stored}",
+            f"this load:   {own}",
+            "way out:     a tensor of the scale and zero point that were saved",
+        ),
+    )
+    raise_faults("the checkpoint does not fit", [fault])

@@ -28,7 +28,7 @@ from dcp_placements.errors import (
     format_faults,
     raise_faults,
 )
-from dcp_placements.load.casting import CASTS
+from dcp_placements.load.casting import CASTS, check_quantizer
 from dcp_placements.load.exchange.shares import Verdict, verdicts
 from dcp_placements.load.message import LoadMessage
 from dcp_placements.load.policy import Policy, compiled, optional_patterns
@@ -267,7 +267,10 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         Raises:
             PlacementError: Bytes that are not those that were saved.
                 Different contents for keys that have one memory.
+                Quantized values of another scale than the tensor has.
         """
+        if tensor.is_quantized:
+            check_quantizer(read_item.dest_index.fqn, super().resolve_tensor(read_item), tensor)
         self._run.take_tensor(read_item.dest_index.fqn, tensor)
         if self._run.verification is not None:
             self._run.verification.check_tensor(read_item, tensor)

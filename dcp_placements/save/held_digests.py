@@ -71,6 +71,7 @@ def with_digests(
     of_tensors = iter(_digests([data for held in hashed for data in _data(held, lookup)], kind))
     objects: Objects = {}
     vectors, stored = [], []
+    undigested: list[str] = []
     for held in hashed:
         if held.group.kind == OBJECT:
             digests = list(map(object_digest, held.values))
@@ -79,6 +80,11 @@ def with_digests(
                 stored += [_object_bytes(fqn, value, objects) for fqn, value in named]
         else:
             digests = list(islice(of_tensors, len(held.fqns) * len(held.boxes)))
+            if None in digests:
+                items = product(held.fqns, held.boxes)
+                undigested += [
+                    fqn for (fqn, _), one in zip(items, digests, strict=True) if one is None
+                ]
             if is_full:
                 stored += [digest or _NO_DIGEST for digest in digests]
         if may_have_replicas(held.group, world):
@@ -88,6 +94,7 @@ def with_digests(
         digest_kind=kind,
         digests=b"".join(vectors),
         is_folded=is_folded,
+        undigested=tuple(dict.fromkeys(undigested)),
         stored_digests=b"".join(stored),
     )
     return plan, objects

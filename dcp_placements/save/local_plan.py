@@ -50,6 +50,7 @@ class LocalPlan(NamedTuple):
         digest_kind: ``"sampled"``, ``"full"`` or ``"off"``.
         digests: The digest vector (see ``digest_folding``); empty for none.
         is_folded: Whether digests are folded.
+        undigested: Keys of tensors whose contents cannot be read, so that they have no digest.
         stored_digests: 16 bytes per key and box as files will hold them, group after group; only
             with ``"full"``.
         statement: A packed ``Statement``.
@@ -63,6 +64,7 @@ class LocalPlan(NamedTuple):
     digest_kind: str = "off"
     digests: bytes = b""
     is_folded: bool = False
+    undigested: tuple[str, ...] = ()
     stored_digests: bytes = b""
     statement: bytes = b""
     faults: bytes = b""

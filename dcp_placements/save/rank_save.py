@@ -16,6 +16,7 @@ from dcp_placements._torch import (
     WriteItem,
     global_rank,
 )
+from dcp_placements.bind.aliases import meta_faults
 from dcp_placements.bind.placed import Placing
 from dcp_placements.bind.placing import counted_faults, place
 from dcp_placements.bind.stacking import unfold
@@ -109,6 +110,7 @@ class RankSave:
             self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
         faults = self.placing.faults
         faults += counted_faults(self.state_dict, self.placing, rename)
+        faults += meta_faults(self.state_dict, self.placing)
         if faults:
             raise RankFaults(f"rank {global_rank()} {REFUSED}", faults)
         if flat:

@@ -36,8 +36,8 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
     """Return a digest of 8 bytes per tensor, over sampled elements in C order.
 
     Tensors in host memory are read in place. Those on a device are sampled there and come over in
-    one transfer per device. A tensor whose memory cannot be read (meta, wrapper subclasses)
-    gives None: no evidence.
+    one transfer per device. A tensor that is made of others (a wrapper subclass, a quantized one)
+    has the digest of those. One that cannot be read (meta, sparse) gives None: no evidence.
     """
     digests: list[bytes | None] = [None] * len(tensors)
     on_device: dict[torch.device, list[int]] = {}
@@ -47,12 +47,15 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if plain and tensor.is_cpu and tensor.is_contiguous():
             nbytes = tensor.nbytes
-            if 0 < nbytes <= SAMPLE_NBYTES and not _is_lazy(tensor):
+            if 0 < nbytes <= SAMPLE_NBYTES and not (tensor.is_quantized or _is_lazy(tensor)):
                 kind = chars.get(nbytes)
                 if kind is None:
                     kind = chars[nbytes] = ctypes.c_char * nbytes
                 digests[index] = xxhash.xxh3_64_digest(kind.from_address(tensor.data_ptr()))
                 continue
+        if _is_made_of_others(tensor):
+            digests[index] = _digest_of_parts(tensor)
+            continue
         if not _readable(tensor):
             continue
         if tensor.is_cpu:
@@ -70,9 +73,16 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
 
 def full_digest(tensor: torch.Tensor) -> bytes | None:
     """Return a digest of 16 bytes over all bytes of ``tensor`` in C order; None if unreadable."""
+    hasher = xxhash.xxh3_128()
+    if _is_made_of_others(tensor):
+        made = _parts(tensor)
+        digests = [full_digest(part) for part in made[0]] if made is not None else [None]
+        if made is None or None in digests:
+            return None
+        hasher.update(b"".join([made[1], *[digest or b"" for digest in digests]]))
+        return hasher.digest()
     if not _readable(tensor):
         return None
-    hasher = xxhash.xxh3_128()
     for slab in _slabs(_resolved(tensor.detach())):
         hasher.update(_memory(slab))
     return hasher.digest()
@@ -117,13 +127,64 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+def _is_made_of_others(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "__tensor_flatten__") or tensor.is_quantized
+
+
+def _parts(tensor: torch.Tensor) -> tuple[list[torch.Tensor], bytes] | None:
+    """Return the tensors that a tensor is made of, and a digest of what else it is made of.
+
+    None where that cannot be pickled.
+    """
+    wait = getattr(tensor, "wait", None)
+    if wait is not None:  # the result of a collective that may still be under way
+        return [wait()], b""
+    rest: Any
+    if tensor.is_quantized:
+        parts, rest = [tensor.int_repr()], quantizer(tensor)
+    else:
+        names, rest = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = [getattr(tensor, name) for name in names]
+    digest = object_digest(rest)
+    return None if digest is None else (parts, digest)
+
+
+def quantizer(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return as plain values what gives the integers of a quantized tensor their meaning."""
+    scheme = tensor.qscheme()
+    if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return {
+            "scheme": str(scheme),
+            "scale": tensor.q_scale(),
+            "zero_point": tensor.q_zero_point(),
+        }
+    return {
+        "scheme": str(scheme),
+        "axis": tensor.q_per_channel_axis(),
+        "scales": tensor.q_per_channel_scales().tolist(),
+        "zero_points": tensor.q_per_channel_zero_points().tolist(),
+    }
+
+
+def _digest_of_parts(tensor: torch.Tensor) -> bytes | None:
+    """Return a digest of 8 bytes of a tensor that is made of others."""
+    made = _parts(tensor)
+    if made is None:
+        return None
+    parts = sampled_digests(made[0])
+    if None in parts:
+        return None
+    return xxhash.xxh3_64_digest(b"".join([made[1], *[part or b"" for part in parts]]))
+
+
 def _readable(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
     if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
         return True
     try:
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
+        # Of the storage: a view of a wrapper subclass has a pointer that is its offset alone.
+        return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() != 0
     except RuntimeError:  # wrapper subclasses have no memory of their own
         return False
 

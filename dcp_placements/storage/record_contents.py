@@ -25,6 +25,7 @@ from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.layout.byte_ranges import Gap, halves, segments
 from dcp_placements.storage.file_reads import HeldPart, Part
 from dcp_placements.storage.records.rows import fill_each, values_of
+from dcp_placements.storage.restricted_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import TensorRecord, load_saved_tensor
 
 NEAR_NBYTES = 64 << 10
@@ -262,6 +263,17 @@ def _load(stream: Any, item: ReadItem, path: str) -> torch.Tensor:
     seekable = stream if stream.seekable() else io.BytesIO(stream.read(-1))
     try:
         return load_saved_tensor(seekable)
+    except RefusedGlobal as error:
+        fault = Fault(
+            item.storage_index.fqn,
+            f"is of a type that torch.load does not allow: {error.name}",
+            (
+                f"found:       in {path}",
+                "way out:     torch.serialization.add_safe_globals([the type]) before the load, if "
+                "the checkpoint is trusted",
+            ),
+        )
+        raise PlacementError(format_faults("the checkpoint holds another type", [fault])) from error
     except Exception as error:
         # Only the first sentence: torch goes on with advice for other situations.
         sentence = (str(error).splitlines() or [""])[0].partition(". ")[0]

@@ -319,6 +319,30 @@ class _PlainTensor:
 _OTHER_TENSOR = object()
 """Stands for any other tensor."""
 
+_OF_SUBCLASSES = {
+    ("torch._tensor", "_rebuild_from_type_v2"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "device"),
+}
+"""What records of subclasses call beside their classes."""
+
+
+class _Instance:
+    """Stands for an instance of a class that the user allowed."""
+
+
+def _allowed_by_user() -> set[str]:
+    """Return the names that ``torch.serialization.add_safe_globals`` was called with."""
+    import torch
+
+    names = set()
+    for one in torch.serialization.get_safe_globals():
+        if isinstance(one, tuple):
+            names.add(one[1])
+        else:
+            names.add(f"{one.__module__}.{one.__qualname__}")
+    return names
+
 
 class _TensorUnpickler(RestrictedUnpickler):
     """Reads the description of one saved tensor; makes no tensor.
@@ -336,10 +360,16 @@ class _TensorUnpickler(RestrictedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name.startswith("_rebuild_"):
             return _REBUILDS.get(name, _REBUILD_OTHER)
+        if (module, name) in _OF_SUBCLASSES or f"{module}.{name}" in _allowed_by_user():
+            return StandIn(name, lambda unpickler, args: _OTHER_TENSOR, new=_Instance)
         value = super().find_class(module, name)
         if value is None and module in ("torch", "torch.storage") and name != "Tensor":
             return StandIn(name)  # a storage type or a scheme, which a file may only mention
         return value
+
+    def set_state(self, instance: Any, state: Any) -> None:
+        if not isinstance(instance, _Instance):
+            super().set_state(instance, state)
 
     def persistent_load(self, pid: Any) -> _Storage:
         tag, kind, key, _, count = pid

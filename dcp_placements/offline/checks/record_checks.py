@@ -23,6 +23,7 @@ from dcp_placements.storage.file_reads import CountedFile, FilePart
 from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.metadata.properties import Dtype, dtype_of
 from dcp_placements.storage.metadata.provenance import stored_digest
+from dcp_placements.storage.restricted_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     LOCAL,
     RecordHeads,
@@ -58,6 +59,7 @@ class RecordChecker:
         nbytes: Bytes of contents that were checked.
         digests: Stored digests that were compared.
         skipped: Names of the records above ``limit_nbytes``.
+        other_types: Names of those of types that ``torch.load`` was not told to allow.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class RecordChecker:
         self.nbytes = 0
         self.digests = 0
         self.skipped: list[str] = []
+        self.other_types: list[str] = []
         self._checkpoint = checkpoint
         self._contents = contents or digests
         self._provenance = (checkpoint.provenance or {}) if digests else {}
@@ -220,6 +223,9 @@ class RecordChecker:
                 content = bytearray(record.chunk.nbytes)
                 part.read_into(memoryview(content), 0)
                 tensor = load_saved_tensor(io.BytesIO(content))
+        except RefusedGlobal:  # of a type that this process was not told to allow
+            self.other_types.append(record.name)
+            return
         except Exception as error:
             # torch.load of a broken file can raise anything.
             yield "wrong_record", _reason(error)

@@ -110,6 +110,9 @@ def verify(
     if checker.skipped:
         names = format_names(checker.skipped, 4)
         notes.append(f"not plain, and larger than a third of --memory, so not read: {names}")
+    if checker.other_types:
+        names = format_names(checker.other_types, 4)
+        notes.append(f"of types that torch.load was not told to allow, so not read: {names}")
     return Verification(
         path=checkpoint.path,
         faults=tuple(sorted(faults, key=lambda fault: (fault.kind, fault.files, fault.tensors))),

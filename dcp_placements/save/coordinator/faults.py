@@ -104,6 +104,18 @@ class Faults:
             ),
         )
 
+    def undigested(self, fqn: str, plans: Sequence[int]) -> Fault:
+        """Return that the contents of a key cannot be read on some ranks."""
+        return Fault(
+            fqn,
+            f"is not compared between {self._ranks(plans)} and the other ranks that hold it",
+            (
+                "reason:      there it is sparse, or of a class whose parts cannot be read: one "
+                "copy is kept, whatever the others hold",
+                "way out:     make sure that its copies are equal, or store its plain tensors",
+            ),
+        )
+
     def same_coordinate(self, piece: Piece, box: int) -> Fault:
         """Return that ranks hold equal boxes though the mesh has a part for each of them."""
         claims, cover = claims_of(self.cohorts, piece, 0), piece.cover

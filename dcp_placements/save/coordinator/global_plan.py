@@ -98,6 +98,10 @@ class Coordinator:
         self.objects: list[str] = []
         self.partial: dict[str, tuple[int, ...]] = {}
         self._covers = Covers(complete)
+        self._undigested: dict[str, list[int]] = {}
+        for at, plan in enumerate(plans):
+            for fqn in plan.undigested:
+                self._undigested.setdefault(fqn, []).append(at)
         self._waived = waived
 
     def plan(self, *, lowest_rank: bool = False, save_id: bytes = b"") -> list[Assignment]:
@@ -143,6 +147,9 @@ class Coordinator:
             self.faults.append(faults.same_coordinate(piece, box))
             return
         self.uncompared += uncompared(piece)
+        if piece.cover.has_replicas:
+            undigested = [fqn for fqn in piece.fqns if fqn in self._undigested]
+            self.notes += [faults.undigested(fqn, self._undigested[fqn]) for fqn in undigested]
         for position in differing_keys(piece):
             if piece.group.kind == OBJECT:
                 self.notes.append(faults.object_note(piece, position))
