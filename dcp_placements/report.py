@@ -166,8 +166,8 @@ class LoadReport:
             (pipeline stages, experts).
         padded: Keys with padding, and the number of padding elements, which are left unchanged.
         casts: Keys whose dtype changes, as ``"float32 -> bfloat16"``.
-        verified: Chunks whose digest was compared after reading.
-        unverified: Chunks read in part, or cast, so that no digest can be compared.
+        unchecked: Records that were read whole and have no checksum to compare, as
+            ``PlacementFileSystemReader`` counts them.
         traffic: What this rank read and received, as ``PlacementFileSystemReader`` counts it.
         all_traffic: The same for all ranks, a file counted once per rank that opens it. Only
             after an exchange; other loads do not send it.
@@ -187,8 +187,7 @@ class LoadReport:
     unread: tuple[str, ...] = ()
     padded: Mapping[str, int] = field(default_factory=dict)
     casts: Mapping[str, str] = field(default_factory=dict)
-    verified: int = 0
-    unverified: int = 0
+    unchecked: int = 0
     traffic: Traffic = Traffic()
     all_traffic: Traffic | None = None
     compared: str = "no record"
@@ -222,8 +221,8 @@ class LoadReport:
         if self.unmatched:
             lines.append(f"    {'unmatched:':<12}{format_names(self.unmatched)}")
         lines += [f"    {'waived:':<12}{name}: {reason}" for name, reason in self.waived.items()]
-        if self.verified or self.unverified:
-            lines.append(f"    {'verified:':<12}{self.verified} chunks, {self.unverified} not")
+        if self.unchecked:
+            lines.append(f"    {'unchecked:':<12}{_count(self.unchecked, 'record')}, no checksums")
         if self.traffic != Traffic():
             lines.append(f"    {'moved:':<12}{self.traffic}")
         if self.all_traffic is not None:

@@ -212,8 +212,6 @@ def test_the_main_job_comes_back_bit_for_bit_and_trains_on(outcomes: list[dict[s
     assert seen.all("differing") == []
     assert seen.all("compared") == 25
     assert seen.all("differing_after_a_step") == []
-    assert seen.all("unverified") == 0
-    assert min(seen.each("verified")) >= 25
 
 
 @pytest.mark.parametrize("scenario", ["reshard_to_ep4", "reshard_to_ep1"])

@@ -457,7 +457,6 @@ def test_one_process_loads_and_converts_parts_of_other_worlds(tmp_path: Path) ->
         (lambda: PlacementSavePlanner(digests="some"), "digests='some': choose one of 'sampled'"),
         (lambda: PlacementSavePlanner(on_conflict="x"), "on_conflict='x': choose one of 'error'"),
         (lambda: PlacementLoadPlanner(cast="never"), "cast='never': choose one of 'error'"),
-        (lambda: PlacementLoadPlanner(verify="yes"), "verify='yes': choose one of 'off'"),
         (lambda: PlacementLoadPlanner(optional=["a..b"]), "empty component"),
         (lambda: PlacementSavePlanner({"w": None}), "rules= is of type dict"),
         (lambda: PlacementLoadPlanner("w"), "rules= is of type str"),

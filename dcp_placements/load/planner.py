@@ -33,7 +33,6 @@ from dcp_placements.load.exchange.shares import Verdict, verdicts
 from dcp_placements.load.message import LoadMessage
 from dcp_placements.load.policy import Policy, compiled, optional_patterns
 from dcp_placements.load.rank_load import RankLoad
-from dcp_placements.load.verification import VERIFY
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, flattened
 from dcp_placements.quiet_gc import quiet_gc
@@ -69,8 +68,6 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             reset to 0 once all is read.
         cast: What to do where the checkpoint's dtype is wider than the tensor's: ``"error"``,
             ``"warn"`` or ``"allow"``. Float into int is always an error.
-        verify: ``"digests"`` compares every chunk that is read whole with its stored digest, and
-            refuses a checkpoint without digests; ``"off"`` compares none.
         waive: ``{pattern: reason}`` of keys whose lint warnings, or differences from the save, are
             accepted.
         exchange: Ranks that need the same bytes read each once and send it to each other, along
@@ -101,7 +98,6 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         rename: Rename | None = None,
         optional: Iterable[str] = (),
         cast: str = "warn",
-        verify: str = "off",
         waive: Mapping[str, str] | None = None,
         exchange: bool | dist.ProcessGroup = False,
         flatten_state_dict: bool = True,
@@ -116,14 +112,12 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         )
         self.waive = check_declaration(rules, rename, waive)
         check_choice("cast", cast, CASTS)
-        check_choice("verify", verify, VERIFY)
         if not isinstance(exchange, bool | dist.ProcessGroup):
             raise PlacementError(f"exchange={exchange!r}: give True, False or a process group")
         self.rules = rules
         self.rename = rename
         self.optional = optional_patterns(optional)
         self.cast = cast
-        self.verify = verify
         self.exchange = exchange
 
     @property
@@ -196,13 +190,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         policy = Policy(self.allow_partial_load, self.cast, optional, waived)
         load.place(self.rules, self.rename)
         load.declare(self.rules, self.waive, self.optional)
-        load.plan(
-            policy,
-            rules=self.rules,
-            rename=self.rename,
-            verify=self.verify == "digests",
-            rank=rank,
-        )
+        load.plan(policy, rules=self.rules, rename=self.rename, rank=rank)
         load.report.waived = dict(self.waive)
         return load.message(self.exchange, rank)
 
@@ -262,18 +250,15 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         return self._run.overlaps.target(read_item, memory)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Compare what was read with its stored digest. Called on every rank.
+        """Take what was read. Called on every rank.
 
         Raises:
-            PlacementError: Bytes that are not those that were saved.
-                Different contents for keys that have one memory.
+            PlacementError: Different contents for keys that have one memory.
                 Quantized values of another scale than the tensor has.
         """
         if tensor.is_quantized:
             check_quantizer(read_item.dest_index.fqn, super().resolve_tensor(read_item), tensor)
         self._run.take_tensor(read_item.dest_index.fqn, tensor)
-        if self._run.verification is not None:
-            self._run.verification.check_tensor(read_item, tensor)
         if read_item.dest_index.fqn in self._run.overlaps.groups:
             memory = super().resolve_tensor(read_item)
             self._run.overlaps.take(read_item, memory, tensor)
@@ -283,15 +268,13 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         """Put an object into the state dict. Called on every rank.
 
         Raises:
-            PlacementError: Bytes that are not those that were saved, or no object.
+            PlacementError: It is no object, or a file of another save.
         """
         load = self._run
         if (record := load.ids.get(read_item.storage_index)) is not None:
             raise_faults(MIXED, filter(None, [record.fault(value.getvalue())]))
             load.end_read()
             return
-        if load.verification is not None:
-            load.verification.check_object(read_item, value)
         try:
             loaded = torch.load(value, weights_only=False)
         except Exception as error:

@@ -49,7 +49,6 @@ from dcp_placements.load.overlaps import Overlaps, overlaps_of, self_overlap_fau
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request, fleeting_faults
 from dcp_placements.load.resets import Resets
-from dcp_placements.load.verification import Verification
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, put_at, rename_keys
 from dcp_placements.quiet_gc import quiet_gc
@@ -90,7 +89,6 @@ class RankLoad:
         checks: How the load compares with the save.
         overlaps: The keys that overlap in memory.
         ids: The records of save ids that are read.
-        verification: Compares digests; None without ``verify="digests"``.
         exchange: None where nothing can be exchanged.
         report: The report on the load.
         declared: What is declared by pattern, and whether a key of this rank matches; None before
@@ -113,7 +111,6 @@ class RankLoad:
     checks: LoadChecks = field(default_factory=LoadChecks)
     overlaps: Overlaps = field(default_factory=lambda: Overlaps({}))
     ids: Mapping[MetadataIndex, IdRecord] = field(default_factory=dict)
-    verification: Verification | None = None
     exchange: Exchange | None = None
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
     declared: Matches | None = None
@@ -164,7 +161,6 @@ class RankLoad:
         *,
         rules: Rules | None,
         rename: Rename | None,
-        verify: bool,
         rank: int,
     ) -> None:
         """Plan the reads, and compare the load with the save.
@@ -173,7 +169,6 @@ class RankLoad:
             policy: What is accepted.
             rules: The user's rules.
             rename: The user's renaming.
-            verify: Whether digests are compared.
             rank: The global rank, for messages.
 
         Raises:
@@ -191,9 +186,6 @@ class RankLoad:
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
         faults += [fault for fault in request.faults if fault.fqn not in placeless]
-        if verify:
-            self.verification = Verification(metadata, rank, report)
-            faults += self.verification.faults()
         self.checks = checks = check_load(request, metadata, rules=rules, rename=rename)
         report.compared = checks.compared
         faults += unstacked_faults(self.totals, metadata.state_dict_metadata, policy)
@@ -286,8 +278,6 @@ class RankLoad:
                 items = self.active_exchange.share(items, self.metadata)
         if self.exchange is not None:
             self.warn(self.exchange.verdict.notes)
-        if self.verification is not None:
-            self.warn(self.verification.notes(items, self.state_dict))
         self.overlaps.expect(items)
         ids = self._id_reads(items)
         final: Any = [*ids, *items] if ids else items

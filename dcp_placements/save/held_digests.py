@@ -1,15 +1,13 @@
-"""Digests of what a rank holds: what travels with its plan, and what a checkpoint stores."""
+"""Digests of what a rank holds, which travel with its plan."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, product
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from dcp_placements._torch import MetadataIndex, has_hooks
 from dcp_placements.bind.placed import Placed
@@ -20,7 +18,6 @@ from dcp_placements.save.digest_folding import Digests, Slots, exceeds_budget, m
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import Held, Holding, LocalPlan, chunk_data, held_chunks
 from dcp_placements.storage.hashing import (
-    FULL_NBYTES,
     SAMPLED_NBYTES,
     full_digest,
     object_digest,
@@ -28,34 +25,27 @@ from dcp_placements.storage.hashing import (
 )
 from dcp_placements.storage.metadata.provenance import StoredDigests
 
-Objects = dict[str, io.BytesIO]
-"""Objects as a file will hold them, by key."""
-
 Lookup = Callable[[MetadataIndex], Any]
 """Gives the data of a tensor that names its own chunks."""
 
-_NO_DIGEST = bytes(FULL_NBYTES)
+_NO_DIGEST = bytes(SAMPLED_NBYTES)
 
 
 def with_digests(
     plan: LocalPlan, holding: Holding, kind: str, *, world: int, lookup: Lookup, exact: bool
-) -> tuple[LocalPlan, Objects]:
+) -> LocalPlan:
     """Return a plan with the digests of what the rank holds.
 
     Args:
         plan: The rest of the plan.
         holding: What the rank holds.
-        kind: ``"sampled"``, ``"full"`` or ``"off"``; only full ones are worth storing.
+        kind: ``"sampled"``, ``"full"`` or ``"off"``.
         world: Number of ranks.
         lookup: Gives the data of a tensor that names its own chunks.
         exact: Whether every key keeps a digest of its own, however many there are.
-
-    Returns:
-        The plan, and the objects that files will hold, where those had to be made.
     """
     if kind == "off":
-        return plan, {}
-    is_full = kind == "full"
+        return plan
     # A rank that holds nothing of a group counts as the others do, which hold one box.
     count = sum(
         len(held.fqns) * max(len(held.boxes), 1)
@@ -64,20 +54,14 @@ def with_digests(
     )
     is_folded = not exact and exceeds_budget(count, world)
     hashed = [
-        held
-        for held in holding.groups
-        if held.boxes and (is_full or may_have_replicas(held.group, world))
+        held for held in holding.groups if held.boxes and may_have_replicas(held.group, world)
     ]
     of_tensors = iter(_digests([data for held in hashed for data in _data(held, lookup)], kind))
-    objects: Objects = {}
-    vectors, stored = [], []
+    vectors = []
     undigested: list[str] = []
     for held in hashed:
         if held.group.kind == OBJECT:
             digests = list(map(object_digest, held.values))
-            if is_full:
-                named = zip(held.fqns, held.values, strict=True)
-                stored += [_object_bytes(fqn, value, objects) for fqn, value in named]
         else:
             digests = list(islice(of_tensors, len(held.fqns) * len(held.boxes)))
             if None in digests:
@@ -85,29 +69,25 @@ def with_digests(
                 undigested += [
                     fqn for (fqn, _), one in zip(items, digests, strict=True) if one is None
                 ]
-            if is_full:
-                stored += [digest or _NO_DIGEST for digest in digests]
-        if may_have_replicas(held.group, world):
-            slots = Slots(held.fqns, is_folded)
-            vectors.append(slots.vector(_as_ints(digests).reshape(len(held.fqns), -1)).tobytes())
-    plan = plan._replace(
+        slots = Slots(held.fqns, is_folded)
+        vectors.append(slots.vector(_as_ints(digests).reshape(len(held.fqns), -1)).tobytes())
+    return plan._replace(
         digest_kind=kind,
         digests=b"".join(vectors),
         is_folded=is_folded,
         undigested=tuple(dict.fromkeys(undigested)),
-        stored_digests=b"".join(stored),
     )
-    return plan, objects
 
 
-def digests_by_chunk(holding: Holding, lookup: Lookup) -> StoredDigests:
-    """Return a sampled digest of each chunk and object, of those that can be read.
+def digests_by_chunk(holding: Holding, kind: str, lookup: Lookup) -> StoredDigests:
+    """Return a digest of each chunk and object, of those that can be read.
 
     A rank that saves alone stores them, so that they are compared when its metadata are merged with
     those of other ranks.
 
     Args:
         holding: What the rank holds.
+        kind: ``"sampled"`` or ``"full"``.
         lookup: Gives the data of a tensor that names its own chunks.
     """
     found: StoredDigests = {}
@@ -115,7 +95,7 @@ def digests_by_chunk(holding: Holding, lookup: Lookup) -> StoredDigests:
         if held.group.kind == OBJECT:
             digests = list(map(object_digest, held.values))
         else:
-            digests = sampled_digests(_data(held, lookup))
+            digests = _digests(_data(held, lookup), kind)
         for (fqn, box), digest in zip(product(held.fqns, held.boxes), digests, strict=True):
             if digest is not None:
                 place = None if held.group.kind == OBJECT else box.offsets
@@ -198,10 +178,3 @@ def _as_ints(digests: Sequence[bytes | None]) -> Digests:
     """Return the first 8 bytes of digests as numbers; 0 where there is none."""
     joined = b"".join([(one or _NO_DIGEST)[:SAMPLED_NBYTES] for one in digests])
     return np.frombuffer(joined, "<u8").astype(np.uint64)
-
-
-def _object_bytes(fqn: str, value: Any, objects: Objects) -> bytes:
-    """Return the digest of an object's bytes, and keep those."""
-    buffer = objects[fqn] = io.BytesIO()
-    torch.save(value, buffer)
-    return xxhash.xxh3_128_digest(buffer.getbuffer())

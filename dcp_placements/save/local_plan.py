@@ -51,8 +51,6 @@ class LocalPlan(NamedTuple):
         digests: The digest vector (see ``digest_folding``); empty for none.
         is_folded: Whether digests are folded.
         undigested: Keys of tensors whose contents cannot be read, so that they have no digest.
-        stored_digests: 16 bytes per key and box as files will hold them, group after group; only
-            with ``"full"``.
         statement: A packed ``Statement``.
         faults: Why the rank cannot save, packed; it has nothing else then.
     """
@@ -65,7 +63,6 @@ class LocalPlan(NamedTuple):
     digests: bytes = b""
     is_folded: bool = False
     undigested: tuple[str, ...] = ()
-    stored_digests: bytes = b""
     statement: bytes = b""
     faults: bytes = b""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -47,9 +46,8 @@ from dcp_placements.save.coordinator.making import (
     cuts_and_renames,
     making,
     paths_of_keys,
-    written_digests,
 )
-from dcp_placements.save.coordinator.owners import left_to_others, rank_in_group
+from dcp_placements.save.coordinator.owners import left_to_others
 from dcp_placements.save.coordinator.summary import judged, summarise_rank
 from dcp_placements.save.held_digests import digests_by_chunk, repeat_faults, with_digests
 from dcp_placements.save.items import (
@@ -66,7 +64,7 @@ from dcp_placements.save.local_plan import (
 )
 from dcp_placements.save.rank_notes import Statement, named_axes_of
 from dcp_placements.save.rank_save import REFUSED, RankSave
-from dcp_placements.storage.metadata.provenance import RESERVED_KEY, SAMPLED, identity
+from dcp_placements.storage.metadata.provenance import DIGESTS_OF_RANK, RESERVED_KEY, identity
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
 from dcp_placements.storage.metadata.write_results import Outline
 
@@ -87,8 +85,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             and the like, or any function of a key; what is a row, or has rows or parts, is a
             ``Row``, ``Rows`` or ``Parts``.
         digests: What the coordinator compares before it drops a replica: ``"sampled"`` (up to
-            4 KiB of each item), ``"full"`` (all bytes; the digests are stored, too, for
-            ``PlacementLoadPlanner(verify="digests")``) or ``"off"``.
+            4 KiB of each item), ``"full"`` (all bytes) or ``"off"``.
         on_conflict: ``"error"`` refuses a save whose replicas differ; ``"warn"`` saves one.
         waive: ``{pattern: reason}`` of keys whose lint warnings are known to be wrong, or whose
             numbers are on purpose not all of ``Renumber(total=)``.
@@ -250,7 +247,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             tables=tables,
             boxes=packed_boxes(save.holding.boxes),
         )
-        plan, save.objects = with_digests(
+        return with_digests(
             plan,
             save.holding,
             self.digests,
@@ -258,7 +255,6 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             lookup=self.lookup_object,
             exact=self._exact,
         )
-        return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plans with each element once, and the metadata. Called on the coordinator.
@@ -276,9 +272,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             raise_faults("the ranks do not save together", foreign_plans(all_plans))
             sent: list[LocalPlan] = [plan.planner_data for plan in all_plans]
             raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
-            in_group = rank_in_group(all_plans[0].storage_data) if alone else None
-            others_missing = in_group not in (None, global_rank())
-            if alone and not self.is_coordinator and not others_missing:
+            if alone and not self.is_coordinator:
                 # With a coordinator of its own (no_dist=True) a rank saves all that it has.
                 left = left_to_others(save.placing.placed.values())
                 if left:
@@ -298,13 +292,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
             )
             merged, strict = all_plans[0].storage_data is not None, self.on_conflict == "error"
-            save.report = judged(
-                coordinator,
-                self.waive,
-                strict=strict,
-                merged_later=merged,
-                in_group=in_group if others_missing else None,
-            )
+            save.report = judged(coordinator, self.waive, strict=strict, merged_later=merged)
             # What a writer put into a local plan stays in it: without collectives, its file names.
             outlines = Outlines()
             self.global_plan = [
@@ -346,11 +334,9 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Return the data of a write item: a view, or an object's bytes. Called on every rank."""
         if write_item.type == WriteItemType.BYTE_IO:
-            if (record := id_data(write_item.index)) is not None:
+            record = id_data(write_item.index)
+            if record is not None:
                 return record
-            pickled = self._run.objects.get(write_item.index.fqn)
-            if pickled is not None:
-                return io.BytesIO(pickled.getbuffer())
         return without_class(super().resolve_data(write_item))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -378,10 +364,12 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             # Replicas are compared when the metadata of the ranks are merged.
             provenance["options"] = options
             if self.digests != "off":
-                provenance[SAMPLED] = digests_by_chunk(self._run.holding, self.lookup_object)
+                held = self._run.holding
+                provenance[DIGESTS_OF_RANK] = digests_by_chunk(
+                    held, self.digests, self.lookup_object
+                )
         if self.digests == "full":
             provenance |= making(cohorts, statements, options)
-            provenance["digests"] = written_digests(cohorts, assignments)
         data[RESERVED_KEY] = provenance
         return data
 

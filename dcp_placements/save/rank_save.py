@@ -31,7 +31,6 @@ from dcp_placements.names.renames import numbering
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.matches import Matches, option_matches, rule_matches
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.save.held_digests import Objects
 from dcp_placements.save.items import Assignment, Outlines, assigned_items
 from dcp_placements.save.key_table import KeyTable
 from dcp_placements.save.local_plan import Holding, chunk_data, held_chunks, holding_of
@@ -54,7 +53,6 @@ class RankSave:
             dict was not flattened.
         holding: What it holds, by group.
         packed_tables: The key tables of that, by their packed form.
-        objects: Objects as files will hold them, where they were needed before.
         report: The report on the save; None before it is made.
         renames: What the checkpoint is to keep of the rename.
         is_planned: Whether the local plan has been made.
@@ -72,7 +70,6 @@ class RankSave:
     paths: Mapping[str, Path] = field(default_factory=dict)
     holding: Holding = field(default_factory=Holding)
     packed_tables: Mapping[bytes, KeyTable] = field(default_factory=dict)
-    objects: Objects = field(default_factory=dict)
     report: SaveReport | None = None
     renames: tuple[Step, ...] = ()
     is_planned: bool = False

@@ -7,16 +7,25 @@ import io
 import os
 import stat
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 from dcp_placements.errors import format_name
+from dcp_placements.storage.records.fast_zlib import crc32
 
 ANNOUNCED_NBYTES = 16 << 20
 """Bytes of a file announced at once."""
 
 COPY_NBYTES = 8 << 20
 """The buffer for copying from file to file, where the system cannot do it."""
+
+
+BLOCK_NBYTES = 1 << 20
+"""Bytes that are read before they are summed, while they are in the processor's cache."""
+
+THREADED_BLOCKS = 4
+"""From so many blocks on a thread sums them; to wait for it takes about as long as one block."""
 
 
 def why_barred(root: str | os.PathLike[str], name: str) -> str | None:
@@ -58,6 +67,10 @@ def open_inside(root: str | os.PathLike[str], name: str) -> IO[bytes]:
     return open(descriptor, "rb")
 
 
+def _continued(block: memoryview, before: Future[int]) -> int:
+    return crc32(block, before.result())
+
+
 class CountedFile:
     """An open file that is read by position.
 
@@ -78,6 +91,7 @@ class CountedFile:
         plain = isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO)
         self._fd = stream.fileno() if plain and hasattr(os, "preadv") else None
         self.size = int(stream.seek(0, io.SEEK_END))
+        self._summing: ThreadPoolExecutor | None = None
 
     def read_into(self, buffer: memoryview, position: int) -> None:
         """Fill ``buffer`` with the bytes from ``position`` on.
@@ -97,6 +111,39 @@ class CountedFile:
             self.nbytes += count
             position += count
             buffer = buffer[count:]
+
+    def read_summed(self, buffer: memoryview, position: int) -> int:
+        """Fill ``buffer`` with the bytes from ``position`` on; return their CRC-32.
+
+        Of a large buffer another thread sums a block while the next one is read.
+
+        Raises:
+            EOFError: The file ends before.
+        """
+        if self._fd is None:  # a request for each block would take longer
+            self.read_into(buffer, position)
+            return crc32(buffer)
+        blocks = range(0, buffer.nbytes, BLOCK_NBYTES)
+        if len(blocks) < THREADED_BLOCKS:
+            checksum = 0
+            for at in blocks:
+                block = buffer[at : at + BLOCK_NBYTES]
+                self.read_into(block, position + at)
+                checksum = crc32(block, checksum)
+            return checksum
+        if self._summing is None:
+            self._summing = ThreadPoolExecutor(1)
+        sums = self._summing.submit(int)
+        for at in blocks:
+            block = buffer[at : at + BLOCK_NBYTES]
+            self.read_into(block, position + at)
+            sums = self._summing.submit(_continued, block, sums)
+        return sums.result()
+
+    def close(self) -> None:
+        """End the thread that sums."""
+        if self._summing is not None:
+            self._summing.shutdown()
 
     def read_each(
         self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
@@ -198,6 +245,10 @@ class FilePart:
         """Fill ``buffer`` from a position in the part on."""
         self._file.read_into(buffer, self._start + position)
 
+    def read_summed(self, buffer: memoryview, position: int) -> int:
+        """Fill ``buffer`` from a position in the part on; return the CRC-32 of the bytes."""
+        return self._file.read_summed(buffer, self._start + position)
+
     def read_each(
         self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
     ) -> None:
@@ -223,6 +274,11 @@ class HeldPart:
     def read_into(self, buffer: memoryview, position: int) -> None:
         """Fill ``buffer`` from a position in the part on."""
         buffer[:] = self._held[position : position + buffer.nbytes]
+
+    def read_summed(self, buffer: memoryview, position: int) -> int:
+        """Fill ``buffer`` from a position in the part on; return the CRC-32 of the bytes."""
+        self.read_into(buffer, position)
+        return crc32(buffer)
 
     def read_each(
         self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool

@@ -29,7 +29,6 @@ blocks spread evenly from its first element to its last."""
 _SLAB_NBYTES = 8 << 20
 
 SAMPLED_NBYTES = 8
-FULL_NBYTES = 16
 
 
 def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from dcp_placements._torch import LoadPlanner, ReadItem, TensorStorageMetadata
 from dcp_placements.errors import Fault, raise_faults
+from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
 from dcp_placements.storage.metadata.save_ids import IdRecord
 from dcp_placements.storage.record_contents import (
@@ -92,13 +93,18 @@ class ChunkReader:
         planner: Gives the tensors to fill.
         stored: The metadata of what is stored, by key.
         transformed: Undoes the transforms of a record's stream.
+        checksums: Compares what is read whole; None for no comparison.
     """
 
     def __init__(
-        self, planner: LoadPlanner, stored: Mapping[str, Any], transformed: Transformed
+        self,
+        planner: LoadPlanner,
+        stored: Mapping[str, Any],
+        transformed: Transformed,
+        checksums: Checksums | None = None,
     ) -> None:
         self._stored = stored
-        self._delivery = Delivery(planner, transformed, self._stored_sizes)
+        self._delivery = Delivery(planner, transformed, self._stored_sizes, checksums)
         self._span = bytearray()
         self._heads = RecordHeads()
 

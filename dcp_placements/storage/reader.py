@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -28,11 +29,19 @@ from dcp_placements._torch import (
     Metadata,
     ReadItem,
     StorageMeta,
+    global_rank,
     logged_where_torch_drops_it,
 )
-from dcp_placements.errors import PlacementError, format_faults, format_name, raise_faults
+from dcp_placements.errors import (
+    PlacementError,
+    format_count,
+    format_faults,
+    format_name,
+    raise_faults,
+)
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
+from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
 from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.merged_reads import ChunkReader, Job, jobs_of
@@ -78,6 +87,9 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             DCP would call whatever their pickles name; files that are no plain files, and links
             that lead out of the checkpoint's directory, are refused. Tensors call nothing either
             way.
+        check_crc: Whether what is read whole (all elements of a stored chunk, an object) is
+            compared with the CRC-32 that torch's format has of it, whichever writer wrote it.
+            Slices are not compared. Records without checksums are counted, and warned of once.
         thread_count: Threads that read; by default 8 from a URL, and 1 from a directory. The
             planner is called by one of them at a time.
         storage_options: What fsspec passes to the file system of a URL.
@@ -92,6 +104,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         self,
         path: str | os.PathLike[str],
         *args: Any,
+        check_crc: bool = True,
         restricted: bool = False,
         thread_count: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -99,6 +112,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
     ) -> None:
         path = local_or_url(path)
         super().__init__(path, *args, **kwargs)
+        self.check_crc = check_crc
         self.restricted = restricted
         self.thread_count = thread_count
         self._storage_options = dict(storage_options or {})
@@ -165,21 +179,36 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """
         opens, nbytes = self.opens, self.bytes_read
         failed: BaseException | None = None
+        sums: list[Checksums] = []
         try:
-            self._read(plan, planner)
+            self._read(plan, planner, sums)
         except BaseException as error:
             # Ranks that wait for what this one was to read have to learn of it.
             failed = error
         if isinstance(planner, AfterReads):
             planner.report.traffic = Traffic(self.opens - opens, self.bytes_read - nbytes)
+            planner.report.unchecked = sum(one.unchecked for one in sums)
             planner.finish_reads(failed)
         elif failed is not None:
             raise failed
+        self._warn_of_unchecked(sum(one.unchecked for one in sums))
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _warn_of_unchecked(self, records: int) -> None:
+        if records and global_rank() == 0:
+            warnings.warn(
+                f"{self.path}: {format_count(records, 'record')} on rank 0 read without a "
+                "comparison, as checksums are not there\n"
+                "    likely:      saved after torch.serialization.set_crc32_options(False)\n"
+                "    way out:     save with checksums; PlacementFileSystemReader(check_crc=False) "
+                "does not look for them",
+                stacklevel=3,
+            )
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner, sums: list[Checksums]) -> None:
+        """Read items; append what counts the records of each thread that have no checksums."""
         wanted: dict[str, dict[tuple[int, int], Record]] = {}
         threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
         with quiet_gc():
@@ -194,8 +223,15 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         if self.restricted:
             planner = cast(LoadPlanner, _Restricted(planner))
         jobs = list(jobs_of(wanted, ids, threads))
+
+        def reader_for(planner: LoadPlanner) -> ChunkReader:
+            checksums = Checksums() if self.check_crc else None
+            sums.extend([checksums] if checksums else [])
+            undone = self.transforms.transform_load_stream
+            return ChunkReader(planner, self._stored, undone, checksums)
+
         if threads == 1 or len(jobs) <= 1:
-            work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream)
+            work = reader_for(planner)
             for job in jobs:
                 self._read_job(work, job)
             return
@@ -207,7 +243,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         def read() -> None:
             join_run()
             # With a buffer of its own.
-            work = ChunkReader(planner, self._stored, self.transforms.transform_load_stream)
+            work = reader_for(planner)
             with torch.set_grad_enabled(grad):  # the setting of a thread, not of the process
                 for job in waiting:
                     if failed.is_set():
@@ -231,6 +267,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                     self._check_id(file, job.id_record)
                 work.read(file, job.path, job.records)
             finally:
+                file.close()
                 with _COUNTING:
                     self.opens += 1
                     self.bytes_read += file.nbytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.layout.byte_ranges import Gap, halves, segments
+from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import HeldPart, Part
+from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.records.rows import fill_each, values_of
 from dcp_placements.storage.restricted_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import TensorRecord, load_saved_tensor
@@ -91,12 +94,18 @@ class Delivery:
         planner: The planner.
         transformed: Undoes the transforms of a record's stream.
         stored_sizes: Of chunks.
+        checksums: Compares what is read whole; None for no comparison.
     """
 
     def __init__(
-        self, planner: LoadPlanner, transformed: Transformed, stored_sizes: StoredSizes
+        self,
+        planner: LoadPlanner,
+        transformed: Transformed,
+        stored_sizes: StoredSizes,
+        checksums: Checksums | None = None,
     ) -> None:
         self._planner = planner
+        self._checksums = checksums
         self._transformed = transformed
         self._stored_sizes = stored_sizes
         self._buffer = memoryview(bytearray())
@@ -122,7 +131,7 @@ class Delivery:
             self._deliver_loaded(record, part, path)
         else:
             for item in record.items:
-                self._deliver_plain(item, tensor, part, gap, path)
+                self._deliver_plain(record, item, tensor, part, gap, path)
 
     def deliver_alike(
         self, records: Sequence[Record], tensor: TensorRecord, rows: Array, path: str
@@ -138,7 +147,7 @@ class Delivery:
         Raises:
             PlacementError: They do not hold what the metadata says.
         """
-        items, targets, is_whole = [], [], np.ones(len(records), bool)
+        items, places, targets, is_whole = [], [], [], np.ones(len(records), bool)
         for at, record in enumerate(records):
             item = record.item
             if tuple(item.lengths) != tensor.shape or any(item.storage_offsets):
@@ -147,9 +156,13 @@ class Delivery:
                 is_whole[at] = False
                 continue
             items.append(item)
+            places.append((path, record.info.offset))
             targets.append(self.target(item, tensor.shape, path))
         if targets:
-            fill_each(targets, values_of(rows[is_whole], tensor))
+            whole = rows[is_whole]
+            if self._checksums is not None:
+                self._checksums.check_alike(items, tensor, whole, places)
+            fill_each(targets, values_of(whole, tensor))
         for item, target in zip(items, targets, strict=True):
             self._planner.commit_tensor(item, target)
 
@@ -169,11 +182,18 @@ class Delivery:
 
     def _deliver_objects(self, record: Record, part: Part, path: str) -> None:
         contents = memoryview(self._stream(record, part).read(-1))
+        if self._checksums is not None:
+            place = path, record.info.offset
+            self._checksums.check_zip(record.item, io.BytesIO(contents), place)
         for item in record.items:
             self._planner.load_bytes(item, io.BytesIO(contents))
 
     def _deliver_loaded(self, record: Record, part: Part, path: str) -> None:
         stream = self._stream(record, part)
+        if not stream.seekable():
+            stream = io.BytesIO(stream.read(-1))
+        if self._checksums is not None:
+            self._checksums.check_zip(record.item, stream, (path, record.info.offset))
         loaded = _load(stream, record.item, path)
         for item in record.items:
             source = narrow_tensor_by_index(loaded, item.storage_offsets, item.lengths)
@@ -182,7 +202,13 @@ class Delivery:
             self._planner.commit_tensor(item, target)
 
     def _deliver_plain(
-        self, item: ReadItem, tensor: TensorRecord, part: Part, gap: Gap, path: str
+        self,
+        record: Record,
+        item: ReadItem,
+        tensor: TensorRecord,
+        part: Part,
+        gap: Gap,
+        path: str,
     ) -> None:
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         if lengths != tensor.shape:
@@ -201,8 +227,16 @@ class Delivery:
             )
             raise damaged(item, problem, NOT_AS_DESCRIBED)
         target = self.target(item, lengths, path)
-        if target.numel():
-            self._fill(target, offsets, lengths, tensor, part, gap)
+        if self._checksums is None or lengths != tensor.shape or not target.numel():
+            if target.numel():
+                self._fill(target, offsets, lengths, tensor, part, gap)
+        else:
+            checksum = self._fill_whole(target, tensor, part)
+            if tensor.has_crc:
+                place = path, record.info.offset
+                self._checksums.check(item, tensor, checksum, part, place)
+            else:
+                self._checksums.unchecked += 1
         self._planner.commit_tensor(item, target)
 
     def _stream(self, record: Record, part: Part) -> Any:
@@ -242,6 +276,30 @@ class Delivery:
                 block = target[tuple(slice(a - o, a - o + n) for a, o, n in place)]
                 block.copy_(elements.as_strided(sizes, plan.strides))
 
+    def _fill_whole(self, target: torch.Tensor, tensor: TensorRecord, part: Part) -> int:
+        """Read a plain record into ``target``; return the CRC-32 of the elements."""
+        memory = memory_of(target) if target.dtype == tensor.dtype.torch else None
+        if memory is not None:
+            return part.read_summed(memory, tensor.start)
+        checksum = 0
+        position = tensor.start
+        todo = [((0,) * len(tensor.shape), tensor.shape)]
+        while todo:
+            at, sizes = todo.pop()
+            nbytes = prod(sizes) * tensor.dtype.itemsize
+            if nbytes > BUFFER_NBYTES:
+                # Along the first dim that can be cut: the parts follow one another in the record.
+                todo += reversed(halves(at, sizes))
+                continue
+            buffer = self.buffer(nbytes)
+            part.read_into(buffer, position)
+            position += nbytes
+            checksum = crc32(buffer, checksum)
+            elements = torch.frombuffer(buffer, dtype=tensor.dtype.torch)
+            block = target[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))]
+            block.copy_(elements.view(sizes))
+        return checksum
+
 
 def memory_of(tensor: torch.Tensor) -> memoryview | None:
     """Return the memory of a tensor's elements; None where they are not contiguous host memory."""
@@ -260,9 +318,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview | None:
 
 def _load(stream: Any, item: ReadItem, path: str) -> torch.Tensor:
     """Return the tensor of a record by way of ``torch.load``."""
-    seekable = stream if stream.seekable() else io.BytesIO(stream.read(-1))
     try:
-        return load_saved_tensor(seekable)
+        return load_saved_tensor(stream)
     except RefusedGlobal as error:
         fault = Fault(
             item.storage_index.fqn,

@@ -58,11 +58,13 @@ class TensorRecord:
     Attributes:
         shape: The elements are in C order.
         start: Where they begin, in bytes from the record's first.
+        has_crc: Whether their checksum follows them.
     """
 
     dtype: Dtype
     shape: tuple[int, ...]
     start: int
+    has_crc: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -122,13 +124,17 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
         prefix, _, last = name.rpartition("/")
         if last != "data.pkl" or end is None:
             return None
+        # torch.serialization.set_crc32_options(False) leaves the checksums of all entries 0.
+        has_crc = head.startswith(DESCRIPTOR, end) and any(head[end + 4 : end + 8])
         tensor = _TensorUnpickler(head[start:end]).load()
         if not isinstance(tensor, _PlainTensor):
             return None
         for name, start, end in entries:
             if name == f"{prefix}/data/{tensor.key}":
-                record = TensorRecord(tensor.dtype, tensor.shape, start)
-                return record if start + record.nbytes <= nbytes else None
+                stop = start + prod(tensor.shape) * tensor.dtype.itemsize
+                has_crc = has_crc and stop + _DESCRIPTOR_NBYTES <= nbytes
+                record = TensorRecord(tensor.dtype, tensor.shape, start, has_crc)
+                return record if stop <= nbytes else None
             if name.startswith(f"{prefix}/data/"):
                 return None
             if name == f"{prefix}/byteorder" and head[start:end].decode() != sys.byteorder:
@@ -285,10 +291,13 @@ def _directory_start(stream: Any, nbytes: int) -> int | None:
 
 def _check_pickle(file: zipfile.ZipFile) -> None:
     """Refuse a record whose pickle is not one tensor of the storages beside it."""
-    sizes = {entry.filename: entry.file_size for entry in file.infolist()}
+    entries = file.infolist()
+    sizes = {entry.filename: entry.file_size for entry in entries}
     names = [name for name in sizes if name.rpartition("/")[2] == "data.pkl"]
     if len(names) != 1 or sizes[names[0]] > PICKLE_NBYTES:
         raise ValueError("it has no pickle of one tensor")
+    if not any(entry.CRC for entry in entries):
+        del file.getinfo(names[0]).CRC  # it was not written, and zipfile would compare it
     unpickler = _TensorUnpickler(file.read(names[0]))
     tensor = unpickler.load()
     if tensor is not _OTHER_TENSOR and not isinstance(tensor, _PlainTensor):

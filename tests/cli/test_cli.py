@@ -268,7 +268,7 @@ def test_urls_of_fsspec_are_looked_at(sound: Path, run: Run) -> None:
     files = fsspec.filesystem("memory")
     for file in sound.iterdir():
         files.pipe(f"/far/{file.name}", file.read_bytes())
-    ran = run("verify", "memory://far", "--digests", "--json")
+    ran = run("verify", "memory://far", "--contents", "--json")
     assert ran.code == 0, ran.out + ran.err
     assert run("diff", sound, "memory://far").code == 0
     assert run("inspect", "memory://nothing").code == 2

@@ -126,7 +126,7 @@ def test_every_damage_is_found_and_named(
     copy: Path, run: Run, harm: Any, kind: str, fqn: str
 ) -> None:
     harm(copy, fqn, chunk=2)
-    result = run("verify", copy, "--digests", "--json")
+    result = run("verify", copy, "--contents", "--json")
     assert result.code == 1
     (fault,) = [fault for fault in result.json["faults"] if fault["kind"] == kind]
     assert fqn in fault["tensors"]
@@ -134,7 +134,7 @@ def test_every_damage_is_found_and_named(
 
 def test_a_half_overwritten_step_is_found(saved: Path, copy: Path, run: Run) -> None:
     names = damage.half_overwrite(copy, saved / "later")
-    result = run("verify", copy, "--digests", "--json")
+    result = run("verify", copy, "--contents", "--json")
     assert result.code == 1
     faults = result.json["faults"]
     assert {file for fault in faults for file in fault["files"]} == set(names)

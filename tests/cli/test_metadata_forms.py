@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "draw": (("ckpt", "-o", "all.svg"), ("ckpt", "layers.0.experts.w1", "-o", "w1.svg")),
     "megatron": (("ckpt",),),
-    "verify": (("ckpt",), ("ckpt", "--contents"), ("ckpt", "--digests", "--json")),
+    "verify": (("ckpt",), ("ckpt", "--contents"), ("ckpt", "--contents", "--json")),
     "diff": (("ckpt", "ckpt"), ("ckpt", "other", "--json"), ("other", "ckpt")),
     "rehearse": (("ckpt", *RULES, *EP), ("ckpt", *RULES, *EP_FSDP, "--json")),
     "doctor": (("ckpt", "--experts-per-layer", "8"), ("ckpt", "--json")),

@@ -84,13 +84,10 @@ def plain_template(rank: int) -> dict[str, Any]:
 # M46: the rule of a fused tensor forgotten, or another one.
 
 
-@pytest.mark.parametrize("verify", ["off", "digests"])
-def test_m46_a_fused_load_with_the_rule_forgotten_is_refused(tmp_path: Path, verify: str) -> None:
-    save_fused(tmp_path, arange(8, 3), digests="full")
+def test_m46_a_fused_load_with_the_rule_forgotten_is_refused(tmp_path: Path) -> None:
+    save_fused(tmp_path, arange(8, 3))
     with refused() as refusal:
-        load(
-            WORLD, tmp_path, plain_template, verify=verify, waive={"other.key": "has nothing here"}
-        )
+        load(WORLD, tmp_path, plain_template, waive={"other.key": "has nothing here"})
     refusal.says(
         "ranks 0-1 cannot be loaded from this checkpoint (2 faults)",
         f"{GATE_UP}: this load cuts it by 'tp' in another way than the save did",

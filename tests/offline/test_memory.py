@@ -35,7 +35,7 @@ main(["verify", f"{root}/small", "--contents"])
 main(["diff", f"{root}/small", f"{root}/small"])
 floor = peak()
 for command in (
-    ["verify", f"{root}/rows", "--digests", *limit],
+    ["verify", f"{root}/rows", "--contents", *limit],
     ["diff", f"{root}/rows", f"{root}/columns", *limit],
     ["diff", f"{root}/columns", f"{root}/hf", *limit],
 ):
@@ -52,7 +52,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         world.save(
             tmp_path / name,
             lambda rank, world=world, dim=dim: sharded(world, rank, whole, dim),
-            lambda rank: PlacementSavePlanner(digests="full"),
+            lambda rank: PlacementSavePlanner(),
         )
     (tmp_path / "hf").mkdir()
     save_file(whole, tmp_path / "hf" / "model.safetensors")

@@ -12,11 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_placements import PlacementError, PlacementSavePlanner
+from dcp_placements import PlacementError
 from dcp_placements.offline import merge_metadata
-from dcp_placements.storage.metadata.provenance import RESERVED_KEY
-from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
-from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.testing import World
 from tests.storage_scenes import blank, data_file, load, same, save_alone, sharded, wholes
 
@@ -110,16 +107,3 @@ def test_ranks_of_an_older_save_are_noticed(tmp_path: Path) -> None:
 def test_no_ranks_at_all_is_said(tmp_path: Path) -> None:
     with pytest.raises(PlacementError, match="nothing to merge"):
         merge_metadata(tmp_path)
-
-
-def test_digests_of_all_ranks_are_kept(tmp_path: Path) -> None:
-    parts = []
-    for rank in range(2):
-        path = tmp_path / str(rank)
-        state_dict = {f"only{rank}": torch.full((4,), float(rank)), "both": torch.ones(2)}
-        dcp.save(state_dict, checkpoint_id=path, planner=PlacementSavePlanner(digests="full"))
-        parts.append((rank, PlacementFileSystemReader(path).read_metadata()))
-    merged = merge_rank_metadata(parts)
-    digests = merged.planner_data[RESERVED_KEY]["digests"]
-    assert sorted(digests) == ["both", "only0", "only1"]
-    assert merged.planner_data[RESERVED_KEY]["world_size"] == 2

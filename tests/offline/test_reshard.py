@@ -382,24 +382,6 @@ def test_the_new_checkpoint_is_described_as_one_of_its_world(tmp_path: Path, run
     assert run("reshard", tmp_path / "out", tmp_path / "out", *axes).code == 2
 
 
-def test_digests_of_the_source_are_left_behind(tmp_path: Path) -> None:
-    world, whole = World(2), {"w": arange((6, 4)), "n": arange((3,))}
-    world.save(
-        tmp_path / "source",
-        lambda rank: {
-            "w": FakeDTensor.distribute(whole["w"], world.mesh(rank, dp=2), [Shard(0)]),
-            "n": whole["n"],
-        },
-        lambda rank: PlacementSavePlanner(digests="full"),
-    )
-    assert inspect(tmp_path / "source").digests
-    rules = PlacementRules({})
-    reshard(tmp_path / "source", tmp_path / "out", lambda mesh: rules, {"dp": 3}, fsdp=["dp"])
-    assert not inspect(tmp_path / "out").digests
-    assert verify(tmp_path / "out", contents=True).sound
-    assert diff(tmp_path / "source", tmp_path / "out").same
-
-
 @pytest.mark.parametrize(
     "harm", [damage.drop_chunk, damage.remove_file, damage.truncate, damage.overlap_chunk]
 )

@@ -45,16 +45,13 @@ def copy(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("flags", [[], ["--contents"], ["--digests"]])
+@pytest.mark.parametrize("flags", [[], ["--contents"]])
 def test_a_sound_checkpoint_is_sound(sound: Path, run: Run, flags: list[str]) -> None:
     ran = run("verify", sound, "--json", *flags)
     assert ran.code == 0, ran.out
     result = ran.json
     assert (result["sound"], result["faults"], result["notes"]) == (True, [], [])
     assert result["checked"]["tensors"] == len(wholes())
-    assert result["checked"]["digests"] == (
-        result["checked"]["chunks"] + 1 if flags == ["--digests"] else 0
-    )
 
 
 @pytest.mark.parametrize("flags", [{}, {"contents": True}])
@@ -63,16 +60,8 @@ def test_tensors_of_every_kind_are_sound(tmp_path: Path, flags: dict[str, bool])
     assert verify(tmp_path, **flags).faults == ()
 
 
-def test_digests_of_every_kind_are_right(tmp_path: Path) -> None:
-    dcp.save(all_kinds(), checkpoint_id=tmp_path, planner=PlacementSavePlanner(digests="full"))
-    found = verify(tmp_path, digests=True)
-    assert found.faults == ()
-    assert found.digests == len(all_kinds())
-
-
 DAMAGES: dict[str, tuple[Callable[..., Any], str, list[str], bool]] = {
     "bit flip": (damage.flip_bit, "checksum", ["--contents"], True),
-    "bit flip, by digests": (damage.flip_bit, "checksum", ["--digests"], True),
     "truncation": (damage.truncate, "truncated_file", [], True),
     "missing file": (damage.remove_file, "missing_file", [], True),
     "dropped chunk": (damage.drop_chunk, "hole", [], False),
@@ -99,12 +88,11 @@ def test_every_damage_is_found_and_named(copy: Path, run: Run, name: str, chunk:
 
 
 def test_the_verdict_says_whether_contents_were_read(sound: Path, run: Run) -> None:
-    unread = "sizes and structure sound; contents not read (--digests, --contents)"
+    unread = "sizes and structure sound; contents not read (--contents)"
     assert unread in run("verify", sound).out
-    for flag in ("--contents", "--digests"):
-        text = run("verify", sound, flag).out
-        assert f"{sound}: sound (" in text
-        assert "not read" not in text
+    text = run("verify", sound, "--contents").out
+    assert f"{sound}: sound (" in text
+    assert "not read" not in text
 
 
 def test_many_faults_fit_a_screen(tmp_path: Path, run: Run) -> None:
@@ -169,9 +157,7 @@ def test_a_half_overwritten_step_of_torch_s_writer_is_seen_by_its_ids(tmp_path: 
     }
 
 
-def test_a_half_overwritten_step_of_another_layout_is_seen_without_digests(
-    copy: Path, tmp_path: Path
-) -> None:
+def test_a_half_overwritten_step_of_another_layout_is_seen(copy: Path, tmp_path: Path) -> None:
     save_sharded(tmp_path / "later", ep=1)
     file = data_file(tmp_path / "later", 1).name
     names = damage.half_overwrite(copy, tmp_path / "later", [file])
@@ -201,29 +187,6 @@ def test_a_younger_data_file_without_an_id_is_a_note_and_no_fault(tmp_path: Path
     assert found.sound
     (note,) = found.notes
     assert file.name in note
-
-
-@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
-def test_digests_fail_closed_where_there_are_none(tmp_path: Path, run: Run, kind: str) -> None:
-    if kind == "dcp":
-        dcp.save(wholes(), checkpoint_id=tmp_path)
-    else:
-        save_hugging_face(tmp_path, wholes())
-    assert run("verify", tmp_path).code == 0
-    ran = run("verify", tmp_path, "--digests", "--json")
-    assert ran.code == 1
-    assert [fault["kind"] for fault in ran.json["faults"]] == ["no_digest"]
-    text = run("verify", tmp_path, "--digests").out
-    assert "not proved: no fault, but digests are missing" in text
-    assert "not sound" not in text
-
-
-def test_a_single_digest_that_is_missing_is_named(copy: Path) -> None:
-    metadata = damage._read(copy)
-    del metadata.planner_data["dcp_placements"]["digests"]["layers.0.norm"]
-    damage._write(copy, metadata)
-    (fault,) = verify(copy, digests=True).faults
-    assert (fault.kind, fault.tensors) == ("no_digest", ("layers.0.norm",))
 
 
 def test_a_hugging_face_directory(tmp_path: Path, run: Run) -> None:

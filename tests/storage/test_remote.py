@@ -146,7 +146,7 @@ def test_a_file_whose_writing_fails_does_not_appear(memory: str) -> None:
 def test_threads_read_what_one_reads(memory: str, threads: int, files: int) -> None:
     saved = {f"layers.{n}.w": torch.arange(30_000.0) + n for n in range(23)} | {"step": 7}
     save(memory, saved, thread_count=files)
-    for planner in (PlacementLoadPlanner(verify="off"), DefaultLoadPlanner()):
+    for planner in (PlacementLoadPlanner(), DefaultLoadPlanner()):
         reader = PlacementFileSystemReader(memory, thread_count=threads)
         read = {key: torch.zeros(30_000) for key in saved} | {"step": 0}
         dcp.load(read, storage_reader=reader, planner=planner, no_dist=True)

@@ -48,9 +48,7 @@ def save_from_4(url: str, **options: Any) -> None:
     world.save(
         url,
         lambda rank: state_of(world, rank, 4),
-        lambda rank: PlacementSavePlanner(
-            rules_by_ep(world.mesh(rank, ep=4)), digests="full", **options
-        ),
+        lambda rank: PlacementSavePlanner(rules_by_ep(world.mesh(rank, ep=4)), **options),
         lambda rank: PlacementFileSystemWriter(url),
     )
 
@@ -60,7 +58,7 @@ def load_to(url: str, ep: int, check: Callable[[PlacementFileSystemReader], None
     states = world.load(
         url,
         lambda rank: state_of(world, rank, ep, blank=True),
-        lambda rank: PlacementLoadPlanner(rules_by_ep(world.mesh(rank, ep=ep)), verify="digests"),
+        lambda rank: PlacementLoadPlanner(rules_by_ep(world.mesh(rank, ep=ep))),
         lambda rank: readers[rank],
     )
     for rank, state in enumerate(states):
@@ -78,7 +76,7 @@ def test_what_4_ranks_save_any_world_loads(s3: str, run: Run) -> None:
     read = {key: torch.zeros_like(value) for key, value in wholes().items()} | {"step": 0}
     load(Path("none"), read, FsspecReader(s3))
     assert all(same(read[key], value) for key, value in wholes().items())
-    ran = run("verify", s3, "--digests", "--json")
+    ran = run("verify", s3, "--contents", "--json")
     assert (ran.code, ran.json["faults"]) == (0, [])
 
 
@@ -205,7 +203,7 @@ def test_what_arrives_is_what_a_local_writer_writes(
         world.save(
             url,
             lambda rank: state_of(world, rank, 4),
-            lambda rank: PlacementSavePlanner(rules_by_ep(world.mesh(rank, ep=4)), digests="full"),
+            lambda rank: PlacementSavePlanner(rules_by_ep(world.mesh(rank, ep=4))),
             lambda rank, url=url: PlacementFileSystemWriter(url, thread_count=2),
         )
     local = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

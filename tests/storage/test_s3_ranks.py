@@ -77,9 +77,8 @@ def assert_whole(path: str, start: int) -> None:
 def test_what_four_ranks_save_any_mesh_loads(outcomes: Ranks, url: str, run: Run) -> None:
     for rank in seen(outcomes, "resharded"):
         assert {ep: rank[ep]["differing"] for ep in rank} == {"ep2": [], "ep4": [], "ep1": []}
-        assert rank["ep2"]["verified"] >= 4
     assert_whole(f"{url}/resharded", 5)
-    ran = run("verify", f"{url}/resharded", "--digests", "--json")
+    ran = run("verify", f"{url}/resharded", "--contents", "--json")
     assert (ran.code, ran.json["faults"]) == (0, []), ran.err
 
 
@@ -118,4 +117,4 @@ def test_a_rank_that_is_killed_while_it_uploads_leaves_the_older_step(
     done = forked(WORKER, tmp_path, s3, "killed", modules="s3fs")
     assert done.returncode == 1, tail(done)
     assert_whole(s3, 1)
-    assert run("verify", s3, "--digests").code == 0
+    assert run("verify", s3, "--contents").code == 0

@@ -127,7 +127,6 @@ def _print_save(inspection: Inspection) -> None:
         print_lines(f"... and {format_count(len(inspection.cuts) - MAX_CUTS, 'more cut')}; --json")
     for rename in inspection.renames:
         print_lines(f"saved with: rename={rename}")
-    print_lines(f"digests:   {f'{inspection.digests:,}' if inspection.digests else 'none'} stored")
 
 
 def _brief(value: object) -> str:

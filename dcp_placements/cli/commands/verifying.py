@@ -28,21 +28,16 @@ def verify_command(
         bool,
         typer.Option("--contents", help="Read all contents; compare the checksums of torch.save."),
     ] = False,
-    digests: Annotated[
-        bool, typer.Option("--digests", help="Read all contents; compare the stored digests, too.")
-    ] = False,
     all_faults: Annotated[bool, typer.Option("--all", help="Print every fault.")] = False,
     memory: Memory = MEMORY,
     json: Json = False,
 ) -> int:
     """Find holes, overlaps, missing and damaged files, mixed saves."""
     with progress("verify") as step:
-        result = offline.verify(
-            ckpt, contents=contents, digests=digests, memory=memory, progress=step
-        )
+        result = offline.verify(ckpt, contents=contents, memory=memory, progress=step)
 
     def print_result() -> None:
-        _print(result, all_faults=all_faults, contents_read=contents or digests)
+        _print(result, all_faults=all_faults, contents_read=contents)
 
     return show(result, print_result, json=json, code=0 if result.sound else 1)
 
@@ -72,16 +67,12 @@ def _print(result: Verification, *, all_faults: bool, contents_read: bool) -> No
     checked = f"{format_count(result.tensors, 'tensor')} in {format_count(result.chunks, 'chunk')}"
     if result.nbytes:
         checked += f", {format_nbytes(result.nbytes)} read"
-    if result.digests:
-        checked += f", {format_count(result.digests, 'digest')} compared"
-    if not result.sound and all(fault.kind == "no_digest" for fault in result.faults):
-        verdict = "not proved: no fault, but digests are missing"
-    elif not result.sound:
+    if not result.sound:
         verdict = f"not sound, {format_count(len(result.faults), 'fault')}"
     elif contents_read:
         verdict = "sound"
     else:
-        verdict = "sizes and structure sound; contents not read (--digests, --contents)"
+        verdict = "sizes and structure sound; contents not read (--contents)"
     print_lines(f"{result.path}: {verdict} ({checked})")
 
 

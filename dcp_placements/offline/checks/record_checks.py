@@ -1,4 +1,4 @@
-"""Records in data files, compared with the metadata, their checksums and the stored digests.
+"""Records in data files, compared with the metadata and their checksums.
 
 A record of a ``.distcp`` file is a zip file that ``torch.save`` wrote. Its first bytes tell shape
 and dtype, and every part of it has a checksum, which ``torch.load`` does not compare.
@@ -9,12 +9,10 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from math import prod
 
 import numpy as np
-import xxhash
 
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
@@ -22,7 +20,7 @@ from dcp_placements.offline.checks.structure import CheckpointFault
 from dcp_placements.storage.file_reads import CountedFile, FilePart
 from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.metadata.properties import Dtype, dtype_of
-from dcp_placements.storage.metadata.provenance import stored_digest
+from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.restricted_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     LOCAL,
@@ -39,8 +37,6 @@ BLOCK_NBYTES = 256 << 10
 NEAR_NBYTES = 16 << 10
 """The heads of records that begin less than this apart are read together, in blocks."""
 
-_OTHER_CONTENTS = "digest", "the contents are not those that were saved"
-
 Finding = tuple[str, str]
 """The kind of a fault, and its message without the record's name."""
 
@@ -51,13 +47,12 @@ class RecordChecker:
     Args:
         checkpoint: The checkpoint.
         contents: Whether to read everything and compare checksums.
-        digests: Whether to compare stored digests as well.
         limit_nbytes: Records that cannot be checked in pieces are skipped above this size.
         progress: Called with the bytes checked so far, after every piece.
 
     Attributes:
         nbytes: Bytes of contents that were checked.
-        digests: Stored digests that were compared.
+        unchecked: Records that have no checksums.
         skipped: Names of the records above ``limit_nbytes``.
         other_types: Names of those of types that ``torch.load`` was not told to allow.
     """
@@ -67,17 +62,14 @@ class RecordChecker:
         checkpoint: Checkpoint,
         *,
         contents: bool,
-        digests: bool,
         limit_nbytes: int,
         progress: Callable[[int], None],
     ) -> None:
-        self.nbytes = 0
-        self.digests = 0
+        self.nbytes = self.unchecked = 0
         self.skipped: list[str] = []
         self.other_types: list[str] = []
         self._checkpoint = checkpoint
-        self._contents = contents or digests
-        self._provenance = (checkpoint.provenance or {}) if digests else {}
+        self._contents = contents
         self._limit_nbytes = limit_nbytes
         self._progress = progress
         self._heads = RecordHeads()
@@ -90,7 +82,6 @@ class RecordChecker:
         if size is None:
             return []
         faults: list[CheckpointFault] = []
-        changed: list[Record] = []
         try:
             with self._checkpoint.directory.open(file) as stream:
                 counted = CountedFile(stream)
@@ -99,22 +90,11 @@ class RecordChecker:
                     record = records[at]
                     part = FilePart(counted, record.start, record.chunk.nbytes)
                     for kind, message in self._check(part, record):
-                        if kind == "digest":
-                            changed.append(record)
-                            continue
                         message = f"{record.name} in {file}: {message}"
                         faults.append(CheckpointFault(kind, fqns_of([record]), (file,), message))
         except (OSError, EOFError) as error:  # it was cut off since its size was read
             message = f"it cannot be read: {error}"
             return [CheckpointFault("missing_file", fqns_of(records), (file,), message)]
-        if changed:
-            # Their own checksums are right, so the file was not damaged: it was written later.
-            message = (
-                f"{len(changed)} records in {file} are whole, and not those that were saved with "
-                "the metadata: of another save, which was cut off, or changed with new checksums"
-            )
-            fault = CheckpointFault("mixed_generations", fqns_of(changed), (file,), message)
-            faults.append(fault)
         return faults
 
     def _suspects(self, file: CountedFile, records: FileRecords, within: Ints) -> Iterator[int]:
@@ -167,7 +147,7 @@ class RecordChecker:
         if head is None:
             if self._contents:
                 # A wrong checksum is more specific than a record that cannot be read.
-                broken = list(self._checksums(part, record.chunk.nbytes))
+                broken = list(self._checksums(part))
                 if broken:
                     yield from broken
                     return
@@ -177,31 +157,18 @@ class RecordChecker:
         if not self._contents:
             return
         nbytes = head.dtype.itemsize * prod(head.shape)
-        digest = self._stored_digest(record)
-        hasher = xxhash.xxh3_128()
-        broken = list(
-            self._checksums(part, record.chunk.nbytes, (head.start, nbytes), hasher.update)
-        )
-        yield from broken
-        if not broken and digest not in (None, hasher.digest()):
-            yield _OTHER_CONTENTS
+        yield from self._checksums(part, (head.start, nbytes))
 
     def _check_object(self, part: FilePart, record: Record) -> Iterator[Finding]:
         nbytes = record.chunk.nbytes
         if not self._contents:
             return
-        hasher = xxhash.xxh3_128()
-        for piece in _pieces(part, 0, nbytes):
-            hasher.update(piece)
-        digest = self._stored_digest(record)
         start = bytearray(min(nbytes, len(LOCAL)))
         part.read_into(memoryview(start), 0)
         # An object may be written in any way; if it begins or ends as a zip file, it has checksums.
         is_zip = bytes(start) == LOCAL or zipfile.is_zipfile(part.stream())
-        broken = list(self._checksums(part, nbytes)) if is_zip else []
-        yield from broken
-        if not broken and digest not in (None, hasher.digest()):
-            yield _OTHER_CONTENTS
+        if is_zip:
+            yield from self._checksums(part)
 
     def _check_loaded(self, part: FilePart, record: Record) -> Iterator[Finding]:
         """Check a record that is not plain: other strides, or transforms."""
@@ -212,7 +179,6 @@ class RecordChecker:
             return
         # A record of torch.load, or of an extension of torch: both need torch.
         from dcp_placements.offline.box_reads import BoxReader
-        from dcp_placements.storage.hashing import full_digest
 
         try:
             if record.chunk.transforms:
@@ -233,28 +199,20 @@ class RecordChecker:
         yield from _mismatch(record, tuple(tensor.shape), dtype_of(tensor.dtype))
         if self._contents:
             self._advance(record.chunk.nbytes)
-            digest = self._stored_digest(record)
-            if digest is not None and digest != full_digest(tensor):
-                yield _OTHER_CONTENTS
 
     def _advance(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self._progress(self.nbytes)
 
-    def _stored_digest(self, record: Record) -> bytes | None:
-        """Return the stored digest of a record; None for none."""
-        digest = stored_digest(self._provenance, *record.place)
-        self.digests += digest is not None
-        return digest
-
     def _checksums(
-        self,
-        part: FilePart,
-        nbytes: int,
-        elements: tuple[int, int] = (0, 0),
-        take: Callable[[memoryview], object] | None = None,
+        self, part: FilePart, elements: tuple[int, int] | None = None
     ) -> Iterator[Finding]:
-        """Yield the parts that do not match their checksums; ``take`` gets the elements."""
+        """Yield the parts that do not match their checksums.
+
+        Args:
+            part: The record.
+            elements: Where those of a tensor begin, and their bytes.
+        """
         try:
             file = stored_zip(part.stream())
             if file is None:
@@ -262,18 +220,17 @@ class RecordChecker:
             entries = file.infolist()
             # torch.serialization.set_crc32_options(False) writes none.
             has_sums = any(entry.CRC for entry in entries)
+            self.unchecked += not has_sums
             for entry in entries:
                 start = entry_start(part.read_into, entry)
-                takes = take if (start, entry.file_size) == elements else None
                 checksum = 0
                 for piece in _pieces(part, start, entry.file_size):
-                    checksum = zlib.crc32(piece, checksum)
+                    checksum = crc32(piece, checksum)
                     self._advance(piece.nbytes)
-                    if takes is not None:
-                        takes(piece)
                 if has_sums and checksum != entry.CRC:
                     name = entry.filename.partition("/")[2]
-                    what = "the elements" if takes is not None else f"its {name}"
+                    is_tensor = (start, entry.file_size) == elements
+                    what = "the elements" if is_tensor else f"its {name}"
                     message = f"{what}: checksum {checksum:08x}, where {entry.CRC:08x} was saved"
                     yield "checksum", message
         except (zipfile.BadZipFile, EOFError, struct.error, ValueError, NotImplementedError) as e:

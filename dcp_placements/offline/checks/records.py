@@ -39,11 +39,6 @@ class Record(NamedTuple):
         return self.chunk.start + self.chunk.nbytes
 
     @property
-    def place(self) -> tuple[str, tuple[int, ...] | None]:
-        """Key and offset of its chunk; an object has no offset."""
-        return self.fqn, None if self.tensor is None else self.chunk.box.offsets
-
-    @property
     def name(self) -> str:
         """The key, with the box where it is a part of the tensor."""
         if self.tensor is None or len(self.tensor.boxes) == 1:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from dcp_placements.errors import format_names
+from dcp_placements.errors import format_count, format_names
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.record_checks import RecordChecker
-from dcp_placements.offline.checks.records import FileRecords, records_by_file
+from dcp_placements.offline.checks.records import records_by_file
 from dcp_placements.offline.checks.structure import (
     CheckpointFault,
     files_without_id,
@@ -21,7 +19,6 @@ from dcp_placements.offline.checks.structure import (
 from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.directory import Directory
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.metadata.provenance import stored_digest
 
 MEMORY_NBYTES = 2 << 30
 
@@ -41,7 +38,6 @@ class Verification:
     tensors: int  # tensors that were checked
     chunks: int  # their chunks
     nbytes: int  # bytes of records whose contents were read and compared
-    digests: int  # chunks and objects that were compared with a stored digest
 
     @property
     def sound(self) -> bool:
@@ -55,7 +51,6 @@ class Verification:
             "tensors": self.tensors,
             "chunks": self.chunks,
             "bytes": self.nbytes,
-            "digests": self.digests,
         }
 
 
@@ -63,20 +58,17 @@ def verify(
     path: str | os.PathLike[str] | Checkpoint,
     *,
     contents: bool = False,
-    digests: bool = False,
     memory: int = MEMORY_NBYTES,
     progress: Progress = lambda done, total: None,
 ) -> Verification:
     """Return what is wrong with a checkpoint.
 
-    Without ``contents`` and ``digests`` only the head of every record is read. Checked are then:
+    Without ``contents`` only the head of every record is read. Checked are then:
     chunks tile their tensors, files exist and are long enough, records match the metadata.
 
     Args:
         path: The checkpoint.
         contents: Read everything, and compare it with the checksums that ``torch.save`` writes.
-        digests: Read everything, and compare it with those checksums and the stored digests; a
-            checkpoint or a tensor without digests is a fault then.
         memory: Bytes that data may take.
         progress: Called as files are read.
 
@@ -90,13 +82,10 @@ def verify(
     with quiet_gc():
         records = records_by_file(checkpoint)
         faults = structural_faults(checkpoint, records)
-    if digests:
-        faults += _digest_gaps(checkpoint.provenance or {}, records)
     total = int(sum([float((one.ends - one.starts).sum(dtype=float)) for one in records.values()]))
     checker = RecordChecker(
         checkpoint,
         contents=contents,
-        digests=digests,
         limit_nbytes=memory // 3,
         progress=lambda done: progress(min(done, total), total),
     )
@@ -107,6 +96,11 @@ def verify(
     notes = _notes(checkpoint)
     if contents and checkpoint.format == SAFETENSORS:
         notes.append("safetensors files have no checksums: nothing proves their contents")
+    if checker.unchecked:
+        notes.append(
+            f"{format_count(checker.unchecked, 'record')} have no checksums "
+            "(torch.serialization.set_crc32_options(False)): nothing proves their contents"
+        )
     if checker.skipped:
         names = format_names(checker.skipped, 4)
         notes.append(f"not plain, and larger than a third of --memory, so not read: {names}")
@@ -119,8 +113,7 @@ def verify(
         notes=tuple(notes),
         tensors=len(checkpoint.tensors),
         chunks=sum([len(one.tensors) * one.tensors[0].count for one in checkpoint.alike]),
-        nbytes=checker.nbytes if contents or digests else 0,
-        digests=checker.digests,
+        nbytes=checker.nbytes if contents else 0,
     )
 
 
@@ -130,27 +123,6 @@ def _version(directory: Directory) -> str | None:
         return directory.version(".metadata")
     except OSError:
         return None
-
-
-def _digest_gaps(
-    provenance: Mapping[str, Any], records: Mapping[str, FileRecords]
-) -> list[CheckpointFault]:
-    """Return the tensors and objects that have no stored digest."""
-    if not provenance.get("digests"):
-        message = (
-            "the checkpoint stores no digests, so that its contents cannot be proved; "
-            "save with PlacementSavePlanner(digests='full')"
-        )
-        return [CheckpointFault("no_digest", (), (), message)]
-    without: dict[str, set[str]] = defaultdict(set)
-    for file, in_file in records.items():
-        for record in in_file:
-            if stored_digest(provenance, *record.place) is None:
-                without[record.fqn].add(file)
-    return [
-        CheckpointFault("no_digest", (fqn,), tuple(sorted(files)), "no digest of it is stored")
-        for fqn, files in without.items()
-    ]
 
 
 def _notes(checkpoint: Checkpoint) -> list[str]:
@@ -168,7 +140,7 @@ def _notes(checkpoint: Checkpoint) -> list[str]:
     if 0 < len(without) < len(checkpoint.files):
         notes.append(
             f"no id of a save in {format_names(without, 4)}: where another save wrote one of them "
-            "and not the rank's other files, only verify --digests can tell"
+            "and not the rank's other files, nothing can tell"
         )
     directory = checkpoint.directory
     for name in checkpoint.other_files:
@@ -186,6 +158,6 @@ def _notes(checkpoint: Checkpoint) -> list[str]:
             notes.append(
                 f"written after .metadata, which is written last: {', '.join(younger[:4])}"
                 f"{' and more' if len(younger) > 4 else ''}. A copy looks like that, and so does "
-                "a later save that was cut off; verify --digests tells them apart"
+                "a later save that was cut off"
             )
     return notes

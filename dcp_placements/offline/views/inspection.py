@@ -17,7 +17,7 @@ from dcp_placements.storage.metadata.record import Cuts, SaveRecord
 from dcp_placements.storage.metadata.save_ids import writer_of
 
 SHOWN_PROVENANCE = ("save_id", "step", "world_size", "axes", "versions", "options")
-"""The other keys, rules and digests, have an entry for each tensor."""
+"""The other keys have an entry for each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,6 @@ class Inspection:
     # Its record of the save (``save_id``, ``step``, ``world_size``, ``axes``, ``versions``,
     # ``options``); None if it has none
     provenance: Mapping[str, Any] | None
-    digests: int  # chunks and objects of which a digest is stored
     experts: tuple[ExpertLayer, ...] | None = None  # layer by layer, if asked for
     cuts: tuple[CutsInfo, ...] = ()  # the cuts of the save, if the checkpoint records them
     renames: tuple[str, ...] = ()  # the renames of the save, if the checkpoint records them
@@ -127,7 +126,6 @@ class Inspection:
             "objects": len(self.objects),
             "chunks": self.chunks,
             "bytes": self.nbytes,
-            "digests": self.digests,
             "ranks": self.ranks,
         }
 
@@ -180,7 +178,6 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspec
             for name, size in sorted({**checkpoint.files, **checkpoint.other_files}.items())
         },
         provenance=shown if provenance else None,
-        digests=sum(len(digests) for digests in (provenance.get("digests") or {}).values()),
         experts=find_experts(tensors.values()) if experts else None,
         cuts=() if record is None else _cuts(record, tensors),
         renames=() if record is None else tuple(map(str, record.renames)),

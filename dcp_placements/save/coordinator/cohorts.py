@@ -44,8 +44,6 @@ class Rows:
         boxes: By row, offsets and sizes.
         slots: Which digests a row has; None where it has none.
         digests: By row and slot.
-        stored: By rank and item (keys by boxes), 16 bytes as two numbers; None where no digests
-            are stored.
     """
 
     cohort: int
@@ -53,7 +51,6 @@ class Rows:
     boxes: Ints
     slots: Slots | None = None
     digests: Digests = field(default_factory=lambda: np.zeros((0, 0), np.uint64))
-    stored: Digests | None = None
 
 
 class Cohorts:
@@ -139,8 +136,7 @@ class Cohorts:
         """Append what a cohort holds to the rows of each of its groups."""
         plans = [self.plans[at] for at in cohort.plans.tolist()]
         digests = _side_by_side([plan.digests for plan in plans])
-        stored = _side_by_side([plan.stored_digests for plan in plans])
-        column = slot = item = 0
+        column = slot = 0
         places = [
             (table, number, group)
             for table in cohort.tables
@@ -158,10 +154,6 @@ class Cohorts:
                 mine = mine.reshape(-1, slots.count, count).transpose(0, 2, 1)
                 rows.digests = mine.reshape(-1, slots.count)
                 slot += slots.count * count
-            if stored is not None:
-                items = self.tables[table].sizes[number] * count
-                rows.stored = stored.reshape(len(plans), -1, 2)[:, item : item + items]
-                item += items
             self.rows[table][number].append(rows)
 
     def _slots(self, table: int, group: int, is_folded: bool) -> Slots:

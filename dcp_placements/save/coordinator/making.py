@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of its save: paths, cuts, renames, rules, listed rows, digests."""
+"""What a checkpoint keeps of its save: paths, cuts, renames, rules, listed rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.renamed_keys import Path
 from dcp_placements.save.coordinator.cohorts import Cohorts
-from dcp_placements.save.items import Assignment
-from dcp_placements.save.key_table import OBJECT, Group, KeyTable
+from dcp_placements.save.key_table import Group, KeyTable
 from dcp_placements.save.rank_notes import Statement
-from dcp_placements.storage.hashing import FULL_NBYTES
-from dcp_placements.storage.metadata.provenance import StoredDigests
 from dcp_placements.storage.metadata.record import Cuts, packed_record
 
 
@@ -90,16 +87,3 @@ def _listed_dim(group: Group) -> int | None:
     """Return the dim whose rows ranks list; None where there is none, or several."""
     dims = {cut.dim for cut in group.cuts if cut.kind is Kind.LISTED}
     return dims.pop() if len(dims) == 1 else None
-
-
-def written_digests(cohorts: Cohorts, assignments: Sequence[Assignment]) -> StoredDigests:
-    """Return the digests of what is written."""
-    found: StoredDigests = {}
-    for plan, assignment in zip(cohorts.plans, assignments, strict=True):
-        holding = cohorts.holding(plan)
-        is_written = assignment.is_written(holding)
-        for chunk, (fqn, group, box) in enumerate(holding.chunks()):
-            digest = plan.stored_digests[chunk * FULL_NBYTES : (chunk + 1) * FULL_NBYTES]
-            if is_written[chunk] and any(digest):
-                found.setdefault(fqn, {})[None if group.kind == OBJECT else box.offsets] = digest
-    return found

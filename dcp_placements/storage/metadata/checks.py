@@ -19,7 +19,7 @@ import numpy as np
 
 from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.storage.index.entries import Entries
-from dcp_placements.storage.metadata.provenance import SAMPLED, stored
+from dcp_placements.storage.metadata.provenance import DIGESTS_OF_RANK, stored
 from dcp_placements.storage.metadata.table import Rows
 from dcp_placements.storage.safetensors_files import LARGEST, counts
 
@@ -82,11 +82,11 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
     for name, held in kinds.items():
         if name in provenance and not isinstance(value := provenance[name], held):
             raise TypeError(f"its provenance is broken: {name} is a {type(value).__name__}")
-    mappings = ("rules", "digests", SAMPLED, "axes", "versions", "options", "row_maps")
+    mappings = ("rules", DIGESTS_OF_RANK, "axes", "versions", "options", "row_maps")
     for name in mappings:
         if name in provenance and not isinstance(value := provenance[name], Mapping):
             raise TypeError(f"its provenance is broken: {name} are a {type(value).__name__}")
-    by_key: dict[str, Any] = {"rules": str, "digests": Mapping, SAMPLED: Mapping}
+    by_key: dict[str, Any] = {"rules": str, DIGESTS_OF_RANK: Mapping}
     for name, kind in by_key.items():
         items = provenance.get(name, {}).items()
         if not all(type(key) is str and isinstance(value, kind) for key, value in items):

@@ -1,4 +1,4 @@
-"""Provenance: which save wrote a checkpoint, and the digests of its chunks.
+"""Provenance: which save wrote a checkpoint.
 
 It is stored in ``Metadata.planner_data`` under one reserved key, which torch's readers ignore.
 """
@@ -16,8 +16,8 @@ RESERVED_KEY = "dcp_placements"
 OWN_PREFIX = f"{RESERVED_KEY}."
 """Begins the keys in ``storage_data`` of records beside those of tensors and objects."""
 
-SAMPLED = "sampled_digests"
-"""The key of the sampled digests in the provenance of a rank that saved alone."""
+DIGESTS_OF_RANK = "sampled_digests"
+"""The key of the digests in the provenance of a rank that saved alone."""
 
 REPLACED = "replaced"
 """The key in the provenance of a rank that saved alone, over older metadata of its own."""
@@ -69,30 +69,26 @@ def saved_by(metadata: Any) -> str:
 
 
 def stored_digest(
-    provenance: Mapping[str, Any],
-    fqn: str,
-    offset: Sequence[int] | None,
-    kind: str = "digests",
+    provenance: Mapping[str, Any], fqn: str, offset: Sequence[int] | None
 ) -> bytes | None:
-    """Return a digest of one stored chunk, or of an object, which has no offset.
+    """Return the digest of a chunk, or of an object, of a rank that saved alone.
 
     Args:
-        provenance: The checkpoint's.
+        provenance: Of the rank.
         fqn: The key.
-        offset: Of the chunk.
-        kind: ``"digests"`` (of all bytes), or ``SAMPLED``.
+        offset: Of the chunk; an object has none.
     """
     at = None if offset is None else tuple(offset)
-    digest = provenance.get(kind, {}).get(fqn, {}).get(at)
+    digest = provenance.get(DIGESTS_OF_RANK, {}).get(fqn, {}).get(at)
     return digest if isinstance(digest, bytes) else None
 
 
 def merged_provenance(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the provenance of ranks that each wrote their own; the lowest rank's entries win."""
     merged = dict(parts[0])
-    for name in (SAMPLED, REPLACED):
+    for name in (DIGESTS_OF_RANK, REPLACED):
         merged.pop(name, None)
-    for name in ("rules", "row_maps", "digests"):
+    for name in ("rules", "row_maps"):
         joined: dict[str, Any] = {}
         for part in parts:
             for fqn, value in part.get(name, {}).items():

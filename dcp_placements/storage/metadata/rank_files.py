@@ -38,7 +38,6 @@ from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.provenance import (
     REPLACED,
     RESERVED_KEY,
-    SAMPLED,
     merged_provenance,
     stored,
     stored_digest,
@@ -210,19 +209,13 @@ class _Merger:
     def _compare(self, index: MetadataIndex, box: Box | None, first: int, other: int) -> None:
         """Compare the digests of what two ranks wrote of one chunk, or (no box) of one object."""
         provenance = [self._provenance[rank] for rank in (first, other)]
-        # Equal objects can be pickled to different bytes, of which the full digests are.
-        kinds = [SAMPLED] if box is None else ["digests", SAMPLED]
-        digests = [
-            [stored_digest(one, index.fqn, index.offset, kind) for one in provenance]
-            for kind in kinds
-        ]
-        pairs = [(one, two) for one, two in digests if one is not None and two is not None]
-        if not pairs:
+        one, two = [stored_digest(of, index.fqn, index.offset) for of in provenance]
+        if one is None or two is None or len(one) != len(two):
             self._uncompared.setdefault(index.fqn, {first}).add(other)
-        elif all(one == two for one, two in pairs):
+        elif one == two:
             return
         elif box is None or any(
-            one.get("options", {}).get("on_conflict") == "warn" for one in provenance
+            of.get("options", {}).get("on_conflict") == "warn" for of in provenance
         ):
             self._kept.setdefault(index.fqn, {first}).add(other)
         else:
@@ -289,8 +282,8 @@ class _Merger:
                 fqn,
                 f"stored by {format_ranks(ranks)} and not compared; rank {min(ranks)}'s is kept",
                 (
-                    'because:     a rank stored no digest of it: digests="off", another planner, '
-                    "or contents that cannot be read",
+                    'because:     a rank stored no such digest of it: digests="off", or another '
+                    "value than the others; another planner; or contents that cannot be read",
                     "way out:     save with PlacementSavePlanner(); where each rank has contents "
                     "of its own, with rules, or a key for each",
                 ),

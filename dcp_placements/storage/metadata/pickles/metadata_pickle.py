@@ -16,7 +16,7 @@ from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any, ClassVar, NoReturn
 
 from dcp_placements.storage.metadata.properties import LAYOUTS, Dtype, MemoryFormat, Properties
-from dcp_placements.storage.metadata.provenance import SAMPLED, stored
+from dcp_placements.storage.metadata.provenance import DIGESTS_OF_RANK, stored
 from dcp_placements.storage.restricted_pickle import (
     RefusedGlobal,
     RestrictedUnpickler,
@@ -169,7 +169,9 @@ class MetadataUnpickler(RestrictedUnpickler):
         """
         todo: list[Any] = []
         for name, value in provenance.items():
-            if name in ("digests", SAMPLED, "row_maps", "rules") and isinstance(value, Mapping):
+            if name in ("digests", DIGESTS_OF_RANK, "row_maps", "rules") and isinstance(
+                value, Mapping
+            ):
                 # One entry per key, of values that many keys share.
                 self.spend(len(value))
                 self.spend(sum(len(of_key) for of_key in value.values() if type(of_key) is dict))

@@ -1,0 +1,226 @@
+"""What was damaged after it was written is refused by a load, with its place; nothing else is."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementSavePlanner,
+)
+from dcp_placements.offline import verify
+from dcp_placements.testing import FakeDTensor, World
+from tests.storage_scenes import (
+    Flipped,
+    all_kinds,
+    blank,
+    flipped_registry,
+    same,
+    stock_metadata,
+)
+
+WRITERS: dict[str, Any] = {"torch": dcp.FileSystemWriter, "ours": PlacementFileSystemWriter}
+PLANNERS: dict[str, Any] = {"torch": DefaultLoadPlanner, "ours": PlacementLoadPlanner}
+by_writer = pytest.mark.parametrize("writer", WRITERS)
+by_planner = pytest.mark.parametrize("planner", PLANNERS)
+
+STATE: dict[str, Any] = {
+    "large": torch.arange(1_500_000, dtype=torch.float32).reshape(1500, 1000),  # several blocks
+    "middle": torch.arange(30_000, dtype=torch.float32) + 0.5,
+    **{f"small.{at}": torch.arange(100, dtype=torch.int16) + 1000 * at for at in range(9)},
+    "scalar": torch.tensor(1234.5, dtype=torch.float64),
+    "half": torch.arange(40_000).to(torch.bfloat16),
+    "complex": torch.arange(900).to(torch.complex64).reshape(30, 30) * (1 + 2j),
+}
+
+
+@contextmanager
+def without_checksums() -> Iterator[None]:
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+@contextmanager
+def flipped(path: Path, key: str, at: float) -> Iterator[tuple[str, int]]:
+    """Flip a bit of a tensor's elements meanwhile; yield the file, and where the elements begin."""
+    (info,) = [i for index, i in stock_metadata(path).storage_data.items() if index.fqn == key]
+    file = path / info.relative_path
+    sound = file.read_bytes()
+    data = bytearray(sound)
+    raw = STATE[key].reshape(-1).view(torch.uint8).numpy().tobytes()
+    start = data.index(raw, info.offset, info.offset + info.length)
+    data[start + int(at * (len(raw) - 1))] ^= 4
+    file.write_bytes(data)
+    yield file.name, start
+    file.write_bytes(sound)
+
+
+def load(path: Path, state: dict[str, Any], planner: Any, **options: Any) -> dict[str, Any]:
+    reader = PlacementFileSystemReader(path, **options)
+    dcp.load(state, storage_reader=reader, planner=planner(), no_dist=True)
+    return state
+
+
+@by_planner
+@by_writer
+@pytest.mark.parametrize("threads", [1, 3])
+def test_flipped_elements_are_refused_with_key_file_and_byte(
+    tmp_path: Path, writer: str, planner: str, threads: int
+) -> None:
+    dcp.save(dict(STATE), storage_writer=WRITERS[writer](tmp_path), planner=DefaultSavePlanner())
+    for key in ("large", "middle", "small.4", "scalar", "half", "complex"):
+        for at in (0.0, 0.5, 1.0):
+            with flipped(tmp_path, key, at) as (name, start):
+                with pytest.raises(CheckpointException) as refused:
+                    load(tmp_path, blank(STATE), PLANNERS[planner], thread_count=threads)
+                loaded = load(tmp_path, blank(STATE), PLANNERS[planner], check_crc=False)
+            message = str(refused.value)
+            assert f"{key}: its elements at byte {start} of {name} are not what was" in message
+            assert re.search(r"CRC-32 is [0-9a-f]{8}, where [0-9a-f]{8} was written", message)
+            assert "way out:" in message
+            assert not same(loaded[key], STATE[key])
+    loaded = load(tmp_path, blank(STATE), PLANNERS[planner], thread_count=threads)
+    assert all(same(loaded[key], STATE[key]) for key in STATE)
+
+
+@by_writer
+def test_targets_that_are_not_contiguous_or_of_another_dtype_are_compared_too(
+    tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_placements.storage.record_contents.BUFFER_NBYTES", 10_000)
+    dcp.save({"large": STATE["large"]}, storage_writer=WRITERS[writer](tmp_path))
+    for target in (torch.zeros(1000, 1500).t(), torch.zeros(1500, 1000, dtype=torch.float64)):
+        load(tmp_path, {"large": target}, PlacementLoadPlanner)
+        assert torch.equal(target, STATE["large"].to(target.dtype))
+        with (
+            flipped(tmp_path, "large", 0.7),
+            pytest.raises(CheckpointException, match="large: its elements at byte "),
+        ):
+            load(tmp_path, {"large": target}, PlacementLoadPlanner)
+
+
+@by_writer
+def test_elements_in_another_order_and_objects_are_compared_too(
+    tmp_path: Path, writer: str
+) -> None:
+    turned = torch.arange(600.0).reshape(20, 30).t()
+    saved = {"turned": turned, "note": "as it was"}
+    dcp.save(dict(saved), storage_writer=WRITERS[writer](tmp_path))
+    (file,) = tmp_path.glob("*.distcp")
+    sound = file.read_bytes()
+    for key, found in (("turned", turned.t().numpy().tobytes()), ("note", b"as it was")):
+        data = bytearray(sound)
+        data[data.index(found) + 3] ^= 2
+        file.write_bytes(data)
+        with pytest.raises(CheckpointException, match=f"{key}: its data.*of {file.name}, is not"):
+            load(tmp_path, blank(saved), DefaultLoadPlanner)
+    file.write_bytes(sound)
+    loaded = load(tmp_path, blank(saved), DefaultLoadPlanner)
+    assert all(same(loaded[key], saved[key]) for key in saved)
+
+
+@by_planner
+@by_writer
+def test_sound_records_of_every_kind_raise_no_alarm(
+    tmp_path: Path, writer: str, planner: str
+) -> None:
+    saved = all_kinds()
+    dcp.save(dict(saved), storage_writer=WRITERS[writer](tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "torch.distributed")
+        loaded = load(tmp_path, blank(saved), PLANNERS[planner])
+    assert [key for key in saved if not same(saved[key], loaded[key])] == []
+    assert verify(tmp_path, contents=True).sound
+
+
+def test_transformed_records_are_compared_after_their_transforms(tmp_path: Path) -> None:
+    saved = {"w": STATE["middle"], "n": 3}
+    writer = PlacementFileSystemWriter(tmp_path, _extensions=[Flipped()])
+    dcp.save(dict(saved), storage_writer=writer)
+    reader = PlacementFileSystemReader(tmp_path, _extension_registry=flipped_registry())
+    loaded = blank(saved)
+    dcp.load(loaded, storage_reader=reader)
+    assert all(same(loaded[key], saved[key]) for key in saved)
+
+
+def test_slices_are_read_and_not_compared(tmp_path: Path) -> None:
+    world_path = tmp_path
+    dcp.save({"large": STATE["large"]}, storage_writer=PlacementFileSystemWriter(world_path))
+    world = World(2)
+
+    def half(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, fsdp=2)
+        return {"large": FakeDTensor.distribute(torch.zeros(1500, 1000), mesh, [Shard(0)])}
+
+    with flipped(tmp_path, "large", 0.9):
+        loaded = world.load(
+            tmp_path,
+            half,
+            lambda rank: PlacementLoadPlanner(),
+            lambda rank: PlacementFileSystemReader(tmp_path),
+        )
+    assert torch.equal(loaded[0]["large"].to_local(), STATE["large"][:750])
+
+
+@by_planner
+@by_writer
+def test_records_without_checksums_are_warned_of_once(
+    tmp_path: Path, writer: str, planner: str
+) -> None:
+    saved = {**STATE, "turned": STATE["complex"].t(), "note": "x"}
+    with without_checksums():
+        dcp.save(dict(saved), storage_writer=dcp.FileSystemWriter(tmp_path))
+    loaded, made = blank(saved), PLANNERS[planner]()
+    with pytest.warns(UserWarning, match="records on rank 0 read without a comparison") as heard:
+        dcp.load(loaded, storage_reader=PlacementFileSystemReader(tmp_path), planner=made)
+    (text,) = [str(one.message) for one in heard if "comparison" in str(one.message)]
+    assert f"{len(saved)} records" in text
+    assert all(same(loaded[key], saved[key]) for key in saved)
+    if planner == "ours":
+        assert made.report.unchecked == len(saved)
+        assert "unchecked:" in str(made.report)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "torch.distributed")
+        load(tmp_path, loaded, PLANNERS[planner], check_crc=False)
+    found = verify(tmp_path, contents=True)
+    assert found.sound
+    assert any(f"{len(saved)} records have no checksums" in note for note in found.notes)
+
+
+def test_damage_at_a_url_is_refused(tmp_path: Path) -> None:
+    url = "memory://checksums/step"
+    files = fsspec.filesystem("memory")
+    planner = PlacementSavePlanner()
+    dcp.save(dict(STATE), storage_writer=PlacementFileSystemWriter(url), planner=planner)
+    loaded = load(url, blank(STATE), PlacementLoadPlanner)  # type: ignore[arg-type]
+    assert all(same(loaded[key], STATE[key]) for key in STATE)
+    (name,) = files.glob("/checksums/step/*.distcp")
+    data = bytearray(files.cat(name))
+    for key in ("large", "middle", "small.3"):
+        at = data.index(STATE[key].numpy().tobytes())
+        data[at + 20] ^= 1
+        files.pipe(name, bytes(data))
+        with pytest.raises(CheckpointException, match=f"{key}: its elements at byte {at} of "):
+            load(url, blank(STATE), PlacementLoadPlanner)  # type: ignore[arg-type]
+        data[at + 20] ^= 1
+    files.rm("/checksums", recursive=True)
