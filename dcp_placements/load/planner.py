@@ -258,11 +258,12 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         """
         if tensor.is_quantized:
             check_quantizer(read_item.dest_index.fqn, super().resolve_tensor(read_item), tensor)
-        self._run.take_tensor(read_item.dest_index.fqn, tensor)
-        if read_item.dest_index.fqn in self._run.overlaps.groups:
+        load = self._run
+        load.take_tensor(read_item.dest_index.fqn, tensor)
+        if read_item.dest_index.fqn in load.overlaps.groups:
             memory = super().resolve_tensor(read_item)
-            self._run.overlaps.take(read_item, memory, tensor)
-        self._run.end_read()
+            load.overlaps.take(read_item, memory, tensor)
+        load.end_read()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state dict. Called on every rank.

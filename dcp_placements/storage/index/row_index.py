@@ -223,7 +223,8 @@ class RowIndex:
             offset: Of the chunk; None of an object.
             hint: Its likely position in the list of chunks.
         """
-        for number, places in self.places_of(fqn):
+        for number in self.numbers_of(fqn):
+            places = self.places[number]
             at = places.find(offset, hint)
             if at is not None:
                 source = self.looked_up.sources.get((number, at))

@@ -58,12 +58,14 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
     @property
     def index(self) -> RowIndex:
         """The index of its rows."""
+        if isinstance(self._held, RowIndex):
+            return self._held  # asked for by every look-up
         if isinstance(self._held, bytes):
             held: RowIndex = pickle.loads(zlib.decompress(self._held))
             self._held = held
         elif isinstance(self._held, Rows):
             self._held = build_index(by_file(self._held))
-        elif not isinstance(self._held, RowIndex):
+        else:
             read = self._held.metadata.storage_data
             assert isinstance(read, StorageTable)
             self._held = read.index
