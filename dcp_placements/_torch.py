@@ -123,7 +123,6 @@ __all__ = [
     "create_default_global_save_plan",
     "default_write_items",
     "dtensor_facts",
-    "filled",
     "flatten_state_dict",
     "get_element",
     "global_rank",
@@ -218,16 +217,6 @@ def dtensor_facts(value: Any) -> tuple[torch.Tensor, Any, tuple[Any, ...], torch
             return local, spec.mesh, spec.placements, spec.tensor_meta.shape
     shape = torch.Size(value.shape)
     return local_tensor(value), value.device_mesh, tuple(value.placements), shape
-
-
-def filled(kind: type[T], attributes: dict[str, Any]) -> T:
-    """Return a frozen dataclass of torch's with ``attributes``, which must be complete.
-
-    Its constructor takes twice the time, and a load plan has thousands.
-    """
-    instance = object.__new__(kind)
-    object.__setattr__(instance, "__dict__", attributes)
-    return instance
 
 
 def leaves(state_dict: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:

@@ -54,7 +54,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.save.key_table import OBJECT, KeyTable, unpacked_table
-from dcp_placements.save.local_plan import sent_holding
+from dcp_placements.save.local_plan import sent_holding, unpacked_boxes
 
 CASES = ("fsdp", "hsdp", "norms")
 SIMULATED = {"w1": "w1-steps", "w4": "w4-steps"}
@@ -249,7 +249,9 @@ def simulated_ours(workload: Workload, path: Path) -> dict[str, Any]:
         for packed in local.tables:
             if packed not in tables:
                 tables[packed] = unpacked_table(packed)
-        holding = sent_holding(local, [tables[packed] for packed in local.tables])
+        own = [tables[packed] for packed in local.tables]
+        dims = [len(group.shape) for table in own for group in table.groups]
+        holding = sent_holding(own, unpacked_boxes(local.boxes, tuple(dims)))
         wants.append([])
         is_written = assignment.is_written(holding)
         for (fqn, group, box), is_owned in zip(holding.chunks(), is_written, strict=True):

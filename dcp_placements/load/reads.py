@@ -196,25 +196,19 @@ def _relative(offsets: Sequence[int], origin: Sequence[int]) -> torch.Size:
 def read_items(reads: Iterable[tuple[str, Sequence[Read] | None]]) -> list[ReadItem]:
     """Return torch's read items of ``(key, reads)``; the reads of an object are None."""
     items: list[ReadItem] = []
-    # ``filled`` without its calls, of which there would be thousands.
-    new, fill = object.__new__, object.__setattr__
     for fqn, parts in reads:
         if parts is None:
             items.append(read_object(fqn))
             continue
         for position, dest, dest_offsets, at, stored, stored_offsets, lengths in parts:
-            into, of, item = new(MetadataIndex), new(MetadataIndex), new(ReadItem)
-            fill(into, "__dict__", {"fqn": fqn, "offset": dest, "index": position})
-            fill(of, "__dict__", {"fqn": fqn, "offset": stored.offsets, "index": at})
-            attributes = {
-                "type": LoadItemType.TENSOR,
-                "dest_index": into,
-                "dest_offsets": dest_offsets,
-                "storage_index": of,
-                "storage_offsets": stored_offsets,
-                "lengths": lengths,
-            }
-            fill(item, "__dict__", attributes)
+            item = ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(fqn, dest, position),
+                dest_offsets=dest_offsets,
+                storage_index=MetadataIndex(fqn, stored.offsets, at),
+                storage_offsets=stored_offsets,
+                lengths=lengths,
+            )
             items.append(item)
     return items
 

@@ -16,7 +16,6 @@ from dcp_placements._torch import (
     TensorWriteData,
     WriteItem,
     WriteItemType,
-    filled,
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save.key_table import OBJECT, PLAIN, Group, KeyTable
@@ -163,17 +162,14 @@ def _items(holding: Holding, is_written: Iterator[bool]) -> list[WriteItem]:
         group = held.group
         kind, data = _item_type(group), _write_data(group, held.boxes)
         for fqn in held.fqns:
-            items += [_write_item(fqn, one, kind) for one in data if next(is_written)]
+            items += [
+                WriteItem(MetadataIndex(fqn, one.chunk.offsets), kind, tensor_data=one)
+                for one in data
+                if next(is_written)
+            ]
             if group.kind == OBJECT and next(is_written):
                 items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
     return items
-
-
-def _write_item(fqn: str, data: TensorWriteData, kind: WriteItemType) -> WriteItem:
-    """Return the item that writes a chunk of a tensor."""
-    index = filled(MetadataIndex, {"fqn": fqn, "offset": data.chunk.offsets, "index": None})
-    attributes = {"index": index, "type": kind, "bytes_io_data": None, "tensor_data": data}
-    return filled(WriteItem, attributes)
 
 
 def _item_type(group: Group) -> WriteItemType:

@@ -12,7 +12,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from io import BytesIO
 from itertools import accumulate
 from math import prod
@@ -200,7 +200,6 @@ def path_counts(paths: Iterable[Path]) -> tuple[list[tuple[int, ...]], list[int]
     return counts, [counts_of[at] for at in head_of]
 
 
-@lru_cache(maxsize=1 << 16)
 def _components(part: str | int) -> int:
     return -1 if isinstance(part, int) else part.count(".") + 1
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import chain, product
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -185,11 +184,10 @@ def foreign_plans(plans: Sequence[SavePlan]) -> list[Fault]:
     ]
 
 
-def sent_holding(plan: LocalPlan, tables: Sequence[KeyTable]) -> Holding:
-    """Return what a plan, with its tables unpacked, shows of its rank's holding."""
+def sent_holding(tables: Sequence[KeyTable], boxes: Sequence[Boxes]) -> Holding:
+    """Return what the tables and boxes of a plan, unpacked, show of its rank's holding."""
     declared = [group for table in tables for group in table.groups]
     fqns = [table.keys(number) for table in tables for number in range(len(table.groups))]
-    boxes = unpacked_boxes(plan.boxes, declared)
     groups = list(map(Held, declared, boxes, fqns))
     return Holding(list(tables), groups, list(chain.from_iterable(fqns)))
 
@@ -201,14 +199,8 @@ def packed_boxes(held: Sequence[Boxes]) -> bytes:
     return packed_ints([*map(len, held), *numbers])
 
 
-def unpacked_boxes(packed: bytes, groups: Sequence[Group]) -> list[Boxes]:
-    """Return the boxes that were packed."""
-    return list(_unpacked_boxes(packed, tuple([len(group.shape) for group in groups])))
-
-
-@lru_cache(maxsize=1 << 8)
-def _unpacked_boxes(packed: bytes, dims: tuple[int, ...]) -> tuple[Boxes, ...]:
-    """Return the boxes of groups of these numbers of dims; replicas pack the same bytes."""
+def unpacked_boxes(packed: bytes, dims: tuple[int, ...]) -> tuple[Boxes, ...]:
+    """Return the boxes that were packed, of groups of these numbers of dims."""
     flat: list[int] = unpacked_ints(packed).tolist()
     at = len(dims)
     held = []

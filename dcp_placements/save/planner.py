@@ -18,7 +18,6 @@ from dcp_placements._torch import (
     StorageMeta,
     WriteItem,
     WriteItemType,
-    filled,
     global_rank,
     is_of_hugging_face_writer,
     without_class,
@@ -60,7 +59,6 @@ from dcp_placements.save.local_plan import (
     LocalPlan,
     foreign_plans,
     packed_boxes,
-    unpacked_boxes,
 )
 from dcp_placements.save.rank_notes import Statement, named_axes_of
 from dcp_placements.save.rank_save import REFUSED, RankSave
@@ -381,10 +379,8 @@ def _assigned(
         return assigned_items(cohorts.holding(sent), assignment)
 
     def outline() -> Outline:
-        tables = cohorts.tables_of(sent)
-        groups = [group for table in tables for group in table.groups]
-        return outlines.of(tables, unpacked_boxes(sent.boxes, groups), assignment, sent.tables)
+        tables, boxes = cohorts.tables_of(sent), cohorts.boxes_of(sent)
+        return outlines.of(tables, boxes, assignment, sent.tables)
 
     lazy = LazyItems(items, outline)
-    # dataclasses.replace takes several times as long, and there is one plan per rank.
-    return filled(type(plan), {**vars(plan), "items": lazy, "planner_data": assignment})
+    return dataclasses.replace(plan, items=lazy, planner_data=assignment)  # type: ignore[arg-type]

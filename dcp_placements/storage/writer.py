@@ -36,7 +36,6 @@ from dcp_placements._torch import (
     StorageInfo,
     StoragePrefix,
     WriteResult,
-    filled,
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
@@ -166,7 +165,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             is_kept = bool(self._plans) and getattr(plan.items, "outline", None) is not None
             kind = _KeptPrefix if is_kept else StoragePrefix
             storage_data = kind(named(prefix, save_id))
-            prepared.append(filled(type(plan), {**vars(plan), "storage_data": storage_data}))
+            prepared.append(replace(plan, storage_data=storage_data))
         return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from dcp_placements._torch import (
     ReadItem,
     TensorStorageMetadata,
     axis_group,
-    filled,
 )
 from dcp_placements.bind.binding import Binding
 from dcp_placements.bind.placed import Placing
@@ -238,9 +237,9 @@ def clipped(item: ReadItem, dim: int, share: Share) -> ReadItem | None:
     lengths = list(item.lengths)
     offsets[dim], lengths[dim] = start, stop - start
     stored_offsets[dim] += start - begin
-    changed = {
-        "dest_offsets": torch.Size(offsets),
-        "storage_offsets": torch.Size(stored_offsets),
-        "lengths": torch.Size(lengths),
-    }
-    return filled(ReadItem, {**item.__dict__, **changed})
+    return replace(
+        item,
+        dest_offsets=torch.Size(offsets),
+        storage_offsets=torch.Size(stored_offsets),
+        lengths=torch.Size(lengths),
+    )

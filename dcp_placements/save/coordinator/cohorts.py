@@ -15,7 +15,7 @@ import numpy as np
 
 from dcp_placements.save.digest_folding import Digests, Slots, may_have_replicas
 from dcp_placements.save.key_table import KeyTable, unpacked_table
-from dcp_placements.save.local_plan import Holding, LocalPlan, sent_holding
+from dcp_placements.save.local_plan import Boxes, Holding, LocalPlan, sent_holding, unpacked_boxes
 from dcp_placements.save.packing import Ints, unpacked_rows
 
 
@@ -84,6 +84,7 @@ class Cohorts:
         self._own = own
         self._numbers: dict[bytes, int] = {}
         self._slots_of = cache(self._slots)
+        self._unpacked_boxes = cache(unpacked_boxes)
         alike: dict[tuple[tuple[bytes, ...], str, bool], list[int]] = {}
         for at, plan in enumerate(plans):
             alike.setdefault((plan.tables, plan.digest_kind, plan.is_folded), []).append(at)
@@ -100,9 +101,14 @@ class Cohorts:
         """Return the key tables of a plan, unpacked."""
         return [self.tables[self._numbers[packed]] for packed in plan.tables]
 
+    def boxes_of(self, plan: LocalPlan) -> tuple[Boxes, ...]:
+        """Return the boxes of a plan, by group, unpacked; those of replicas are the same bytes."""
+        groups = [group for table in self.tables_of(plan) for group in table.groups]
+        return self._unpacked_boxes(plan.boxes, tuple([len(group.shape) for group in groups]))
+
     def holding(self, plan: LocalPlan) -> Holding:
         """Return what the rank of a plan holds."""
-        return sent_holding(plan, self.tables_of(plan))
+        return sent_holding(self.tables_of(plan), self.boxes_of(plan))
 
     def _number(self, packed: bytes) -> int:
         """Return the position of a table, unpacking it where it is new."""

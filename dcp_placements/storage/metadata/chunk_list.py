@@ -7,7 +7,7 @@ tensors are cut, and a rank needs few of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
@@ -90,7 +90,7 @@ class ChunkList(Sequence["ChunkStorageMetadata"]):
             return ChunkList(self.offsets[index], self.sizes[index])
         size, chunk = _makers()
         offsets, sizes = self.offsets[index].tolist(), self.sizes[index].tolist()
-        return chunk({"offsets": size(offsets), "sizes": size(sizes)})
+        return chunk(offsets=size(offsets), sizes=size(sizes))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ChunkList):
@@ -113,15 +113,14 @@ class ChunkList(Sequence["ChunkStorageMetadata"]):
         make_size, chunk = _makers()
         size = cache(make_size)
         rows = zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)
-        parts = [{"offsets": size(tuple(o)), "sizes": size(tuple(s))} for o, s in rows]
-        return list, ([chunk(part) for part in parts],)
+        return list, ([chunk(offsets=size(tuple(o)), sizes=size(tuple(s))) for o, s in rows],)
 
 
 @cache
-def _makers() -> tuple[Callable[[Any], Any], Callable[[dict[str, Any]], ChunkStorageMetadata]]:
-    """Return what makes torch's sizes, and its chunks of their fields."""
+def _makers() -> tuple[Callable[[Any], Any], type[ChunkStorageMetadata]]:
+    """Return torch's types of sizes and of chunks."""
     import torch
 
-    from dcp_placements._torch import ChunkStorageMetadata, filled
+    from dcp_placements._torch import ChunkStorageMetadata
 
-    return torch.Size, partial(filled, ChunkStorageMetadata)
+    return torch.Size, ChunkStorageMetadata
