@@ -34,7 +34,7 @@ def renames_in_force(
         return ()
     kept: dict[Step, None] = {}
     renames = _steps_of(rename)
-    for at, step in enumerate(renames.steps):
+    for at, step in enumerate(renames.flat):
         if isinstance(step, Renumber | Stack | Unstack | Split):
             pattern = renames.pattern_after(at, step.pattern)
             total = step.total if isinstance(step, Renumber | Stack) else None
@@ -94,7 +94,7 @@ def held_numbers(rename: object) -> Numbers | None:
     """
     renames = _steps_of(rename)
     numbers = []
-    for at, step in enumerate(renames.steps):
+    for at, step in enumerate(renames.flat):
         if isinstance(step, Renumber):
             pattern = renames.pattern_after(at, step.pattern)
             by_selector = step.numbers(pattern).items()
@@ -115,7 +115,7 @@ def stored_numbers(rename: Any) -> dict[Declared, str]:
         return {}
     return {
         declared_step(step): renames.pattern_after(at, step.pattern)
-        for at, step in enumerate(renames.steps)
+        for at, step in enumerate(renames.flat)
         if isinstance(step, Renumber) and step in expected
     }
 

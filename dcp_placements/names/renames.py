@@ -35,20 +35,23 @@ class Renames(ReadyRename):
             makes.
         optional: Do not warn of steps that match nothing: for the names of a family of models,
             each of which has some of them.
+
+    Attributes:
+        flat: The steps, with those of a ``Renames`` among them one by one.
     """
 
     steps: tuple[Rename, ...]
     optional: bool
-    _flat: tuple[Rename, ...] = field(repr=False, compare=False)
+    flat: tuple[Rename, ...] = field(repr=False, compare=False)
 
     def __init__(self, *steps: Rename, optional: bool = False) -> None:
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "optional", optional)
-        object.__setattr__(self, "_flat", tuple(chain.from_iterable(map(steps_of, steps))))
+        object.__setattr__(self, "flat", tuple(chain.from_iterable(map(steps_of, steps))))
 
     def __call__(self, key: str) -> Renamed:
         name: Renamed = key
-        for step in self._flat:
+        for step in self.flat:
             name = _renamed(step, name)
         return name
 
@@ -62,13 +65,16 @@ class Renames(ReadyRename):
         """The numbers that all ranks are checked for, by the names that the last step leaves."""
         return tuple(
             replace(one, pattern=self.pattern_after(at, one.pattern))
-            for at, step in enumerate(self.steps)
+            for at, step in enumerate(self.flat)
             for one in numbering(step)
         )
 
     def pattern_after(self, at: int, pattern: str) -> str:
-        """Return the pattern of step ``at`` in the checkpoint's keys: as later steps replace it."""
-        for later in self.steps[at + 1 :]:
+        """Return the pattern of step ``at`` of ``flat`` in the checkpoint's keys.
+
+        Later steps may replace it.
+        """
+        for later in self.flat[at + 1 :]:
             if isinstance(later, Replace):
                 pattern = later(pattern)
         return pattern

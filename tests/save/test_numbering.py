@@ -222,3 +222,21 @@ def test_m80_a_waiver_of_other_keys_does_not_excuse_a_family_that_lacks_numbers(
             lambda rank: PlacementSavePlanner(rename=layers_of(rank), waive={"norm": "fine"}),
         )
     assert "no rank holds 0-1, 4-5 of 0-5" in str(refused.value.failures[0][0])
+
+
+NESTED: dict[str, Callable[[Rename, Rename], Rename]] = {
+    "flat": Renames,
+    "the last": lambda one, other: Renames(one, Renames(other)),
+    "the first": lambda one, other: Renames(Renames(one), other),
+    "all": lambda one, other: Renames(Renames(one, Renames(other))),
+}
+
+
+@pytest.mark.parametrize("nested", NESTED.values(), ids=NESTED)
+def test_m76_numbers_of_nested_renames_are_checked_as_those_of_flat_ones(
+    nested: Callable[[Rename, Rename], Rename],
+) -> None:
+    rename = nested(Renumber("layers.{}", [0, 1], total=4), Replace("layers", "blocks"))
+    held = {f"layers.{i}.w": torch.ones(2) for i in range(2)}
+    message = refusal(2, lambda rank: held, lambda rank: rename)
+    assert "blocks.{}: no rank holds 2-3 of 0-3" in message
