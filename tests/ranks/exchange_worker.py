@@ -335,6 +335,16 @@ def stock_reader(path: Path) -> Facts:
 
 
 @scenario
+def a_plain_key_per_rank(path: Path) -> Facts:
+    """A replicated tensor, and one of each rank's own (the state of its random numbers)."""
+    wholes = {"w": arange(1024, 700)} | {f"rng.{rank}": arange(700, 3) + rank for rank in range(4)}
+    saved(wholes, path)
+    own = f"rng.{dist.get_rank()}"
+    state: State = {"w": torch.zeros(1024, 700), own: torch.zeros(700, 3)}
+    return load(path, state, {key: wholes[key] for key in state})
+
+
+@scenario
 def not_all_planners(path: Path) -> Facts:
     wholes = {"w": arange(1024, 700)}
     saved(wholes, path)
