@@ -280,7 +280,7 @@ class RankLoad:
             self.warn(self.exchange.verdict.notes)
         self.overlaps.expect(items)
         ids = self._id_reads(items)
-        final: Any = [*ids, *items] if ids else items
+        final: Any = [*ids, *items, *ids] if ids else items
         if self.resets:
             self.resets.expect(len(final))
             if not final and self.active_exchange is None:
@@ -298,6 +298,8 @@ class RankLoad:
 
     def _id_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
         """Return the reads of the save ids in the files that items are read from.
+
+        A file is compared before and after its records are read: a save may begin meanwhile.
 
         None where ``storage_data`` is no dict: only the reader of this package has other mappings,
         and it compares the ids by itself.

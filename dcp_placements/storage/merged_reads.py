@@ -82,8 +82,7 @@ def jobs_of(
         parts = min(most, 1 + sum(record.info.length for record in records) // PART_NBYTES)
         step = max(-(-len(records) // parts), 1)
         for start in range(0, max(len(records), 1), step):
-            id_record = None if start else ids.get(path)
-            yield Job(path, records[start : start + step], id_record)
+            yield Job(path, records[start : start + step], ids.get(path))
 
 
 class ChunkReader:

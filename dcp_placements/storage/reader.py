@@ -266,6 +266,9 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 if job.id_record is not None:
                     self._check_id(file, job.id_record)
                 work.read(file, job.path, job.records)
+                if job.id_record is not None and job.records:
+                    # Torch's writer writes into the file that is there.
+                    self._check_id(file, job.id_record)
             finally:
                 file.close()
                 with _COUNTING:

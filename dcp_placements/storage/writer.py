@@ -49,6 +49,7 @@ from dcp_placements.storage.metadata.save_ids import (
     file_state,
     is_data_file,
     named,
+    sync_directory,
     unfinished_files,
     unfinished_name,
 )
@@ -319,6 +320,9 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         if type(self.fs) is FileSystem:
             # Atomic: a job that is killed here leaves the older checkpoint or the new one.
             os.replace(new, path)
+            if self.sync_files:
+                # What the older .metadata names is removed next, and may be gone first otherwise.
+                sync_directory(self.path)
             return
         if self.fs.exists(path):
             self.fs.rm_file(path)

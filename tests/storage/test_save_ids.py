@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -396,3 +398,67 @@ def test_metadata_grow_by_less_than_three_bytes_per_key(tmp_path: Path, writer: 
     added = len(pickle.dumps(metadata.planner_data["dcp_placements"]))
     added += sum(len(pickle.dumps(record)) for record in records)
     assert added <= 3 * len(metadata.state_dict_metadata)
+
+
+@by_reader
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_m99_a_save_into_a_file_that_is_being_read_is_refused(
+    tmp_path: Path, reader: str, after: int
+) -> None:
+    """Torch's writer saves again when some tensors of the file were read."""
+    whole = {f"w{n}": torch.full((30_000,), float(n)) for n in range(4)}
+    later = {key: value + 100 for key, value in whole.items()}
+
+    def save_torch(values: dict[str, Any]) -> None:
+        dcp.save(
+            dict(values),
+            storage_writer=dcp.FileSystemWriter(tmp_path),
+            planner=PlacementSavePlanner(),
+            no_dist=True,
+        )
+
+    class Interrupted(PlacementLoadPlanner):
+        commits = 0
+
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            super().commit_tensor(read_item, tensor)
+            self.commits += 1
+            if self.commits == after + 1:
+                save_torch(later)
+
+    save_torch(whole)
+    held = {key: torch.zeros_like(value) for key, value in whole.items()}
+    with pytest.raises(CheckpointException, match="was written by save"):
+        dcp.load(
+            held,
+            storage_reader=READERS[reader](tmp_path),
+            planner=Interrupted(),
+            no_dist=True,
+        )
+
+
+def test_m100_the_directory_is_synced_before_older_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, OLD, lambda rank: PlacementFileSystemWriter(tmp_path))
+    calls: list[str] = []
+    fsync, replace, unlink = os.fsync, os.replace, Path.unlink
+
+    def synced(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            calls.append("sync of the directory")
+        fsync(descriptor)
+
+    def replaced(source: Any, target: Any) -> None:
+        calls.append(f"rename to {Path(target).name}")
+        replace(source, target)
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        calls.append("removal")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(Path, "unlink", removed)
+    save(tmp_path, NEW, lambda rank: PlacementFileSystemWriter(tmp_path))
+    assert calls == ["rename to .metadata", "sync of the directory", "removal", "removal"]

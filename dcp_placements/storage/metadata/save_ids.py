@@ -138,6 +138,17 @@ def unfinished_files(path: str | os.PathLike[str]) -> dict[str, tuple[int, int, 
     return found
 
 
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Write the names of a directory to the disk, where the system can."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def file_state(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
     """Return what is different after a file was written again; None without one."""
     with suppress(OSError):
