@@ -2,25 +2,24 @@
 
 A file or directory is written under a temporary name beside its own, and renamed when all of it is
 on disk. Meanwhile a lock beside it keeps other processes out. The lock is the system's (``flock``),
-which ends with its process; the lock file names the holder. A new file never replaces one that
-appeared meanwhile, and links are not followed.
+which ends with its process. A new file never replaces one that appeared meanwhile, and links are
+not followed.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
 from dcp_placements.errors import CannotLook, format_name, format_nbytes
-from dcp_placements.offline.holder import Holder, busy
 from dcp_placements.storage.record_writer import errors_of
 
 IDENTITY = "identity"
@@ -30,9 +29,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of ``flock`` on file systems without locks."""
 
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
-_LOCK_NBYTES = 4096
-_SAYS_AFTER_S = 0.5
-"""How long a process may have a lock before it has written who it is."""
 
 
 class Output:
@@ -292,14 +288,14 @@ def _sync_directory(path: Path) -> None:
 class _Lock:
     """A lock file, held by at most one process.
 
-    The system drops the lock of a process that died. On file systems whose locks do not reach other
-    hosts the file itself is the lock, until somebody removes it.
+    The system drops the lock of a process that died, on whatever host it was. On file systems
+    without such locks the file itself is the lock, until its process or somebody removes it.
     """
 
     def __init__(self, target: Path, path: Path) -> None:
         self._target = target
         self._path = path
-        self._descriptor: int | None = None
+        self._lock: BaseFileLock = FileLock(path, timeout=0)
 
     def take(self) -> None:
         """Take the lock.
@@ -307,59 +303,29 @@ class _Lock:
         Raises:
             CannotLook: Another process has it.
         """
-        deadline = time.monotonic() + _SAYS_AFTER_S
-        while True:
-            descriptor = os.open(
-                self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
-            )
+        try:
             try:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise CannotLook(f"{format_name(self._path)}: this is no plain file")
-                if not self._is_free(descriptor):
-                    holder = _holder(descriptor)
-                    if holder is None and time.monotonic() < deadline:
-                        time.sleep(_SAYS_AFTER_S / 50)
-                        continue
-                    raise busy(self._target, self._path.name, holder)
-                if not self._is_ours(descriptor):
-                    continue  # its holder removed it meanwhile: we locked an unlinked file
-                # Before it is written, so that it is given back where the disk is full.
-                self._descriptor, descriptor = descriptor, -1
-                with errors_of(self._path):
-                    os.ftruncate(self._descriptor, 0)
-                    os.pwrite(self._descriptor, Holder.of_this_process().format(), 0)
-                return
-            finally:
-                if descriptor >= 0:
-                    os.close(descriptor)
+                self._lock.acquire()
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                self._path.unlink(missing_ok=True)  # it is no lock of anybody
+                self._path = self._path.with_name(f"{self._path.name}.soft")
+                self._lock = SoftFileLock(self._path, timeout=0)
+                self._lock.acquire()
+        except Timeout:
+            way_out = "wait for it, or give another name"
+            if isinstance(self._lock, SoftFileLock):
+                way_out += f"; if that process has ended, remove {self._path.name}"
+            raise CannotLook(
+                f"{format_name(self._target)}: is being written by another process\n"
+                f"    way out:     {format_name(way_out)}"
+            ) from None
 
     def release(self) -> None:
         """Give the lock back."""
-        if self._descriptor is not None:
-            # Removed before it is unlocked: whoever opens it next creates a new file.
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _is_free(self, descriptor: int) -> bool:
-        holder = _holder(descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            return holder is None or holder.has_ended
-        return holder is None or holder.is_of_this_host
-
-    def _is_ours(self, descriptor: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
-
-
-def _holder(descriptor: int) -> Holder | None:
-    """Return the holder that a lock file names; None where it names none."""
-    return Holder.parse(os.pread(descriptor, _LOCK_NBYTES, 0))
+        if self._lock.is_locked:
+            if not isinstance(self._lock, SoftFileLock):
+                # Removed before it is unlocked: whoever opens it next creates a new file.
+                self._path.unlink(missing_ok=True)
+            self._lock.release()

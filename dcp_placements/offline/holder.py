@@ -1,4 +1,4 @@
-"""The process that is writing an output, as the output's lock names it."""
+"""The process that is writing an output at a URL, as the output's last marker names it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Holder:
 
     pid: int  # its number
     host: str  # the name of its machine
-    since: str  # when it took the lock
+    since: str  # when it began to write
     # When the process began, in the system's ticks: another process may have its number later, or
-    # Have it in another container
+    # have it in another container
     start: str
 
     @classmethod
@@ -31,7 +31,7 @@ class Holder:
 
     @classmethod
     def parse(cls, data: bytes) -> Holder | None:
-        """Return the holder that a lock names; None where it is not as ``format`` writes it."""
+        """Return the holder that a marker names; None where it is not as ``format`` writes it."""
         try:
             stored = json.loads(data)
             holder = cls(*(stored[field.name] for field in fields(cls)))
@@ -64,19 +64,18 @@ class Holder:
         return self.start != _start(self.pid)
 
 
-def busy(target: str | os.PathLike[str], lock: str, holder: Holder | None) -> CannotLook:
+def busy(target: str, marker: str, holder: Holder) -> CannotLook:
     """Return the error for an output that another process is writing.
 
     Args:
         target: The output.
-        lock: Its lock, which somebody may have to remove.
-        holder: The process, if the lock names it.
+        marker: Its last marker, which somebody may have to remove.
+        holder: The process that the marker names.
     """
-    who, way = "a process that the lock does not name", "wait for it, or give another name"
-    if holder is not None:
-        who = f"process {holder.pid} on {holder.host}, since {holder.since}"
-        if not holder.is_of_this_host:
-            way += f"; if that process has ended, remove {lock}"
+    way = "wait for it, or give another name"
+    if not holder.is_of_this_host:
+        way += f"; if that process has ended, remove {marker}"
+    who = f"process {holder.pid} on {holder.host}, since {holder.since}"
     return CannotLook(
         f"{format_name(target)}: is being written by another process\n"
         f"    found:       {format_name(who)}\n"
