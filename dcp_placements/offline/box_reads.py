@@ -56,7 +56,7 @@ class _RawReader(ChunkReader):
         index = record.item.storage_index
         tensor = self._tensors[index.fqn]
         box = next(box for box in tensor.boxes if box.offsets == index.offset)
-        return TensorRecord(tensor.stored_dtype, box.sizes, 0)
+        return TensorRecord(tensor.dtype, box.sizes, 0)
 
 
 def _no_transform(item: ReadItem, descriptors: Sequence[str], stream: Any) -> Any:
@@ -164,7 +164,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 head = self._reader.tensor_record(record, FilePart(file, chunk.start, chunk.nbytes))
             except EOFError as error:  # it was cut off since it was opened
                 raise _unread(tensor.fqn, chunk.file, str(error)) from error
-            if head is None or (head.dtype, head.shape) != (tensor.stored_dtype, held.sizes):
+            if head is None or (head.dtype, head.shape) != (tensor.dtype, held.sizes):
                 return None
             skipped = position(_minus(shared, held), held.sizes) * itemsize
             start = position(_minus(shared, box), box.sizes) * itemsize

@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from dcp_placements._torch import Metadata
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.readers.dcp import (
@@ -25,17 +28,13 @@ from dcp_placements.offline.readers.dcp import (
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.row_index import RowIndex
-from dcp_placements.storage.metadata.description import Description
-from dcp_placements.storage.metadata.properties import Dtype
+from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.index.stored_entries import entries_of
 from dcp_placements.storage.metadata.provenance import OWN_PREFIX, stored
+from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
 from dcp_placements.storage.metadata.record import SaveRecord, record_of
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, absent_ranks, writer_of
 from dcp_placements.storage.metadata.table import Offset
-
-if TYPE_CHECKING:
-    import torch
-
-    from dcp_placements._torch import Metadata
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
@@ -66,7 +65,7 @@ class StoredTensor:
 
     fqn: str  # its key
     shape: tuple[int, ...]  # of the whole tensor
-    stored_dtype: Dtype  # of the stored elements
+    dtype: torch.dtype  # of the stored elements
     _cut: _Cut
     _places: _Places
 
@@ -86,14 +85,14 @@ class StoredTensor:
         return self._cut.count
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Torch's dtype of the stored elements."""
-        return self.stored_dtype.torch
+    def dtype_name(self) -> str:
+        """The name of the dtype, without ``torch.``."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor's elements."""
-        return prod(self.shape) * self.stored_dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     @property
     def whole(self) -> Box:
@@ -148,7 +147,7 @@ class Checkpoint:
     Attributes:
         directory: Its files.
         format: ``"dcp"``, ``"torch_dist"`` or ``"safetensors"``.
-        description: What its metadata say, in DCP's terms.
+        metadata: Of DCP, or in DCP's terms.
         rows: The places of all chunks.
         tensors: By key, in the checkpoint's order.
         objects: By key.
@@ -169,15 +168,20 @@ class Checkpoint:
             self.absent: dict[str, str] = {}
             self.absent_ranks: list[int] = []
             self.newer: set[str] = set()
-            self.format, self.description = self._read()
-            entries, self.rows = self.description.entries, self.description.rows
-            files = files_of(self.directory.path, self.description)
+            self.format, self.metadata = self._read()
+            entries, table = (
+                entries_of(self.metadata.state_dict_metadata),
+                self.metadata.storage_data,
+            )
+            assert isinstance(table, StorageTable)
+            self.rows = table.index_for(entries)
+            files = files_of(self.directory.path, entries, self.rows)
             self._places = _Places(self.rows, files)
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredObject] = {}
             counts = enumerate(entries.list_counts)
             cuts = [_Cut(number, count, entries.lists[number].boxes) for number, count in counts]
-            kinds: list[tuple[tuple[int, ...], Dtype, _Cut, _Places] | None] = []
+            kinds: list[tuple[tuple[int, ...], torch.dtype, _Cut, _Places] | None] = []
             for form in entries.forms:
                 if form.properties < 0:
                     kinds.append(None)
@@ -191,7 +195,7 @@ class Checkpoint:
                     self.objects[fqn] = StoredObject(fqn, *(place or (None,))[:3])
                 else:
                     self.tensors[fqn] = StoredTensor(fqn, *kind)
-        self.provenance: Mapping[str, Any] | None = stored(self.description)
+        self.provenance: Mapping[str, Any] | None = stored(self.metadata)
 
     @property
     def path(self) -> str:
@@ -199,21 +203,14 @@ class Checkpoint:
         return self.directory.path
 
     @cached_property
-    def metadata(self) -> Metadata:
-        """Its metadata as torch's objects."""
-        from dcp_placements.storage.metadata.file import torch_metadata
-
-        return torch_metadata(self.description)
-
-    @cached_property
     def record(self) -> SaveRecord | None:
         """How it was saved; None where that is not recorded."""
-        return record_of(self.provenance, self.description.entries.fqns)
+        return record_of(self.provenance, tuple(self.metadata.state_dict_metadata))
 
     @cached_property
     def files(self) -> dict[str, int | None]:
         """Bytes of every file that the metadata name, sorted by name; None for a missing one."""
-        return {name: self.directory.size(name) for name in sorted(self.description.files())}
+        return {name: self.directory.size(name) for name in sorted(set(self.rows.writers.files()))}
 
     @cached_property
     def other_files(self) -> dict[str, int]:
@@ -251,7 +248,7 @@ class Checkpoint:
         """Its tensors by shape, dtype, cut and places."""
         groups: dict[tuple[Any, ...], list[StoredTensor]] = {}
         for fqn, one in self.tensors.items():
-            kind = tuple(self.rows.numbers_of(fqn)), one.cut, one.shape, one.stored_dtype
+            kind = tuple(self.rows.numbers_of(fqn)), one.cut, one.shape, one.dtype
             groups.setdefault(kind, []).append(one)
         return [self._alike(kind[0], ones) for kind, ones in groups.items()]
 
@@ -276,8 +273,8 @@ class Checkpoint:
             unclaimed += [(fqn, at, place[0]) for at, place in places if at not in claimed]
         return unclaimed
 
-    def _read(self) -> tuple[str, Description]:
-        """Return the format and what the metadata say."""
+    def _read(self) -> tuple[str, Metadata]:
+        """Return the format and the metadata."""
         directory = self.directory
         names = directory.names()
         if ".metadata" in names:
@@ -285,10 +282,10 @@ class Checkpoint:
             return kind, read_dcp(directory, ".metadata", self.newer)
         if parts := read_rank_parts(directory, self.newer):
             self.absent_ranks = absent_ranks(names)
-            return DCP, _merged(parts, self.absent_ranks)
+            return DCP, merge_rank_metadata(parts, absent=self.absent_ranks)
         if files := [name for name in names if name.endswith(".safetensors")]:
-            description, self.absent = read_safetensors_metadata(directory, files)
-            return SAFETENSORS, description
+            metadata, self.absent = read_safetensors_metadata(directory, files)
+            return SAFETENSORS, metadata
         raise no_checkpoint(directory)
 
     def _alike(self, numbers: tuple[int, ...], tensors: list[StoredTensor]) -> Alike:
@@ -308,15 +305,6 @@ class Checkpoint:
             positions.append(place[1])
         is_claimed = places.keys() <= {box.offsets for box in tensors[0].boxes}
         return Alike(tensors, placed, unplaced, is_claimed)
-
-
-def _merged(parts: Sequence[tuple[int, Description]], absent: Sequence[int]) -> Description:
-    """Return what the metadata of several ranks say together."""
-    from dcp_placements.storage.metadata.file import description_of, torch_metadata
-    from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
-
-    metadata = [(rank, torch_metadata(part)) for rank, part in parts]
-    return description_of(merge_rank_metadata(metadata, absent=absent))
 
 
 class _Cut:

@@ -20,7 +20,7 @@ from dcp_placements.offline.remote_output import output_at
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.storage_table import paths_of
-from dcp_placements.storage.metadata.file import torch_metadata, write_metadata
+from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.pickles.stock_body import is_refusing
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
@@ -74,9 +74,8 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
                 "    way out:     give the directory of a save with use_collectives=False, or with "
                 "PlacementFileSystemWriter(stock_metadata=False)"
             )
-        metadata = [(rank, torch_metadata(part)) for rank, part in parts]
         absent = absent_ranks(directory.names())
-        merged = merge_rank_metadata(metadata, whole=True, absent=absent)
+        merged = merge_rank_metadata(parts, whole=True, absent=absent)
         _check_same_save(directory, merged)
         _write(directory, merged, versions)
     return merged
@@ -87,7 +86,7 @@ def _check_same_save(directory: Directory, merged: Metadata) -> None:
     if ".metadata" not in directory.names():
         return
     try:
-        existing = torch_metadata(read_dcp(directory, ".metadata"))
+        existing = read_dcp(directory, ".metadata")
     except (CannotLook, OSError):
         return  # It is of no use to any reader.
     both = (existing, merged)
@@ -127,9 +126,8 @@ def _rewritten(directory: Directory) -> Metadata:
             f"{directory.path}: .metadata is Megatron's, of a class of its own: not rewritten"
         )
     versions = directory.versions(())
-    description = read_dcp(directory, ".metadata")
-    check_count(directory.path, description)
-    metadata = torch_metadata(description)
+    metadata = read_dcp(directory, ".metadata")
+    check_count(directory.path, len(metadata.storage_data or ()))
     try:
         _write(directory, metadata, versions)
     except IndexDamage as error:

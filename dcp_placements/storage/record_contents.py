@@ -28,7 +28,7 @@ from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import HeldPart, Part
 from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.records.rows import fill_each, values_of
-from dcp_placements.storage.restricted_pickle import RefusedGlobal
+from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import TensorRecord, load_saved_tensor
 
 NEAR_NBYTES = 64 << 10
@@ -254,7 +254,7 @@ class Delivery:
     ) -> None:
         """Read a slice of a plain record into ``target``."""
         itemsize = tensor.dtype.itemsize
-        memory = memory_of(target) if target.dtype == tensor.dtype.torch else None
+        memory = memory_of(target) if target.dtype == tensor.dtype else None
         if memory is not None and lengths == tensor.shape:
             part.read_into(memory, tensor.start)
             return
@@ -271,14 +271,14 @@ class Delivery:
             near = 0 < plan.distance <= NEAR_NBYTES
             part.read_each(buffer, plan.nbytes, plan.positions(tensor.start), near=near)
             if not direct:
-                elements = torch.frombuffer(buffer, dtype=tensor.dtype.torch)
+                elements = torch.frombuffer(buffer, dtype=tensor.dtype)
                 place = zip(at, offsets, sizes, strict=True)
                 block = target[tuple(slice(a - o, a - o + n) for a, o, n in place)]
                 block.copy_(elements.as_strided(sizes, plan.strides))
 
     def _fill_whole(self, target: torch.Tensor, tensor: TensorRecord, part: Part) -> int:
         """Read a plain record into ``target``; return the CRC-32 of the elements."""
-        memory = memory_of(target) if target.dtype == tensor.dtype.torch else None
+        memory = memory_of(target) if target.dtype == tensor.dtype else None
         if memory is not None:
             return part.read_summed(memory, tensor.start)
         checksum = 0
@@ -295,7 +295,7 @@ class Delivery:
             part.read_into(buffer, position)
             position += nbytes
             checksum = crc32(buffer, checksum)
-            elements = torch.frombuffer(buffer, dtype=tensor.dtype.torch)
+            elements = torch.frombuffer(buffer, dtype=tensor.dtype)
             block = target[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))]
             block.copy_(elements.view(sizes))
         return checksum

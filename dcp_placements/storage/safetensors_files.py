@@ -9,22 +9,31 @@ from dataclasses import dataclass
 from math import prod
 from typing import IO, Any
 
+import torch
+
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.layout.sharding import Box
-from dcp_placements.storage.metadata.properties import DTYPES as TORCH_DTYPES
-from dcp_placements.storage.metadata.properties import Dtype
 
 HEADER_LIMIT_NBYTES = 100 << 20
 """What the safetensors library allows."""
 
 DTYPES = {
-    name: TORCH_DTYPES[dtype]
+    name: dtype
     for name, dtype in (
-        *(("F64", "float64"), ("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")),
-        *(("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2"), ("C64", "complex64")),
-        *(("F8_E8M0", "float8_e8m0fnu"), ("BOOL", "bool")),
-        *(("I64", "int64"), ("I32", "int32"), ("I16", "int16"), ("I8", "int8")),
-        *(("U64", "uint64"), ("U32", "uint32"), ("U16", "uint16"), ("U8", "uint8")),
+        *(
+            ("F64", torch.float64),
+            ("F32", torch.float32),
+            ("F16", torch.float16),
+            ("BF16", torch.bfloat16),
+        ),
+        *(
+            ("F8_E4M3", torch.float8_e4m3fn),
+            ("F8_E5M2", torch.float8_e5m2),
+            ("C64", torch.complex64),
+        ),
+        *(("F8_E8M0", torch.float8_e8m0fnu), ("BOOL", torch.bool)),
+        *(("I64", torch.int64), ("I32", torch.int32), ("I16", torch.int16), ("I8", torch.int8)),
+        *(("U64", torch.uint64), ("U32", torch.uint32), ("U16", torch.uint16), ("U8", torch.uint8)),
     )
 }
 """The format's dtypes by their names in files."""
@@ -42,7 +51,7 @@ class Entry:
         nbytes: How many they are.
     """
 
-    dtype: Dtype
+    dtype: torch.dtype
     box: Box
     start: int
     nbytes: int
@@ -140,7 +149,7 @@ def counts(values: Any) -> tuple[int, ...]:
 
 
 def write_header(
-    tensors: Sequence[tuple[str, Dtype, tuple[int, ...]]], notes: Mapping[str, str]
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], notes: Mapping[str, str]
 ) -> bytes:
     """Return the header of a safetensors file; the elements follow in the order given.
 

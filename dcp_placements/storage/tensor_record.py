@@ -20,14 +20,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from dcp_placements.layout.byte_ranges import c_strides
-from dcp_placements.storage.metadata.properties import DTYPES, Dtype
-from dcp_placements.storage.restricted_pickle import RestrictedUnpickler, StandIn, refusal
-
-if TYPE_CHECKING:
-    import torch
+from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, Call, SafeUnpickler, refusal
 
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
@@ -61,7 +59,7 @@ class TensorRecord:
         has_crc: Whether their checksum follows them.
     """
 
-    dtype: Dtype
+    dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     has_crc: bool = False
@@ -224,8 +222,6 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
         ValueError: It is not one tensor in stored entries, or not of the stream's size.
         Exception: Whatever else a broken record makes ``torch.load`` raise.
     """
-    import torch
-
     nbytes = int(stream.seek(0, io.SEEK_END))
     file = stored_zip(stream)
     if file is None:
@@ -320,7 +316,7 @@ class _Storage(NamedTuple):
 class _PlainTensor:
     """A tensor in C order, from the beginning of its storage."""
 
-    dtype: Dtype
+    dtype: torch.dtype
     key: str
     shape: tuple[int, ...]
 
@@ -342,8 +338,6 @@ class _Instance:
 
 def _allowed_by_user() -> set[str]:
     """Return the names that ``torch.serialization.add_safe_globals`` was called with."""
-    import torch
-
     names = set()
     for one in torch.serialization.get_safe_globals():
         if isinstance(one, tuple):
@@ -353,7 +347,7 @@ def _allowed_by_user() -> set[str]:
     return names
 
 
-class _TensorUnpickler(RestrictedUnpickler):
+class _TensorUnpickler(SafeUnpickler):
     """Reads the description of one saved tensor; makes no tensor.
 
     Attributes:
@@ -361,6 +355,8 @@ class _TensorUnpickler(RestrictedUnpickler):
     """
 
     subject = "a saved tensor"
+    allowed = ORDERED_DICT
+    fillable = (_Instance,)
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -370,32 +366,32 @@ class _TensorUnpickler(RestrictedUnpickler):
         if module == "torch._utils" and name.startswith("_rebuild_"):
             return _REBUILDS.get(name, _REBUILD_OTHER)
         if (module, name) in _OF_SUBCLASSES or f"{module}.{name}" in _allowed_by_user():
-            return StandIn(name, lambda unpickler, args: _OTHER_TENSOR, new=_Instance)
-        value = super().find_class(module, name)
-        if value is None and module in ("torch", "torch.storage") and name != "Tensor":
-            return StandIn(name)  # a storage type or a scheme, which a file may only mention
-        return value
+            return Call(name, lambda *args: _OTHER_TENSOR, new=_Instance)
+        if module in ("torch", "torch.storage") and name != "Tensor":
+            # A dtype; or a storage type or a scheme, which a file may only mention.
+            return DTYPES.get(("torch", name)) or Call(name)
+        return super().find_class(module, name)
 
-    def set_state(self, instance: Any, state: Any) -> None:
-        if not isinstance(instance, _Instance):
-            super().set_state(instance, state)
+    def fill(self, instance: Any, state: Any) -> None:
+        if type(instance) is not _Instance:
+            super().fill(instance, state)
 
     def persistent_load(self, pid: Any) -> _Storage:
         tag, kind, key, _, count = pid
         types = (type(kind), type(key), type(count))
-        if tag != "storage" or types != (StandIn, str, int):
+        if tag != "storage" or types != (Call, str, int):
             raise refusal("it has a persistent id that is no storage")
         self.storages.append(_Storage(kind.name, key, count))
         return self.storages[-1]
 
 
-def _rebuild(unpickler: RestrictedUnpickler, args: tuple[Any, ...]) -> object:
+def _rebuild(*args: Any) -> object:
     """Return the tensor of ``_rebuild_tensor_v2``; of ``_v3``, which appends the dtype."""
     storage, offset, shape, strides, _, hooks, *more = args
     if not all(type(size) is int and size >= 0 for size in shape):
         raise refusal("it has a shape that is no tuple of sizes")
     dtype = _STORAGES.get(storage.kind)
-    if storage.kind == _UNTYPED and more and isinstance(more[0], Dtype):
+    if storage.kind == _UNTYPED and more and isinstance(more[0], torch.dtype):
         dtype = more.pop(0)
     plain_strides = zip(shape, strides, c_strides(shape), strict=True)
     if dtype is None or hooks or more or offset != 0:
@@ -405,11 +401,11 @@ def _rebuild(unpickler: RestrictedUnpickler, args: tuple[Any, ...]) -> object:
     return _OTHER_TENSOR
 
 
-_REBUILDS = {name: StandIn(name, _rebuild) for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3")}
-_REBUILD_OTHER = StandIn("a tensor", lambda unpickler, args: _OTHER_TENSOR)
+_REBUILDS = {name: Call(name, _rebuild) for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3")}
+_REBUILD_OTHER = Call("a tensor", lambda *args: _OTHER_TENSOR)
 
 _STORAGES = {
-    f"{name}Storage": DTYPES[dtype]
+    f"{name}Storage": DTYPES["torch", dtype]
     for name, dtype in (
         *(("BFloat16", "bfloat16"), ("Half", "float16"), ("Float", "float32")),
         *(("Double", "float64"), ("ComplexFloat", "complex64"), ("ComplexDouble", "complex128")),

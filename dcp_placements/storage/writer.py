@@ -42,8 +42,12 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.building import build_index
 from dcp_placements.storage.index.storage_table import StorageTable, paths_of
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
-from dcp_placements.storage.metadata.description import read_file_names
-from dcp_placements.storage.metadata.file import SentIndex, SentPart, write_metadata
+from dcp_placements.storage.metadata.file import (
+    SentIndex,
+    SentPart,
+    read_file_names,
+    write_metadata,
+)
 from dcp_placements.storage.metadata.provenance import REPLACED, RESERVED_KEY, stored
 from dcp_placements.storage.metadata.save_ids import (
     file_state,

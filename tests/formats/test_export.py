@@ -186,7 +186,7 @@ def test_rows_in_files_are_copied_and_others_put_together(
 
 def test_every_dtype_that_the_format_has_comes_through(tmp_path: Path) -> None:
     # Three elements each, the smallest first: the larger ones then have to be moved to lie well.
-    dtypes = sorted([dtype.torch for dtype in DTYPES.values()], key=lambda dtype: dtype.itemsize)
+    dtypes = sorted([dtype for dtype in DTYPES.values()], key=lambda dtype: dtype.itemsize)
     tensors = {
         f"t{i}": (torch.arange(3 * dtype.itemsize) % 2).to(torch.uint8).view(dtype)
         for i, dtype in enumerate(dtypes)

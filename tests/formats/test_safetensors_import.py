@@ -51,7 +51,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(5),
     }
     raw = torch.arange(48, dtype=torch.uint8) % 2
-    return held | {f"t{i}": raw.clone().view(d.torch) for i, d in enumerate(DTYPES.values())}
+    return held | {f"t{i}": raw.clone().view(d) for i, d in enumerate(DTYPES.values())}
 
 
 def test_every_tensor_is_there_whatever_its_dtype(tmp_path: Path) -> None:

@@ -174,8 +174,8 @@ def outside_file(metadata: Any) -> None:
     ("broken", "found"),
     [
         (outside_file, "a file outside of the checkpoint: '../x'"),
-        (lambda metadata: vars(metadata).update(storage_meta="x"), "a str in place of a Storage"),
-        (lambda metadata: vars(metadata).update(storage_data=None), "no places of chunks"),
+        (lambda metadata: vars(metadata).update(storage_meta="x"), "storage_meta is a str"),
+        (lambda metadata: vars(metadata).update(storage_data=None), "storage_data is a NoneType"),
         (lambda metadata: (1, 2), "a tuple in place of a Metadata"),
     ],
 )

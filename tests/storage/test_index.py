@@ -39,7 +39,7 @@ from dcp_placements.storage.index.blocks import blocks_of
 from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries
-from dcp_placements.storage.metadata import description
+from dcp_placements.storage.metadata import file
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.pickles.stock_body import MARKER_NBYTES
 from dcp_placements.storage.metadata.table import place_of, rows_of_places
@@ -239,7 +239,7 @@ def test_a_save_over_an_older_one_reads_the_names_of_its_files_and_no_pickle(
     save(tmp_path, ranks=4, stock_metadata=stock_metadata)
     older = {path.name for path in tmp_path.glob("*.distcp")}
     # Reading any pickle of metadata fails.
-    monkeypatch.setattr(description, "load_restricted", None)
+    monkeypatch.setattr(file, "load_safely", None)
     save(tmp_path)
     rows = pickle.loads((tmp_path / ".metadata").read_bytes()).storage_data
     assert len(older) == 4

@@ -32,7 +32,6 @@ from dcp_placements.offline.declared import Progress, Rename
 from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.offline.remote_output import AnyOutput, output_at
 from dcp_placements.storage.file_reads import write_all
-from dcp_placements.storage.metadata.properties import dtype_of
 from dcp_placements.storage.safetensors_files import DTYPES, write_header
 
 SHARD_NBYTES = 5 << 30
@@ -127,7 +126,7 @@ def _export_safetensors(
     faults = [
         Fault(tensor.fqn, f"safetensors files have no dtype {tensor.dtype}")
         for tensor in plan.tensors
-        if dtype_of(tensor.dtype) not in DTYPES.values()
+        if tensor.dtype not in DTYPES.values()
     ]
     raise_faults("the checkpoint cannot be exported", faults)
     shards = _shards(plan.tensors, max_shard_size)
@@ -291,7 +290,7 @@ class _Writer:
 
     def write_file(self, stream: IO[bytes], tensors: Sequence[AssembledTensor]) -> None:
         """Write one safetensors file."""
-        entries = [(tensor.fqn, dtype_of(tensor.dtype), tensor.shape) for tensor in tensors]
+        entries = [(tensor.fqn, tensor.dtype, tensor.shape) for tensor in tensors]
         write_all(stream, memoryview(write_header(entries, {"format": "pt"})))
         for tensor in tensors:
             self._write(tensor, stream)

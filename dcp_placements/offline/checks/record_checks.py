@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 import numpy as np
+import torch
 
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
 from dcp_placements.offline.checks.structure import CheckpointFault
 from dcp_placements.storage.file_reads import CountedFile, FilePart
 from dcp_placements.storage.index.columns import Ints
-from dcp_placements.storage.metadata.properties import Dtype, dtype_of
 from dcp_placements.storage.records.fast_zlib import crc32
-from dcp_placements.storage.restricted_pickle import RefusedGlobal
+from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     LOCAL,
     RecordHeads,
@@ -74,7 +74,7 @@ class RecordChecker:
         self._progress = progress
         self._heads = RecordHeads()
         # How a sound record begins, by kind and length; most of a kind begin alike.
-        self._sound_heads: dict[tuple[tuple[int, ...], Dtype, int], bytearray] = {}
+        self._sound_heads: dict[tuple[tuple[int, ...], torch.dtype, int], bytearray] = {}
 
     def check_file(self, file: str, records: FileRecords) -> list[CheckpointFault]:
         """Return the faults of those records of one file that lie within it."""
@@ -196,7 +196,7 @@ class RecordChecker:
             # torch.load of a broken file can raise anything.
             yield "wrong_record", _reason(error)
             return
-        yield from _mismatch(record, tuple(tensor.shape), dtype_of(tensor.dtype))
+        yield from _mismatch(record, tuple(tensor.shape), tensor.dtype)
         if self._contents:
             self._advance(record.chunk.nbytes)
 
@@ -237,13 +237,13 @@ class RecordChecker:
             yield "wrong_record", f"this is no whole file of torch.save: {e}"
 
 
-def _mismatch(record: Record, shape: tuple[int, ...], dtype: Dtype) -> Iterator[Finding]:
+def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Finding]:
     assert record.tensor is not None
     declared = record.chunk.box.sizes
-    if shape != declared or dtype != record.tensor.stored_dtype:
+    if shape != declared or dtype != record.tensor.dtype:
         message = (
             f"a {shape} {dtype} tensor is at byte {record.start}, where the metadata have "
-            f"{declared} {record.tensor.stored_dtype}"
+            f"{declared} {record.tensor.dtype}"
         )
         yield "wrong_record", message
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
 import numpy as np
+import torch
 
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.offline.readers.dcp import check_count
 from dcp_placements.storage.index.columns import Ints
-from dcp_placements.storage.metadata.properties import Dtype
 from dcp_placements.storage.metadata.table import Transforms
 
 
@@ -46,7 +46,7 @@ class Record(NamedTuple):
         return f"{self.fqn} {format_box(self.chunk.box, self.tensor.shape)}"
 
 
-Kind = tuple[tuple[int, ...], Dtype]
+Kind = tuple[tuple[int, ...], torch.dtype]
 """Sizes and dtype of a chunk."""
 
 
@@ -107,7 +107,7 @@ def records_by_file(checkpoint: Checkpoint) -> dict[str, FileRecords]:
     Raises:
         CannotLook: There are too many.
     """
-    check_count(checkpoint.path, checkpoint.description)
+    check_count(checkpoint.path, len(checkpoint.rows))
     objects = list(_object_records(checkpoint))
     shared = _Shared([*checkpoint.tensors.values(), *objects], checkpoint.rows.transforms)
     paths = list(checkpoint.rows.writers.files())
@@ -143,7 +143,7 @@ def _tensor_rows(checkpoint: Checkpoint, shared: _Shared) -> Iterator[Ints]:
         fqns = [tensor.fqn for tensor in alike.tensors]
         first = alike.tensors[0]
         owners = np.array([positions[fqn] for fqn in fqns], np.int64)
-        of_box = [(box.sizes, first.stored_dtype) for box in first.boxes]
+        of_box = [(box.sizes, first.dtype) for box in first.boxes]
         kind_of = np.array([kinds.setdefault(kind, len(kinds)) for kind in of_box], np.int64)
         for number, (chunks, at) in alike.placed.items():
             keys = np.array([index.numbers[fqn] for fqn in fqns], np.int64)

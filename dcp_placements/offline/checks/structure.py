@@ -45,7 +45,7 @@ def structural_faults(
 
 def _stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield a fault if torch's readers find chunks elsewhere than the index has them."""
-    fqns = misplaced_in_stock(checkpoint.directory, checkpoint.description)
+    fqns = misplaced_in_stock(checkpoint.directory, checkpoint.rows)
     if fqns:
         message = (
             "torch reads .metadata without its index, and looks for chunks in other places than "

@@ -283,7 +283,7 @@ class _Comparison:
 def _kind(checkpoint: Checkpoint, fqn: str) -> str | None:
     tensor = checkpoint.tensors.get(fqn)
     if tensor is not None:
-        return f"a {tensor.shape} {tensor.stored_dtype.name} tensor"
+        return f"a {tensor.shape} {tensor.dtype_name} tensor"
     return "an object" if fqn in checkpoint.objects else None
 
 
@@ -300,7 +300,7 @@ def _difference(key: str, a: StoredTensor, b: StoredTensor, tally: Tally) -> Dif
     elements = a.whole.numel
     facts = []
     if kind == "dtype":
-        facts.append(f"{a.stored_dtype.name} in the first, {b.stored_dtype.name} in the second")
+        facts.append(f"{a.dtype_name} in the first, {b.dtype_name} in the second")
     if tally.first is not None:
         fact = f"{tally.differing:,} of {elements:,} elements differ"
         if tally.max_abs is not None:

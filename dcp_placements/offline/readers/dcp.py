@@ -6,21 +6,23 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.offline.directory import Directory
-from dcp_placements.storage.metadata.description import (
-    MOST_ROWS,
-    Description,
-    read_description,
-    read_stock_pickle,
-)
+from dcp_placements.storage.index.entries import Entries
+from dcp_placements.storage.index.row_index import RowIndex
+from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.metadata.file import read_metadata, read_stock_pickle
 from dcp_placements.storage.metadata.save_ids import rank_file_rank
 from dcp_placements.storage.metadata.table import Offset
-from dcp_placements.storage.restricted_pickle import RefusedGlobal
+from dcp_placements.storage.safe_pickle import RefusedGlobal
 
 T = TypeVar("T")
 
 TORCH_DIST = "torch_dist"
+
+MOST_ROWS = 1 << 26
+"""Chunks of a checkpoint of unknown origin that are handled one by one."""
 
 
 def is_torch_dist(directory: Directory) -> bool:
@@ -35,8 +37,8 @@ def is_torch_dist(directory: Directory) -> bool:
 
 def read_rank_parts(
     directory: Directory, newer: set[str] | None = None
-) -> list[tuple[int, Description]]:
-    """Return what the metadata of every rank of a save without collectives say, by rank.
+) -> list[tuple[int, Metadata]]:
+    """Return the metadata of every rank of a save without collectives, by rank.
 
     Raises:
         CannotLook: As ``read_dcp``.
@@ -45,27 +47,29 @@ def read_rank_parts(
     return [(rank, read_dcp(directory, name, newer)) for rank, name in ranks]
 
 
-def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> Description:
-    """Return what a metadata file says; nothing that it names is executed.
+def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> Metadata:
+    """Return the metadata in a file, with entries and rows in columns; nothing is executed.
 
     Args:
         directory: Of the checkpoint.
         name: Of the file.
-        newer: As of ``read_description``.
+        newer: As of ``read_metadata``.
 
     Raises:
         CannotLook: It is refused, or cannot be read.
     """
     opener = directory.opener(name)
-    return _read(directory, name, lambda: read_description(opener, whole=True, newer=newer))
+    return _read(
+        directory, name, lambda: read_metadata(opener, restricted=True, whole=True, newer=newer)
+    )
 
 
-def misplaced_in_stock(directory: Directory, description: Description) -> list[str]:
+def misplaced_in_stock(directory: Directory, rows: RowIndex) -> list[str]:
     """Return the keys that torch's readers, which read the pickle alone, look for elsewhere.
 
     Args:
         directory: Of the checkpoint.
-        description: What the index of its ``.metadata`` says.
+        rows: Of the index in its ``.metadata``.
 
     Raises:
         CannotLook: The pickle before the index is refused, or cannot be read.
@@ -76,15 +80,17 @@ def misplaced_in_stock(directory: Directory, description: Description) -> list[s
     stock = _read(directory, ".metadata", lambda: read_stock_pickle(opener))
     if stock is None:
         return []
-    fqns = {*description.rows.fqns, *stock.rows.fqns}
-    return sorted(fqn for fqn in fqns if _places(description, fqn) != _places(stock, fqn))
+    assert isinstance(stock.storage_data, StorageTable)
+    torchs = stock.storage_data.index
+    fqns = {*rows.fqns, *torchs.fqns}
+    return sorted(fqn for fqn in fqns if _places(rows, fqn) != _places(torchs, fqn))
 
 
-def _places(description: Description, fqn: str) -> dict[Offset, tuple[Any, ...]]:
-    steps = description.rows.transforms
+def _places(rows: RowIndex, fqn: str) -> dict[Offset, tuple[Any, ...]]:
+    steps = rows.transforms
     return {
         offset: (file, steps[transforms], start, length)
-        for offset, (file, transforms, start, length) in description.rows.rows_of(fqn)
+        for offset, (file, transforms, start, length) in rows.rows_of(fqn)
     }
 
 
@@ -105,7 +111,7 @@ def _read(directory: Directory, name: str, read: Callable[[], T]) -> T:
         raise unreadable(where, error) from error
 
 
-def files_of(path: str, description: Description) -> list[tuple[str, ...]]:
+def files_of(path: str, entries: Entries, rows: RowIndex) -> list[tuple[str, ...]]:
     """Return by key of the rows the files that hold any of its chunks, sorted.
 
     Every part of an index is read for this, so that none turns out to be damaged later.
@@ -115,24 +121,23 @@ def files_of(path: str, description: Description) -> list[tuple[str, ...]]:
     """
     try:
         # What an index refers to is read now, and may be of another file.
-        for _ in description.entries.lists:
+        for _ in entries.lists:
             pass
-        return description.rows.files()
+        return rows.files()
     except Exception as error:
         raise unreadable(path, error) from error
 
 
-def check_count(path: str, description: Description) -> None:
+def check_count(path: str, count: int) -> None:
     """Refuse more chunks than can be handled one by one; an index may claim any number.
 
     Args:
         path: Of the checkpoint, for the message.
-        description: What its metadata say.
+        count: How many there are.
 
     Raises:
         CannotLook: There are more.
     """
-    count = len(description.rows)
     if count > MOST_ROWS:
         raise CannotLook(
             f"{path}: {count:,} chunks, and at most {MOST_ROWS:,} are handled one by one\n"

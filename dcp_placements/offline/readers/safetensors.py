@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
+import torch
+
+from dcp_placements._torch import Metadata, TensorProperties, TensorStorageMetadata
 from dcp_placements.errors import CannotLook, format_name, format_names
-from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import MARKER, Directory
 from dcp_placements.storage.index.building import build_index, by_file
 from dcp_placements.storage.index.entries import build_entries
-from dcp_placements.storage.metadata.description import Description
-from dcp_placements.storage.metadata.properties import Properties
+from dcp_placements.storage.metadata.chunk_list import ChunkList
+from dcp_placements.storage.metadata.file import with_columns
 from dcp_placements.storage.metadata.table import StoredPlace, rows_of_places
 from dcp_placements.storage.safetensors_files import Entry, read_header
 
 
-class _Tensor(NamedTuple):
-    """A tensor in the parts that files have of it."""
-
-    properties: Properties
-    size: tuple[int, ...]
-    chunks: list[Box]
-
-
 def read_safetensors_metadata(
     directory: Directory, files: Sequence[str]
-) -> tuple[Description, dict[str, str]]:
-    """Return the tensors of safetensors files in DCP's terms, and the keys that are not there.
+) -> tuple[Metadata, dict[str, str]]:
+    """Return safetensors files as metadata in columns, and the keys that are not there.
 
     Args:
         directory: The files' directory.
@@ -36,7 +30,7 @@ def read_safetensors_metadata(
             it names count: others may be copies (consolidated and sharded) of the same tensors.
 
     Returns:
-        The tensors; and file by key, for keys that the index names and the file lacks.
+        The metadata; and file by key, for keys that the index names and the file lacks.
 
     Raises:
         CannotLook: The index or a header is broken, files disagree about a tensor, or the export to
@@ -56,7 +50,7 @@ def read_safetensors_metadata(
         with directory.open(file) as stream:
             for fqn, entry in read_header(stream, f"{directory.path}/{file}", size).items():
                 entries_of.setdefault(fqn, []).append((file, entry))
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, Any] = {}
     places = []
     for fqn, entries in sorted(entries_of.items()):
         if len({(entry.dtype, len(entry.box.sizes)) for _, entry in entries}) > 1:
@@ -66,7 +60,9 @@ def read_safetensors_metadata(
             )
         boxes = [entry.box for _, entry in entries]
         ends = zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True)
-        tensors[fqn] = _Tensor(Properties(entries[0][1].dtype), tuple(map(max, ends)), boxes)
+        shape = torch.Size(map(max, ends))
+        chunks: Any = ChunkList([box.offsets for box in boxes], [box.sizes for box in boxes])
+        tensors[fqn] = TensorStorageMetadata(TensorProperties(entries[0][1].dtype), shape, chunks)
         for file, entry in entries:
             offsets = entry.box.offsets
             places.append(StoredPlace(fqn, offsets, file, entry.start, entry.nbytes))
@@ -75,9 +71,9 @@ def read_safetensors_metadata(
         for fqn, file in (index or {}).items()
         if file not in [name for name, _ in entries_of.get(fqn, ())]
     }
-    built = build_entries(tensors, lambda tensor: tensor.properties)
+    built = build_entries(tensors)
     rows = build_index(by_file(rows_of_places(places)), built)
-    return Description(built, rows), absent
+    return with_columns(Metadata({}), built, rows), absent
 
 
 def _read_index(directory: Directory) -> dict[str, str] | None:

@@ -49,7 +49,7 @@ def draw(path: str | os.PathLike[str] | Checkpoint, fqn: str | None = None) -> A
         return bytes_figure(name, _bytes_by_writer(checkpoint))
     tensor = tensor_of(checkpoint, fqn)
     pieces = [Piece(chunk.box, _writer(chunk.file)) for chunk in tensor.chunks]
-    return tensor_figure(fqn, tensor.shape, tensor.stored_dtype.name, pieces)
+    return tensor_figure(fqn, tensor.shape, tensor.dtype_name, pieces)
 
 
 def bytes_figure(title: str, nbytes: Mapping[Writer, Mapping[str, int]]) -> Any:

@@ -115,7 +115,7 @@ def explain(
     explanation = Explanation(
         fqn=fqn,
         shape=tensor.shape,
-        dtype=tensor.stored_dtype.name,
+        dtype=tensor.dtype_name,
         chunks=tuple(_place(checkpoint, chunk) for chunk in tensor.chunks),
         saved_rule=(provenance.get("rules") or {}).get(fqn),
         saved_axes=provenance.get("axes") or {},

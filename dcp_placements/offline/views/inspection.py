@@ -192,12 +192,12 @@ def _tensor_infos(
     infos = {}
     for fqn, tensor in tensors.items():
         files, rule = tensor.files, rules.get(fqn)
-        kind = tensor.shape, tensor.stored_dtype, tensor.count, files, rule
+        kind = tensor.shape, tensor.dtype, tensor.count, files, rule
         info = alike.get(kind)
         if info is None:
             info = alike[kind] = TensorInfo(
                 tensor.shape,
-                tensor.stored_dtype.name,
+                tensor.dtype_name,
                 tensor.count,
                 files,
                 ranks_of(files),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from dcp_placements.offline.checkpoint import Checkpoint, StoredObject
-from dcp_placements.storage.restricted_pickle import RestrictedUnpickler
+from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, SafeUnpickler
 from dcp_placements.storage.tensor_record import stored_zip
 
 MAX_NBYTES = 1 << 16
@@ -21,8 +21,12 @@ MAX_DEPTH = 8
 MAX_ELEMENTS = 1000
 
 
-class _PlainUnpickler(RestrictedUnpickler):
+class _PlainUnpickler(SafeUnpickler):
     subject = "a plain value"
+    allowed: ClassVar[Mapping[tuple[str, str], Any]] = {
+        **ORDERED_DICT,
+        **{name: str(dtype) for name, dtype in DTYPES.items()},
+    }
 
 
 def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredObject]) -> dict[str, Any]:

@@ -5,14 +5,18 @@ Thousands of keys have a few forms: properties, shape and list of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dcp_placements._torch import (
+    BytesStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from dcp_placements.layout.alike import BySequence
 from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.metadata.properties import Properties
 
 OBJECT, OTHER = -1, -2
 
@@ -50,7 +54,7 @@ class Entries:
     fqns: Sequence[str]
     form_of: Sequence[int] | Ints
     forms: Sequence[Form]
-    properties: Sequence[Properties]
+    properties: Sequence[TensorProperties]
     shapes: Sequence[tuple[int, ...]]
     lists: Sequence[ChunkList]
     others: Sequence[Any] = ()
@@ -62,18 +66,10 @@ class Entries:
         return [chunks[form] for form in self.form_of]
 
 
-def build_entries(
-    stored: Mapping[str, Any], properties_of: Callable[[Any], Properties | None]
-) -> Entries:
-    """Return entries in columns.
-
-    Args:
-        stored: By key. What is a tensor has ``size`` and ``chunks``.
-        properties_of: Returns the properties of a tensor; None of an object. Of an entry of another
-            class it raises ``OtherEntry``.
-    """
+def build_entries(stored: Mapping[str, Any]) -> Entries:
+    """Return the entries of ``Metadata.state_dict_metadata`` in columns."""
     forms: dict[Form, int] = {}
-    properties: dict[Properties, int] = {}
+    properties: dict[Hashable, tuple[int, TensorProperties]] = {}
     shapes: dict[tuple[int, ...], int] = {}
     lists = _Lists()
     others: list[Any] = []
@@ -83,25 +79,20 @@ def build_entries(
     for entry in stored.values():
         size = getattr(entry, "size", None)
         size = size if isinstance(size, tuple) else None
-        held = latest.get(size)
-        if held is not None and held[0] is entry:
-            form_of.append(held[1])
+        before = latest.get(size)
+        if before is not None and before[0] is entry:
+            form_of.append(before[1])
             continue
-        try:
-            described = properties_of(entry)
-        except OtherEntry:
+        if type(entry) is TensorStorageMetadata:
+            one = entry.properties
+            held = properties.setdefault(_portable(one), (len(properties), one))
+            shape = shapes.setdefault(tuple(entry.size), len(shapes))
+            form = Form(held[0], shape, lists.number(entry.chunks, len(entry.size)))
+        elif type(entry) is BytesStorageMetadata:
+            form = Form(OBJECT)
+        else:
             form = Form(OTHER, len(others))
             others.append(entry)
-        else:
-            form = (
-                Form(OBJECT)
-                if described is None
-                else Form(
-                    properties.setdefault(described, len(properties)),
-                    shapes.setdefault(tuple(entry.size), len(shapes)),
-                    lists.number(entry.chunks, len(entry.size)),
-                )
-            )
         number = forms.setdefault(form, len(forms))
         latest[size] = entry, number
         form_of.append(number)
@@ -109,7 +100,7 @@ def build_entries(
         tuple(stored),
         form_of,
         tuple(forms),
-        list(properties),
+        [one for _, one in properties.values()],
         tuple(shapes),
         lists.all,
         others,
@@ -117,8 +108,9 @@ def build_entries(
     )
 
 
-class OtherEntry(TypeError):
-    """An entry that is neither that of a tensor nor that of an object."""
+def _portable(one: TensorProperties) -> Hashable:
+    """Return what every torch has of properties."""
+    return one.dtype, one.layout, one.requires_grad, one.memory_format, one.pin_memory
 
 
 class _Lists:

@@ -11,12 +11,7 @@ import torch
 
 from dcp_placements._torch import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from dcp_placements.storage.index.columns import IndexDamage
-from dcp_placements.storage.index.entries import OBJECT, OTHER, Entries, OtherEntry, build_entries
-from dcp_placements.storage.metadata.pickles.tensor_properties import (
-    plain_properties,
-    torch_properties,
-)
-from dcp_placements.storage.metadata.properties import Properties
+from dcp_placements.storage.index.entries import OBJECT, OTHER, Entries, build_entries
 
 Stock = Callable[[IndexDamage], Metadata]
 """Reads the pickle before an index, once a part of the index turns out to be damaged."""
@@ -69,7 +64,7 @@ class StoredEntries(Mapping[str, Any]):
         if form.properties == OTHER:
             return entries.others[form.shape]
         return TensorStorageMetadata(
-            torch_properties(entries.properties[form.properties]),
+            entries.properties[form.properties],
             torch.Size(entries.shapes[form.shape]),
             entries.lists[form.chunks],  # type: ignore[arg-type]
         )
@@ -97,12 +92,4 @@ def entries_at(stored: Mapping[str, Any], fqns: Collection[str]) -> list[Any]:
 
 def entries_of(stored: Mapping[str, Any]) -> Entries:
     """Return the entries of ``Metadata.state_dict_metadata`` in columns."""
-    return stored.entries if isinstance(stored, StoredEntries) else build_entries(stored, _describe)
-
-
-def _describe(entry: Any) -> Properties | None:
-    if type(entry) is TensorStorageMetadata:
-        return plain_properties(entry.properties)
-    if type(entry) is BytesStorageMetadata:
-        return None
-    raise OtherEntry
+    return stored.entries if isinstance(stored, StoredEntries) else build_entries(stored)

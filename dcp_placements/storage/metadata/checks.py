@@ -1,7 +1,7 @@
-"""Metadata of unknown origin, checked before anything relies on them.
+"""Metadata, checked before anything relies on them.
 
-The restricted reader of pickles calls nothing. What it returns may still be of any size, and name
-any file.
+A pickle may have put anything into the fields of torch's classes. What is of unknown origin may
+also name any file, and list far more than its file has bytes.
 """
 
 from __future__ import annotations
@@ -16,23 +16,34 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import torch
 
+from dcp_placements._torch import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.metadata.provenance import DIGESTS_OF_RANK, stored
-from dcp_placements.storage.metadata.table import Rows
 from dcp_placements.storage.safetensors_files import LARGEST, counts
 
 _SPARE_CHUNKS = 1 << 16
 
 
 def check_entries(entries: Entries, rows: int) -> None:
-    """Check sizes, and that entries do not unfold to far more than their file.
+    """Check properties, sizes, and that entries do not unfold to far more than their file.
 
     Args:
         entries: Their lists of chunks may be read later: what an index has of them is in range.
         rows: Places of chunks.
     """
+    check_properties(entries.properties)
     shapes = [counts(shape) for shape in entries.shapes]
     keys = np.bincount(entries.form_of, minlength=len(entries.forms)).tolist()
     listed = 0
@@ -49,21 +60,6 @@ def check_count(listed: int, rows: int) -> None:
     """Check that keys do not list far more chunks than there are places."""
     if listed > 4 * rows + _SPARE_CHUNKS:
         raise ValueError(f"{listed:,} chunks or more, and places for {rows:,}")
-
-
-def check_rows(rows: Rows) -> None:
-    """Check that rows name what is there, and files of the checkpoint."""
-    columns = {"fqn": rows.fqns, "offset": rows.offsets, "path": rows.paths}
-    for name, values in (*columns.items(), ("transforms", rows.transforms)):
-        if len(rows.rows) and int(rows.rows[name].max()) >= len(values):
-            raise ValueError(f"a row names a {name} that is not there")
-    for name in ("start", "length"):
-        if len(rows.rows) and int(rows.rows[name].min()) < 0:
-            raise ValueError(f"a negative {name}")
-    for offset in rows.offsets:
-        if offset is not None:
-            counts(offset)
-    check_files(rows.paths)
 
 
 def check_files(names: Iterable[str]) -> None:
@@ -108,41 +104,46 @@ def _refusing() -> Iterator[None]:
 
 
 @_refusing()
-def check_read_fields(metadata: Any) -> None:
-    """Check the types of those fields of torch's metadata that a storage reader relies on.
+def check_read_fields(metadata: Metadata) -> None:
+    """Check the types of those fields of metadata that a storage reader relies on.
 
     Raises:
         PlacementError: One is of another type.
     """
-    from dcp_placements._torch import StorageMeta
+    check_facts(metadata)
 
+
+@_refusing()
+def check_unpickled(metadata: Metadata) -> None:
+    """Check the types in metadata: a pickle may have put anything into its fields.
+
+    Raises:
+        PlacementError: As ``check_fields`` raises ``TypeError`` or ``ValueError``.
+    """
+    check_fields(metadata)
+
+
+def check_facts(metadata: Metadata) -> None:
+    """Check the types of the facts about a save and its storage.
+
+    Raises:
+        TypeError: One is of another type.
+    """
     _check_types("storage_data", [metadata.storage_data], Mapping)
     _check_types("storage_meta", [metadata.storage_meta], (StorageMeta, type(None)))
     check_provenance(stored(metadata) or {})
 
 
-@_refusing()
-def check_unpickled(metadata: Any) -> None:
-    """Check the types in torch's metadata: a pickle may have put anything into its fields.
+def check_fields(metadata: Metadata) -> None:
+    """Check the types of entries and places.
 
     Only plain dicts are looked at. Other mappings are those of an index, which was checked, or of
     another reader.
 
     Raises:
-        PlacementError: A field is missing or of another type; or a number is negative, or larger
-            than any tensor.
+        TypeError: A field is missing or of another type.
+        ValueError: A number is negative, or larger than any tensor.
     """
-    from torch import dtype
-
-    from dcp_placements._torch import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        MetadataIndex,
-        StorageInfo,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
     entries, places = metadata.state_dict_metadata, metadata.storage_data
     _check_types("state_dict_metadata", [entries], Mapping)
     _check_types("planner_data", [metadata.planner_data], (Mapping, type(None)))
@@ -152,9 +153,8 @@ def check_unpickled(metadata: Any) -> None:
         kinds = (TensorStorageMetadata, BytesStorageMetadata)
         _check_types("the metadata of a key", entries.values(), kinds)
         tensors = [one for one in entries.values() if isinstance(one, TensorStorageMetadata)]
-        properties = [one.properties for one in tensors]
-        _check_types("the properties of a tensor", properties, TensorProperties)
-        _check_types("dtype", [one.dtype for one in properties], dtype)
+        check_properties([one.properties for one in tensors])
+        _check_types("size", [one.size for one in tensors], tuple | list)
         lists = [one.chunks for one in tensors]
         _check_types("the chunks of a tensor", lists, Sequence)
         chunks = list(chain.from_iterable(lists))
@@ -179,6 +179,14 @@ def check_unpickled(metadata: Any) -> None:
         steps = [getattr(one, "transform_descriptors", None) for one in infos]
         _check_types("transform_descriptors", steps, (list, tuple, type(None)))
         _check_types("a transform", chain.from_iterable(filter(None, steps)), str)
+
+
+def check_properties(properties: Sequence[TensorProperties]) -> None:
+    """Check the types of the properties of tensors."""
+    _check_types("the properties of a tensor", properties, TensorProperties)
+    kinds = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+    for name, kind in {**kinds, "requires_grad": bool, "pin_memory": bool}.items():
+        _check_types(name, map(attrgetter(name), properties), kind)
 
 
 def _check_types(name: str, values: Iterable[Any], kind: Any) -> None:

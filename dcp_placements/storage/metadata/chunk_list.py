@@ -6,23 +6,22 @@ tensors are cut, and a rank needs few of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from dcp_placements._torch import ChunkStorageMetadata
 from dcp_placements.layout.sharding import Box
-
-if TYPE_CHECKING:
-    from dcp_placements._torch import ChunkStorageMetadata
 
 Ints = npt.NDArray[np.int64]
 
 
-class ChunkList(Sequence["ChunkStorageMetadata"]):
+class ChunkList(Sequence[ChunkStorageMetadata]):
     """What ``TensorStorageMetadata.chunks`` lists, in arrays that must not change.
 
     Torch's object is created for each element that is read. Equal to any sequence of equal chunks.
@@ -88,9 +87,8 @@ class ChunkList(Sequence["ChunkStorageMetadata"]):
     def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | ChunkList:
         if isinstance(index, slice):
             return ChunkList(self.offsets[index], self.sizes[index])
-        size, chunk = _makers()
         offsets, sizes = self.offsets[index].tolist(), self.sizes[index].tolist()
-        return chunk(offsets=size(offsets), sizes=size(sizes))
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ChunkList):
@@ -110,17 +108,6 @@ class ChunkList(Sequence["ChunkStorageMetadata"]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Equal sizes are one object, which is pickled once.
-        make_size, chunk = _makers()
-        size = cache(make_size)
+        size = cache(torch.Size)
         rows = zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)
-        return list, ([chunk(offsets=size(tuple(o)), sizes=size(tuple(s))) for o, s in rows],)
-
-
-@cache
-def _makers() -> tuple[Callable[[Any], Any], type[ChunkStorageMetadata]]:
-    """Return torch's types of sizes and of chunks."""
-    import torch
-
-    from dcp_placements._torch import ChunkStorageMetadata
-
-    return torch.Size, ChunkStorageMetadata
+        return list, ([ChunkStorageMetadata(size(tuple(o)), size(tuple(s))) for o, s in rows],)

@@ -11,41 +11,51 @@ later torch added are left out. What is read may have been written by any of the
 from __future__ import annotations
 
 import io
-import pickle
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
-from functools import cached_property
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import chain
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
-from dcp_placements._torch import Metadata, StorageMeta
+from dcp_placements._torch import Metadata
+from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.blocks import Blocks, Opener, blocks_of
+from dcp_placements.storage.index.building import build_index, by_file
 from dcp_placements.storage.index.columns import IndexDamage
+from dcp_placements.storage.index.entries import Entries, build_entries
 from dcp_placements.storage.index.packing import packed_index
-from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.index.row_index import RowIndex
+from dcp_placements.storage.index.storage_table import StorageTable, paths_of
 from dcp_placements.storage.index.stored_entries import Stock, StoredEntries, entries_of
-from dcp_placements.storage.index.unpacking import PackedIndex
-from dcp_placements.storage.metadata.description import (
-    Description,
-    StockPickle,
-    read_description,
-    read_parts,
+from dcp_placements.storage.index.unpacking import MOST_NUMBERS, PackedIndex
+from dcp_placements.storage.metadata.checks import (
+    check_count,
+    check_entries,
+    check_facts,
+    check_fields,
+    check_files,
+    check_properties,
 )
 from dcp_placements.storage.metadata.pickles.metadata_pickle import (
-    MEGATRON,
-    PATHS,
-    PATHS_OF_3_13,
-    PlainStorageMeta,
+    load_metadata_pickle,
+    load_safely,
 )
-from dcp_placements.storage.metadata.pickles.stock_body import Body, marker, refusing_pickle
-from dcp_placements.storage.metadata.pickles.stock_pickle import (
-    pickled_head,
+from dcp_placements.storage.metadata.pickles.stock_body import (
+    Body,
+    is_refusing,
+    marked_digest,
+    marker,
+    refusing_pickle,
 )
-from dcp_placements.storage.metadata.pickles.tensor_properties import (
-    PICKLED_PROPERTIES,
-    plain_properties,
-)
+from dcp_placements.storage.metadata.pickles.stock_pickle import pickled_head
+from dcp_placements.storage.metadata.table import place_of, rows_of_places
+from dcp_placements.storage.safe_pickle import refusal
+
+T = TypeVar("T")
+
+_HEAD_NBYTES = 1 << 10
 
 
 def write_metadata(
@@ -102,7 +112,7 @@ class SentIndex:
         with quiet_gc():
             blocks = blocks_of(lambda: io.BytesIO(self._packed), io.BytesIO(self._packed))
             assert blocks is not None
-            return _indexed(blocks, None)
+            return _indexed(PackedIndex(blocks), load_metadata_pickle, None, restricted=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SentIndex, (self._packed,)
@@ -145,7 +155,13 @@ class SentPart(Mapping[str, Any]):
         return SentPart, (self._index, self._name)
 
 
-def read_metadata(opener: Opener, *, restricted: bool = False) -> Metadata:
+def read_metadata(
+    opener: Opener,
+    *,
+    restricted: bool = False,
+    whole: bool = False,
+    newer: set[str] | None = None,
+) -> Metadata:
     """Return the metadata in a ``.metadata`` file, whoever wrote it, with whichever torch.
 
     Of a file with an index the parts that are used are read, when they are used. Where one is
@@ -153,66 +169,218 @@ def read_metadata(opener: Opener, *, restricted: bool = False) -> Metadata:
 
     Args:
         opener: Opens the file, for reading by position.
-        restricted: Whether it may be anybody's: it is read as by ``read_description`` then.
+        restricted: Whether it may be anybody's: nothing that it names is called then, everything
+            is checked, and entries and rows are in columns.
+        whole: Whether to check every block of an index.
+        newer: What ``pickle.load`` with this torch and Python would fail at is added here, as text;
+            of a restricted file alone.
 
     Raises:
         PlacementError: The index is that of another save; or it is damaged, and there is no stock
             metadata. The result raises it as well, if it finds the damage when a part is used.
-        Exception: It is restricted, and refused, as of ``read_description``.
+        RefusedGlobal: It is restricted, and names something that DCP's metadata do not.
+        Exception: It is broken, or something is not what DCP's own readers expect; of any type.
     """
-    if restricted:
-        return torch_metadata(read_description(opener))
-    metadata: Metadata = read_parts(opener, _indexed, _load)
+    load = partial(load_safely, newer=newer) if restricted else load_metadata_pickle
+    most = MOST_NUMBERS if restricted else None
+
+    def indexed(blocks: Blocks, stock: StockPickle[Metadata]) -> Metadata:
+        if whole:
+            blocks.check()
+        try:
+            return _indexed(PackedIndex(blocks, most), load, stock, restricted=restricted)
+        except IndexDamage as damage:
+            if whole:
+                blocks.check()  # the file may be another one by now
+                # A load may go by the parts of it that are right.
+                raise refusal(f"its index has right checksums, but: {damage}") from damage
+            raise
+
+    def pickled(stream: IO[bytes]) -> Metadata:
+        metadata: Metadata = load(stream)
+        return in_columns(metadata) if restricted else metadata
+
+    return read_parts(opener, indexed, pickled)
+
+
+def read_stock_pickle(opener: Opener) -> Metadata | None:
+    """Return what the pickle before an index says, which torch reads; None where one is missing.
+
+    Args:
+        opener: Opens the ``.metadata`` file, for reading by position.
+
+    Raises:
+        Exception: As of ``read_metadata`` of a restricted file.
+    """
+    with quiet_gc(), opener() as stream:
+        head = stream.read(_HEAD_NBYTES)
+        if marked_digest(head) is None or is_refusing(head):
+            return None
+        stream.seek(0)
+        return in_columns(load_safely(stream))
+
+
+def read_file_names(opener: Opener) -> set[str]:
+    """Return the names of the data files of a checkpoint; of an index nothing else is read.
+
+    Args:
+        opener: Opens its ``.metadata``, for reading by position.
+
+    Raises:
+        Exception: As of ``read_metadata`` of a restricted file.
+    """
+    return read_parts(
+        opener,
+        lambda blocks, stock: set(PackedIndex(blocks, MOST_NUMBERS).writers.files()),
+        lambda stream: paths_of(in_columns(load_safely(stream)).storage_data or {}),
+    )
+
+
+def in_columns(metadata: Any) -> Metadata:
+    """Return metadata of unknown origin, checked, with entries and rows in columns.
+
+    Raises:
+        TypeError: It is none, or a field is missing or of another type.
+        ValueError: A number or a file's name is none that a checkpoint has.
+    """
+    if type(metadata) is not Metadata:
+        raise TypeError(f"a {type(metadata).__name__} in place of a Metadata")
+    check_facts(metadata)
+    stored, places = metadata.state_dict_metadata, metadata.storage_data
+    assert places is not None
+    if isinstance(stored, dict):
+        # Keys may share a list.
+        lists = [getattr(one, "chunks", None) for one in stored.values()]
+        check_count(sum(len(one) for one in lists if isinstance(one, list)), len(places))
+    check_fields(metadata)
+    rows = rows_of_places(place_of(at.fqn, at.offset, info) for at, info in places.items())
+    check_files(rows.paths)
+    entries = build_entries(stored)
+    check_entries(entries, len(places))
+    return with_columns(metadata, entries, build_index(by_file(rows), entries))
+
+
+def with_columns(
+    metadata: Metadata, entries: Entries, rows: RowIndex, stock: Stock | None = None
+) -> Metadata:
+    """Give metadata these entries and rows; return it."""
+    stored: Any = StoredEntries(entries, stock)
+    metadata.state_dict_metadata = stored
+    metadata.storage_data = StorageTable(rows, stock)
     return metadata
 
 
-def torch_metadata(description: Description) -> Metadata:
-    """Return metadata in torch's form; torch's objects are made for what is looked up."""
-    meta, stock = description.storage_meta, description.stock
-    if isinstance(meta, PlainStorageMeta):
-        known = {field.name for field in fields(StorageMeta)}
-        meta = StorageMeta(**{name: held for name, held in vars(meta).items() if name in known})
-    in_stock: Stock | None = None if stock is None else lambda damage: torch_metadata(stock(damage))
-    entries: Any = StoredEntries(description.entries, in_stock)
-    rows = StorageTable(description.rows, in_stock)
-    metadata = Metadata(entries, description.planner_data, rows, meta)
-    metadata.version = description.version
-    return metadata
-
-
-def description_of(metadata: Metadata) -> Description:
-    """Return torch's metadata, with a ``StorageTable``, without torch's objects."""
-    assert isinstance(metadata.storage_data, StorageTable)
-    entries = entries_of(metadata.state_dict_metadata)
-    rows = metadata.storage_data.index_for(entries)
-    rest = metadata.planner_data, metadata.storage_meta, metadata.version
-    return Description(entries, rows, *rest)
-
-
-def _indexed(blocks: Blocks, stock: StockPickle[Metadata] | None) -> Metadata:
-    packed = PackedIndex(blocks)
-    value = _load(io.BytesIO(packed.values))
+def _indexed(
+    packed: PackedIndex, load: Callable[[IO[bytes]], Any], stock: Stock | None, *, restricted: bool
+) -> Metadata:
+    value = load(io.BytesIO(packed.values))
     if type(value) is not tuple or len(value) != 3 or type(value[0]) is not Metadata:
         raise IndexDamage("its values are not those of metadata")
     metadata: Metadata
     metadata, properties, others = value
-    entries = packed.entries(list(map(plain_properties, properties)), others)
-    stored: Any = StoredEntries(entries, stock)
-    metadata.state_dict_metadata = stored
-    metadata.storage_data = StorageTable(packed.rows(entries), stock)
+    if restricted:
+        if others:
+            raise TypeError(f"a {type(others[0]).__name__} in place of a key's metadata")
+        check_properties(properties)
+    entries = packed.entries(properties, others)
+    rows = packed.rows(entries)
+    with_columns(metadata, entries, rows, stock)
+    if restricted:
+        check_facts(metadata)
+        check_entries(entries, len(rows))
+        check_files(rows.writers.files())
     return metadata
 
 
-def _load(file: IO[bytes]) -> Any:
-    return _Unpickler(file).load()
+class StockPickle(Generic[T]):
+    """The pickle before an index, which serves where the index is damaged.
+
+    Args:
+        opener: Opens the file.
+        load: Reads the pickle.
+        digest: Of the index, which the pickle begins with; None where it does not.
+    """
+
+    def __init__(
+        self, opener: Opener, load: Callable[[IO[bytes]], T], digest: bytes | None
+    ) -> None:
+        self._opener, self._load, self._digest = opener, load, digest
+        self._read: T | None = None
+
+    def __call__(self, damage: IndexDamage) -> T:
+        """Return what the pickle says, with a warning at the first call.
+
+        Args:
+            damage: What is wrong with the index.
+
+        Raises:
+            PlacementError: There is none, or it is another save's by now.
+        """
+        if self._read is not None:
+            return self._read
+        with quiet_gc(), self._opener() as stream:
+            head = stream.read(_HEAD_NBYTES)
+            if marked_digest(head) != self._digest:
+                raise PlacementError(
+                    ".metadata is not the file that was opened: another save has replaced it\n"
+                    "    way out:     load again"
+                )
+            if is_refusing(head):
+                raise PlacementError(
+                    f"the index of .metadata cannot be used: {damage}\n"
+                    "    why:         it was saved with stock_metadata=False, so nothing else says "
+                    "what is where\n"
+                    "    way out:     copy .metadata again, or load another checkpoint"
+                ) from damage
+            warnings.warn(
+                f"the index of .metadata cannot be used: {damage}; all of .metadata is read in "
+                "its place\n"
+                "    way out:     dcp-placements merge-metadata PATH --rewrite",
+                stacklevel=2,
+            )
+            stream.seek(0)
+            self._read = self._load(stream)
+        return self._read
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        # Megatron's class adds nothing that a load needs. It needs Megatron.
-        if (module, name) == MEGATRON:
-            return Metadata
-        found = PICKLED_PROPERTIES.get((module, name))
-        if found is not None:
-            return found
-        return super().find_class(PATHS if module == PATHS_OF_3_13 else module, name)
+def read_parts(
+    opener: Opener,
+    indexed: Callable[[Blocks, StockPickle[T]], T],
+    pickled: Callable[[IO[bytes]], T],
+) -> T:
+    """Return what is read of a ``.metadata`` file: of its index, or of its pickle without one.
+
+    Args:
+        opener: Opens the file, for reading by position.
+        indexed: Reads the index. Parts that it reads later may be damaged: the pickle serves then.
+        pickled: Reads the pickle.
+
+    Raises:
+        PlacementError: The index is that of another save; or it is damaged, and there is no stock
+            metadata.
+    """
+    with quiet_gc(), opener() as stream:
+        digest = marked_digest(stream.read(_HEAD_NBYTES))
+        stock = StockPickle(opener, pickled, digest)
+        try:
+            blocks = blocks_of(opener, stream)
+            if blocks is not None:
+                _check_same(blocks, digest)
+                return indexed(blocks, stock)
+        except IndexDamage as damage:
+            return stock(damage)
+        if digest is not None:
+            return stock(IndexDamage("it is missing"))
+        stream.seek(0)
+        return pickled(stream)
+
+
+def _check_same(blocks: Blocks, digest: bytes | None) -> None:
+    """Check that an index is that of the pickle before it, which has its digest."""
+    if blocks.digest != digest:
+        raise PlacementError(
+            "the index at the end of .metadata is not that of the metadata before it\n"
+            "    likely:      it was copied over the .metadata of another save, and the copy was "
+            "cut off\n"
+            "    way out:     copy it again, or load another checkpoint"
+        )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from dcp_placements import __version__
 
 RESERVED_KEY = "dcp_placements"
@@ -31,8 +33,6 @@ def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, 
 
     Keys: ``save_id``, ``versions``, ``world_size``, and ``step`` where there is one.
     """
-    import torch
-
     provenance: dict[str, Any] = {
         "save_id": save_id.hex(),
         "versions": {"dcp_placements": __version__, "torch": str(torch.__version__)},

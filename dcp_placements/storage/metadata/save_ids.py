@@ -17,12 +17,19 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from dcp_placements._torch import (
+    LoadItemType,
+    MetadataIndex,
+    ReadItem,
+    StorageInfo,
+    WriteItem,
+    WriteItemType,
+)
 from dcp_placements.errors import Fault
-
-if TYPE_CHECKING:
-    from dcp_placements._torch import MetadataIndex, ReadItem, StorageInfo, WriteItem
 
 ID_PREFIX = "dcp_placements.save."
 """The prefix of keys of id records in ``storage_data``; the id follows."""
@@ -187,10 +194,6 @@ def is_named(storage_data: Any) -> bool:
 
 def id_items(save_id: bytes, rank: int) -> list[WriteItem]:
     """Return the write items of a rank's records, to stand before all others."""
-    import torch
-
-    from dcp_placements._torch import MetadataIndex, WriteItem, WriteItemType
-
     key = ID_PREFIX + save_id.hex()
     return [
         WriteItem(MetadataIndex(key, torch.Size((rank, number))), WriteItemType.BYTE_IO)
@@ -228,8 +231,6 @@ class IdRecord:
     @property
     def index(self) -> MetadataIndex:
         """Its place in ``storage_data``."""
-        from dcp_placements._torch import MetadataIndex
-
         return MetadataIndex(self.fqn, self.offset)
 
     @property
@@ -244,10 +245,6 @@ class IdRecord:
 
     def read_item(self) -> ReadItem:
         """Return what reads it."""
-        import torch
-
-        from dcp_placements._torch import LoadItemType, ReadItem
-
         index, size = self.index, torch.Size((0,))
         return ReadItem(LoadItemType.BYTE_IO, index, size, index, size, size)
 

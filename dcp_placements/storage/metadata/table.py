@@ -11,14 +11,12 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dcp_placements._torch import MetadataIndex
 from dcp_placements.layout.alike import BySequence
-
-if TYPE_CHECKING:
-    from dcp_placements._torch import MetadataIndex
 
 Offset = tuple[int, ...] | None
 Transforms = tuple[str, ...] | None

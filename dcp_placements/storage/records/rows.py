@@ -34,7 +34,7 @@ def values_of(records: Array, tensor: TensorRecord) -> torch.Tensor:
         tensor: Where the elements of each are.
     """
     rows = np.ascontiguousarray(records[:, tensor.start : tensor.start + tensor.nbytes])
-    return torch.from_numpy(rows).view(-1).view(tensor.dtype.torch).view(-1, *tensor.shape)
+    return torch.from_numpy(rows).view(-1).view(tensor.dtype).view(-1, *tensor.shape)
 
 
 def fill_each(targets: Sequence[torch.Tensor], values: torch.Tensor) -> None:

@@ -34,10 +34,7 @@ from dcp_placements.storage.metadata.pickles.stock_body import (
     put,
     values_end,
 )
-from dcp_placements.storage.metadata.pickles.tensor_properties import (
-    portable_state,
-    torch_properties,
-)
+from dcp_placements.storage.metadata.pickles.tensor_properties import portable_state
 
 _CLASSES = (
     *(MetadataIndex, StorageInfo, ChunkStorageMetadata, TensorStorageMetadata),
@@ -74,8 +71,7 @@ def pickled_head(metadata: Metadata, entries: Entries, index: RowIndex) -> Head:
     texts = dict.fromkeys((*NAMES, *index.fqns))
     numbers: dict[Hashable, int] = dict(zip(texts, count(pickling.next_number())))
     begin += [pickling.dump(tuple(texts)), b"0", _plain_metadata(pickling, metadata, entries.fqns)]
-    properties = map(torch_properties, entries.properties)
-    shared = [pickling.dump(value) for value in (*properties, *entries.others)]
+    shared = [pickling.dump(value) for value in (*entries.properties, *entries.others)]
     # From here on numbers are given one by one.
     number = pickling.next_number()
     end = []

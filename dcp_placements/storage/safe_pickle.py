@@ -1,0 +1,338 @@
+"""Pickles of unknown origin: the standard library's unpickler, with a list of what a file may name.
+
+``pickle.load`` calls whatever a file names and sets attributes on whatever a file reaches. Here a
+name becomes what the list has for it: a value, a class of which the file may fill empty instances
+once, or a ``Call``, which checks its arguments. Memory is in proportion to the file.
+
+The unpickler is the one in Python. That in C allocates what a file claims (a slot of the memo, the
+length of a ``bytearray``), and hashes keys before anything here sees them: tuples of tuples that a
+few hundred bytes describe take hours, or end the process.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any, ClassVar
+
+import torch
+
+from dcp_placements.errors import format_name
+
+MAX_NAME_CHARS = 200
+MAX_FIELDS = 64
+MAX_KEY_VALUES = 64
+"""Values that one key of a dict or one element of a set has in all, however it nests."""
+
+_COLLISIONS = 1000
+"""Keys that may share their hash with an earlier key: a file can choose numbers of equal hashes,
+and each is compared with all of these."""
+
+_FLAT = {str, bytes, bool, int, float, type(None), frozenset, torch.dtype}
+_HASHED = _FLAT | {PurePosixPath, PureWindowsPath}
+
+
+class RefusedGlobal(pickle.UnpicklingError):
+    """A pickle names something that its kind of file does not use.
+
+    Args:
+        name: What it asks for, as ``module.name``.
+        subject: The kind of file.
+    """
+
+    def __init__(self, name: str, subject: str) -> None:
+        shown = format_name(name[:MAX_NAME_CHARS])
+        super().__init__(f"it asks for {shown}, which is no part of {subject}")
+        self.name = name
+
+
+def refusal(text: str) -> pickle.UnpicklingError:
+    """Return the error for a pickle that is broken, or asks for something it may not have."""
+    return pickle.UnpicklingError(text)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What a file may call by a name.
+
+    Attributes:
+        name: What the file names.
+        make: Returns the result, from arguments of any type; None where it may only be mentioned.
+        new: The class of which a file may make empty instances by this name; None for none.
+    """
+
+    name: str
+    make: Callable[..., Any] | None = None
+    new: type[Any] | None = None
+
+
+class SafeUnpickler(pickle._Unpickler):
+    """Reads one pickle.
+
+    Args:
+        data: The pickle.
+    """
+
+    subject: ClassVar[str]
+    """The kind of file, for messages."""
+
+    allowed: ClassVar[Mapping[tuple[str, str], Any]] = {}
+    """By module and name: what a file may name."""
+
+    fillable: ClassVar[Collection[type[Any]]] = ()
+    """Classes of which a file may have empty instances, to be filled once."""
+
+    def __init__(self, data: bytes) -> None:
+        self._stream = io.BytesIO(data)
+        super().__init__(self._stream)
+        self._names: set[tuple[str, ...]] = set()
+        self._by_hash: dict[int, Any] = {}
+        self._collisions = 0
+
+    def load(self) -> Any:
+        """Return the value of the pickle.
+
+        Raises:
+            RefusedGlobal: It names something else than its kind of file; nothing has been called.
+            pickle.UnpicklingError: It is broken, or asks for something it may not have.
+        """
+        # Frames are passed over: what is read lies in memory.
+        read = self.read = self._stream.read
+        self.readline = self._stream.readline
+        self.metastack: list[list[Any]] = []
+        self.stack: list[Any] = []
+        self.append = self.stack.append
+        opcodes = self.dispatch
+        try:
+            while True:
+                opcodes[read(1)[0]](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
+        except pickle.UnpicklingError:
+            raise
+        except (
+            # All that arbitrary bytes make of it.
+            *(AttributeError, EOFError, IndexError, KeyError, OverflowError, RuntimeError),
+            *(TypeError, ValueError, struct.error),
+        ) as error:
+            at = self._stream.tell()
+            raise refusal(f"it is broken at byte {at} ({type(error).__name__})") from error
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a file gets for a name."""
+        # Protocols before 3 name modules as Python 2 did.
+        found = self.allowed.get(("builtins" if module == "__builtin__" else module, name))
+        if found is None:
+            raise RefusedGlobal(f"{module}.{name}", self.subject)
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the value of a persistent id."""
+        raise refusal("it has a persistent id")
+
+    def fill(self, instance: Any, state: Any) -> None:
+        """Fill an instance that the file had made; its state is a short dict of attributes."""
+        if vars(instance):
+            raise refusal(f"it changes {describe(instance)}")
+        if type(state) is not dict:
+            raise TypeError
+        vars(instance).update(state)
+
+    def _marked(self) -> list[Any]:
+        """Return what was put on the stack since the mark."""
+        items, self.stack = self.stack, self.metastack.pop()
+        self.append = self.stack.append
+        return items
+
+    def load_frame(self) -> None:
+        self.read(8)
+
+    def load_reduce(self) -> None:
+        args, called = self.stack.pop(), self.stack[-1]
+        if type(called) is not Call or called.make is None or type(args) is not tuple:
+            raise refusal(f"it calls {describe(called)}")
+        self.stack[-1] = called.make(*args)
+
+    def load_newobj(self) -> None:
+        args, named = self.stack.pop(), self.stack[-1]
+        kind = named.new if type(named) is Call else named
+        if type(kind) is not type or kind not in self.fillable or args != ():
+            raise refusal(f"it makes an instance of {describe(named)}")
+        self.stack[-1] = object.__new__(kind)
+
+    def load_build(self) -> None:
+        state, instance = self.stack.pop(), self.stack[-1]
+        if type(instance) not in self.fillable:
+            raise refusal(f"it changes {describe(instance)}")
+        # Thousands of instances have fields of the same names.
+        names = tuple(state) if type(state) is dict and len(state) <= MAX_FIELDS else ()
+        if names not in self._names:
+            if not all(type(name) is str and not name.startswith("_") for name in names):
+                raise refusal(f"it has attributes of {describe(instance)} that are no fields")
+            self._names.add(names)
+        if len(state) > MAX_FIELDS:
+            raise refusal(f"it has very many attributes of {describe(instance)}")
+        self.fill(instance, state)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.set_items(self.stack[-1], [key, value])
+
+    def load_setitems(self) -> None:
+        items = self._marked()
+        self.set_items(self.stack[-1], items)
+
+    def load_additems(self) -> None:
+        items = self._marked()
+        if type(self.stack[-1]) is not set:
+            raise TypeError
+        self.check_keys(items)
+        self.stack[-1].update(items)
+
+    def load_frozenset(self) -> None:
+        items = self._marked()
+        self.check_keys(items)
+        self.append(frozenset(items))
+
+    def set_items(self, held: Any, items: list[Any]) -> None:
+        """Put keys and values into a dict."""
+        if type(held) not in (dict, OrderedDict) or len(items) % 2:
+            raise TypeError
+        keys = items[::2]
+        if set(map(type, keys)) != {str}:
+            self.check_keys(keys)
+        held.update(zip(keys, items[1::2], strict=True))
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Refuse keys that take long to hash or to compare."""
+        for key in keys:
+            self.check_key(key)
+
+    def check_key(self, key: Any) -> None:
+        """Refuse one such key."""
+        if type(key) not in _FLAT:
+            todo, count = [key], 0
+            while todo:
+                value = todo.pop()
+                if type(value) in (tuple, torch.Size):
+                    count += len(value)
+                    if count > MAX_KEY_VALUES:
+                        raise refusal("it has a key of very many values")
+                    todo.extend(value)
+                elif type(value) not in _HASHED:
+                    raise refusal(f"it has a key that is {describe(value)}")
+        self.check_hash(key)
+
+    def check_hash(self, key: Any) -> None:
+        """Refuse very many keys of one hash."""
+        if self._by_hash.setdefault(hash(key), key) != key:
+            self._collisions += 1
+            if self._collisions > _COLLISIONS:
+                raise refusal("it has very many keys of one hash")
+
+    def _unknown(self) -> None:
+        opcode = self._stream.getvalue()[self._stream.tell() - 1 :][:1]
+        raise refusal(f"it has an opcode {opcode!r}, which {self.subject} does not use")
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict.fromkeys(range(256), _unknown)
+    # None that needs protocol 0 or 5, extensions, or allocates by a length.
+    for _code in (
+        *(pickle.PROTO, pickle.STOP, pickle.POP, pickle.POP_MARK, pickle.MARK, pickle.MEMOIZE),
+        *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.NONE),
+        *(pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
+        *(pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINUNICODE, pickle.BINUNICODE),
+        *(pickle.BINUNICODE8, pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8),
+        *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
+        *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.EMPTY_SET),
+        *(pickle.BINPERSID, pickle.GLOBAL, pickle.STACK_GLOBAL),
+    ):
+        dispatch[_code[0]] = pickle._Unpickler.dispatch[_code[0]]
+    dispatch |= {
+        pickle.FRAME[0]: load_frame,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.ADDITEMS[0]: load_additems,
+        pickle.FROZENSET[0]: load_frozenset,
+    }
+
+
+def describe(value: Any) -> str:
+    """Return what a message calls a value of a pickle."""
+    if isinstance(value, Call | type):
+        return value.name if isinstance(value, Call) else value.__name__
+    return f"a {type(value).__name__}"
+
+
+class _Inert:
+    """Stands for whatever ``torch.load`` makes."""
+
+
+_HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
+
+
+class _TorchUnpickler(SafeUnpickler):
+    """Makes nothing of a pickle; refuses keys as any other, and what allocates by a number."""
+
+    subject = "what torch.load(weights_only=True) loads"
+
+    def find_class(self, module: str, name: str) -> Any:
+        return Call(name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _Inert()
+
+    def load_reduce(self) -> None:
+        args, called = self.stack.pop(), self.stack[-1]
+        if type(called) is not Call or type(args) is not tuple:
+            raise refusal(f"it calls {describe(called)}")
+        if called.name == "bytearray" and not set(map(type, args)) <= {str, bytes, _Inert}:
+            raise refusal("it has a bytearray of a length without contents")
+        if called.name in _HASHING:
+            for arg in args:
+                self.check_keys(arg if isinstance(arg, list | tuple | set | frozenset) else ())
+        self.stack[-1] = _Inert()
+
+    load_newobj = load_reduce
+
+    def load_build(self) -> None:
+        self.stack.pop()
+
+    def set_items(self, held: Any, items: list[Any]) -> None:
+        if type(held) is not _Inert:
+            super().set_items(held, items)
+        else:
+            self.check_keys(items[::2])
+
+    def check_key(self, key: Any) -> None:
+        if type(key) not in (_Inert, Call):
+            super().check_key(key)
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **SafeUnpickler.dispatch,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.BUILD[0]: load_build,
+    }
+
+
+def check_for_torch(data: bytes) -> None:
+    """Refuse a pickle for which ``torch.load(weights_only=True)`` takes more than its size.
+
+    Raises:
+        pickle.UnpicklingError: It allocates by a number, or has keys that nest; or it is broken.
+    """
+    _TorchUnpickler(data).load()
+
+
+DTYPES = {
+    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+ORDERED_DICT = {("collections", "OrderedDict"): Call("OrderedDict", lambda: OrderedDict())}
