@@ -69,7 +69,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
     _stateful_to_state_dict as state_dicts_of_statefuls,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.checkpoint.utils import _DistWrapper, find_state_dict_object
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _device_capability, _get_object_coll_device
 from torch.distributed.tensor import DTensor
@@ -123,6 +123,7 @@ __all__ = [
     "create_default_global_save_plan",
     "default_write_items",
     "dtensor_facts",
+    "find_state_dict_object",
     "flatten_state_dict",
     "get_element",
     "global_rank",

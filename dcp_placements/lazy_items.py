@@ -1,4 +1,4 @@
-"""A plan's items, created on first access and never pickled.
+"""A plan's items: created on first access and never pickled, or with their save or load.
 
 A rank's plan stays small when it is sent: the coordinator needs no items, and each rank creates the
 items of its final plan itself.
@@ -7,8 +7,11 @@ items of its final plan itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, overload
 
+from dcp_placements._torch import MetadataIndex, ReadItem, WriteItem
 from dcp_placements.quiet_gc import quiet_gc
 
 T = TypeVar("T")
@@ -96,3 +99,53 @@ class OutlinedItems(list[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
+
+
+class _Sent:
+    """Pickled it is torch's, without the save or load."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {name: value for name, value in vars(self).items() if name != "run"}
+        return partial(_PLAIN[type(self)], **fields), ()
+
+
+@dataclass(frozen=True)
+class WriteItemOfRun(_Sent, WriteItem):
+    """A write item that knows its save."""
+
+    run: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class ReadItemOfRun(_Sent, ReadItem):
+    """A read item that knows its load."""
+
+    run: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class IndexOfRun(_Sent, MetadataIndex):
+    """The place of an item that knows its save or load."""
+
+    run: Any = field(default=None, compare=False, repr=False)
+
+
+_OF_RUN: dict[type, type] = {
+    WriteItem: WriteItemOfRun,
+    ReadItem: ReadItemOfRun,
+    MetadataIndex: IndexOfRun,
+}
+_PLAIN = {kind: plain for plain, kind in _OF_RUN.items()}
+
+
+def of_run(value: Any, run: object) -> Any:
+    """Return a write item, a read item or an index that knows its save or load."""
+    kind = type(value)
+    return _OF_RUN.get(kind, kind)(**{**vars(value), "run": run})
+
+
+def items_of_run(items: Sequence[Any], run: object) -> Any:
+    """Return items that know their save or load."""
+    known = [of_run(item, run) for item in items]
+    outline = getattr(items, "outline", None)
+    return known if outline is None else OutlinedItems(known, outline)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ from dcp_placements.quiet_gc import quiet_gc
 def state(number: int) -> dict[str, torch.Tensor]:
     """Return small tensors and large ones, equal for no two numbers."""
     return {f"l{n}": torch.full((200, 3 + 200 * (n % 2)), number + n / 8) for n in range(8)}
+
+
+def with_object(number: int) -> dict[str, Any]:
+    return {**state(number), "step": number}
 
 
 def in_two_threads(work: Callable[[int], None]) -> None:
@@ -51,6 +56,7 @@ def meeting(kind: type, method: str) -> type:
     ("kind", "options"),
     [
         (dcp.FileSystemWriter, {}),
+        (dcp.FileSystemWriter, {"thread_count": 2}),
         (PlacementFileSystemWriter, {}),
         (PlacementFileSystemWriter, {"thread_count": 3}),
     ],
@@ -73,6 +79,68 @@ def test_one_planner_saves_twice_at_a_time(
         assert [key for key in read if not torch.equal(read[key], state(number)[key])] == []
     # This thread has no save of its own: the report is that of the latest.
     assert len(planner.report.keys) == 8
+
+
+def test_m77_a_writer_s_own_threads_write_the_save_that_they_belong_to(tmp_path: Path) -> None:
+    """The first save writes in threads that begin when the second has been planned."""
+    planner = PlacementSavePlanner()
+    planned, written = Event(), Event()
+
+    class First(dcp.FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            planned.set()
+            assert written.wait(60)
+            return super().write_data(plan, OnlyInThreads(planner))
+
+    class OnlyInThreads:
+        """Has the data resolved by a thread that has planned nothing, as any of several may be."""
+
+        def __init__(self, planner: Any) -> None:
+            self.planner = planner
+
+        def resolve_data(self, item: Any) -> Any:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(self.planner.resolve_data, item).result()
+
+    def save(number: int) -> None:
+        if number == 0:
+            storage: Any = First(tmp_path / "0", thread_count=2)
+        else:
+            assert planned.wait(60)
+            storage = dcp.FileSystemWriter(tmp_path / "1", thread_count=2)
+        dcp.save(with_object(number), storage_writer=storage, planner=planner, no_dist=True)
+        written.set()
+
+    in_two_threads(save)
+    for number in range(2):
+        read = {key: torch.zeros_like(value) for key, value in state(number).items()}
+        read["step"] = -1
+        dcp.load(read, checkpoint_id=tmp_path / str(number), no_dist=True)
+        assert read.pop("step") == number
+        assert [key for key in read if not torch.equal(read[key], state(number)[key])] == []
+
+
+def test_a_plan_that_is_sent_has_no_tensors_and_a_planner_no_save(tmp_path: Path) -> None:
+    sent = []
+
+    class Looking(PlacementFileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            sent.append(len(pickle.dumps(plan)))
+            copy = pickle.loads(pickle.dumps(plan))
+            assert [item.index for item in copy.items] == [item.index for item in plan.items]
+            sent.append(len(pickle.dumps(planner)))
+            return super().write_data(plan, planner)
+
+    for number in (1, 100):
+        tensors = {f"l{n}": torch.ones(number, 256) for n in range(3)}
+        dcp.save(
+            tensors,
+            storage_writer=Looking(tmp_path / str(number)),
+            planner=PlacementSavePlanner(),
+            no_dist=True,
+        )
+    assert abs(sent[0] - sent[2]) < 64
+    assert max(sent) < 4096
 
 
 @pytest.mark.parametrize("step", ["prepare_local_plan", "prepare_global_plan", "read_data"])

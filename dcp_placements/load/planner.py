@@ -6,7 +6,7 @@ import dataclasses
 import io
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from dcp_placements._torch import (
     Metadata,
     MetadataIndex,
     ReadItem,
+    find_state_dict_object,
     global_rank,
     leaves,
     world_size,
@@ -28,6 +29,7 @@ from dcp_placements.errors import (
     format_faults,
     raise_faults,
 )
+from dcp_placements.lazy_items import of_run
 from dcp_placements.load.casting import CASTS, check_quantizer
 from dcp_placements.load.exchange.shares import Verdict, verdicts
 from dcp_placements.load.message import LoadMessage
@@ -38,8 +40,7 @@ from dcp_placements.names.renamed_keys import Path, flattened
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.options import (
-    OfRun,
-    OneRunPlanner,
+    Runs,
     check_choice,
     check_declaration,
 )
@@ -51,7 +52,7 @@ from dcp_placements.storage.record_contents import DAMAGED
 logger = logging.getLogger(__name__)
 
 
-class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
+class PlacementLoadPlanner(DefaultLoadPlanner):
     """Loads every shard from its true place in the whole tensor.
 
     ``dcp.load(state_dict, checkpoint_id=path, planner=PlacementLoadPlanner(rules))`` fills the
@@ -85,12 +86,6 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         PlacementError: An option with an unknown value.
     """
 
-    run_class = RankLoad
-    original_state_dict = OfRun()
-    state_dict = OfRun()
-    mappings = OfRun()
-    metadata = OfRun()
-
     def __init__(
         self,
         rules: Rules | None = None,
@@ -104,7 +99,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         flatten_sharded_tensors: bool = True,
         allow_partial_load: bool = False,
     ) -> None:
-        self.forget_runs()
+        self._runs = Runs(RankLoad)
         super().__init__(
             flatten_state_dict=flatten_state_dict,
             flatten_sharded_tensors=flatten_sharded_tensors,
@@ -123,7 +118,16 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
     @property
     def report(self) -> LoadReport:
         """What the latest load reads on this rank."""
-        return self._latest.report
+        return self._runs.latest.report
+
+    @property
+    def state_dict(self) -> dict[str, Any]:
+        """Flat, with the checkpoint's keys: that of the load which this thread plans."""
+        return self._runs.planned.state_dict
+
+    @state_dict.setter
+    def state_dict(self, values: dict[str, Any]) -> None:
+        self._runs.planned.state_dict = values
 
     def set_up_planner(
         self,
@@ -138,40 +142,46 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             )
         if metadata is not None:
             check_unpickled(metadata)
-        self._run = RankLoad()
-        super().set_up_planner({}, metadata, is_coordinator)
-        if self.flatten_state_dict:
-            self.state_dict, self.mappings = flattened(
-                state_dict, self._set_up_by_torch, fills_meta=True
-            )
-            self.original_state_dict = state_dict
-        else:
-            self._set_up_by_torch(state_dict)
-            self.mappings = {key: (key,) for key in self.state_dict}
-        try:
-            self._run.rename(self.rename)
-        except RankFaults as refusal:
-            self._run.refusal = refusal
+        load = self._runs.begin()
+        load.metadata = metadata if metadata is not None else Metadata({})
 
-    def _set_up_by_torch(
-        self, state_dict: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Path]]:
+        def by_torch(part: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+            self._set_up_by_torch(load, part)
+            return load.state_dict, load.mappings
+
+        if self.flatten_state_dict:
+            load.state_dict, load.mappings = flattened(state_dict, by_torch, fills_meta=True)
+            load.original_state_dict = state_dict
+        else:
+            by_torch(state_dict)
+            load.mappings = {key: (key,) for key in load.state_dict}
+        try:
+            load.rename(self.rename)
+        except RankFaults as refusal:
+            load.refusal = refusal
+
+    def _set_up_by_torch(self, load: RankLoad, state_dict: dict[str, Any]) -> None:
         """Take a state dict; values of types that torch does not know stay, where it drops them."""
         objects = [
             (path, value)
             for path, value in leaves(_without_tensors(state_dict))
             if value is not None and not isinstance(value, torch.Tensor)
         ]
-        super().set_up_planner(state_dict, self.metadata, self.is_coordinator)
-        self._run.restore(objects)
-        return self.state_dict, self.mappings
+        stock = DefaultLoadPlanner(
+            flatten_state_dict=self.flatten_state_dict,
+            flatten_sharded_tensors=self.flatten_sharded_tensors,
+        )
+        stock.set_up_planner(state_dict)
+        load.original_state_dict, load.state_dict = state_dict, stock.state_dict
+        load.mappings = stock.mappings
+        load.restore(objects)
 
     def create_local_plan(self) -> LoadPlan:
         """Return what this rank reads; an empty plan with the reasons if it cannot be loaded.
 
         Called on every rank. The coordinator raises one error for all ranks.
         """
-        load, rank = self._run, global_rank()
+        load, rank = self._runs.planned, global_rank()
         try:
             if load.refusal is not None:
                 raise load.refusal
@@ -185,7 +195,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
 
     def _planned(self, rank: int) -> LoadMessage | None:
         """Plan this rank's reads; return what is sent to the coordinator."""
-        load = self._run
+        load = self._runs.planned
         optional, waived = compiled(self.optional), compiled(self.waive)
         policy = Policy(self.allow_partial_load, self.cast, optional, waived)
         load.place(self.rules, self.rename)
@@ -207,7 +217,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         sent = [plan.planner_data for plan in plans]
         messages = [message for message in sent if isinstance(message, LoadMessage)]
         # Ranks that load by themselves have no others to compare with.
-        self._run.judge(messages, complete=len(plans) >= world_size())
+        self._runs.planned.judge(messages, complete=len(plans) >= world_size())
         claims = [one.claims if isinstance(one, LoadMessage) else None for one in sent]
         answers: list[Verdict | None] = [None] * len(plans)
         if any(claims):
@@ -219,7 +229,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Return what this rank reads, all ranks having agreed. Called on every rank."""
-        load = self._run
+        load = self._runs.planned
         if load.refusal is not None:  # and the coordinator's planner is another one
             raise load.refusal
         load.take_verdict(new_plan.planner_data)
@@ -236,18 +246,23 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""
-        data = self._run.data(index)
+        load = self._runs.of(index)
+        data = load.data(index)
         if data is not None:
             return data
-        tensor = super().lookup_tensor(index)
+        tensor: torch.Tensor = find_state_dict_object(load.state_dict, index)
         # One scalar for several keys: the value of none may overwrite another one before they
         # are compared.
-        return torch.empty_like(tensor) if index.fqn in self._run.shared else tensor
+        return torch.empty_like(tensor) if index.fqn in load.shared else tensor
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return where to read an item to. Called on every rank, also by several threads."""
-        memory = super().resolve_tensor(read_item)
-        return self._run.overlaps.target(read_item, memory)
+        load = self._runs.of(read_item)
+        return load.overlaps.target(read_item, self._memory(load, read_item))
+
+    def _memory(self, load: RankLoad, read_item: ReadItem) -> torch.Tensor:
+        tensor = self.lookup_tensor(of_run(read_item.dest_index, load))
+        return cast(torch.Tensor, self.transform_tensor(read_item, tensor))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Take what was read. Called on every rank.
@@ -256,13 +271,13 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             PlacementError: Different contents for keys that have one memory.
                 Quantized values of another scale than the tensor has.
         """
+        load = self._runs.of(read_item)
         if tensor.is_quantized:
-            check_quantizer(read_item.dest_index.fqn, super().resolve_tensor(read_item), tensor)
-        load = self._run
+            memory = self._memory(load, read_item)
+            check_quantizer(read_item.dest_index.fqn, memory, tensor)
         load.take_tensor(read_item.dest_index.fqn, tensor)
         if read_item.dest_index.fqn in load.overlaps.groups:
-            memory = super().resolve_tensor(read_item)
-            load.overlaps.take(read_item, memory, tensor)
+            load.overlaps.take(read_item, self._memory(load, read_item), tensor)
         load.end_read()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -271,7 +286,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         Raises:
             PlacementError: It is no object, or a file of another save.
         """
-        load = self._run
+        load = self._runs.of(read_item)
         if (record := load.ids.get(read_item.storage_index)) is not None:
             raise_faults(MIXED, filter(None, [record.fault(value.getvalue())]))
             load.end_read()
@@ -284,7 +299,7 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
             raise PlacementError(text) from error
         fqn = read_item.dest_index.fqn
         if not self.flatten_state_dict:
-            self.state_dict[fqn] = loaded
+            load.state_dict[fqn] = loaded
         load.take_object(fqn, loaded)
         load.end_read()
 
@@ -299,12 +314,13 @@ class PlacementLoadPlanner(OneRunPlanner[RankLoad], DefaultLoadPlanner):
         Raises:
             PlacementError: On all ranks, where one could not read or is gone.
         """
-        exchange = self._run.active_exchange
+        load = self._runs.planned
+        exchange = load.active_exchange
         if exchange is not None:
-            exchange.finish(error, self.lookup_tensor, self._run.report)
+            exchange.finish(error, self.lookup_tensor, load.report)
         elif error is not None:
             raise error
-        self._run.end_reads()
+        load.end_reads()
 
 
 def _unreadable(item: ReadItem, error: Exception) -> Fault:

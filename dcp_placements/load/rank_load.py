@@ -33,7 +33,7 @@ from dcp_placements.errors import (
     raise_faults,
     raise_faults_of_ranks,
 )
-from dcp_placements.lazy_items import LazyItems
+from dcp_placements.lazy_items import LazyItems, items_of_run
 from dcp_placements.load.comparison.checks import LoadChecks, asked_faults, check_load
 from dcp_placements.load.comparison.numbers import unstacked_faults
 from dcp_placements.load.exchange.exchange import Exchange
@@ -280,12 +280,12 @@ class RankLoad:
             self.warn(self.exchange.verdict.notes)
         self.overlaps.expect(items)
         ids = self._id_reads(items)
-        final: Any = [*ids, *items, *ids] if ids else items
+        final = [*ids, *items, *ids] if ids else items
         if self.resets:
             self.resets.expect(len(final))
             if not final and self.active_exchange is None:
                 self.end_reads()
-        return replace(plan, items=final)
+        return replace(plan, items=items_of_run(final, self))
 
     def end_read(self) -> None:
         """Take in that an item was read, by a reader that calls the planner for every item."""

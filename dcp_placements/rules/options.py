@@ -1,10 +1,10 @@
-"""What both planners have in common: options, and the state of one save or load apart from them."""
+"""What both planners have in common: options, and apart from them the state of saves and loads."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.rules.patterns import compile_pattern
@@ -12,63 +12,43 @@ from dcp_placements.rules.patterns import compile_pattern
 Run = TypeVar("Run")
 
 
-class OneRunPlanner(Generic[Run]):
-    """A planner that keeps its options, and in ``_run`` the state of one save or load.
+class Runs(Generic[Run]):
+    """The saves or loads of one planner.
 
-    Each thread has the run that it began: an ``async_save`` may still write while the next save
-    begins. A thread that began none has the latest. Pickled the planner is the options alone: the
-    state of a run is not sent to another process.
+    Many may be under way: items and their indices know theirs. The hooks that plan one get no
+    items; DCP calls all of them in the thread that began it. Pickled it is empty: the state of a
+    save is not sent to another process.
+
+    Args:
+        kind: Makes the state of a save or load that has not begun.
 
     Attributes:
-        run_class: Makes the state of a run that has not begun.
+        latest: The one that began last.
     """
 
-    run_class: ClassVar[Callable[[], Any]]
-    _latest: Run
-
-    def __getstate__(self) -> dict[str, Any]:
-        runs = ("_latest", "_of_thread")
-        return {name: value for name, value in vars(self).items() if name not in runs}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.forget_runs()
-
-    def forget_runs(self) -> None:
-        """Begin anew, with a run that has not begun."""
+    def __init__(self, kind: Callable[[], Run]) -> None:
+        self._kind = kind
         self._of_thread = threading.local()
-        self._latest = type(self).run_class()
+        self.latest = kind()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runs, (self._kind,)
+
+    def begin(self) -> Run:
+        """Return a new one, which this thread plans."""
+        self.latest = self._of_thread.planned = self._kind()
+        return self.latest
 
     @property
-    def _run(self) -> Run:
-        run: Run = getattr(self._of_thread, "run", self._latest)
+    def planned(self) -> Run:
+        """The one that this thread plans; of a thread that began none, the latest."""
+        run: Run = getattr(self._of_thread, "planned", self.latest)
         return run
 
-    @_run.setter
-    def _run(self, run: Run) -> None:
-        self._of_thread.run = self._latest = run
-
-    def joining(self) -> Callable[[], None]:
-        """Return what another thread calls to take part in the save or load of this one."""
-        run = self._run
-
-        def join() -> None:
-            self._of_thread.run = run
-
-        return join
-
-
-class OfRun:
-    """An attribute of torch's planner that belongs to one save or load: it is kept in ``_run``."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, planner: OneRunPlanner[Any] | None, owner: type) -> Any:
-        return self if planner is None else getattr(planner._run, self._name)
-
-    def __set__(self, planner: OneRunPlanner[Any], value: Any) -> None:
-        setattr(planner._run, self._name, value)
+    def of(self, value: Any) -> Run:
+        """Return that of an item or index; where it knows none, the one that is planned."""
+        run: Run | None = getattr(value, "run", None)
+        return self.planned if run is None else run
 
 
 def check_declaration(

@@ -18,6 +18,7 @@ from dcp_placements._torch import (
     StorageMeta,
     WriteItem,
     WriteItemType,
+    find_state_dict_object,
     global_rank,
     is_of_hugging_face_writer,
     without_class,
@@ -25,7 +26,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.lint import lint
 from dcp_placements.errors import PlacementError, RankFaults, raise_faults, raise_faults_of_ranks
-from dcp_placements.lazy_items import LazyItems
+from dcp_placements.lazy_items import LazyItems, items_of_run, of_run
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, flattened
@@ -33,8 +34,7 @@ from dcp_placements.names.renames import numbering
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.options import (
-    OfRun,
-    OneRunPlanner,
+    Runs,
     check_choice,
     check_declaration,
 )
@@ -70,7 +70,7 @@ DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
 
 
-class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
+class PlacementSavePlanner(DefaultSavePlanner):
     """Saves every shard at its true place in the whole tensor.
 
     ``dcp.save(state_dict, checkpoint_id=path, planner=PlacementSavePlanner(rules))`` writes an
@@ -104,13 +104,6 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         PlacementError: An option with an unknown value.
     """
 
-    run_class = RankSave
-    state_dict = OfRun()
-    mappings = OfRun()
-    plan = OfRun()
-    global_plan = OfRun()
-    metadata = OfRun()
-
     def __init__(
         self,
         rules: Rules | None = None,
@@ -126,7 +119,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
     ) -> None:
-        self.forget_runs()
+        self._runs = Runs(RankSave)
         super().__init__(
             flatten_state_dict=flatten_state_dict,
             flatten_sharded_tensors=flatten_sharded_tensors,
@@ -148,12 +141,31 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
     @property
     def report(self) -> SaveReport:
         """What the latest save comes to."""
-        save = self._latest
+        save = self._runs.latest
         if not save.is_planned:
             return SaveReport(planned=False)
         if save.report is None:
             save.report = summarise_rank(save.holding, save.placing, self.waive)
         return save.report
+
+    @property
+    def state_dict(self) -> dict[str, Any]:
+        """Flat, with the checkpoint's keys: that of the save which this thread plans."""
+        return self._runs.planned.state_dict
+
+    @state_dict.setter
+    def state_dict(self, values: dict[str, Any]) -> None:
+        self._runs.planned.state_dict = values
+
+    @property
+    def plan(self) -> SavePlan | None:  # type: ignore[override]
+        """What this rank writes in the latest save; None before all ranks have agreed."""
+        return self._runs.latest.plan
+
+    @property
+    def global_plan(self) -> list[SavePlan]:  # type: ignore[override]
+        """The plans of all ranks in the latest save, on the coordinator."""
+        return self._runs.latest.global_plan
 
     def set_up_planner(
         self,
@@ -166,27 +178,31 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             raise PlacementError(
                 "a PlacementSavePlanner cannot load: dcp.load wants a load planner"
             )
-        self._run = RankSave()
-        nested = {} if self.flatten_state_dict else state_dict
-        super().set_up_planner(nested, storage_meta, is_coordinator)
+        save = self._runs.begin()
+        save.is_coordinator = is_coordinator
         if self.flatten_state_dict:
-            self.state_dict, self.mappings = flattened(state_dict, self._flattened_by_torch)
+            save.state_dict, save.mappings = flattened(state_dict, self._flattened_by_torch)
         else:
+            save.state_dict, save.mappings = self._flattened_by_torch(state_dict)
             # Torch gives the keys of nested dicts as texts, also where they are numbers.
             for key, value in state_dict.items():
-                if str(key) in self.state_dict and not isinstance(value, ShardedTensor):
-                    self.state_dict[str(key)] = value
+                if str(key) in save.state_dict and not isinstance(value, ShardedTensor):
+                    save.state_dict[str(key)] = value
         target = None if storage_meta is None else storage_meta.checkpoint_id
         name = b"" if target is None else str(target).encode(errors="backslashreplace")
-        self._run.target = zlib.crc32(name)
+        save.target = zlib.crc32(name)
         try:
-            self._run.rename(self.rename)
+            save.rename(self.rename)
         except RankFaults as refusal:
-            self._run.refusal = refusal
+            save.refusal = refusal
 
     def _flattened_by_torch(self, part: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-        super().set_up_planner(part, None, self.is_coordinator)
-        return self.state_dict, self.mappings
+        stock = DefaultSavePlanner(
+            flatten_state_dict=self.flatten_state_dict,
+            flatten_sharded_tensors=self.flatten_sharded_tensors,
+        )
+        stock.set_up_planner(part)
+        return stock.state_dict, stock.mappings
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
@@ -195,7 +211,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         key tables and boxes. If tensors and rules do not fit, it is the reasons alone, and the
         coordinator raises one error for all ranks.
         """
-        save = self._run
+        save = self._runs.planned
         try:
             if save.refusal is not None:
                 raise save.refusal
@@ -205,15 +221,13 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         except RankFaults as refusal:
             save.refusal = refusal
             local_plan = LocalPlan(global_rank(), (), b"", faults=refusal.packed())
-            save.plan = SavePlan([], planner_data=local_plan)
-            return save.plan
+            return SavePlan([], planner_data=local_plan)
         items = LazyItems(partial(all_items, save.holding))
-        save.plan = SavePlan(items, planner_data=local_plan)  # type: ignore[arg-type]
-        return save.plan
+        return SavePlan(items, planner_data=local_plan)  # type: ignore[arg-type]
 
     def _local_plan(self) -> LocalPlan:
         """Return what is sent to the coordinator."""
-        save, rank = self._run, global_rank()
+        save, rank = self._runs.planned, global_rank()
         placed = save.placing.placed.values()
         repeats = repeat_faults(placed, self.digests)
         if repeats and self.on_conflict == "error":
@@ -238,7 +252,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
 
     def _with_holding(self, plan: LocalPlan) -> LocalPlan:
         """Return a plan with the keys, boxes and digests of what this rank holds."""
-        save = self._run
+        save = self._runs.planned
         tables = tuple([table.packed() for table in save.holding.tables])
         save.packed_tables = dict(zip(tables, save.holding.tables, strict=True))
         plan = plan._replace(
@@ -262,7 +276,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 contradict each other, elements that nobody holds, replicas that differ. All in
                 one error.
         """
-        save = self._run
+        save = self._runs.planned
         with quiet_gc():
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.
             world = world_size()
@@ -270,7 +284,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             raise_faults("the ranks do not save together", foreign_plans(all_plans))
             sent: list[LocalPlan] = [plan.planner_data for plan in all_plans]
             raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
-            if alone and not self.is_coordinator:
+            if alone and not save.is_coordinator:
                 # With a coordinator of its own (no_dist=True) a rank saves all that it has.
                 left = left_to_others(save.placing.placed.values())
                 if left:
@@ -293,13 +307,13 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             save.report = judged(coordinator, self.waive, strict=strict, merged_later=merged)
             # What a writer put into a local plan stays in it: without collectives, its file names.
             outlines = Outlines()
-            self.global_plan = [
+            save.global_plan = [
                 _assigned(plan, local_plan, assignment, coordinator.cohorts, outlines)
                 for plan, local_plan, assignment in zip(all_plans, sent, assignments, strict=True)
             ]
             data = self._planner_data(coordinator, assignments, alone)
-            self.metadata = Metadata(coordinator.metadata, planner_data=data)
-        return self.global_plan, self.metadata
+            metadata = Metadata(coordinator.metadata, planner_data=data)
+        return save.global_plan, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return what this rank writes. Called on every rank.
@@ -307,8 +321,9 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
         Raises:
             PlacementError: The storage writer is torch's ``HuggingFaceStorageWriter``.
         """
-        if self._run.refusal is not None:  # and the coordinator's planner is another one
-            raise self._run.refusal
+        save = self._runs.planned
+        if save.refusal is not None:  # and the coordinator's planner is another one
+            raise save.refusal
         assignment = new_plan.planner_data
         if isinstance(assignment, Assignment):
             if is_of_hugging_face_writer(new_plan.storage_data):
@@ -320,35 +335,39 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
                 )
             if isinstance(new_plan.items, LazyItems):
                 with quiet_gc():
-                    items: Any = self._run.items(assignment)
+                    items: Any = save.items(assignment)
                 new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
             # A rank that writes nothing makes no file for its id alone.
             if new_plan.items and not is_named(new_plan.storage_data):
                 items = [*id_items(assignment.save_id, global_rank()), *new_plan.items]
                 new_plan = dataclasses.replace(new_plan, items=items)
-        self._run.plan = new_plan
-        return new_plan
+        with quiet_gc():
+            save.plan = dataclasses.replace(new_plan, items=items_of_run(new_plan.items, save))
+        return save.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the data of a write item: a view, or an object's bytes. Called on every rank."""
+        """Return the data of a write item: a view, or an object's bytes. Called in any thread."""
+        save = self._runs.of(write_item)
         if write_item.type == WriteItemType.BYTE_IO:
             record = id_data(write_item.index)
             if record is not None:
                 return record
-        return without_class(super().resolve_data(write_item))
+        value = self.lookup_object(of_run(write_item.index, save))
+        return without_class(self.transform_object(write_item, value))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what stands at ``index``; of a placed tensor a view. Called on every rank."""
-        data = self._run.data(index)
-        return super().lookup_object(index) if data is None else data
+        save = self._runs.of(index)
+        data = save.data(index)
+        return find_state_dict_object(save.state_dict, index) if data is None else data
 
     def _planner_data(
         self, coordinator: Coordinator, assignments: Sequence[Assignment], alone: bool
     ) -> dict[str, Any]:
-        cohorts, statements = coordinator.cohorts, coordinator.statements
+        save, cohorts, statements = self._runs.planned, coordinator.cohorts, coordinator.statements
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
-            data.update(paths_of_keys(cohorts, self._run.holding.tables, self._run.paths))
+            data.update(paths_of_keys(cohorts, save.holding.tables, save.paths))
         provenance = identity(assignments[0].save_id, world_size=len(assignments), step=self.step)
         provenance |= cuts_and_renames(cohorts, statements, coordinator.metadata)
         options = {
@@ -362,7 +381,7 @@ class PlacementSavePlanner(OneRunPlanner[RankSave], DefaultSavePlanner):
             # Replicas are compared when the metadata of the ranks are merged.
             provenance["options"] = options
             if self.digests != "off":
-                held = self._run.holding
+                held = save.holding
                 provenance[DIGESTS_OF_RANK] = digests_by_chunk(
                     held, self.digests, self.lookup_object
                 )

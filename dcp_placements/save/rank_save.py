@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import (
-    Metadata,
     MetadataIndex,
     SavePlan,
     WriteItem,
@@ -45,9 +44,9 @@ class RankSave:
     Attributes:
         state_dict: Flat, with the checkpoint's keys.
         mappings: Where each key stands in the nested dict.
-        plan: The rank's local plan; after ``finish_plan`` the final one.
+        plan: What the rank writes, when all ranks have agreed.
         global_plan: Coordinator only: the plans of all ranks.
-        metadata: Coordinator only: the checkpoint's.
+        is_coordinator: Whether this rank is the coordinator.
         placing: Its tensors' places.
         paths: By key, where it stands in the nested dict of the checkpoint; empty where the state
             dict was not flattened.
@@ -65,7 +64,7 @@ class RankSave:
     mappings: dict[str, Path] = field(default_factory=dict)
     plan: SavePlan | None = None
     global_plan: list[SavePlan] = field(default_factory=list)
-    metadata: Metadata | None = None
+    is_coordinator: bool = False
     placing: Placing = field(default_factory=Placing)
     paths: Mapping[str, Path] = field(default_factory=dict)
     holding: Holding = field(default_factory=Holding)

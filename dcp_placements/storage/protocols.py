@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from dcp_placements.report import LoadReport
-
-
-@runtime_checkable
-class RunsByThread(Protocol):
-    """A planner that may be in use for another save or load in another thread."""
-
-    def joining(self) -> Callable[[], None]:
-        """Return what another thread calls to take part in the save or load of this one."""
-        ...
-
-
-def joining(planner: object) -> Callable[[], None]:
-    """Return what another thread calls before it calls a planner for this one."""
-    return planner.joining() if isinstance(planner, RunsByThread) else lambda: None
 
 
 @runtime_checkable

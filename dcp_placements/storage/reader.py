@@ -61,7 +61,7 @@ from dcp_placements.storage.metadata.save_ids import (
     rank_files,
     speaking_for,
 )
-from dcp_placements.storage.protocols import AfterReads, WantsReader, joining
+from dcp_placements.storage.protocols import AfterReads, WantsReader
 from dcp_placements.storage.record_contents import Record
 from dcp_placements.storage.remote.filesystem import (
     URL_THREADS,
@@ -235,13 +235,11 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             for job in jobs:
                 self._read_job(work, job)
             return
-        join_run = joining(planner)
         planner = cast(LoadPlanner, _OneAtATime(planner))
         waiting, failed = iter(jobs), threading.Event()
         grad = torch.is_grad_enabled()
 
         def read() -> None:
-            join_run()
             # With a buffer of its own.
             work = reader_for(planner)
             with torch.set_grad_enabled(grad):  # the setting of a thread, not of the process

@@ -59,7 +59,6 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.metadata.table import RowsBuilder, join
 from dcp_placements.storage.metadata.write_results import WriteResults, written_by
-from dcp_placements.storage.protocols import joining
 from dcp_placements.storage.record_writer import errors_of
 from dcp_placements.storage.records.data_file import DataFile, split_by_chunk
 from dcp_placements.storage.remote.filesystem import (
@@ -194,10 +193,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             files.put(DataFile(name, bucket))
         builders = [RowsBuilder() for _ in range(max(self.thread_count, 1))]
         failures: list[BaseException] = []
-        join_run = joining(planner)
 
         def work(builder: RowsBuilder) -> None:
-            join_run()
             try:
                 self._write_files(files, planner, builder)
             except BaseException as error:
