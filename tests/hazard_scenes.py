@@ -133,6 +133,13 @@ def refused() -> Iterator[Caught]:
         caught.by_rank[rank] = str(error)
 
 
+def refusal(work: Callable[[], Any]) -> str:
+    """Return the text that ``work`` is refused with by this package."""
+    with refused() as caught:
+        work()
+    return caught.text
+
+
 @contextmanager
 def refused_save(path: Path) -> Iterator[Caught]:
     """Catch a refused save, and assert that it left nothing that looks like a checkpoint."""

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_placements import Placements, PlacementSavePlanner
 from dcp_placements.testing import World
@@ -40,18 +37,6 @@ def save(
     assert isinstance(first, PlacementSavePlanner)
     assert first.report.warnings == ()
     return first
-
-
-def read_whole(path: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint, as torch's default planner reads them in one process."""
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    whole = {
-        name: torch.full(tuple(entry.size), -1, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(whole, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
-    return whole
 
 
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

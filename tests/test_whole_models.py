@@ -22,7 +22,7 @@ from topologies import (
     load_and_check,
     save_and_check,
 )
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
@@ -177,55 +177,7 @@ def test_tied_names_with_different_rules_are_refused(tmp_path: Path) -> None:
 # Replicas
 
 
-BIG = (1 << 18, 1)
 """Shape of a tensor of 1 MiB: from there on replicas share the work."""
-
-
-def replicas(kind: str, rank: int) -> tuple[dict[str, Any], PlacementRules]:
-    """Return 16 tensors that the ranks of an axis of 4 hold alike, and a small one that all do."""
-    world = World(8)
-    whole = torch.arange(BIG[0] * 2, dtype=torch.float32).reshape(-1, 1)
-    inner = {"hsdp": "fsdp", "edp": "ep"}[kind]
-    mesh = world.mesh(rank, **{kind: 4, inner: 2})
-
-    def layer() -> Any:
-        if kind == "hsdp":
-            return FakeDTensor.distribute(whole, mesh, [Replicate(), Shard(0)])
-        return whole.chunk(2)[rank % 2].clone()
-
-    rules = PlacementRules({"layers": CheckpointPlacement(mesh, {inner: Shard(0)})})
-    state = {f"layers.{i}.weight": layer() for i in range(16)}
-    return state | {"norm": torch.arange(8.0)}, rules
-
-
-@pytest.mark.parametrize("kind", ["hsdp", "edp"])
-@pytest.mark.parametrize("lowest", [False, True])
-def test_replicas_share_the_bytes_or_leave_them_to_the_lowest_rank(
-    kind: str, lowest: bool, tmp_path: Path
-) -> None:
-    planners = [
-        PlacementSavePlanner(replicas(kind, rank)[1], dedup_save_to_lowest_rank=lowest)
-        for rank in range(8)
-    ]
-    World(8).save(tmp_path, lambda rank: replicas(kind, rank)[0], planners.__getitem__)
-    nbytes = [
-        sum(
-            item.tensor_data.chunk.sizes.numel() * 4
-            for item in planner.plan.items
-            if item.tensor_data is not None
-        )
-        for planner in planners
-    ]
-    total = 16 * 2 * BIG[0] * 4 + 32
-    assert sum(nbytes) == total
-    if lowest:
-        assert nbytes[2:] == [0] * 6
-    else:
-        # 4 of 16 tensors each, and the small one on the lowest.
-        assert [count // BIG[0] // 4 for count in nbytes] == [4] * 8
-        assert max(nbytes) - min(nbytes) <= 32
-    # Small ones are left to the lowest rank in any case.
-    assert any(item.index.fqn == "norm" for item in planners[0].plan.items)
 
 
 # Without collectives

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from preset_scenes import assert_equal, load, read_whole, save
+from hazard_scenes import read_whole
+from preset_scenes import assert_equal, load, save
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 

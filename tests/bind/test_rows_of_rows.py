@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hazard_scenes import assert_same, refusal
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import CheckpointException
 
 from dcp_placements import (
     PlacementError,
@@ -22,7 +22,7 @@ from dcp_placements import (
     Stack,
 )
 from dcp_placements.formats.huggingface.export import export_safetensors
-from dcp_placements.testing import FakeDTensor, World
+from dcp_placements.testing import World
 from dcp_placements.testing.megatron import MegatronModel
 from dcp_placements.testing.megatron_dist import write_torch_dist
 
@@ -32,26 +32,8 @@ def matrix(layer: int, expert: int) -> torch.Tensor:
     return torch.arange(start, start + 20).reshape(5, 4)
 
 
-def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        one, other = (
-            v.to_local() if isinstance(v, FakeDTensor) else v for v in (found[key], value)
-        )
-        same = torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
-        assert same, key
-
-
 BY_LAYER = (((1, 0), (2,)), ((2,), (0, 1)))
 """Of two layers of three experts, what each of two ranks has."""
-
-
-def refusal(run: Any) -> str:
-    with pytest.raises(CheckpointException) as refused:
-        run()
-    error = next(iter(refused.value.failures.values()))[0]
-    assert isinstance(error, PlacementError), refused.value
-    return str(error)
 
 
 def test_a_row_that_nobody_holds_is_refused_on_save_and_missed_on_load(tmp_path: Path) -> None:
@@ -102,9 +84,9 @@ def test_the_export_stacks_rows_of_rows_as_the_planner_does(
     exported, stacked = (
         load_file(tmp_path / f"{name}.out" / "model.safetensors") for name in ("rows", "stacked")
     )
-    assert_equal(exported, stacked)
+    assert_same(exported, stacked)
     by_layer = [torch.stack([matrix(i, j) for j in range(3)], dims[0]) for i in range(2)]
-    assert_equal(exported, {"l.e.w": torch.stack(by_layer, dims[1])})
+    assert_same(exported, {"l.e.w": torch.stack(by_layer, dims[1])})
     more = Renames(Stack("e.{}", 4), Stack("l.{}", 2))
     with pytest.raises(PlacementError, match="of 8 rows these are missing: 3 within 0, 3 within 1"):
         export_safetensors(tmp_path / "rows", tmp_path / "more", rename=more)
@@ -145,4 +127,4 @@ def test_experts_of_torch_dist_load_one_tensor_each(tmp_path: Path, by_layer: An
         lambda rank: PlacementFileSystemReader(source),
     )
     for rank, found in enumerate(held):
-        assert_equal(found, wanted(rank))
+        assert_same(found, wanted(rank))

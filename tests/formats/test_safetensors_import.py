@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hazard_scenes import read_whole
 from safetensors.torch import save_file
 from torch.distributed.tensor import Shard
 
@@ -34,7 +35,6 @@ from dcp_placements.presets import hub
 from dcp_placements.storage.safetensors_files import DTYPES
 from dcp_placements.testing import FakeDTensor, World, cut
 from tests.offline_scenes import Run, overwriting, run, save_hugging_face
-from tests.preset_scenes import read_whole
 from tests.strategies import arange
 
 __all__ = ["run"]

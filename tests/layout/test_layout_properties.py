@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +27,6 @@ from dcp_placements.bind.binding import Binding, Own
 from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.layout.sharding import Box, Chunk, Cut, Kind, Layout, Pick, Sharding
 from dcp_placements.layout.tiling import is_grid, overlaps, tiles, uncovered
-from dcp_placements.save.coordinator.cover import cover_of, makes_whole
 from dcp_placements.testing import FakeMesh, cut
 
 
@@ -299,44 +297,3 @@ def test_fused_rule_makes_the_tensor_s_own_cut_of_that_axis_more_exact(data: st.
         binding = bound(whole, mesh, ("fsdp", "tp"), own, local, placement)
         assert binding.global_shape == tuple(whole.shape)
         assert torch.equal(assembled(whole, binding.layout, binding.layout.chunks()), local)
-
-
-@st.composite
-def padded_shardings(draw: st.DrawFn) -> Sharding:
-    """Draw how a mesh cuts a tensor, some of it padding."""
-    case = draw(cases())
-    kept = tuple(draw(st.integers(max(size - 3, 0), size)) for size in case.shape)
-    return Sharding(kept, case.sizes, cuts_of(case.placements), case.shape)
-
-
-@given(st.one_of(cases().map(sharding_of), padded_shardings()))
-@examples(100)
-def test_the_boxes_of_all_coordinates_hold_each_element_once(sharding: Sharding) -> None:
-    boxes = {chunk.box for at in sharding.coordinates() for chunk in sharding.at(at).chunks()}
-    assert (counts(sharding.global_shape, boxes) == 1).all()
-
-
-@given(st.one_of(cases().map(sharding_of), padded_shardings()), st.data())
-@examples(50)
-def test_boxes_of_all_ranks_side_by_side_make_the_whole(
-    sharding: Sharding, data: st.DataObject
-) -> None:
-    """And those of all ranks but one do where another rank holds the same."""
-    held = [
-        [chunk.box for chunk in sharding.at(at).chunks()] for at in coordinates(sharding.axis_sizes)
-    ]
-    missing = data.draw(st.none() | st.integers(0, len(held) - 1))
-    rows = [
-        (rank, (*box.offsets, *box.sizes))
-        for rank, boxes in enumerate(held)
-        for box in boxes
-        if rank != missing
-    ]
-    shape = sharding.global_shape
-    boxes = np.array([row for _, row in rows], np.int64).reshape(len(rows), 2 * len(shape))
-    found = cover_of(np.array([rank for rank, _ in rows], np.int64), boxes, shape)
-    held_boxes = {box for rank, mine in enumerate(held) for box in mine if rank != missing}
-    assert set(found.as_boxes()) == held_boxes
-    whole = bool((counts(shape, held_boxes) == 1).all())
-    assert makes_whole(found, shape, complete=True) == whole
-    assert makes_whole(found, shape, complete=False)

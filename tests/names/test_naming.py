@@ -89,48 +89,6 @@ def global_name(rank: int) -> Any:
     return rename
 
 
-def test_local_layer_numbers_become_global_ones_on_both_sides(tmp_path: Any) -> None:
-    world = World(3)
-
-    def held(rank: int, filled: bool) -> dict[str, Any]:
-        return {
-            "model": {
-                "layers": {
-                    str(i): {"w": torch.full((2, 3), 10.0 * rank + i if filled else -1.0)}
-                    for i in range(2)
-                }
-            }
-        }
-
-    planners = world.save(
-        tmp_path,
-        lambda rank: held(rank, True),
-        lambda rank: PlacementSavePlanner(rename=global_name(rank)),
-    )
-    assert isinstance(planners[0], PlacementSavePlanner)
-    assert sorted(planners[0].report.keys) == [f"model.layers.{i}.w" for i in range(6)]
-
-    read = {"model": {f"layers.{i}.w": torch.zeros(2, 3) for i in range(6)}}
-    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
-    assert [float(read["model"][f"layers.{i}.w"][0, 0]) for i in range(6)] == [
-        0,
-        1,
-        10,
-        11,
-        20,
-        21,
-    ]
-    loaded = world.load(
-        tmp_path,
-        lambda rank: held(rank, False),
-        lambda rank: PlacementLoadPlanner(rename=global_name(rank)),
-    )
-    for rank in range(3):
-        layers = loaded[rank]["model"]["layers"]
-        assert torch.equal(layers["0"]["w"], torch.full((2, 3), 10.0 * rank))
-        assert torch.equal(layers["1"]["w"], torch.full((2, 3), 10.0 * rank + 1))
-
-
 def test_objects_load_under_their_local_names(tmp_path: Any) -> None:
     world = World(2)
     world.save(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hazard_scenes import assert_same
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import Shard
@@ -240,7 +241,7 @@ def test_maps_that_differ_by_layer_and_repeat_experts_save_and_load(tmp_path: Pa
         lambda rank: PlacementLoadPlanner(rename=rename(rank)),
     )
     for rank in range(3):
-        assert_equal(
+        assert_same(
             loaded[rank],
             held_by(whole, lambda layer, rank=rank: ids(rank, layer), filled=True),
         )
@@ -285,7 +286,7 @@ def test_interleaved_pipeline_chunks_are_numbered_through(tmp_path: Path) -> Non
         lambda rank: PlacementLoadPlanner(rename=rename(rank)),
     )
     for rank in range(2):
-        assert_equal(loaded[rank], held(rank, 1))
+        assert_same(loaded[rank], held(rank, 1))
 
 
 def test_a_load_tells_all_keys_that_have_no_number(tmp_path: Path) -> None:
@@ -404,16 +405,7 @@ def assert_whole(path: Path, whole: dict[str, torch.Tensor]) -> None:
     """Compare a checkpoint, as torch's own planner reads it, with the whole tensors."""
     read: dict[str, Any] = {key: torch.full_like(value, -7) for key, value in whole.items()}
     dcp.load(read, checkpoint_id=path, planner=DefaultLoadPlanner(), no_dist=True)
-    assert_equal(read, whole)
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(found[key], value), key
-        else:
-            assert found[key] == value, key
+    assert_same(read, whole)
 
 
 def test_ids_of_an_iterator_are_taken_once() -> None:

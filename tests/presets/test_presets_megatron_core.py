@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from preset_scenes import assert_equal, filled, load, read_whole, save
+from hazard_scenes import read_whole
+from preset_scenes import assert_equal, filled, load, save
 from torch import nn
 from torch.distributed.tensor import Shard
 

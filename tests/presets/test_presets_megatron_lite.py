@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from preset_scenes import assert_equal, filled, load, read_whole, save
+from hazard_scenes import read_whole
+from preset_scenes import assert_equal, filled, load, save
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import FusedShard, PlacementError, Placements

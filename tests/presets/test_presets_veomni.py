@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from preset_scenes import assert_equal, load, read_whole, save
+from hazard_scenes import read_whole
+from preset_scenes import assert_equal, load, save
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Replicate, Shard

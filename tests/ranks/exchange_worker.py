@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hazard_worker import Facts, arange, heard, local, refusal, same, stock_whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -43,15 +41,11 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import rehearse
-from tests.ranks.leaving import leave
+from tests.ranks.scenes import Facts, Scenarios, arange, heard, local, refusal, same, stock_whole
 
-SCENARIOS: dict[str, Callable[[Path], Facts]] = {}
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
 State = dict[str, Any]
-
-
-def scenario(function: Callable[[Path], Facts]) -> Callable[[Path], Facts]:
-    SCENARIOS[function.__name__] = function
-    return function
 
 
 def saved(wholes: State, path: Path) -> None:
@@ -466,29 +460,13 @@ def lost(out: Path, how: str) -> None:
     os._exit(0)
 
 
-def run(name: str, path: Path) -> Facts:
-    outcome: Facts = {}
-    with heard() as texts:
-        try:
-            outcome = SCENARIOS[name](path)
-        except (Exception, dcp.CheckpointException):
-            outcome = {"failed": True, "traceback": traceback.format_exc()}
-    return {"warnings": texts} | outcome
-
-
 def main() -> None:
     out = Path(sys.argv[1])
     torch.set_num_threads(1)
     if sys.argv[2:3] == ["lost"]:
         lost(out, sys.argv[3])
     dist.init_process_group("cpu:gloo", timeout=timedelta(seconds=60))
-    outcomes = {}
-    for name in sys.argv[2:] or SCENARIOS:
-        outcomes[name] = run(name, out / name)
-        (out / f"{dist.get_rank()}.json").write_text(json.dumps(outcomes, indent=1))
-        dist.barrier()
-    dist.barrier()
-    leave()
+    SCENARIOS.run(sys.argv[2:], out, lambda name: out / name)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import CheckpointPlacement, Placements, installed
-from tests.ranks.leaving import leave
+from tests.ranks.scenes import leave
 
 EXPERTS, WIDTH = 6, 4
 

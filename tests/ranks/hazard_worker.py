@@ -9,14 +9,9 @@ Writes ``OUT/<rank>.json``: by scenario the errors, the warnings and what else w
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,111 +34,31 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_placements import (
     CheckpointPlacement,
-    PlacementError,
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
     Renumber,
     check,
 )
-from tests.ranks.leaving import leave
+from tests.ranks.scenes import (
+    Facts,
+    Scenarios,
+    arange,
+    differing,
+    files,
+    heard,
+    local,
+    refusal,
+    same,
+    stock_whole,
+)
 
 WORLD = 4
 EXPERTS, HIDDEN, WIDTH = 8, 5, 3
-TORCH_SAYS = (
-    "torch.distributed is disabled",
-    "Detected an existing checkpoint",
-    "TypedStorage is deprecated",  # the writer of torch 2.10
-)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
-Facts = dict[str, Any]
-SCENARIOS: dict[str, Callable[[Path], Facts]] = {}
-
-
-def scenario(function: Callable[[Path], Facts]) -> Callable[[Path], Facts]:
-    """Register a scenario under its name."""
-    SCENARIOS[function.__name__] = function
-    return function
-
-
-def arange(*shape: int, start: int = 0) -> torch.Tensor:
-    numel = int(torch.Size(shape).numel())
-    return torch.arange(start, start + numel).reshape(shape).float()
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*raw)
-
-
-def local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def stock_whole(path: Path) -> dict[str, Any]:
-    """Return all tensors of a checkpoint as torch's default planner reads them in one process."""
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    whole = {
-        name: torch.full(tuple(entry.size), 77, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if hasattr(entry, "size")
-    }
-    dcp.load(whole, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
-    return whole
-
-
-def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Return the names whose tensors differ in any bit, and those that one side lacks."""
-    names = sorted(found.keys() ^ wanted.keys())
-    return names + [
-        n for n in sorted(found.keys() & wanted.keys()) if not same(found[n], wanted[n])
-    ]
-
-
-def files(path: Path) -> list[str]:
-    dist.barrier()
-    found = sorted(file.name for file in path.rglob("*") if file.is_file())
-    dist.barrier()
-    return found
-
-
-def errors_of(raised: BaseException) -> dict[str, str]:
-    """Return the text of every failing rank; what is no refusal starts with its type."""
-    if isinstance(raised, dcp.CheckpointException):
-        found = {str(rank): error for rank, (error, _) in raised.failures.items()}
-    else:
-        found = {str(dist.get_rank()): raised}
-    return {
-        rank: str(error)
-        if isinstance(error, PlacementError)
-        else f"{type(error).__name__}: {error}"
-        for rank, error in found.items()
-    }
-
-
-def refusal(act: Callable[[], Any]) -> dict[str, str]:
-    """Return the texts with which ``act`` is refused, by rank; nothing when it is not."""
-    try:
-        act()
-    except (dcp.CheckpointException, PlacementError) as raised:
-        return errors_of(raised)
-    return {}
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """Collect what the user is warned of; torch's notices are left out."""
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield texts
-    for warning in caught:
-        text = str(warning.message)
-        if warning.category is UserWarning and not text.startswith(TORCH_SAYS):
-            texts.append(text)
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
 
 
 # Rows of the table with tensors alone.
@@ -649,29 +564,11 @@ def async_save_refused(path: Path) -> Facts:
     return {"refused": refused, "files": files(path)}
 
 
-def run(name: str, path: Path) -> Facts:
-    """Return what a scenario saw; an error it does not expect is part of that."""
-    started = time.monotonic()
-    outcome: Facts = {}
-    with heard() as texts:
-        try:
-            outcome = SCENARIOS[name](path)
-        except (Exception, dcp.CheckpointException) as raised:
-            outcome = {"failed": errors_of(raised), "traceback": traceback.format_exc()}
-    return {"warnings": texts, "seconds": round(time.monotonic() - started, 2)} | outcome
-
-
 def main() -> None:
     out = Path(sys.argv[1])
     dist.init_process_group("cpu:gloo", timeout=timedelta(seconds=90))
     torch.set_num_threads(1)
-    outcomes = {}
-    for name in sys.argv[2:] or SCENARIOS:
-        outcomes[name] = run(name, out / name)
-        (out / f"{dist.get_rank()}.json").write_text(json.dumps(outcomes, indent=1))
-        dist.barrier()
-    dist.barrier()
-    leave()
+    SCENARIOS.run(sys.argv[2:], out, lambda name: out / name)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hazard_scenes import read_whole
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from preset_scenes import read_whole
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_placements import Placements

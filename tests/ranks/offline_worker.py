@@ -37,7 +37,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from tests.ranks.leaving import leave
+from tests.ranks.scenes import leave
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -8,13 +8,10 @@ Writes ``OUT/<rank>.json``: by scenario what differs from the whole tensors cut 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import traceback
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hazard_worker import Facts, arange, local, same
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -34,20 +30,16 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from tests.ranks.leaving import leave
+from tests.ranks.scenes import Facts, Scenarios, arange, local, same
 
-SCENARIOS: dict[str, Callable[[str], Facts]] = {}
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
 SHAPES = {
     "experts.w1": (8, 130, 77),
     "experts.w2": (8, 77, 130),
     "dense": (250, 301),
     "norm": (61,),
 }
-
-
-def scenario(function: Callable[[str], Facts]) -> Callable[[str], Facts]:
-    SCENARIOS[function.__name__] = function
-    return function
 
 
 def wholes(start: int = 0) -> dict[str, torch.Tensor]:
@@ -158,13 +150,6 @@ def killed(url: str) -> None:
     )
 
 
-def run(name: str, url: str) -> Facts:
-    try:
-        return SCENARIOS[name](url)
-    except (Exception, dcp.CheckpointException):
-        return {"failed": traceback.format_exc()}
-
-
 def main() -> None:
     out, url, *chosen = sys.argv[1:]
     torch.set_num_threads(1)
@@ -172,12 +157,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo", timeout=timedelta(seconds=60))
     if chosen == ["killed"]:
         killed(url)
-    outcomes = {}
-    for name in chosen or SCENARIOS:
-        outcomes[name] = run(name, f"{url}/{name}")
-        (Path(out) / f"{dist.get_rank()}.json").write_text(json.dumps(outcomes, indent=1))
-        dist.barrier()
-    leave()
+    SCENARIOS.run(chosen, Path(out), lambda name: f"{url}/{name}")
 
 
 if __name__ == "__main__":

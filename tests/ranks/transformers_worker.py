@@ -24,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # configurations are made here; nothing is t
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from preset_scenes import read_whole
+from hazard_scenes import read_whole
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (

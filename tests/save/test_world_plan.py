@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hazard_scenes import digest_budget
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from hazard_scenes import digest_budget, refusal
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import Replicate, Shard
 
@@ -45,12 +45,6 @@ def hsdp(rank: int, whole: torch.Tensor) -> FakeDTensor:
 def planners(**options: Any) -> Callable[[int], PlacementSavePlanner]:
     made = [PlacementSavePlanner(**options) for _ in range(WORLD.size)]
     return lambda rank: made[rank]
-
-
-def refusal(work: Callable[[], Any]) -> str:
-    with pytest.raises(CheckpointException) as caught:
-        work()
-    return str(caught.value.failures[0][0])
 
 
 @pytest.fixture

@@ -105,21 +105,6 @@ def test_chunks_of_other_dims_are_refused(chunks: Any, ndim: int, found: str) ->
         ChunkList.of(chunks, ndim)
 
 
-def test_arrays_of_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape \(3, 2\).*shape \(2, 2\)"):
-        ChunkList(np.zeros((3, 2)), np.zeros((2, 2)))
-    with pytest.raises(ValueError, match=r"\(chunks, ndim\)"):
-        ChunkList(np.zeros(3), np.zeros(3))
-
-
-def test_no_chunks_at_all() -> None:
-    chunks = ChunkList.of([], 3)
-    assert chunks == []
-    assert not chunks
-    assert chunks.offsets.shape == (0, 3)
-    assert ChunkList.of(torchs([Box((), ())]), 0) == torchs([Box((), ())])
-
-
 @pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, PlacementLoadPlanner])
 def test_a_checkpoint_is_loaded_from_arrays_whole_and_in_part(
     tmp_path: Path, planner: type[dcp.DefaultLoadPlanner]
