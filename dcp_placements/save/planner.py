@@ -46,7 +46,7 @@ from dcp_placements.save.coordinator.making import (
     making,
     paths_of_keys,
 )
-from dcp_placements.save.coordinator.owners import left_to_others
+from dcp_placements.save.coordinator.owners import left_to_others, rank_in_group
 from dcp_placements.save.coordinator.summary import judged, summarise_rank
 from dcp_placements.save.held_digests import digests_by_chunk, repeat_faults, with_digests
 from dcp_placements.save.items import (
@@ -284,7 +284,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
             raise_faults("the ranks do not save together", foreign_plans(all_plans))
             sent: list[LocalPlan] = [plan.planner_data for plan in all_plans]
             raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
-            if alone and not save.is_coordinator:
+            in_group = rank_in_group(all_plans[0].storage_data) if alone else None
+            others_missing = in_group not in (None, global_rank())
+            if alone and not save.is_coordinator and not others_missing:
                 # With a coordinator of its own (no_dist=True) a rank saves all that it has.
                 left = left_to_others(save.placing.placed.values())
                 if left:
@@ -304,7 +306,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
             )
             merged, strict = all_plans[0].storage_data is not None, self.on_conflict == "error"
-            save.report = judged(coordinator, self.waive, strict=strict, merged_later=merged)
+            save.report = judged(
+                coordinator,
+                self.waive,
+                strict=strict,
+                merged_later=merged,
+                in_group=in_group if others_missing else None,
+            )
             # What a writer put into a local plan stays in it: without collectives, its file names.
             outlines = Outlines()
             save.global_plan = [

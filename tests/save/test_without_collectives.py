@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,52 @@ def test_hsdp_replicas_are_written_once(tmp_path: Path) -> None:
     written = save(tmp_path, state_dict)
     assert set(written.values()) == {1}
     assert len(written) == 4
+
+
+def save_in_group(path: Path, ranks: Sequence[int], state_dict: Any) -> list[str]:
+    """Save as ``dcp.save(..., use_collectives=False, process_group=)`` does; return warnings."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for number, rank in enumerate(ranks):
+            planner, writer = PlacementSavePlanner(), dcp.FileSystemWriter(path)
+            with WORLD._as(rank):
+                planner.set_up_planner(state_dict(rank), writer.storage_meta(), number == 0)
+                writer.set_up_storage_writer(number == 0, rank=number, use_collectives=False)
+                plan = writer.prepare_local_plan(planner.create_local_plan())
+                plans, metadata = planner.create_global_plan([plan])
+                final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+                writer.finish(metadata, [writer.write_data(final, planner).value()])
+    return [str(one.message) for one in given if "this save" in str(one.message)]
+
+
+@pytest.mark.parametrize("ranks", [(4, 5, 6, 7), (3, 4, 5, 6, 7), (0, 5, 6, 7)])
+def test_m71_a_group_without_the_first_replica_saves_what_it_holds(
+    tmp_path: Path, ranks: tuple[int, ...]
+) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {
+            "w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)]),
+            "norm": FakeDTensor.distribute(WHOLE[0], mesh, [Replicate(), Replicate()]),
+        }
+
+    texts = save_in_group(tmp_path, ranks, state_dict)
+    for number, rank in enumerate(ranks):
+        if rank != number:
+            assert any(
+                f"rank {rank} of 8 ranks saves as rank {number} of a process group" in text
+                for text in texts
+            )
+    merge_metadata(tmp_path)
+    assert_holds(tmp_path, {"w": WHOLE, "norm": WHOLE[0]})
+
+
+def test_m71_a_save_by_all_ranks_is_not_warned_of(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
+
+    assert not save_in_group(tmp_path, range(8), state_dict)
 
 
 def test_along_axes_beside_the_tensor_s_own_mesh_all_write(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ Objects go to the lowest rank.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,8 @@ BALANCE = 1.05
 
 SMALL_NBYTES = 64 << 10
 """What a rank may write in any case: a file more to open costs a load more than that."""
+
+_RANK_PREFIX = re.compile(r"__(\d+)_")
 
 
 def runs_of(pieces: Sequence[Piece], ranks: int, *, lowest_rank: bool) -> list[Ints]:
@@ -140,6 +144,9 @@ def _shares(total: int, held: Sequence[int], limit: float) -> list[float]:
 def left_to_others(placed: Iterable[Placed]) -> set[str]:
     """Return the keys of this rank's tensors that another rank writes, by their axes alone.
 
+    It holds where all ranks save: in a process group that lacks some, the first rank along an axis
+    may be one of those.
+
     A DTensor is on all ranks of its own mesh, so the first along the axes that do not cut it
     writes. Of other axes, those of a rule or of the mesh that its own was sliced from, nothing is
     known: along ``pp`` and ``ep`` other ranks may have other keys.
@@ -155,3 +162,17 @@ def left_to_others(placed: Iterable[Placed]) -> set[str]:
         ):
             left.add(tensor.fqn)
     return left
+
+
+def rank_in_group(storage_data: Any) -> int | None:
+    """Return this rank in the process group of a save without collectives; None if not known.
+
+    Torch's writer, and those made from it, name the files of a rank by it. A process group is not
+    given to a planner.
+
+    Args:
+        storage_data: What the writer put into the local plan.
+    """
+    prefix = getattr(storage_data, "prefix", None)
+    match = _RANK_PREFIX.match(prefix) if isinstance(prefix, str) else None
+    return None if match is None else int(match[1])

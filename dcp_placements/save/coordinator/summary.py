@@ -20,7 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def judged(
-    coordinator: Coordinator, waived: Mapping[str, str], *, strict: bool, merged_later: bool = False
+    coordinator: Coordinator,
+    waived: Mapping[str, str],
+    *,
+    strict: bool,
+    merged_later: bool = False,
+    in_group: int | None = None,
 ) -> SaveReport:
     """Return the report on a save by all ranks; refuse what cannot be saved, and warn of notes.
 
@@ -56,6 +61,8 @@ def judged(
         notes.append(_too_few(ranks, world))
     if not coordinator.complete and not merged_later:
         notes += _by_itself(coordinator.plans[0].rank, world, report)
+    if in_group is not None:
+        notes.append(_in_group(coordinator.plans[0].rank, world, in_group))
     notes += _without_group(world)
     report.warnings = tuple(map(str, notes))
     if notes:
@@ -163,6 +170,18 @@ def _without_group(world: int) -> Iterator[Fault]:
                 "way out:     torch.distributed.init_process_group() before the save",
             ),
         )
+
+
+def _in_group(rank: int, world: int, in_group: int) -> Fault:
+    return Fault(
+        "this save",
+        f"rank {rank} of {world} ranks saves as rank {in_group} of a process group",
+        (
+            "reason:      what only ranks outside of the group hold is not saved; another group "
+            "that saves into the same directory overwrites the files of this one",
+            "way out:     save with all ranks, or give every group a directory of its own",
+        ),
+    )
 
 
 def _too_few(ranks: int, world: int) -> Fault:
