@@ -23,14 +23,12 @@ from dcp_placements.cli.arguments import STORAGE_OPTIONS
 from dcp_placements.cli.commands.differing import diff_command
 from dcp_placements.cli.commands.doctoring import doctor_command
 from dcp_placements.cli.commands.drawing import draw_command
-from dcp_placements.cli.commands.explaining import explain_command
 from dcp_placements.cli.commands.exporting import export_command
 from dcp_placements.cli.commands.importing import import_command
 from dcp_placements.cli.commands.inspecting import inspect_command
 from dcp_placements.cli.commands.megatron import megatron_command
 from dcp_placements.cli.commands.merging import merge_metadata_command
 from dcp_placements.cli.commands.rehearsing import rehearse_command, reshard_command
-from dcp_placements.cli.commands.transferring import transfer_command
 from dcp_placements.cli.commands.verifying import verify_command
 from dcp_placements.cli.printing import print_error, print_json_error, readers_may_stop
 from dcp_placements.errors import CannotLook, PlacementError, format_name
@@ -46,7 +44,6 @@ MAX_MESSAGE = 500
 PURPOSES: dict[str, dict[str, Callable[..., int]]] = {
     "Examine a checkpoint": {
         "inspect": inspect_command,
-        "explain": explain_command,
         "draw": draw_command,
         "megatron": megatron_command,
     },
@@ -59,11 +56,10 @@ PURPOSES: dict[str, dict[str, Callable[..., int]]] = {
         "doctor": doctor_command,
         "merge-metadata": merge_metadata_command,
     },
-    "Convert and move": {
+    "Convert": {
         "import": import_command,
         "export": export_command,
         "reshard": reshard_command,
-        "transfer": transfer_command,
     },
 }
 """The commands by purpose; each function returns the exit code."""

@@ -123,21 +123,23 @@ def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parsed
 
 
-def mesh_option(name: str, help_text: str) -> Any:
-    """Return an option for a mesh."""
-    parser = _parser(parse_mesh)
-    return typer.Option(name, metavar="AXIS=SIZE,...", parser=parser, help=help_text)
-
-
-def fsdp_option(name: str, help_text: str) -> Any:
-    """Return an option for the axes of FSDP."""
-    return typer.Option(name, metavar="AXIS,...", parser=parse_list, help=help_text)
-
-
 RULES = typer.Option("--rules", metavar="MODULE:FUNC", help="A function mesh -> Placements.")
-MESH = mesh_option("--mesh", "Outermost axis first: ep=8,edp=2.")
+MESH = typer.Option(
+    "--mesh",
+    metavar="AXIS=SIZE,...",
+    parser=_parser(parse_mesh),
+    help="Outermost axis first: ep=8,edp=2.",
+)
 Mesh = Annotated[MeshAxes | None, MESH]
-Fsdp = Annotated[Any, fsdp_option("--fsdp", "The axes over which FSDP shards dim 0.")]
+Fsdp = Annotated[
+    Any,
+    typer.Option(
+        "--fsdp",
+        metavar="AXIS,...",
+        parser=parse_list,
+        help="The axes over which FSDP shards dim 0.",
+    ),
+]
 
 
 def rename_option(help_text: str) -> Any:

@@ -14,7 +14,6 @@ _HOMES = {
     "diagnose": "dcp_placements.offline.doctor",
     "diff": "dcp_placements.offline.differences.difference",
     "draw": "dcp_placements.offline.views.drawing",
-    "explain": "dcp_placements.offline.views.explanation",
     "export_safetensors": "dcp_placements.formats.huggingface.export",
     "import_megatron": "dcp_placements.formats.megatron.importing",
     "import_safetensors": "dcp_placements.formats.huggingface.importing",

@@ -38,7 +38,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 COMMANDS = {
     "inspect": (),
-    "explain": ("scale",),
     "verify": (),
     "rehearse": ("--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=4"),
     "doctor": ("--experts-per-layer", 8),
@@ -115,7 +114,7 @@ def test_every_command_finds_something_to_say_of_any_checkpoint(
     if kind in DAMAGES:
         fqn = "layers.0.experts.w1"
         DAMAGES[kind](path, fqn)
-    given = {**COMMANDS, "explain": (fqn,), "draw": (fqn, "-o", "drawn.svg")}
+    given = {**COMMANDS, "draw": (fqn, "-o", "drawn.svg")}
     del given["merge-metadata"]
     for command, more in given.items():
         ran = run(command, path, *more)
@@ -311,10 +310,9 @@ def test_output_that_has_no_room_is_exit_2_with_the_reason(sound: Path) -> None:
 
 def test_a_mesh_without_an_axis_of_the_rules_is_exit_2(sound: Path, run: Run) -> None:
     rules = ("--rules", "tests.offline_scenes:rules_by_ep")
-    for command in (("rehearse", sound), ("explain", sound, "layers.0.experts.w1")):
-        ran = run(*command, *rules, "--mesh", "tp=2")
-        assert (ran.code, ran.out) == (2, "")
-        assert "no axis 'ep'" in ran.err
+    ran = run("rehearse", sound, *rules, "--mesh", "tp=2")
+    assert (ran.code, ran.out) == (2, "")
+    assert "no axis 'ep'" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -100,12 +100,6 @@ def test_doctor_counts_the_experts_that_stock_planners_left(saved: Path, run: Ru
     assert len(result.json["tensors"]) == 6
 
 
-def test_explain_finds_the_bytes(saved: Path, run: Run) -> None:
-    result = run("explain", saved / "ours", W1, "--json").json
-    assert len(result["chunks"]) == 4
-    assert result["saved_rule"] == "'experts'"
-
-
 @pytest.fixture
 def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved / "ours", tmp_path / "copy"))

@@ -23,15 +23,9 @@ from tests.storage_scenes import blank, load, pickle_nbytes, same, sharded
 
 RULES = ("--rules", "tests.offline_scenes:rules_by_ep")
 EP, EP_FSDP = ("--mesh", "ep=4"), ("--mesh", "ep=2,fsdp=2", "--fsdp", "fsdp")
-TARGET = ("--target-rules", "tests.offline_scenes:rules_by_ep", "--target-mesh", "ep=4")
 
 ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "inspect": (("ckpt",), ("ckpt", "--keys"), ("ckpt", "--experts"), ("ckpt", "--json")),
-    "explain": (
-        ("ckpt", "scale"),
-        ("ckpt", "layers.0.experts.w1", *RULES, *EP_FSDP),
-        ("ckpt", "layers.0.norm", "--json"),
-    ),
     "draw": (("ckpt", "-o", "all.svg"), ("ckpt", "layers.0.experts.w1", "-o", "w1.svg")),
     "megatron": (("ckpt",),),
     "verify": (("ckpt",), ("ckpt", "--contents"), ("ckpt", "--contents", "--json")),
@@ -42,7 +36,6 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "import": (("ckpt", "imported", "--from", "hf"),),
     "export": (("ckpt", "hf"), ("ckpt", "hf32", "--dtype", "float32", "--json")),
     "reshard": (("ckpt", "resharded", *RULES, *EP),),
-    "transfer": (("ckpt", *RULES, *EP_FSDP, *TARGET), ("ckpt", *RULES, *EP, *TARGET, "--json")),
 }
 
 

@@ -20,11 +20,9 @@ from tests.offline_scenes import Run, run, save_hugging_face, save_sharded, whol
 __all__ = ["run"]
 
 RULES = ("--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=4")
-TARGET = ("--target-rules", "tests.offline_scenes:rules_by_ep", "--target-mesh", "ep=2")
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "inspect": ("sharded",),
-    "explain": ("sharded", "scale"),
     "draw": ("sharded", "-o", "drawn.svg"),
     "verify": ("sharded", "--contents"),
     "diff": ("sharded", "sharded"),
@@ -35,7 +33,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "import": ("hub", "imported", "--from", "hf"),
     "export": ("sharded", "exported"),
     "reshard": ("sharded", "resharded", *RULES),
-    "transfer": ("sharded", *RULES, *TARGET),
 }
 COUNTED = {"megatron", "verify", "diff", "rehearse", "import", "export", "reshard"}
 """Commands that know how much there is to do."""

@@ -244,7 +244,7 @@ def save_stock(path: Path, **held: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect", "verify", "explain", "diff", "rehearse", "doctor", "export", "draw"]
+    "command", ["inspect", "verify", "diff", "rehearse", "doctor", "export", "draw"]
 )
 def test_names_are_escaped_wherever_they_are_printed(
     tmp_path: Path, run: Run, command: str
@@ -254,7 +254,6 @@ def test_names_are_escaped_wherever_they_are_printed(
     save_stock(path, **{FORGED: torch.ones(3, 4), f"{FORGED}.object": 3})
     (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:100])
     more = {
-        "explain": [FORGED],
         "diff": [path],
         "rehearse": ["--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2"],
         "export": [tmp_path / "out", "--to", "hf", "--prefix", ""],

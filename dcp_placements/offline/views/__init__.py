@@ -1,1 +1,1 @@
-"""``inspect``, ``explain`` and ``draw``: what a checkpoint holds, as data and as pictures."""
+"""``inspect`` and ``draw``: what a checkpoint holds, as data and as pictures."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dcp_placements.errors import format_count, format_nbytes
-from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredObject
-from dcp_placements.offline.views.explanation import tensor_of
+from dcp_placements.errors import CannotLook, format_count, format_names, format_nbytes
+from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
 from dcp_placements.offline.views.picture import (
     DARK,
     FEW,
@@ -47,9 +47,27 @@ def draw(path: str | os.PathLike[str] | Checkpoint, fqn: str | None = None) -> A
     if fqn is None:
         name = Path(checkpoint.path).name or checkpoint.path
         return bytes_figure(name, _bytes_by_writer(checkpoint))
-    tensor = tensor_of(checkpoint, fqn)
+    tensor = _tensor_of(checkpoint, fqn)
     pieces = [Piece(chunk.box, _writer(chunk.file)) for chunk in tensor.chunks]
     return tensor_figure(fqn, tensor.shape, tensor.dtype_name, pieces)
+
+
+def _tensor_of(checkpoint: Checkpoint, fqn: str) -> StoredTensor:
+    """Return a tensor of a checkpoint.
+
+    Raises:
+        CannotLook: It has none of that name; near names are in the message.
+    """
+    if fqn in checkpoint.tensors:
+        return checkpoint.tensors[fqn]
+    if fqn in checkpoint.objects:
+        raise CannotLook(f"{fqn} is an object and no tensor")
+    near = [key for key in checkpoint.tensors if key.endswith("." + fqn)]
+    near = near or get_close_matches(fqn, list(checkpoint.tensors), 4)
+    hint = (
+        f"likely:      {format_names(near, 4)}" if near else "way out:     inspect lists its keys"
+    )
+    raise CannotLook(f"{checkpoint.path}: no tensor {fqn}\n    {hint}")
 
 
 def bytes_figure(title: str, nbytes: Mapping[Writer, Mapping[str, int]]) -> Any:
