@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from dcp_placements import __version__
-from dcp_placements.cli.arguments import STORAGE_OPTIONS
+from dcp_placements.cli.arguments import STORAGE_OPTIONS, parse_nbytes
 from dcp_placements.cli.commands.differing import diff_command
 from dcp_placements.cli.commands.doctoring import doctor_command
 from dcp_placements.cli.commands.drawing import draw_command
@@ -30,6 +30,7 @@ from dcp_placements.cli.commands.megatron import megatron_command
 from dcp_placements.cli.commands.merging import merge_metadata_command
 from dcp_placements.cli.commands.rehearsing import rehearse_command, reshard_command
 from dcp_placements.cli.commands.verifying import verify_command
+from dcp_placements.cli.memory import default_limit, limited_memory
 from dcp_placements.cli.printing import print_error, print_json_error, readers_may_stop
 from dcp_placements.errors import CannotLook, PlacementError, format_name
 from dcp_placements.storage.remote.urls import default_options, is_url
@@ -135,15 +136,31 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
+MAPPING = ("import", "megatron")
+"""Commands that map files, which the limit of memory would count."""
+
+
 @app.callback()
 def _main(
+    context: typer.Context,
     is_asked: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions."),
     ] = False,
+    most_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_nbytes,
+            metavar="SIZE",
+            help="The most memory that a command may take; by default half of this machine's, "
+            f"but for {' and '.join(MAPPING)}.",
+        ),
+    ] = None,
 ) -> None:
     # Without a docstring: the help is that of the application.
-    pass
+    if most_memory is None and context.invoked_subcommand not in MAPPING:
+        most_memory = default_limit()
+    context.with_resource(limited_memory(most_memory))
 
 
 def _print_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
@@ -164,6 +181,13 @@ def _exit_code(command: Callable[[], int], *, json: bool) -> int:
         code, failure, message = 2, error, str(error)
     except typer.BadParameter:
         raise  # ``run`` prints it, with the command's usage
+    except MemoryError as error:
+        code, failure = 2, error
+        message = (
+            "more memory is needed than a command may take (half of this machine's, or "
+            "--most-memory before the command)\n"
+            "    likely:      a file of unknown origin claims more than it has"
+        )
     except Exception as error:
         # A file that is damaged in an unforeseen way, or a bug of ours.
         if os.environ.get(DEBUG):

@@ -69,7 +69,7 @@ from dcp_placements.storage.remote.filesystem import (
     UrlPath,
 )
 from dcp_placements.storage.remote.urls import is_url, local_or_url
-from dcp_placements.storage.tensor_record import stored_zip
+from dcp_placements.storage.tensor_record import load_plain
 
 
 class PlacementFileSystemReader(UrlPath, FileSystemReader):
@@ -374,8 +374,7 @@ class _Restricted:
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Pass on what ``torch.load`` accepts with ``weights_only``; planners load it without."""
         try:
-            stored_zip(value)
-            torch.load(value, map_location="cpu", weights_only=True)
+            load_plain(value)
         except Exception as error:
             # Of any type, by what is in the pickle.
             reason = format_name((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -33,6 +33,9 @@ _COLLISIONS = 1000
 """Keys that may share their hash with an earlier key: a file can choose numbers of equal hashes,
 and each is compared with all of these."""
 
+_COPIES = 4
+_SPARE = 1 << 16
+
 _FLAT = {str, bytes, bool, int, float, type(None), frozenset, torch.dtype}
 _HASHED = _FLAT | {PurePosixPath, PureWindowsPath}
 
@@ -262,6 +265,32 @@ class SafeUnpickler(pickle._Unpickler):
         pickle.ADDITEMS[0]: load_additems,
         pickle.FROZENSET[0]: load_frozenset,
     }
+
+
+def most_elements(data: bytes) -> int:
+    """Return how many elements the value of a pickle may have when all of it is looked at."""
+    return _COPIES * len(data) + _SPARE
+
+
+def check_unfolded(values: Iterable[Any], most: int) -> None:
+    """Refuse values that have very many elements when all of them are looked at.
+
+    A file can refer to one value again and again, and a value to itself.
+
+    Raises:
+        pickle.UnpicklingError: They have more than ``most``.
+    """
+    todo = list(values)
+    while todo and most >= 0:
+        value = todo.pop()
+        if isinstance(value, str | bytes | tuple | list | set | frozenset | dict):
+            most -= len(value)
+            if most >= 0 and isinstance(value, dict):
+                todo.extend(value.values())
+            elif most >= 0 and not isinstance(value, str | bytes):
+                todo.extend(value)
+    if most < 0:
+        raise refusal("it makes far more of itself than its size")
 
 
 def describe(value: Any) -> str:

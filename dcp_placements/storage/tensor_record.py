@@ -25,7 +25,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from dcp_placements.layout.byte_ranges import c_strides
-from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, Call, SafeUnpickler, refusal
+from dcp_placements.storage.safe_pickle import (
+    DTYPES,
+    ORDERED_DICT,
+    Call,
+    SafeUnpickler,
+    check_for_torch,
+    check_unfolded,
+    most_elements,
+    refusal,
+)
 
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
@@ -238,6 +247,50 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
     return loaded
 
 
+def load_plain(stream: Any) -> Any:
+    """Return the value of a seekable stream that ``torch.save`` wrote; nothing of it is called.
+
+    Raises:
+        ValueError: It is no zip file of stored entries.
+        pickle.UnpicklingError: ``torch.load(weights_only=True)`` refuses it, or would take far more
+            memory or time for it than its size.
+        Exception: Whatever else a broken file makes ``torch.load`` raise.
+    """
+    most = check_saved(stream)
+    loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    check_unfolded([loaded], most)
+    return loaded
+
+
+def check_saved(stream: Any) -> int:
+    """Refuse a file for which ``torch.load`` takes far more than its size; return to its beginning.
+
+    Returns:
+        How many elements its value may have when all of it is looked at.
+
+    Raises:
+        ValueError: It is no zip file of stored entries, with one pickle.
+        pickle.UnpicklingError: Its pickle is broken, allocates by a number, or has keys that nest.
+    """
+    file = stored_zip(stream)
+    if file is None:
+        raise ValueError("it is no zip file of torch.save")
+    data = _pickle_in(file)
+    check_for_torch(data)
+    stream.seek(0)
+    return most_elements(data)
+
+
+def _pickle_in(file: zipfile.ZipFile) -> bytes:
+    entries = file.infolist()
+    names = [one.filename for one in entries if one.filename.rpartition("/")[2] == "data.pkl"]
+    if len(names) != 1:
+        raise ValueError("it has no pickle, or several")
+    if not any(entry.CRC for entry in entries):
+        del file.getinfo(names[0]).CRC  # it was not written, and zipfile would compare it
+    return file.read(names[0])
+
+
 def stored_zip(stream: Any) -> zipfile.ZipFile | None:
     """Return a stream as a zip file in which ``torch.load`` finds what ``zipfile`` does.
 
@@ -287,14 +340,11 @@ def _directory_start(stream: Any, nbytes: int) -> int | None:
 
 def _check_pickle(file: zipfile.ZipFile) -> None:
     """Refuse a record whose pickle is not one tensor of the storages beside it."""
-    entries = file.infolist()
-    sizes = {entry.filename: entry.file_size for entry in entries}
+    sizes = {entry.filename: entry.file_size for entry in file.infolist()}
     names = [name for name in sizes if name.rpartition("/")[2] == "data.pkl"]
     if len(names) != 1 or sizes[names[0]] > PICKLE_NBYTES:
         raise ValueError("it has no pickle of one tensor")
-    if not any(entry.CRC for entry in entries):
-        del file.getinfo(names[0]).CRC  # it was not written, and zipfile would compare it
-    unpickler = _TensorUnpickler(file.read(names[0]))
+    unpickler = _TensorUnpickler(_pickle_in(file))
     tensor = unpickler.load()
     if tensor is not _OTHER_TENSOR and not isinstance(tensor, _PlainTensor):
         raise ValueError("it holds no tensor")

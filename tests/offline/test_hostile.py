@@ -282,9 +282,9 @@ def test_files_and_provenance_that_forge_lines_are_escaped(tmp_path: Path, run: 
 
 
 BROKEN = {
-    "digests": {"digests": [1]},
-    "no digests": {"digests": None},
-    "digests of a key": {"digests": {"w": 3}},
+    "digests": {"sampled_digests": [1]},
+    "no digests": {"sampled_digests": None},
+    "digests of a key": {"sampled_digests": {"w": 3}},
     "rules": {"rules": 3},
     "rule": {"rules": {"w": ["x"]}},
     "versions": {"versions": 3},
@@ -434,8 +434,8 @@ WRONG_TYPES: dict[str, Any] = {
         dcp_placements={"save_id": None}
     ),
     "a place is a int": lambda m: m.storage_data.update({next(iter(m.storage_data)): 3}),
-    "its provenance is broken: digests are a int": lambda m: m.planner_data.update(
-        dcp_placements={"save_id": "x", "digests": 3}
+    "its provenance is broken: sampled_digests are a int": lambda m: m.planner_data.update(
+        dcp_placements={"save_id": "x", "sampled_digests": 3}
     ),
 }
 

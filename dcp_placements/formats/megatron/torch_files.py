@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from dcp_placements.errors import CannotLook, format_names
+from dcp_placements.storage.safe_pickle import check_unfolded
+from dcp_placements.storage.tensor_record import check_saved
 
 INERT_MODULES = (
     *("megatron", "transformer_engine", "transformer_engine_torch", "modelopt", "numpy", "signal"),
@@ -84,6 +86,8 @@ def load_torch_file(path: Path) -> Any:
         UnreadableFile: It is missing, truncated, or of another format.
     """
     try:
+        with open(path, "rb") as stream:
+            most = check_saved(stream)
         needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         refused = [name for name in sorted(needed) if not _is_admitted(name)]
         if not refused:
@@ -92,7 +96,9 @@ def load_torch_file(path: Path) -> Any:
             stand_ins = set(needed) - {_NAMESPACE, *_GETATTR}
             admitted += [(_stand_in(name), name) for name in sorted(stand_ins)]
             with torch.serialization.safe_globals(admitted):
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            check_unfolded([loaded], most)
+            return loaded
     except pickle.UnpicklingError as error:
         raise RefusedFile(
             f"{path}: refused, it is not a pickle of tensors and plain values\n"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcp_placements.errors import format_names
+from dcp_placements.errors import format_names, format_ranks
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import contains, format_box, overlaps, tiles, uncovered
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
@@ -140,9 +140,11 @@ def _file_faults(
     checkpoint: Checkpoint, records: Mapping[str, FileRecords]
 ) -> Iterator[CheckpointFault]:
     """Yield files that are missing or too short, and records that share bytes."""
-    for rank in checkpoint.absent_ranks:
-        message = f"the metadata of rank {rank} are not there: what no other rank stored is missing"
-        yield CheckpointFault("missing_file", (), (f"__{rank}.metadata",), message)
+    absent = checkpoint.absent_ranks
+    if absent:
+        message = f"no metadata of {format_ranks(absent)}: what no other rank stored is missing"
+        ends = sorted({f"__{absent[0]}.metadata", f"__{absent[-1]}.metadata"})
+        yield CheckpointFault("missing_file", (), tuple(ends), message)
     for file, in_file in records.items():
         size = checkpoint.directory.size(file)
         if size is None:

@@ -20,7 +20,7 @@ from dcp_placements.offline.checks.verification import MEMORY_NBYTES
 from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.differences.comparing import Tally
 from dcp_placements.offline.views.families import families, whole_branches
-from dcp_placements.storage.tensor_record import stored_zip
+from dcp_placements.storage.tensor_record import load_plain
 
 PIECE_NBYTES = 32 << 20
 
@@ -270,7 +270,7 @@ class _Comparison:
         if one == other:
             return
         try:
-            values = _unpickled(one), _unpickled(other)
+            values = load_plain(io.BytesIO(one)), load_plain(io.BytesIO(other))
         except Exception:
             # Its type depends on what is in the pickle.
             message = "other bytes; not unpickled, because torch.load takes it for unsafe"
@@ -313,12 +313,6 @@ def _difference(key: str, a: StoredTensor, b: StoredTensor, tally: Tally) -> Dif
         facts.append("the values are the same")
     numbers = (elements, tally.differing, tally.max_abs, tally.nans, tally.first)
     return Difference(kind, key, "; ".join(facts), *numbers)
-
-
-def _unpickled(data: bytes) -> Any:
-    stream = io.BytesIO(data)
-    stored_zip(stream)
-    return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -36,6 +36,8 @@ from dcp_placements.storage.safe_pickle import (
     Call,
     RefusedGlobal,
     SafeUnpickler,
+    check_unfolded,
+    most_elements,
     refusal,
 )
 
@@ -49,8 +51,6 @@ MEGATRON = "megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"
 MAX_DIMS = 64
 _MAX_PATH_CHARS = 1 << 14
 _BY_KEY = ("digests", DIGESTS_OF_RANK, "row_maps", "rules")
-_COPIES = 4
-_SPARE = 1 << 16
 
 
 def load_metadata_pickle(stream: IO[bytes]) -> Any:
@@ -88,7 +88,7 @@ def load_safely(stream: IO[bytes], newer: set[str] | None = None) -> Any:
     # In an index they are the first of a tuple.
     metadata = value[0] if type(value) is tuple and value else value
     if type(metadata) is Metadata:
-        check_unfolded(metadata, _COPIES * len(data) + _SPARE)
+        _check_unfolded(metadata, most_elements(data))
     return value
 
 
@@ -209,7 +209,7 @@ class _SafeMetadata(SafeUnpickler):
             self.check_hash((key.fqn, key.offset))
 
 
-def check_unfolded(metadata: Metadata, most: int) -> None:
+def _check_unfolded(metadata: Metadata, most: int) -> None:
     """Refuse values that are far longer than their file when all of them is looked at.
 
     A file can refer to one value again and again, and a value to itself.
@@ -218,22 +218,12 @@ def check_unfolded(metadata: Metadata, most: int) -> None:
         metadata: The facts about its save and its storage are looked at.
         most: Elements that they may have.
     """
-    todo: list[Any] = [getattr(metadata, name, None) for name in ("version", "storage_meta")]
+    meta = metadata.storage_meta
+    todo: list[Any] = [metadata.version, vars(meta) if type(meta) is StorageMeta else meta]
     for name, value in (stored(metadata) or {}).items():
         if name in _BY_KEY and type(value) is dict:
             # Entries of keys, of values that many keys share.
             most -= len(value) + sum(len(one) for one in value.values() if type(one) is dict)
         else:
             todo.append(value)
-    while todo and most >= 0:
-        value = todo.pop()
-        if type(value) is StorageMeta:
-            value = vars(value)
-        if isinstance(value, str | bytes | tuple | list | set | frozenset | dict):
-            most -= len(value)
-        if most >= 0 and isinstance(value, dict):
-            todo.extend(value.values())
-        elif most >= 0 and isinstance(value, tuple | list | set | frozenset):
-            todo.extend(value)
-    if most < 0:
-        raise refusal("it makes far more of itself than its size")
+    check_unfolded(todo, most)

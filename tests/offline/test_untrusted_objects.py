@@ -1,0 +1,141 @@
+"""Objects and names of some hundred bytes that would take gigabytes or hours."""
+
+from __future__ import annotations
+
+import collections
+import io
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_placements import PlacementFileSystemReader
+from dcp_placements.errors import CannotLook
+from dcp_placements.formats.megatron.torch_files import load_torch_file
+from dcp_placements.offline import diff, inspect, verify
+from dcp_placements.storage.tensor_record import load_plain
+from tests.offline_scenes import Run
+
+
+def saved(pickled: bytes) -> bytes:
+    """Return a file as ``torch.save`` writes it, with this pickle."""
+    buffer = io.BytesIO()
+    torch.save(0, buffer)
+    with zipfile.ZipFile(buffer) as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        for name, data in entries.items():
+            file.writestr(name, pickled if name.endswith("/data.pkl") else data)
+    return buffer.getvalue()
+
+
+PAIRS = b"K\x01\x85" + b"q\x00h\x00\x86" * 45
+"""A tuple that is short in a file, and 2**45 values when it is hashed."""
+
+LISTS = b"]" + b"q\x00]h\x00ah\x00a" * 45
+"""The same of lists, when they are looked at or printed."""
+
+HOSTILE = {
+    "bytearray": b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x01\x85R.",
+    "dict": b"\x80\x02}" + PAIRS + b"K\x01s.",
+    "set": b"\x80\x02cbuiltins\nset\n]" + PAIRS + b"a\x85R.",
+    "Counter": b"\x80\x02ccollections\nCounter\n}" + PAIRS + b"K\x01s\x85R.",
+    "OrderedDict": b"\x80\x02ccollections\nOrderedDict\n)R" + PAIRS + b"K\x01s.",
+    "lists": b"\x80\x02" + LISTS + b".",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_m101_objects_that_take_far_more_than_their_size_are_refused(
+    tmp_path: Path, name: str
+) -> None:
+    data = saved(HOSTILE[name])
+    begun = time.process_time()
+    with pytest.raises(Exception, match=r"key|bytearray|far more of itself"):
+        load_plain(io.BytesIO(data))
+    (tmp_path / "model_optim_rng.pt").write_bytes(data)
+    with pytest.raises(CannotLook):
+        load_torch_file(tmp_path / "model_optim_rng.pt")
+    assert time.process_time() - begun < 20
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_m101_a_restricted_load_and_commands_end_on_such_objects(tmp_path: Path, name: str) -> None:
+    for path, value in ((tmp_path / "a", 1), (tmp_path / "b", 2)):
+        dcp.save({"object": b"x" * 2000, "w": torch.ones(3)}, checkpoint_id=path, no_dist=True)
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        (info,) = [i for at, i in metadata.storage_data.items() if at.fqn == "object"]
+        data = bytearray((path / info.relative_path).read_bytes())
+        record = saved(HOSTILE[name] + bytes([value]))
+        data[info.offset : info.offset + info.length] = record + bytes(info.length - len(record))
+        (path / info.relative_path).write_bytes(data)
+        inspect(path)
+        verify(path, contents=True)
+        with pytest.raises(dcp.CheckpointException):
+            dcp.load(
+                {"object": b""},
+                storage_reader=PlacementFileSystemReader(path, restricted=True),
+                no_dist=True,
+            )
+    assert not diff(tmp_path / "a", tmp_path / "b").same
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": {("b", 1): [1.5, None]}, 3: {"x", "y"}},
+        collections.OrderedDict(a=torch.arange(3), b=torch.float32),
+        collections.Counter("abc"),
+        bytearray(b"abc"),
+        [torch.Size((1, 2)), b"bytes", 1 << 80],
+    ],
+)
+def test_plain_objects_are_loaded(value: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    found = load_plain(buffer)
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+
+
+def test_m101_absent_ranks_are_one_fault(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / ".metadata").rename(tmp_path / "__0.metadata")
+    (tmp_path / "__1048577.metadata").write_bytes((tmp_path / "__0.metadata").read_bytes())
+    with pytest.warns(UserWarning, match=r"ranks 1-1048575"):
+        (fault,) = [one for one in verify(tmp_path).faults if one.kind == "missing_file"]
+    assert "ranks 1-1048575" in fault.message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
+def test_m101_a_command_that_takes_more_memory_than_it_may_ends_with_one_message(
+    tmp_path: Path,
+) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    program = (
+        "import sys\n"
+        "from dcp_placements import offline\n"
+        "from dcp_placements.cli import main\n"
+        "offline.verify = lambda *args, **kwargs: bytearray(1 << 30)\n"
+        f"sys.exit(main(['--most-memory', '256MiB', 'verify', {str(tmp_path)!r}]))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "more memory is needed than a command may take" in ran.stderr
+
+
+def test_the_limit_of_memory_is_lifted_when_a_command_ends(tmp_path: Path, run: Run) -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    assert run("--most-memory", "4GiB", "verify", tmp_path).code == 0
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
