@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import os
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -62,7 +64,13 @@ from dcp_placements.save.local_plan import (
 )
 from dcp_placements.save.rank_notes import Statement, named_axes_of
 from dcp_placements.save.rank_save import REFUSED, RankSave
-from dcp_placements.storage.metadata.provenance import DIGESTS_OF_RANK, RESERVED_KEY, identity
+from dcp_placements.storage.metadata.provenance import (
+    DIGESTS_OF_RANK,
+    REPLACED,
+    RESERVED_KEY,
+    identity,
+)
+from dcp_placements.storage.metadata.rank_files import saves_before
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
 from dcp_placements.storage.metadata.write_results import Outline
 
@@ -191,6 +199,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         target = None if storage_meta is None else storage_meta.checkpoint_id
         name = b"" if target is None else str(target).encode(errors="backslashreplace")
         save.target = zlib.crc32(name)
+        save.directory = "" if target is None else os.fspath(target)
         try:
             save.rename(self.rename)
         except RankFaults as refusal:
@@ -388,6 +397,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if alone:
             # Replicas are compared when the metadata of the ranks are merged.
             provenance["options"] = options
+            directory = save.directory
+            older = os.path.join(directory, f"__{global_rank()}.metadata")
+            if directory and os.path.isfile(older):
+                # A rank that is stopped before it saves again has saved here less often.
+                provenance[REPLACED] = saves_before(lambda: io.BufferedReader(io.FileIO(older)))
             if self.digests != "off":
                 held = save.holding
                 provenance[DIGESTS_OF_RANK] = digests_by_chunk(

@@ -55,6 +55,7 @@ class RankSave:
         report: The report on the save; None before it is made.
         renames: What the checkpoint is to keep of the rename.
         is_planned: Whether the local plan has been made.
+        directory: That it writes into; empty for none.
         target: A checksum of the name of the directory that it writes into; 0 for no name.
         refusal: Why the rank cannot save; the coordinator raises it for all ranks.
         notes: What is saved with a warning.
@@ -72,6 +73,7 @@ class RankSave:
     report: SaveReport | None = None
     renames: tuple[Step, ...] = ()
     is_planned: bool = False
+    directory: str = ""
     target: int = 0
     refusal: RankFaults | None = None
     notes: list[Fault] = field(default_factory=list)

@@ -49,6 +49,7 @@ from dcp_placements.storage.metadata.file import (
     write_metadata,
 )
 from dcp_placements.storage.metadata.provenance import REPLACED, RESERVED_KEY, stored
+from dcp_placements.storage.metadata.rank_files import saves_before
 from dcp_placements.storage.metadata.save_ids import (
     file_state,
     is_data_file,
@@ -230,7 +231,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 result.outline = getattr(items, "outline", None)
         self._plans = ()
         if older and not self.use_collectives and stored(metadata) is not None:
-            metadata.planner_data[RESERVED_KEY][REPLACED] = True
+            path = self._get_metadata_path(self.rank)
+            metadata.planner_data[RESERVED_KEY][REPLACED] = saves_before(self._opener(path))
         self._write_metadata(metadata, results)
         if older:
             assert metadata.storage_data is not None
@@ -252,6 +254,12 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         path = self._get_metadata_path(None if self.use_collectives else self.rank)
         return unfinished_files(path) if type(self.fs) is FileSystem else {}
 
+    def _opener(self, path: Any) -> Any:
+        """Return what opens an existing file, any number of times."""
+        if isinstance(self.fs, RemoteFileSystem):
+            return self.fs.opener(os.fspath(path))
+        return partial(self.fs.create_stream, path, "rb")
+
     def _older_files(self) -> set[str]:
         """Return the data files that the existing metadata name; none if they are unreadable.
 
@@ -262,12 +270,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         if not self.fs.exists(path):
             return set()
         try:
-            opener = (
-                self.fs.opener(os.fspath(path))
-                if isinstance(self.fs, RemoteFileSystem)
-                else partial(self.fs.create_stream, path, "rb")
-            )
-            names = read_file_names(opener)
+            names = read_file_names(self._opener(path))
         except Exception as error:
             logger.warning("%s cannot be read, so the files that it names stay: %s", path, error)
             return set()

@@ -383,12 +383,16 @@ def test_a_later_save_that_was_cut_off_is_told_by_its_step(tmp_path: Path) -> No
         merge_metadata(tmp_path / "first")
 
 
-@pytest.mark.parametrize("steps", [(None, None), (None, 20)], ids=str)
-def test_parts_that_may_be_of_an_older_save_are_warned_of(
-    steps: tuple[int | None, int | None], tmp_path: Path
+@pytest.mark.parametrize("steps", [(None, None), (None, 20), (20, 20)], ids=str)
+@pytest.mark.parametrize("maker", [dcp.FileSystemWriter, PlacementFileSystemWriter])
+@pytest.mark.parametrize("saves", [1, 2])
+def test_m98_parts_that_may_be_of_an_older_save_are_warned_of(
+    saves: int, maker: Any, steps: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
-    class Killed(PlacementFileSystemWriter):
-        def finish(self, *args: Any) -> None:
+    """One rank is stopped before it writes: of a first save over another, and of a second."""
+
+    class Killed(maker):  # type: ignore[misc]
+        def write_data(self, *args: Any) -> Any:
             raise OSError("killed")
 
     def save_all(step: int | None, killed: int | None) -> None:
@@ -400,16 +404,18 @@ def test_parts_that_may_be_of_an_older_save_are_warned_of(
             tmp_path,
             state_dict,
             lambda rank: PlacementSavePlanner(step=step),
-            lambda rank: (Killed if rank == killed else PlacementFileSystemWriter)(tmp_path),
+            lambda rank: (Killed if rank == killed else maker)(tmp_path),
             use_collectives=False,
         )
 
-    save_all(steps[0], None)
-    with warnings.catch_warnings(action="error"):
-        PlacementFileSystemReader(tmp_path).read_metadata()
+    for _ in range(saves):
+        save_all(steps[0], None)
+        with warnings.catch_warnings(action="error"):
+            PlacementFileSystemReader(tmp_path).read_metadata()
     with pytest.raises(CheckpointException, match="killed"):
         save_all(steps[1], 3)
-    with pytest.warns(UserWarning, match="may be of several saves: .* stored no step"):
+    message = f"may be of several saves: .*rank 3 saved here {saves} time.*saved here {saves + 1} t"
+    with pytest.warns(UserWarning, match=message):
         merge_metadata(tmp_path)
 
 

@@ -22,7 +22,7 @@ DIGESTS_OF_RANK = "sampled_digests"
 """The key of the digests in the provenance of a rank that saved alone."""
 
 REPLACED = "replaced"
-"""The key in the provenance of a rank that saved alone, over older metadata of its own."""
+"""The key in the provenance of a rank that saved alone: how often it had saved there before."""
 
 StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
 """FQN to offset (None for an object) to digest."""

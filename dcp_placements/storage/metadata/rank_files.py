@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.layout.tiling import format_box, overlaps, tiles, uncovered
+from dcp_placements.storage.index.blocks import Opener
 from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.provenance import (
     REPLACED,
     RESERVED_KEY,
@@ -144,6 +147,17 @@ def merge_rank_metadata(
         storage_meta=first.storage_meta,
         version=first.version,
     )
+
+
+def saves_before(opener: Opener) -> int:
+    """Return how many saves of a rank, made alone, metadata that it is going to replace end.
+
+    Args:
+        opener: Opens the older metadata of this rank; nothing in them is executed.
+    """
+    with suppress(Exception):  # of any type, by what is in the file
+        return int((stored(read_metadata(opener, restricted=True)) or {}).get(REPLACED, 0)) + 1
+    return 1
 
 
 class _Merger:
@@ -259,16 +273,25 @@ class _Merger:
                 ),
             )
         without = [rank for rank, of in self._provenance.items() if of and "step" not in of]
-        over = [rank for rank, of in self._provenance.items() if of.get(REPLACED)]
-        if without and (over or len(without) < len(self._provenance)):
+        before: dict[int, list[int]] = {}
+        for rank, of in self._provenance.items():
+            before.setdefault(int(of.get(REPLACED, 0)), []).append(rank)
+        if len(before) > 1 or 0 < len(without) < len(self._provenance):
+            parts = [f"{format_ranks(without)} stored no step"] if without else []
+            if len(before) > 1:
+                parts += [
+                    f"{format_ranks(ranks)} saved here {format_count(times + 1, 'time')}"
+                    for times, ranks in sorted(before.items())
+                ]
             yield Fault(
                 "this checkpoint",
-                f"may be of several saves: {format_ranks(without)} stored no step"
-                + (f", and {format_ranks(over)} saved over an older checkpoint" if over else ""),
+                f"may be of several saves: {', '.join(parts)}",
                 (
                     "reason:      where the last save was cut off, a part of the one before it is "
                     "still there, and is taken for a part of this checkpoint",
-                    "way out:     save with PlacementSavePlanner(step=...) on all ranks",
+                    "way out:     load an older checkpoint, unless the last save is known to have "
+                    "ended on all ranks; save into a directory of its own, with "
+                    "PlacementSavePlanner(step=...)",
                 ),
             )
         for fqn, ranks in self._kept.items():
