@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_placements import PlacementError
+from dcp_placements import PlacementError, PlacementSavePlanner
 from dcp_placements.storage import record_writer
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
@@ -526,3 +526,55 @@ def test_a_change_of_the_working_directory_does_not_divide_a_save(
         path = tmp_path / run / "step-1"
         read = load(path, {"w": torch.zeros(3)}, dcp.FileSystemReader(path))
         assert torch.equal(read["w"], saved["w"])
+
+
+def index_nbytes(path: Path, keys: int, *, own: bool) -> int:
+    """Save shards on 16 ranks, and a key of each rank's own; return the bytes of the index."""
+    world, whole = World(16), wholes(keys, (32, 3))
+    world.save(
+        path,
+        lambda rank: {**sharded(world, rank, whole, 0), **({f"rng.{rank}": "x"} if own else {})},
+        lambda rank: DefaultSavePlanner(),
+        lambda rank: PlacementFileSystemWriter(path, stock_metadata=False),
+    )
+    return (path / ".metadata").stat().st_size
+
+
+@pytest.mark.xfail(strict=True, reason="M93: a key of its own makes a rank a template of its own")
+def test_m93_keys_of_a_rank_s_own_take_the_same_room_whatever_else_it_holds(tmp_path: Path) -> None:
+    few, many = (
+        index_nbytes(tmp_path / f"own{keys}", keys, own=True)
+        - index_nbytes(tmp_path / f"none{keys}", keys, own=False)
+        for keys in (40, 400)
+    )
+    assert many <= few + 64
+
+
+@pytest.mark.xfail(strict=True, reason="M94: file names are read from the older pickle")
+def test_m94_an_overwrite_does_not_unpickle_the_older_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save(all_kinds(), storage_writer=dcp.FileSystemWriter(tmp_path))
+    opened: list[str] = []
+    create_stream = FileSystem.create_stream
+
+    def counted(fs: Any, path: Any, mode: str) -> Any:
+        opened.extend([Path(path).name] if mode == "rb" else [])
+        return create_stream(fs, path, mode)
+
+    monkeypatch.setattr(FileSystem, "create_stream", counted)
+    dcp.save(all_kinds(), storage_writer=PlacementFileSystemWriter(tmp_path))
+    assert opened == []
+
+
+@pytest.mark.xfail(strict=True, reason="M95: a rank makes a file also where it writes nothing")
+def test_m95_overwrites_leave_no_files_behind(tmp_path: Path) -> None:
+    world = World(4)
+    for _ in range(3):
+        world.save(
+            tmp_path,
+            lambda rank: {"w": torch.ones(3)},
+            lambda rank: PlacementSavePlanner(),
+            lambda rank: PlacementFileSystemWriter(tmp_path),
+        )
+    assert len(list(tmp_path.glob("*.distcp"))) == 1
