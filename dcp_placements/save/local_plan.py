@@ -51,6 +51,7 @@ class LocalPlan(NamedTuple):
         is_folded: Whether digests are folded.
         undigested: Keys of tensors whose contents cannot be read, so that they have no digest.
         statement: A packed ``Statement``.
+        world: Number of ranks, which decides of which groups there are digests.
         faults: Why the rank cannot save, packed; it has nothing else then.
     """
 
@@ -63,6 +64,7 @@ class LocalPlan(NamedTuple):
     is_folded: bool = False
     undigested: tuple[str, ...] = ()
     statement: bytes = b""
+    world: int = 1
     faults: bytes = b""
 
 
@@ -166,6 +168,29 @@ def _table_of(groups: Sequence[Held], paths: Mapping[str, Path]) -> KeyTable:
     forms = path_counts([paths.get(fqn, (fqn,)) for fqn in fqns])
     declared, sizes = [held.group for held in groups], [len(held.fqns) for held in groups]
     return KeyTable(declared, fqns, sizes, *numbered(rules), *forms)
+
+
+def unlike_worlds(plans: Sequence[LocalPlan], world: int) -> list[Fault]:
+    """Return that ranks count other ranks than the coordinator does, if they do.
+
+    The digests of such a rank would be compared with those of other tensors.
+    """
+    unlike = [plan for plan in plans if plan.world != world]
+    if not unlike:
+        return []
+    return [
+        Fault(
+            "this save",
+            f"there are {unlike[0].world} ranks by torch.distributed here, and {world} on the "
+            "coordinator",
+            (
+                "likely:      the default process group was made anew, or is replaced while these "
+                "ranks plan",
+                "way out:     one default process group on all ranks, for the whole save",
+            ),
+            ranks=tuple([plan.rank for plan in unlike]),
+        )
+    ]
 
 
 def foreign_plans(plans: Sequence[SavePlan]) -> list[Fault]:

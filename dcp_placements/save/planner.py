@@ -61,6 +61,7 @@ from dcp_placements.save.local_plan import (
     LocalPlan,
     foreign_plans,
     packed_boxes,
+    unlike_worlds,
 )
 from dcp_placements.save.rank_notes import Statement, named_axes_of
 from dcp_placements.save.rank_save import REFUSED, RankSave
@@ -256,7 +257,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             step=self.step,
         )
         coordinate = tuple([position for position, _ in axes.values()])
-        plan = LocalPlan(rank, (), b"", coordinate, statement=statement.packed())
+        packed = statement.packed()
+        plan = LocalPlan(rank, (), b"", coordinate, statement=packed, world=world_size())
         return self._with_holding(plan)
 
     def _with_holding(self, plan: LocalPlan) -> LocalPlan:
@@ -293,6 +295,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             raise_faults("the ranks do not save together", foreign_plans(all_plans))
             sent: list[LocalPlan] = [plan.planner_data for plan in all_plans]
             raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
+            raise_faults("the ranks do not save together", unlike_worlds(sent, world))
             in_group = rank_in_group(all_plans[0].storage_data) if alone else None
             others_missing = in_group not in (None, global_rank())
             if alone and not save.is_coordinator and not others_missing:

@@ -556,3 +556,18 @@ class TestRanksWithOtherKeysBeside:
 
         message = refusal(lambda: self.WORLD.save(tmp_path, state_dict, planner))
         assert "m.w: ranks 0, 3 hold the same part, [0:1, :]" in message
+
+
+def test_ranks_that_count_other_ranks_than_the_coordinator_are_refused() -> None:
+    """Of which tensors there are digests depends on it: they would be compared with others'."""
+    planners = [PlacementSavePlanner() for _ in range(4)]
+    plans = []
+    for rank, planner in enumerate(planners):
+        with World(2 if rank == 3 else 4)._as(rank):
+            planner.set_up_planner({"w": torch.ones(2)}, is_coordinator=rank == 0)
+            plans.append(planner.create_local_plan())
+    with World(4)._as(0), pytest.raises(PlacementError) as refused:
+        planners[0].create_global_plan(plans)
+    text = str(refused.value)
+    assert "there are 2 ranks by torch.distributed here, and 4 on the coordinator" in text
+    assert "rank 3" in text
