@@ -20,7 +20,7 @@ from dcp_placements._torch import (
     set_element,
 )
 from dcp_placements.bind.placed import Placed, Placing
-from dcp_placements.bind.placing import counted_faults, place
+from dcp_placements.bind.placing import optimizer_faults, place
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Stacked, Unstacked, checkpoint_path, rename_keys
@@ -70,7 +70,7 @@ def annotate(
     check_declaration(rules, rename)
     flat, paths, _ = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
     placing = place(flat, rules)
-    faults = [*placing.faults, *counted_faults(flat, placing, rename), *_reshaped(flat)]
+    faults = [*placing.faults, *optimizer_faults(flat, placing, rename), *_reshaped(flat)]
     faults += [*_stateful(state_dict), *_repeated(placing)]
     raise_faults(f"rank {global_rank()} cannot be annotated", faults)
     annotated: dict[str, Any] = {}

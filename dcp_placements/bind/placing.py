@@ -26,9 +26,8 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import ListedLayout
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
-    counted_fault,
-    counted_state,
     listed_faults,
+    positional_faults,
 )
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.rules.mesh import Axis, Mesh, MeshNumbers, mesh_axes
@@ -309,36 +308,21 @@ class Placer:
         self.placing.faults.append(fault_of(error, fqn, rule_name(self.rules, fqn)))
 
 
-def counted_faults(
+def optimizer_faults(
     state_dict: Mapping[str, Any], placing: Placing, rename: Rename | None
 ) -> list[Fault]:
-    """Return a fault for optimizer state that refers to its parameters by position.
+    """Return the faults of optimizer state that cannot follow its parameters.
 
-    Positions are wrong if keys are renamed, or if a parameter is sharded by a rule, or lists its
-    chunks, and state of that shape has no place.
+    They are named by their positions, and tensors are renamed, sharded by a rule, or lists of
+    chunks; or parameter groups list them by names that ``rename`` changes.
     """
-    state = counted_state(state_dict)
     if rename is not None:
-        faults = [counted_fault(fqn, "keys are renamed") for fqn in state]
-        faults += listed_faults(state_dict, rename)
-        return list(dict.fromkeys(faults))
-    if not state:
-        return []
-    parts: dict[torch.Size, str] = {}
-    for fqn, placed in placing.placed.items():
-        if not placed.binding.layout.is_whole:
-            if placed.rule is not None:
-                parts[placed.tensor.shape] = f"{fqn}, of that shape, is sharded by a rule"
-            elif _is_listed(placed):
-                parts[placed.tensor.shape] = f"{fqn}, of that shape, lists its chunks"
-    faults = []
-    for fqn in state:
-        own = placing.placed.get(fqn)
-        tensor = state_dict[fqn] if own is None else own.tensor
-        shape = getattr(tensor, "shape", None)
-        if shape in parts and (own is None or (own.rule is None and not _is_listed(own))):
-            faults.append(counted_fault(fqn, parts[shape]))
-    return list(dict.fromkeys(faults))
+        return positional_faults(state_dict) + listed_faults(state_dict, rename)
+    is_placed = any(
+        _is_listed(placed) or (placed.rule is not None and not placed.binding.layout.is_whole)
+        for placed in placing.placed.values()
+    )
+    return positional_faults(state_dict) if is_placed else []
 
 
 def _is_listed(placed: Placed) -> bool:

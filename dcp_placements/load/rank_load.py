@@ -21,7 +21,7 @@ from dcp_placements._torch import (
     world_size,
 )
 from dcp_placements.bind.placed import Placing
-from dcp_placements.bind.placing import counted_faults, place
+from dcp_placements.bind.placing import optimizer_faults, place
 from dcp_placements.bind.stacking import unfold
 from dcp_placements.bind.unfolded import equal_values
 from dcp_placements.errors import (
@@ -190,7 +190,7 @@ class RankLoad:
         report.compared = checks.compared
         faults += unstacked_faults(self.totals, metadata.state_dict_metadata, policy)
         faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
-        faults += counted_faults(state_dict, placing, rename)
+        faults += optimizer_faults(state_dict, placing, rename)
         faults += self_overlap_faults(request.groups, placing)
         if faults:
             raise RankFaults(f"rank {rank} {REFUSED}", faults)

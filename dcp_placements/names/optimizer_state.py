@@ -102,26 +102,21 @@ class OptimizerStates:
         names = dict.fromkeys(self._ending_in(parameter))
         return [key for key in names if self._values(key)]
 
-    def is_counted(self, fqn: str) -> bool:
-        """Whether a key names its parameter by its number in ``optimizer.state_dict()``.
+    def is_positional(self, fqn: str) -> bool:
+        """Whether a key names its parameter by its position, as ``optimizer.state_dict()`` does.
 
-        Its parameter groups show that; without them, a ``step`` beside tensors of one shape.
+        Parameter groups that list numbers show it; without groups, a ``step`` of a parameter that
+        is not there.
         """
-        match = _COUNTED.search(fqn)
+        match = _POSITION.search(fqn)
         if match is None:
             return False
         if self._reversed is None:
             self._learn()
         named = self._groups.get(fqn[: match.start()])
-        if named is not None and match[1] in named.numbers:
-            return True
-        if self._ending_in(match[1]):
-            return False
-        if named is not None:
-            return not named.names
-        members = self._members(fqn.rpartition(".")[0])
-        shapes = {_shape(value) for _, value in members if _shape(value)}
-        return len(shapes) == 1 and _has_step(members)
+        if named is not None and not named.is_empty:
+            return match[1] in named.numbers
+        return not self._ending_in(match[1]) and _has_step(self._members(fqn.rpartition(".")[0]))
 
     def named_parameters(self) -> list[str]:
         """Return the parameters that parameter groups name."""
@@ -301,27 +296,17 @@ def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
     return [name for name in named if name not in with_state] if with_state else []
 
 
-def counted_state(state_dict: Mapping[str, Any]) -> list[str]:
-    """Return the state keys that name their parameter by its number in ``optimizer.state_dict()``.
-
-    ``state.0.exp_avg`` is one, unless the state dict has a parameter with the name ``0``.
-    """
+def positional_faults(state_dict: Mapping[str, Any]) -> list[Fault]:
+    """Return the fault of optimizer state that names its parameters by their positions."""
     # One search for all keys: most state dicts have no such key.
     if not re.search(r"state\.\d", "\n".join(state_dict)):
         return []
-    numbered = [fqn for fqn in state_dict if _COUNTED.search(fqn) is not None]
     states = OptimizerStates(state_dict)
-    return [fqn for fqn in numbered if states.is_counted(fqn)]
-
-
-def counted_fault(fqn: str, why: str) -> Fault:
-    """Return the fault of a state key that names its parameter by a number."""
-    return Fault(
-        fqn.rpartition(".")[0],
-        f"this optimizer state knows its parameter by a number, which does not tell where it "
-        f"belongs: {why}",
-        FLATTEN,
-    )
+    first = next(filter(states.is_positional, state_dict), None)
+    if first is None:
+        return []
+    headline = "names its parameter by its position in the optimizer, which places it nowhere"
+    return [Fault(first.rpartition(".")[0], headline, FLATTEN)]
 
 
 def listed_faults(state_dict: Mapping[str, Any], rename: Callable[[str], Any]) -> list[Fault]:
@@ -373,7 +358,7 @@ def _changes(rename: Callable[[str], Any], name: str) -> bool:
 _STATE = re.compile(r"(?<![^.])state\.")
 _POSSIBLE = re.compile(r"(?:\.|^)state\.[^.]+\.")
 _GROUPS = re.compile(r"(?:\.|^)param_groups(?:\.|$)(.*)", re.DOTALL)
-_COUNTED = re.compile(r"(?:^|\.)state\.(\d+)\.[^.]+$")
+_POSITION = re.compile(r"(?:^|\.)state\.(\d+)\.[^.]+$")
 
 FLATTEN = (
     "likely:      optimizer.state_dict(), or an optimizer state dict that is not flattened",

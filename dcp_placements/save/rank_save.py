@@ -17,7 +17,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.aliases import meta_faults
 from dcp_placements.bind.placed import Placing
-from dcp_placements.bind.placing import counted_faults, place
+from dcp_placements.bind.placing import optimizer_faults, place
 from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import Fault, PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
@@ -107,7 +107,7 @@ class RankSave:
             unfolded = unfold(self.state_dict, self.mappings, self.placing, rules)
             self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
         faults = self.placing.faults
-        faults += counted_faults(self.state_dict, self.placing, rename)
+        faults += optimizer_faults(self.state_dict, self.placing, rename)
         faults += meta_faults(self.state_dict, self.placing)
         if faults:
             raise RankFaults(f"rank {global_rank()} {REFUSED}", faults)

@@ -334,8 +334,7 @@ def test_optimizer_state_by_position_is_refused_where_keys_are_renamed(
     with pytest.raises(CheckpointException) as refused:
         run()
     message = str(refused.value.failures[0][0])
-    assert "optim.state.0, optim.state.1: this optimizer state knows its parameter by a" in message
-    assert "keys are renamed" in message
+    assert "optim.state.0: names its parameter by its position in the optimizer" in message
     assert "flatten_optimizer_state_dict=True" in message
 
 
@@ -355,9 +354,7 @@ def test_optimizer_state_by_position_is_refused_where_a_rule_shards_its_paramete
     with pytest.raises(CheckpointException) as refused:
         world.save(tmp_path, held, lambda rank: PlacementSavePlanner(rules(rank, 2)))
     message = str(refused.value.failures[0][0])
-    assert "optim.state.0: this optimizer state knows its parameter by a number" in message
-    assert "model.0.weight, of that shape, is sharded by a rule" in message
-    assert "optim.state.1" not in message
+    assert "optim.state.0: names its parameter by its position in the optimizer" in message
     assert "get_optimizer_state_dict" in message
 
     torch.manual_seed(0)
