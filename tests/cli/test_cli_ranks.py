@@ -126,7 +126,8 @@ def test_every_damage_is_found_and_named(
     assert fqn in fault["tensors"]
 
 
-def test_a_half_overwritten_step_is_found(saved: Path, copy: Path, run: Run) -> None:
+def test_a_half_overwritten_step_is_found(saved: Path, tmp_path: Path, run: Run) -> None:
+    copy = Path(shutil.copytree(saved / "stock_files", tmp_path / "copy"))
     names = damage.half_overwrite(copy, saved / "later")
     result = run("verify", copy, "--contents", "--json")
     assert result.code == 1
