@@ -27,9 +27,6 @@ import torch
 
 Wholes = dict[str, torch.Tensor]
 
-STATES = ("exp_avg", "exp_avg_sq")
-"""What Adam keeps of each parameter."""
-
 STEPS = 1_000_000
 """Steps that the fake optimizer has made."""
 
@@ -230,13 +227,12 @@ def write_legacy(
         seed: Of the weights.
         iteration: Its number.
         args: Whether the files hold the run's arguments.
-        optimizer: ``"float16"`` (weights in float32 and moments in the file), ``"float32"``
-            (moments alone), ``"distributed"`` (moments flat in a file beside it), or None.
+        optimizer: ``"float16"`` (weights in float32 and moments in the file), ``"distributed"``
+            (moments flat in a file beside it), or None.
     """
     root = Path(path)
     folder = root / f"iter_{iteration:07d}"
     wholes = model.wholes(seed)
-    states = {name: model.wholes(seed + 1 + at) for at, name in enumerate(STATES)}
     for rank in run.writers():
         chunks = [local_weights(wholes, model, run, rank, chunk) for chunk in range(run.vpp or 1)]
         held: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration}
@@ -247,14 +243,15 @@ def write_legacy(
             held[name] = _with_extra_state({k: w.to(model.dtype) for k, w in chunk.items()})
         file = folder / run.directory(rank) / "model_optim_rng.pt"
         file.parent.mkdir(parents=True, exist_ok=True)
-        if optimizer in ("float16", "float32"):
-            moments = {
-                name: [local_weights(whole, model, run, rank, c) for c in range(run.vpp or 1)]
-                for name, whole in states.items()
+        if optimizer == "float16":
+            weights = [weight for chunk in chunks for weight in chunk.values()]
+            state = {at: {"exp_avg": weight + 1} for at, weight in enumerate(weights)}
+            groups = [{"step": STEPS, "lr": 1e-4, "params": [*state]}]
+            held["optimizer"] = {
+                "optimizer": {"state": state, "param_groups": groups},
+                "grad_scaler": {"scale": torch.ones(1)},
+                "fp32_from_fp16_params": [weights],
             }
-            held["optimizer"] = _optimizer(
-                chunks, moments, split=run.ep > 1, copies=optimizer == "float16"
-            )
         elif optimizer == "distributed":
             held["optimizer"] = {"optimizer": {"param_groups": [{"step": STEPS, "lr": 1e-4}]}}
             flat = {"buckets_coalesced": True, 0: {"exp_avg": torch.zeros(7)}}
@@ -387,51 +384,6 @@ def _with_extra_state(weights: Wholes) -> dict[str, Any]:
             blob = io.BytesIO(b"scales") if linear.endswith("fc1") else torch.empty(0)
             held.setdefault(f"{linear}._extra_state", blob)
     return held
-
-
-def _optimizer(
-    chunks: list[Wholes], moments: Mapping[str, list[Wholes]], *, split: bool, copies: bool
-) -> Any:
-    """Return what ``Float16OptimizerWithFloat16Params`` or ``FP32Optimizer`` saves.
-
-    With expert parallelism there are two, chained: of what is no expert, and of the experts.
-    """
-    parts = [
-        _one_optimizer(chunks, moments, of_experts)
-        for of_experts in ((False, True) if split else (None,))
-    ]
-    if not copies:
-        parts = [part["optimizer"] for part in parts]
-    return parts if split else parts[0]
-
-
-def _one_optimizer(
-    chunks: list[Wholes], moments: Mapping[str, list[Wholes]], of_experts: bool | None
-) -> dict[str, Any]:
-    groups = []
-    masters = []
-    state: dict[int, Any] = {}
-    for decays in (True, False):
-        params = []
-        copies = []
-        for number, chunk in enumerate(chunks):
-            for key, weight in chunk.items():
-                is_other = of_experts is not None and (".mlp.experts." in key) != of_experts
-                if is_other or (weight.dim() == 1) == decays:
-                    continue
-                copies.append(weight)
-                params.append(len(state))
-                state[len(state)] = {name: moments[name][number][key] for name in STATES}
-        if not params:
-            continue
-        group = {"wd_mult": float(decays), "lr_mult": 1.0, "is_expert_parallel": bool(of_experts)}
-        groups.append({**group, "lr": 1e-4, "step": STEPS, "params": params})
-        masters.append(copies)
-    return {
-        "optimizer": {"state": state, "param_groups": groups},
-        "grad_scaler": {"scale": torch.ones(1)},
-        "fp32_from_fp16_params": masters,
-    }
 
 
 class AttnBackend(enum.Enum):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,6 @@ def write_torch_dist(
     model: MegatronModel,
     *,
     tp: int = 1,
-    seed: int = 0,
-    optimizer: bool = False,
-    singletons: bool = False,
-    foreign_class: bool = True,
 ) -> Path:
     """Write a checkpoint in Megatron's ``torch_dist`` format.
 
@@ -37,16 +32,9 @@ def write_torch_dist(
         model: What is saved; without dense layers before those with experts, so that all layers
             make one tensor.
         tp: Ranks that the rows of each weight are cut over.
-        seed: Of the weights.
-        optimizer: With ``optimizer.state.exp_avg.*``, as the fully reshardable form has it.
-        singletons: A key for every layer, expert, gate and up, as newer releases write.
-        foreign_class: ``.metadata`` is of a class of Megatron's own.
     """
     root = Path(path)
-    whole = _dist_keys(model.truth(seed), model, singletons)
-    if optimizer:
-        moments = _dist_keys(replace(model, dtype=torch.float32).truth(seed + 1), model, singletons)
-        whole |= {f"optimizer.state.exp_avg.{key}": moment for key, moment in moments.items()}
+    whole = _dist_keys(model.truth())
     world = World(tp)
 
     def held(rank: int) -> dict[str, Any]:
@@ -67,13 +55,13 @@ def write_torch_dist(
     world.save(root, held, lambda rank: DefaultSavePlanner(flatten_state_dict=False))
     (root / "metadata.json").write_text('{"sharded_backend": "torch_dist", "version": 1}')
     torch.save({"iteration": 10}, root / "common.pt")
-    if foreign_class:
-        with open(root / ".metadata", "rb") as stream:
-            metadata = pickle.load(stream)
-        name = "megatron.core.dist_checkpointing.strategies.torch"
-        metadata.__class__ = MCoreMetadata
-        with modules_of(name, MCoreMetadata=MCoreMetadata), open(root / ".metadata", "wb") as out:
-            pickle.dump(metadata, out)
+    # ``.metadata`` is of a class of Megatron's own.
+    with open(root / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    metadata.__class__ = MCoreMetadata
+    with modules_of(name, MCoreMetadata=MCoreMetadata), open(root / ".metadata", "wb") as out:
+        pickle.dump(metadata, out)
     return root
 
 
@@ -81,7 +69,7 @@ class MCoreMetadata(Metadata):
     """Megatron's own class of metadata; written under Megatron's name."""
 
 
-def _dist_keys(weights: Wholes, model: MegatronModel, singletons: bool) -> Wholes:
+def _dist_keys(weights: Wholes) -> Wholes:
     """Return the whole weights under the keys of ``torch_dist``."""
     found: Wholes = {}
     stacks: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
@@ -89,13 +77,6 @@ def _dist_keys(weights: Wholes, model: MegatronModel, singletons: bool) -> Whole
         name = re.sub(
             r"\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)$", r".experts.experts.\2.\1", key
         )
-        if singletons:
-            if ".linear_fc1." in name and not name.endswith("layer_norm_weight") and model.gated:
-                gate, up = weight.chunk(2)
-                found |= {f"{name}_w": gate, f"{name}_v": up}
-            else:
-                found[name] = weight
-            continue
         numbers = tuple(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))
         stacks.setdefault(re.sub(r"\.\d+(?=\.)", "", name), {})[numbers] = weight
     for name, rows in stacks.items():

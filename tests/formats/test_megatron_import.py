@@ -32,12 +32,9 @@ from dcp_placements.offline import CannotLook, import_megatron, verify
 from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.testing import World, cut
 from dcp_placements.testing.megatron import (
-    STATES,
-    STEPS,
     MegatronModel,
     MegatronRun,
     Wholes,
-    is_vocabulary,
     padded,
     write_legacy,
 )
@@ -77,19 +74,6 @@ def keys_of(path: Path) -> set[str]:
     return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
-def states(model: MegatronModel) -> Wholes:
-    """Return the optimizer state of the whole model."""
-    wholes = {"fp32_param": model.wholes(0)}
-    wholes |= {name: model.wholes(1 + at) for at, name in enumerate(STATES)}
-    found = {
-        f"optimizer.state.{key}.{name}": whole[: model.vocab] if is_vocabulary(key) else whole
-        for name, each in wholes.items()
-        for key, whole in each.items()
-    }
-    steps = {f"optimizer.state.{key}.step": torch.tensor(float(STEPS)) for key in model.truth()}
-    return found | steps
-
-
 def same(found: Wholes, truth: Wholes) -> list[str]:
     """Return the keys that differ."""
     return [key for key, whole in truth.items() if not same_bits(found[key], whole)]
@@ -117,7 +101,7 @@ def plain(tmp_path: Path, run: MegatronRun, model: MegatronModel = MOE, **option
     return folder
 
 
-WITH_OPTIMIZER = (
+WITH_BIASES = (
     "one rank",
     "tp2 ep2 etp2",
     "tp2 ep4 etp1",
@@ -129,14 +113,13 @@ WITH_OPTIMIZER = (
 
 @pytest.mark.parametrize(
     ("run", "name"),
-    [(run, name) for name in MODELS for run in RUNS if name == "moe" or run in WITH_OPTIMIZER],
+    [(run, name) for name in MODELS for run in RUNS if name == "moe" or run in WITH_BIASES],
 )
 def test_every_layout_becomes_the_whole_model(run: str, name: str, tmp_path: Path) -> None:
     megatron, model = RUNS[run], MODELS[name]
-    optimizer = None if model.grouped else "float16"
-    write_legacy(tmp_path / "megatron", model, megatron, optimizer=optimizer)
+    write_legacy(tmp_path / "megatron", model, megatron)
     report = import_megatron(tmp_path / "megatron", tmp_path / "out")
-    truth = model.truth() | (states(model) if optimizer else {})
+    truth = model.truth()
     assert keys_of(tmp_path / "out") == set(truth) == set(report.keys)
     assert same(read(tmp_path / "out", truth), truth) == []
     assert verify(tmp_path / "out").sound
@@ -182,12 +165,9 @@ def test_every_byte_is_written_or_accounted_for(name: str, tmp_path: Path) -> No
         walk(torch.load(file, weights_only=False))
     report = import_megatron(folder, tmp_path / "out")
     assert report.source_nbytes == sum(tensor.nbytes for tensor in found)
-    truth = model.truth() | states(model)
-    steps = sum(4 for key in truth if key.endswith(".step"))
-    assert report.nbytes == sum(whole.nbytes for whole in truth.values()) - steps
+    assert report.nbytes == sum(whole.nbytes for whole in model.truth().values())
     pad = (model.padded_vocab or 0) - model.vocab
-    # In two files, of the weight, two moments and the copy in float32.
-    assert report.padding == 2 * pad * model.hidden * (2 + 3 * 4)
+    assert report.padding == 2 * pad * model.hidden * 2  # in two files
     assert bool(report.tied) == (name == "pp2 vpp2")
     expected = {part.what: part.nbytes for part in report.left_out}
     assert expected["rng_state"] == 8 * 4 * len(list(folder.iterdir()))
@@ -384,6 +364,16 @@ def test_other_files_of_a_rank_are_listed(tmp_path: Path) -> None:
     assert {p.what: p.nbytes for p in report.left_out}["layer_wise_optimizer_0.pt"] == 5
 
 
+@pytest.mark.parametrize("optimizer", ["float16", "distributed"])
+def test_an_optimizer_is_left_out_with_the_reason(tmp_path: Path, optimizer: str) -> None:
+    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2), optimizer=optimizer)
+    report = import_megatron(tmp_path / "m", tmp_path / "out")
+    reasons = {part.what: part.why for part in report.left_out}
+    assert "save it as torch_dist" in reasons["optimizer"]
+    assert ("distrib_optim.pt" in reasons) is (optimizer == "distributed")
+    assert keys_of(tmp_path / "out") == set(MOE.truth())
+
+
 def test_without_arguments_the_experts_cut_is_to_be_given(tmp_path: Path) -> None:
     write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, etp=1), args=False)
     with pytest.raises(PlacementError, match="may be cut or replicated over TP"):
@@ -391,57 +381,6 @@ def test_without_arguments_the_experts_cut_is_to_be_given(tmp_path: Path) -> Non
     (tmp_path / "out").mkdir()
     import_megatron(tmp_path / "m", tmp_path / "out", expert_tensor_parallel_size=1)
     truth = MOE.truth()
-    assert same(read(tmp_path / "out", truth), truth) == []
-
-
-def test_a_distributed_optimizer_is_left_out_with_the_reason(tmp_path: Path) -> None:
-    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2), optimizer="distributed")
-    report = import_megatron(tmp_path / "m", tmp_path / "out")
-    reasons = {part.what: part.why for part in report.left_out}
-    assert "order of gradient buckets, which is in no file" in reasons["distrib_optim.pt"]
-    assert "order of gradient buckets, which is in no file" in reasons["optimizer"]
-    assert not any(key.startswith("optimizer") for key in report.keys)
-    with pytest.raises(PlacementError, match="gradient buckets"):
-        import_megatron(tmp_path / "m", tmp_path / "all", optimizer=True)
-    assert not (tmp_path / "all").exists()
-
-
-def test_an_optimizer_in_another_order_is_left_out(tmp_path: Path) -> None:
-    folder = plain(tmp_path, MegatronRun(), optimizer="float16")
-
-    def swap(held: dict[str, Any]) -> None:
-        masters = held["optimizer"]["fp32_from_fp16_params"][1]
-        masters[0], masters[2] = masters[2], masters[0]
-
-    edit(folder / "mp_rank_00" / "model_optim_rng.pt", swap)
-    report = import_megatron(folder, tmp_path / "out")
-    (why,) = [part.why for part in report.left_out if part.what == "optimizer"]
-    assert "does not round to" in why
-    without = import_megatron(folder, tmp_path / "without", optimizer=False)
-    assert ("optimizer", "not asked for") in {(p.what, p.why) for p in without.left_out}
-
-
-def test_an_optimizer_of_float32_weights_has_no_copies_to_prove_its_order(tmp_path: Path) -> None:
-    model = replace(MOE, dtype=torch.float32)
-    write_legacy(tmp_path / "m", model, MegatronRun(tp=2, ep=2), optimizer="float32")
-    report = import_megatron(tmp_path / "m", tmp_path / "out")
-    assert "counts and shapes alone" in report.notes[0]
-    truth = {k: v for k, v in states(model).items() if not k.endswith(".fp32_param")}
-    assert same(read(tmp_path / "out", truth), truth) == []
-    assert set(report.keys) == set(truth) | set(model.truth())
-
-
-def test_an_optimizer_of_no_experts_may_be_empty(tmp_path: Path) -> None:
-    model = replace(MOE, experts=0)
-    folder = plain(tmp_path, MegatronRun(tp=2), model, optimizer="float16")
-
-    def chain(held: dict[str, Any]) -> None:
-        held["optimizer"] = [held["optimizer"], {"optimizer": None}]
-
-    for file in folder.glob("*/*.pt"):
-        edit(file, chain)
-    import_megatron(folder, tmp_path / "out", optimizer=True)
-    truth = model.truth() | states(model)
     assert same(read(tmp_path / "out", truth), truth) == []
 
 

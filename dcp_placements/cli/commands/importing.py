@@ -34,13 +34,6 @@ def import_command(
     vocab_size: Annotated[
         int | None, number("Megatron: rows without padding, if the files lack the number.")
     ] = None,
-    optimizer: Annotated[
-        bool | None,
-        typer.Option(
-            help="Megatron: require optimizer state, or leave it out. By default it is imported "
-            "if possible."
-        ),
-    ] = None,
     expert_parallel_size: Annotated[
         int | None, number("Megatron: if the files leave it open.")
     ] = None,
@@ -65,7 +58,6 @@ def import_command(
     """
     of_megatron = {
         "vocab_size": vocab_size,
-        "optimizer": optimizer,
         "expert_parallel_size": expert_parallel_size,
         "expert_tensor_parallel_size": expert_tensor_parallel_size,
     }

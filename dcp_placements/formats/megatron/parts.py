@@ -5,7 +5,7 @@ Each file is one rank's part of the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +24,7 @@ from dcp_placements.formats.megatron.files import (
 )
 from dcp_placements.formats.megatron.layout import MegatronLayout
 from dcp_placements.formats.megatron.model import MegatronModel
-from dcp_placements.formats.megatron.optimizer import FLAT, KeyPath, StateEntry
-from dcp_placements.formats.megatron.plan import OF_THE_RUN, ImportPlan
+from dcp_placements.formats.megatron.plan import OF_THE_RUN, OPTIMIZER, ImportPlan
 from dcp_placements.formats.megatron.torch_files import tensors_in
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.renames import Renames
@@ -41,8 +40,6 @@ def plan_legacy(
     layout: MegatronLayout,
     files: RankFiles,
     model: MegatronModel,
-    states: Mapping[str, Sequence[StateEntry]],
-    refusal: str,
 ) -> ImportPlan:
     """Return the plan of an import of ``mp_rank_*`` files; no weight is read.
 
@@ -60,15 +57,12 @@ def plan_legacy(
             number = chunk_number(top, value)
             if number is not None:
                 part.place_chunk(top, value, number)
-            elif top != "optimizer":
-                plan.leave_out(str(top), OF_THE_RUN, _nbytes(value))
-            elif refusal:
-                plan.leave_out("optimizer", refusal, _nbytes(value))
             else:
-                part.place_optimizer(contents, states[name])
+                why = OPTIMIZER if top == "optimizer" else OF_THE_RUN
+                plan.leave_out(str(top), why, _nbytes(value))
         for file in sorted((layout.path / name).iterdir()):
             if file.name != WEIGHTS:
-                why = FLAT if file.name == DISTRIBUTED else "another file, which is not read"
+                why = OPTIMIZER if file.name == DISTRIBUTED else "another file, which is not read"
                 nbytes += file.stat().st_size
                 plan.leave_out(file.name, why, file.stat().st_size)
     plan.left_out = dict(sorted(plan.left_out.items()))
@@ -97,7 +91,7 @@ class _Part:
                 why = "private state of Transformer Engine, one per rank"
                 self.plan.leave_out(_EXTRA_STATE, why, _nbytes(value))
             elif isinstance(value, torch.Tensor):
-                self._place((top, key), self.renames[number].name(key), "", value)
+                self._place(top, key, self.renames[number].name(key), value)
             else:
                 self.plan.fault(
                     key,
@@ -105,29 +99,14 @@ class _Part:
                     "way out:     save it in Megatron with plain weights (no fp8 parameters)",
                 )
 
-    def place_optimizer(self, contents: Mapping[str, Any], states: Sequence[StateEntry]) -> None:
-        """Place optimizer state with its parameters, and leave out the rest."""
-        imported = set()
-        for entry in states:
-            imported.add(".".join(map(str, entry.path)))
-            parameter = self.renames[entry.chunk].name(entry.parameter)
-            self._place(entry.path, parameter, entry.name, _value_at(contents, entry.path))
-        self.plan.leave_out("optimizer: hyperparameters", OF_THE_RUN, 0)
-        for where, tensor in tensors_in(contents["optimizer"], ("optimizer",)):
-            if where not in imported:
-                what = f"optimizer: {where.rpartition('.')[2]}"
-                self.plan.leave_out(what, OF_THE_RUN, tensor.nbytes)
-
-    def _place(self, path: KeyPath, parameter: str, state: str, value: Any) -> None:
-        """Note the chunks of a parameter, or of its state; ``path`` leads to it in the file."""
+    def _place(self, top: str, key: str, parameter: str, tensor: torch.Tensor) -> None:
+        """Note the chunks of a parameter, which the file has as ``key`` of the chunk ``top``."""
         plan = self.plan
         is_tied = self.model.tied and parameter == OUTPUT
-        parameter = EMBEDDING if is_tied else parameter
-        fqn = f"optimizer.state.{parameter}.{state}" if state else parameter
-        tensor = _tensor(value)
-        if tensor.dim() and self._needs_rule(parameter) and self.rules.find(parameter) is None:
+        fqn = EMBEDDING if is_tied else parameter
+        if tensor.dim() and self._needs_rule(fqn) and self.rules.find(fqn) is None:
             plan.fault(
-                parameter,
+                fqn,
                 "no rule of the preset says whether parallelism cuts it",
                 f"found:       a tensor of {tuple(tensor.shape)} in {self.name}",
             )
@@ -144,13 +123,12 @@ class _Part:
             parts = [(Box(chunk.local_offsets, chunk.sizes), chunk.box) for chunk in placed.chunks]
         if not plan.declare(fqn, target, self.name):
             return
-        itemsize = tensor.itemsize if isinstance(value, torch.Tensor) else 0
         # Elements in no part are padding.
-        plan.padding += tensor.numel() * itemsize
+        plan.padding += tensor.nbytes
         for local, box in parts:
-            nbytes = box.numel * itemsize
+            nbytes = box.numel * tensor.itemsize
             plan.padding -= nbytes
-            read = partial(_read, self.files, self.name, path, local, nbytes)
+            read = partial(_read, self.files, self.name, top, key, local, nbytes)
             if not plan.add(Piece(fqn, box, self.name, nbytes, read)) and is_tied:
                 plan.tied += nbytes
 
@@ -159,27 +137,13 @@ class _Part:
         return sizes.tp > 1 or (sizes.ep > 1 and ".experts." in parameter)
 
 
-def _read(files: RankFiles, name: str, path: KeyPath, local: Box, nbytes: int) -> torch.Tensor:
+def _read(files: RankFiles, name: str, top: str, key: str, local: Box, nbytes: int) -> torch.Tensor:
     """Return a part of a tensor; mapped, not copied."""
-    tensor = _tensor(_value_at(files.open(name, nbytes), path))
+    tensor: torch.Tensor = files.open(name, nbytes)[top][key].detach()
     for dim, (offset, size) in enumerate(zip(*local, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
-def _value_at(contents: Any, path: KeyPath) -> Any:
-    for key in path:
-        contents = contents[key]
-    return contents
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    return (
-        value.detach()
-        if isinstance(value, torch.Tensor)
-        else torch.tensor(float(value), device="cpu")
-    )
-
-
 def _nbytes(value: Any) -> int:
-    return sum(tensor.nbytes for _, tensor in tensors_in(value))
+    return sum(tensor.nbytes for tensor in tensors_in(value))

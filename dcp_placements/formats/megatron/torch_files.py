@@ -143,16 +143,16 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(dotted path, tensor)`` of all tensors in nested dicts, lists, tuples, stand-ins."""
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in nested dicts, lists, tuples and stand-ins."""
     if isinstance(value, torch.Tensor):
-        yield ".".join(map(str, path)), value
+        yield value
     elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from tensors_in(inner, (*path, key))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, list | tuple):
-        yield from tensors_in(dict(enumerate(value)), path)
+        for inner in value:
+            yield from tensors_in(inner)
     elif isinstance(value, StandIn):
-        yield from tensors_in([value.args, value.state], path)
+        yield from tensors_in([value.args, value.state])
     elif isinstance(value, argparse.Namespace):
-        yield from tensors_in(vars(value), path)
+        yield from tensors_in(vars(value))
