@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import (
-    FILL,
     arange,
     assert_holds,
     assert_same,
@@ -27,7 +26,6 @@ from hazard_scenes import (
     read_whole,
     refused_save,
     save,
-    warned,
     without_warning,
 )
 from torch.distributed.checkpoint.metadata import Metadata
@@ -35,12 +33,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
-    FusedShard,
     PlacementRules,
     Placements,
-    PlacementSavePlanner,
     Renumber,
-    SaveReport,
     contiguous,
 )
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY
@@ -417,10 +412,6 @@ def without_record(path: Path) -> None:
     edit_metadata(path, strip)
 
 
-def test_most_scenes_are_of_tensors_alone() -> None:
-    assert len(OF_TENSORS) >= len(SCENES) - 2
-
-
 @pytest.mark.parametrize("scene", OF_TENSORS, ids=str)
 def test_loads_whole_into_one_rank_without_rules(tmp_path: Path, scene: Scene) -> None:
     with without_warning():
@@ -440,45 +431,6 @@ def test_a_checkpoint_without_a_record_loads(tmp_path: Path, scene: Scene) -> No
         save(WORLD, tmp_path, scene.state, scene.rules)
     without_record(tmp_path)
     passes_load(tmp_path, WORLD, scene.state, scene.rules)
-
-
-# Gate over up, cut by tensor parallelism each on its own, and what others make of it.
-
-FUSED = arange(8, 3)
-
-
-def fused_by_tp(rank: int) -> dict[str, Any]:
-    tp = WORLD.mesh(rank, tp=4).get_coordinate()[0]
-    return {"mlp.gate_up_proj.weight": torch.cat([half.chunk(4)[tp] for half in FUSED.chunk(2)])}
-
-
-def fused_rules(rank: int) -> PlacementRules:
-    placement = CheckpointPlacement(WORLD.mesh(rank, tp=4), {"tp": FusedShard(0, 2)})
-    return PlacementRules({"gate_up_proj": placement})
-
-
-def fused_by_fsdp(rank: int) -> dict[str, Any]:
-    return {
-        "mlp.gate_up_proj.weight": FakeDTensor.distribute(
-            FUSED, WORLD.mesh(rank, fsdp=4), [Shard(0)]
-        )
-    }
-
-
-def test_a_fused_checkpoint_loads_under_fsdp_and_whole(tmp_path: Path) -> None:
-    """FSDP cuts anywhere and gathers before it computes, so that parts mean nothing to it."""
-    with without_warning():
-        save(WORLD, tmp_path, fused_by_tp, fused_rules)
-    assert_holds(tmp_path, {"mlp.gate_up_proj.weight": FUSED})
-    passes_load(tmp_path, WORLD, fused_by_tp, fused_rules)
-    passes_load(tmp_path, WORLD, fused_by_fsdp)
-    passes_load(tmp_path, World(1), lambda rank: {"mlp.gate_up_proj.weight": FUSED.clone()})
-
-
-def test_what_fsdp_saves_of_a_fused_weight_loads_under_tensor_parallelism(tmp_path: Path) -> None:
-    with without_warning():
-        save(WORLD, tmp_path, fused_by_fsdp)
-    passes_load(tmp_path, WORLD, fused_by_tp, fused_rules)
 
 
 # Experts by name: another number of them, and on other ranks.
@@ -519,81 +471,6 @@ def test_experts_that_are_equal_at_initialisation_pass_by_name(tmp_path: Path) -
     for i in range(8):
         assert torch.equal(found[f"experts.{i}.w1"], alike(i))
         assert torch.equal(found[f"optim.state.experts.{i}.w1.exp_avg"], torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize("form", ["by rename", "by global names"])
-def test_ranks_that_read_different_experts_pass(tmp_path: Path, form: str) -> None:
-    renamed_experts(tmp_path)
-    two = World(2)
-
-    def by_rename(rank: int) -> Placements:
-        ids = contiguous([4, 4], at=rank)
-        return Placements(None, rename=Renumber("experts.{}", ids, total=8))
-
-    def state(rank: int) -> dict[str, Any]:
-        first = 0 if form == "by rename" else 4 * rank
-        return {f"experts.{first + i}.w1": expert(4 * rank + i) for i in range(4)}
-
-    with without_warning():
-        loaded = two.load(
-            tmp_path,
-            lambda rank: blank(state(rank)),
-            lambda rank: (
-                by_rename(rank) if form == "by rename" else Placements(None)
-            ).load_planner(),
-        )
-    for rank in range(2):
-        assert_same(loaded[rank], state(rank))
-
-
-def test_one_process_that_reads_some_experts_by_their_names_passes(tmp_path: Path) -> None:
-    renamed_experts(tmp_path)
-    passes_load(tmp_path, World(1), lambda rank: {f"experts.{i}.w1": expert(i) for i in (5, 2)})
-
-
-def test_experts_that_the_checkpoint_lacks_pass_where_they_are_optional(tmp_path: Path) -> None:
-    """A model of twelve experts takes the eight that there are, and keeps its other four."""
-    renamed_experts(tmp_path)
-    state = {f"experts.{i}.w1": expert(i) for i in range(12)}
-    optional = [f"experts.{i}" for i in range(8, 12)]
-    with without_warning():
-        (loaded,), (report,) = load(
-            World(1), tmp_path, lambda rank: blank(state), optional=optional
-        )
-    assert report.warnings == ()
-    for i in range(12):
-        wanted = expert(i) if i < 8 else torch.full((2, 3), FILL, dtype=torch.float32)
-        assert torch.equal(loaded[f"experts.{i}.w1"], wanted)
-
-
-def test_a_model_of_fewer_experts_passes(tmp_path: Path) -> None:
-    """It asks for what it has by name; what it does not ask for is in the report."""
-    renamed_experts(tmp_path)
-    passes_load(tmp_path, World(1), lambda rank: {f"experts.{i}.w1": expert(i) for i in range(4)})
-
-
-# The same scenes that one declaration saves and loads.
-
-
-@pytest.mark.parametrize("scene", SCENES, ids=str)
-def test_passes_through_one_declaration(tmp_path: Path, scene: Scene) -> None:
-    with without_warning():
-        report = check_world(scene)
-        WORLD.save(tmp_path, scene.state, lambda rank: Placements(scene.rules(rank)).save_planner())
-        loaded = WORLD.load(
-            tmp_path,
-            lambda rank: blank(scene.state(rank)),
-            lambda rank: Placements(scene.rules(rank)).load_planner(),
-        )
-    assert report.warnings == ()
-    for rank in range(4):
-        assert_same(loaded[rank], scene.state(rank))
-
-
-def check_world(scene: Scene) -> SaveReport:
-    """Return the report of the pre-flight of all ranks."""
-    planner = WORLD.check(scene.state, lambda rank: Placements(scene.rules(rank)).save_planner())
-    return planner.report  # type: ignore[attr-defined, no-any-return]
 
 
 # Objects that are equal on all ranks, however they came about.
@@ -736,36 +613,6 @@ def test_keys_in_another_order_on_another_rank_pass(tmp_path: Path) -> None:
     assert_holds(tmp_path, {f"model.{name}": tensor for name, tensor in whole.items()})
     for rank in range(4):
         assert_same(loaded[rank], state(rank))
-
-
-def test_keys_of_some_ranks_are_in_the_report_and_no_warning(tmp_path: Path) -> None:
-    with without_warning():
-        report = save(WORLD, tmp_path, pipeline_stages)
-    assert set(report.partial_keys) == set(STAGES) - {"embed"}
-    assert report.partial_keys["layers.0.w"] == (0, 1)
-    assert report.partial_keys["head"] == (2, 3)
-
-
-def test_one_rank_alone_has_nothing_to_disagree_with(tmp_path: Path) -> None:
-    one = World(1)
-    with without_warning():
-        report = save(one, tmp_path, lambda rank: {"w": torch.ones(3), "rng": object, "n": 1})
-    assert report.warnings == ()
-
-
-def test_a_planner_used_for_many_saves_says_nothing_new(tmp_path: Path) -> None:
-    planners = [PlacementSavePlanner(SCENES[0].rules(rank)) for rank in range(4)]
-    for _ in range(3):
-        with without_warning():
-            WORLD.save(tmp_path, ones, lambda rank: planners[rank])
-        assert planners[0].report.warnings == ()
-
-
-def test_what_really_differs_is_still_told(tmp_path: Path) -> None:
-    """The scenes above pass because they are right, not because nobody looks."""
-    with warned() as texts:
-        save(WORLD, tmp_path, lambda rank: {"rng": ("seed", rank)})
-    assert len(texts) == 1
 
 
 def test_a_rank_without_experts_whose_fsdp_leaves_no_columns_either(tmp_path: Path) -> None:

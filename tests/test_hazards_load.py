@@ -34,7 +34,6 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
-    PlacementError,
     PlacementFileSystemReader,
     PlacementLoadPlanner,
     PlacementRules,
@@ -775,12 +774,6 @@ def test_all_faults_of_a_load_are_told_at_once_in_order(tmp_path: Path) -> None:
     refusal.says("(3 faults)")
     positions = [refusal.text.index(f"\n{name}: ") for name in "bcd"]
     assert positions == sorted(positions)
-
-
-def test_options_that_there_are_not_are_refused() -> None:
-    for options in ({"cast": "never"},):
-        with pytest.raises(PlacementError, match="choose one of"):
-            PlacementLoadPlanner(**options)  # type: ignore[arg-type]
 
 
 def test_a_stock_checkpoint_loads_into_any_rule(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
-    FusedShard,
     MeshCoordinate,
     PlacementError,
     PlacementFileSystemWriter,
@@ -303,15 +302,6 @@ def test_planners_travel_with_their_rules_and_options(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(loading[0])).cast == "error"
 
 
-def test_a_planner_that_travels_leaves_the_tensors_behind(tmp_path: Path) -> None:
-    planner = PlacementSavePlanner()
-    save(tmp_path, {"w": torch.zeros(100_000)}, planner)
-    assert len(pickle.dumps(planner)) < 10_000
-    loading = PlacementLoadPlanner()
-    load(tmp_path, {"w": torch.zeros(100_000)}, loading)
-    assert len(pickle.dumps(loading)) < 10_000
-
-
 def test_a_load_planner_is_reused(tmp_path: Path) -> None:
     planner = PlacementLoadPlanner()
     for step in range(3):
@@ -435,20 +425,6 @@ def test_any_rank_reads_its_part_of_hugging_face_files(tmp_path: Path) -> None:
     )
     assert torch.equal(state["model.experts.w1"], whole["model.experts.w1"][2:])
     assert torch.equal(state["model.norm.weight"], whole["model.norm.weight"])
-
-
-def test_one_process_loads_and_converts_parts_of_other_worlds(tmp_path: Path) -> None:
-    """no_dist=True: a fused tensor read by each coordinate in turn, with no world at all."""
-    whole = torch.arange(24.0).reshape(8, 3)
-    save(tmp_path, {"gate_up": whole})
-    parts = []
-    for position in range(2):
-        mesh = MeshCoordinate(("tp",), (2,), (position,))
-        rules = PlacementRules({"gate_up": CheckpointPlacement(mesh, {"tp": FusedShard(0, 2)})})
-        state = load(tmp_path, {"gate_up": torch.zeros(4, 3)}, PlacementLoadPlanner(rules))
-        parts.append(state["gate_up"])
-    gate, up = zip(*(part.chunk(2) for part in parts), strict=True)
-    assert torch.equal(torch.cat([*gate, *up]), whole)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from dcp_placements import (
     Renumber,
     Stack,
 )
-from dcp_placements.errors import MAX_SENT, Fault, format_faults
+from dcp_placements.errors import MAX_SENT
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
 WORLD = World(4)
@@ -364,20 +364,6 @@ def test_faults_of_placing_and_reading_come_in_one_error(saved: Path) -> None:
     refusal.says("absent: the checkpoint lacks", "norm: holds a tensor of 1 dim")
 
 
-def test_names_that_cannot_be_renamed_stand_once_with_their_ranks(saved: Path) -> None:
-    def state_dict(rank: int) -> dict[str, Any]:
-        held = {"norm": torch.zeros(5)}
-        return held | ({"experts.1.w": torch.zeros(2)} if rank > 1 else {})
-
-    with refused() as refusal:
-        WORLD.load(
-            saved,
-            state_dict,
-            lambda rank: PlacementLoadPlanner(rename=Renumber("experts.{}", [rank], total=4)),
-        )
-    refusal.says("ranks 2-3 cannot be loaded from this checkpoint", "experts.1.w: local number 1")
-
-
 def test_a_refusal_is_not_lost_where_the_coordinator_has_another_planner(saved: Path) -> None:
     with refused() as refusal:
         World(2).load(
@@ -521,28 +507,3 @@ def test_a_sound_save_says_nothing_and_reports_what_it_wrote(tmp_path: Path) -> 
     entry = report.keys["experts.w1"]
     assert (entry.shape, entry.dtype, entry.chunks, entry.copies) == ((8, 6), "float32", 2, 2.0)
     assert "1 tensor and 1 object from 4 ranks" in str(report)
-
-
-# The form of the text
-
-
-def test_keys_with_one_fault_are_told_together() -> None:
-    faults = [
-        Fault(f"layers.{i}.w", "is wrong", ("way out: 2",), (f"place: {i}",)) for i in range(3)
-    ]
-    assert format_faults("no", faults) == (
-        "no (3 faults)\n"
-        "layers.0.w, layers.1.w, layers.2.w: is wrong\n"
-        "    place: 0 (of layers.0.w)\n"
-        "    way out: 2"
-    )
-
-
-def test_a_thousand_faults_stay_readable() -> None:
-    same = [Fault(f"w{i:04}", "is wrong") for i in range(1000)]
-    different = [Fault(f"v{i:04}", f"is wrong by {i}") for i in range(1000)]
-    for faults in (same, different):
-        text = format_faults("no", faults)
-        assert "(1000 faults)" in text
-        assert len(text) < 5000
-        assert "more" in text

@@ -26,7 +26,7 @@ from hazard_scenes import (
     without_warning,
 )
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import (
@@ -41,7 +41,6 @@ from dcp_placements import (
     Renames,
     Renumber,
     Replace,
-    Stack,
 )
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY
 from dcp_placements.testing import FakeDTensor, World
@@ -142,27 +141,6 @@ def test_a_tensor_that_has_no_place_has_no_other_fault(tmp_path: Path) -> None:
         load(FOUR, tmp_path, state, rules(True))
     refusal.says("ranks 1-2 cannot be loaded", "two meshes of the same axis names")
     assert "Size mismatch" not in refusal.text
-
-
-def test_a_save_without_the_rule_is_named_by_the_load(tmp_path: Path) -> None:
-    save(WORLD, tmp_path, lambda rank: {"w": torch.ones(4, 6)})
-    with refused() as refusal:
-        rules = tp_rules(WORLD, "w", Shard(0))
-        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(4, 6)}, rules)
-    refusal.says("saved:       whole, cut by no axis", "this load:   Shard(0) over 'tp' of size 2")
-    assert "wrong dim" not in refusal.text
-
-
-def test_m46_a_fused_load_by_another_rule_names_the_rule(tmp_path: Path) -> None:
-    save_fused(tmp_path, arange(8, 3))
-    with refused() as refusal:
-        load(
-            WORLD,
-            tmp_path,
-            lambda rank: {GATE_UP: torch.zeros(4, 3)},
-            tp_rules(WORLD, "gate_up_proj", Shard(0)),
-        )
-    refusal.says("this load:   Shard(0) over 'tp'", "by rule:     'gate_up_proj'")
 
 
 @pytest.mark.parametrize("placement", [FusedShard(0, 4), FusedShard(0, (6, 2))])
@@ -298,20 +276,6 @@ def test_a_fused_checkpoint_loads_by_fsdp_by_another_axis_and_whole(tmp_path: Pa
         columns = tp_rules(WORLD, "w", Shard(1))
         loaded, _ = load(WORLD, tmp_path / "b", lambda rank: {"w": torch.zeros(8, 2)}, columns)
         assert same_bits(loaded[1]["w"], arange(8, 4)[:, 2:])
-
-
-def test_a_fused_checkpoint_loads_under_hsdp(tmp_path: Path) -> None:
-    whole = arange(8, 3)
-    save_fused(tmp_path, whole)
-
-    def state(rank: int) -> dict[str, Any]:
-        mesh = FOUR.mesh(rank, replicate=2, fsdp=2)
-        return {GATE_UP: FakeDTensor.distribute(torch.zeros(8, 3), mesh, [Replicate(), Shard(0)])}
-
-    with without_warning():
-        loaded, _ = load(FOUR, tmp_path, state)
-    for rank in range(4):
-        assert same_bits(loaded[rank][GATE_UP].to_local(), whole.chunk(2)[rank % 2])
 
 
 def torchtitan(world: World, whole: torch.Tensor, efsdp: int, ep: int, rank: int) -> FakeDTensor:
@@ -746,18 +710,6 @@ def test_m47_the_coordinator_tells_once_what_any_rank_found(tmp_path: Path) -> N
     assert [len(report.warnings) for report in reports] == [0, 1, 1, 1]
 
 
-def test_m47_a_rank_that_loads_by_itself_is_warned_of_its_own(tmp_path: Path) -> None:
-    dcp.save({GATE_UP: arange(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
-    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
-    for rank in range(2):
-        planner = PlacementLoadPlanner()
-        with warned() as texts, WORLD._as(rank):
-            planner.set_up_planner(plain_template(rank), metadata, is_coordinator=True)
-            planner.create_global_plan([planner.create_local_plan()])
-        assert "'tp' cuts it plainly" in texts[0]
-        assert len(planner.report.warnings) == len(texts) == 1
-
-
 def test_m47_fsdp_declared_before_tp_is_warned_of_at_load(tmp_path: Path) -> None:
     dcp.save({"w": arange(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
 
@@ -803,25 +755,6 @@ def test_m48_a_rank_that_loads_by_itself_knows_nothing_of_others_keys(tmp_path: 
         planner.set_up_planner({"a": torch.zeros(8, 3)}, metadata, is_coordinator=True)
         planner.create_global_plan([planner.create_local_plan()])
     assert planner.report.unmatched == ()
-
-
-def test_stacked_experts_that_load_one_by_one_are_quiet(tmp_path: Path) -> None:
-    WORLD.save(
-        tmp_path,
-        lambda rank: local_experts(owned(rank)),
-        lambda rank: PlacementSavePlanner(
-            rename=Renames(renumbered(owned(rank)), Stack("experts.{}.w", 4))
-        ),
-    )
-    with without_warning():
-        loaded = load_experts(
-            tmp_path,
-            WORLD,
-            lambda rank: local_experts(owned(rank)),
-            rename=lambda rank: Renames(renumbered(owned(rank)), Stack("experts.{}.w", 4)),
-        )
-    for rank in range(2):
-        assert_same(loaded[rank], local_experts(owned(rank)))
 
 
 def load_alone(path: Path, rank: int, state: dict[str, Any], **options: Any) -> LoadReport:

@@ -124,16 +124,6 @@ def test_m49_a_stack_by_local_numbers_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_m49_one_rank_of_several_with_the_numbers_of_another_is_refused(tmp_path: Path) -> None:
-    save_stacked(tmp_path)
-    with refused() as refusal:
-        load_stacked(tmp_path, FOUR, lambda rank: [0, 1, 2, 2][rank : rank + 1])
-    refusal.says(
-        "several ranks ask for rows 2 of dim 0, and none for rows 3",
-        "asked for:   0 by rank 0; 1 by rank 1; 2 by ranks 2-3",
-    )
-
-
 def test_m49_rows_of_a_checkpoint_without_a_record_are_compared_too(tmp_path: Path) -> None:
     dcp.save(dict(WHOLE), checkpoint_id=tmp_path / "stock", no_dist=True)
     save_stacked(tmp_path / "old")
@@ -237,30 +227,6 @@ def test_m49_an_index_shard_of_rank_0_on_every_rank_is_refused(tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize("wrong", [W0, W1])
-def test_m49_a_wrong_index_shard_of_one_key_names_that_one(tmp_path: Path, wrong: str) -> None:
-    save_by_index(tmp_path)
-
-    def rules(rank: int) -> PlacementRules:
-        mesh = TWO.mesh(rank, ep=2)
-        return PlacementRules(
-            {
-                fqn: CheckpointPlacement(
-                    mesh,
-                    {"ep": IndexShard(0, HALVES[0 if fqn == wrong else rank])},
-                    global_shape=(4, 2, 3),
-                )
-                for fqn in WHOLE
-            }
-        )
-
-    with refused() as refusal:
-        load_by_index(tmp_path, TWO, halves, rules)
-    (right,) = set(WHOLE) - {wrong}
-    refusal.says(f"{wrong}: several ranks ask for rows 0-1", f"by rule '{wrong}'")
-    assert right not in refusal.text
-
-
 # What is quiet.
 
 COVERING: dict[str, tuple[World, RowsOf]] = {
@@ -349,41 +315,6 @@ def test_parts_of_the_same_rows_are_not_asked_for_twice(tmp_path: Path) -> None:
     with refused() as refusal:
         load(first_half)
     refusal.says("several ranks ask for rows 0-1", "asked for:   0-1 by ranks 0-3")
-
-
-def test_stages_with_other_keys_are_no_gap(tmp_path: Path) -> None:
-    save_by_index(tmp_path)
-    with without_warning():
-        found = FOUR.load(
-            tmp_path,
-            lambda rank: {f"layers.{rank // 2}.experts.w": torch.zeros(2, 2, 3)},
-            lambda rank: PlacementLoadPlanner(by_index(FOUR, lambda r: HALVES[r % 2])(rank)),
-        )
-    for rank in range(4):
-        wanted = WHOLE[f"layers.{rank // 2}.experts.w"][list(HALVES[rank % 2])]
-        assert same_bits(found[rank][f"layers.{rank // 2}.experts.w"], wanted)
-
-
-def test_optimizer_state_that_some_experts_lack_is_no_gap(tmp_path: Path) -> None:
-    """Two ranks stepped one expert; here the other was never routed to."""
-
-    def state(rank: int) -> dict[str, Any]:
-        expert = rank // 2
-        stepped = {"experts.0.w": {"exp_avg": arange(2, start=5)}} if expert == 0 else {}
-        return {"model": {"experts.0.w": arange(2, start=expert)}, "optim": {"state": stepped}}
-
-    def rename(rank: int) -> Renames:
-        return Renames(Renumber("experts.{}", [rank // 2], total=2), Stack("experts.{}.w", 2))
-
-    whole = {"experts.w": arange(2, 2)}
-    stored = {"model": whole, "optim": {"state": {"experts.w": {"exp_avg": arange(2, 2)}}}}
-    dcp.save(stored, checkpoint_id=tmp_path, no_dist=True)
-    with without_warning():
-        FOUR.load(
-            tmp_path,
-            lambda rank: blank(state(rank)),
-            lambda rank: PlacementLoadPlanner(rename=rename(rank)),
-        )
 
 
 # A model of fewer experts, in one tensor, than the checkpoint has by name.

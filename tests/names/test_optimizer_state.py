@@ -29,7 +29,6 @@ from dcp_placements import (
     Stack,
     contiguous,
 )
-from dcp_placements.names.optimizer_state import possible_parameters, stateless_parameters
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut
 
 EXPERTS, RANKS = 4, 4
@@ -171,37 +170,6 @@ def test_moments_are_saved_whole_and_loaded_by_rank_in_every_form(
         assert_equal(loaded[rank], part_of(whole, rank))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_one_pattern_names_a_parameter_and_its_moments_in_every_form(
-    form: Callable[..., dict[str, Any]],
-) -> None:
-    pattern = PlacementRules({"experts.w1": None})
-    matched = {key for key in flat(form(*trained())) if pattern.pattern_of(key)}
-    tails = {key[key.index("experts.w1") + len("experts.w1") :] for key in matched}
-    assert {"", ".exp_avg", ".exp_avg_sq", ".step"} <= tails
-    assert not any("bias" in key or "norm" in key for key in matched)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_steps_and_hyperparameters_are_left_alone(
-    form: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    whole = form(*trained(3))
-    asked: set[str] = set()
-
-    def asking(fqn: str, tensor: Any) -> None:
-        asked.add(fqn)
-
-    dcp.save(whole, checkpoint_id=tmp_path, planner=PlacementSavePlanner(asking), no_dist=True)
-    asked_for = {key.rpartition(".")[2] for key in asked}
-    assert {"exp_avg", "exp_avg_sq"} <= asked_for
-    assert not asked_for & {"step", "lr", "betas", "eps", "params"}
-    read = flat(read_by_torch(tmp_path, whole))
-    steps = {key: float(value) for key, value in read.items() if key.endswith(".step")}
-    assert len(steps) == 3
-    assert set(steps.values()) == {3.0}
-
-
 class State:
     """A Stateful, as applications wrap a model and its optimizer."""
 
@@ -253,38 +221,6 @@ def test_real_optimizer_continues_from_loaded_moments(tmp_path: Path) -> None:
     optimizer.step()
     fresh.step()
     assert_equal(nested(other, fresh), nested(model, optimizer))
-
-
-@pytest.mark.parametrize(
-    ("fqn", "parameters"),
-    [
-        ("optim.state.layers.0.w.exp_avg", ["layers.0.w"]),
-        ("state.layers.0.w.exp_avg", ["layers.0.w"]),
-        ("optimizers.1.state.layers.0.w.exp_avg", ["layers.0.w"]),
-        ("optim.state.state.w.exp_avg", ["state.w", "w"]),
-        ("optim.state.mamba.state.w.exp_avg", ["mamba.state.w", "w"]),
-        ("model.layers.0.w", []),
-        ("model.real_state.w.b", []),
-        ("optim.param_groups.layers.0.w.lr", []),
-        ("state.step", []),
-        ("state", []),
-    ],
-)
-def test_parameter_of_a_state_key(fqn: str, parameters: list[str]) -> None:
-    assert possible_parameters(fqn) == parameters
-
-
-@pytest.mark.parametrize("form", [nested, flattened, side_by_side])
-def test_parameters_without_state_are_found_in_every_form(
-    form: Callable[..., dict[str, Any]],
-) -> None:
-    """A frozen or unused parameter has no moments until its first step."""
-    model, optimizer = trained()
-    assert stateless_parameters(flat(form(model, optimizer))) == []
-    state_dict = flat(form(model, optimizer))
-    without = {k: v for k, v in state_dict.items() if "state.experts.bias." not in k}
-    assert len(without) == len(state_dict) - 3
-    assert stateless_parameters(without) == ["experts.bias"]
 
 
 # M34: the word `state` in a key proves nothing.

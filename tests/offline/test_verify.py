@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,10 +20,7 @@ import dcp_placements.offline
 from dcp_placements import PlacementSavePlanner
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline import CannotLook, verify
-from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk
-from dcp_placements.offline.checks import record_checks
-from dcp_placements.offline.checks.records import FileRecords, Record, _Shared, records_by_file
-from dcp_placements.offline.checks.structure import _shared_bytes, box_faults
+from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 from tests.storage_scenes import all_kinds, data_file
@@ -123,27 +118,6 @@ def test_faults_of_one_kind_in_one_file_are_one_entry(copy: Path, run: Run) -> N
     name = data_file(copy, 0).name
     (number,) = re.findall(rf"{name}\n    wrong_record: (\d+) faults, ", text)
     assert int(number) >= 2
-
-
-def test_torch_s_advice_and_request_to_file_an_issue_are_left_out() -> None:
-    record = io.BytesIO()
-    torch.save(Path("x"), record)
-    for content, words in ((record.getvalue(), "pathlib"), (b"vvvv", "it is broken")):
-        with pytest.raises(pickle.UnpicklingError, match="WeightsUnpickler error: ") as refused:
-            torch.load(io.BytesIO(content), weights_only=True)
-        reason = record_checks._reason(refused.value)
-        assert reason.startswith("torch.load refuses it: ")
-        assert words in reason
-        assert "issue" not in reason
-        assert "Please" not in reason
-
-
-def test_messages_say_where(copy: Path) -> None:
-    damage.drop_chunk(copy, W1, chunk=1)
-    damage.remove_file(copy, "layers.0.norm")
-    expected = {fault.kind: fault for fault in verify(copy).faults}
-    assert expected["hole"].message == "no chunk holds [2:4, :, :] of (8, 5, 3)"
-    assert set(expected["missing_file"].tensors) > {"layers.0.norm", "layers.1.attention"}
 
 
 def test_a_half_overwritten_step_of_torch_s_writer_is_seen_by_its_ids(tmp_path: Path) -> None:
@@ -290,38 +264,6 @@ def test_records_that_share_bytes(copy: Path) -> None:
     assert kinds & {"shared_bytes", "truncated_file"}
 
 
-@pytest.mark.parametrize("lean", [False, True])
-def test_records_are_those_of_all_chunks_and_objects(tmp_path: Path, lean: bool) -> None:
-    save_sharded(tmp_path, lean=lean)
-    checkpoint = Checkpoint(tmp_path)
-    records = records_by_file(checkpoint)
-    for file, in_file in records.items():
-        places = [(record.start, record.chunk.nbytes) for record in in_file]
-        assert places == sorted(places)
-        assert {record.chunk.file for record in in_file} == {file}
-    found = [(r.fqn, r.chunk) for in_file in records.values() for r in in_file if r.tensor]
-    tensors = checkpoint.tensors.values()
-    expected = [(tensor.fqn, chunk) for tensor in tensors for chunk in tensor.chunks]
-    assert sorted(found, key=repr) == sorted(expected, key=repr)
-    objects = {r.fqn for in_file in records.values() for r in in_file if r.tensor is None}
-    assert objects == {"step"}
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=1, max_size=8))
-def test_shared_bytes_against_one_record_after_another(places: list[tuple[int, int]]) -> None:
-    chunks = [StoredChunk(Box((), ()), "file", *place) for place in sorted(places)]
-    owners: list[Any] = [Record(str(at), chunk, None) for at, chunk in enumerate(chunks)]
-    columns = [[chunk.start, chunk.nbytes, at, 0, -1, 0] for at, chunk in enumerate(chunks)]
-    records = FileRecords(_Shared(owners, [None]), "file", np.array(columns).T)
-    expected, reached = [], owners[0]
-    for record in owners:
-        if reached.start < record.start < reached.end:
-            expected.append((reached, record))
-        if record.end > reached.end:
-            reached = record
-    assert list(_shared_bytes(records)) == expected
-
-
 @given(st.data())
 def test_faults_of_boxes_against_counting_elements(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
@@ -381,20 +323,3 @@ def test_a_file_that_is_cut_off_meanwhile_is_a_fault(tmp_path: Path) -> None:
     assert {fault.message.partition(" at ")[0] for fault in faults} == {
         "it cannot be read: the file ends"
     }, faults
-
-
-def test_a_file_that_is_removed_meanwhile_has_no_size_and_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_sharded(tmp_path)
-    directory = Checkpoint(tmp_path).directory
-    assert directory.size(".metadata")
-    file = data_file(tmp_path, 0)
-
-    def removed(path: str) -> bool:
-        os.unlink(path)
-        return True
-
-    monkeypatch.setattr(os.path, "isfile", removed)
-    assert directory.size(file.name) is None
-    assert directory.modified(file.name) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +139,6 @@ def test_a_tensor_that_is_too_large_by_itself_does_not_scatter_the_others() -> N
     assert max(written) <= (80 + 64) * MIB
 
 
-def shared(mesh: FakeMesh, memory: torch.Tensor, *placements: Any) -> FakeDTensor:
-    """A DTensor of which every rank has this memory as its part."""
-    axes = zip(mesh.shape, placements, strict=True)
-    whole = prod(size for size, placement in axes if isinstance(placement, Shard))
-    return FakeDTensor(memory, mesh, placements, (len(memory) * whole,))
-
-
 def assert_balanced(written: list[int], opened: list[set[int]], files: int) -> None:
     assert max(written) <= 1.1 * sum(written) / len(written), written
     assert max(map(len, opened)) <= files
@@ -162,17 +154,6 @@ def test_m44_replicas_of_small_shards_share_what_they_write() -> None:
     assert_balanced(*costs(world, state_dict), files=1 + 2)
     written, _ = costs(world, state_dict, dedup_save_to_lowest_rank=True)
     assert written[8:] == [0] * 8
-
-
-def test_m44_many_replicas_of_many_small_shards_share_what_they_write() -> None:
-    world = World(8 * 8)
-    memory = [torch.empty(300 * KIB // 4) for _ in range(200)]
-
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = world.mesh(rank, replicate=8, fsdp=8)
-        return {f"w{i}": shared(mesh, memory[i], Replicate(), Shard(0)) for i in range(200)}
-
-    assert_balanced(*costs(world, state_dict, sample=range(0, 64, 19)), files=1 + 8)
 
 
 def test_m44_small_and_large_shards_beside_what_all_ranks_hold() -> None:

@@ -111,16 +111,6 @@ def test_a_process_without_a_group_warns_where_the_launcher_started_several(
     assert not any("WORLD_SIZE" in str(one.message) for one in given)
 
 
-def test_hsdp_replicas_are_written_once(tmp_path: Path) -> None:
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
-        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
-
-    written = save(tmp_path, state_dict)
-    assert set(written.values()) == {1}
-    assert len(written) == 4
-
-
 def save_in_group(path: Path, ranks: Sequence[int], state_dict: Any) -> list[str]:
     """Save as ``dcp.save(..., use_collectives=False, process_group=)`` does; return warnings."""
     with warnings.catch_warnings(record=True) as given:

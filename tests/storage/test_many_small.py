@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.storage.metadata.table import RowsBuilder
 from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.storage.records.rows import fill_each
 from dcp_placements.storage.writer import PlacementFileSystemWriter
@@ -295,19 +294,3 @@ def test_a_damaged_or_missing_record_is_named(damage: bytes | None, tmp_path: Pa
             storage_reader=PlacementFileSystemReader(tmp_path),
             planner=PlacementLoadPlanner(),
         )
-
-
-def test_rows_behind_each_other_are_those_that_are_added_one_by_one() -> None:
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
-    one_by_one, together = RowsBuilder(), RowsBuilder()
-    ends = {"a": 0, "b": 0}
-    for path, fqns, length in (("a", "xyz", 5), ("b", "uv", 7), ("a", "w", 0), ("a", "t", 3)):
-        for fqn in fqns:
-            index = MetadataIndex(fqn, torch.Size((2, 0)))
-            one_by_one.add(index, path=path, start=ends[path], length=length)
-            ends[path] += length
-        indices = [MetadataIndex(fqn, torch.Size((2, 0))) for fqn in fqns]
-        together.append(indices, path=path, length=length)
-    assert (together.rows().rows == one_by_one.rows().rows).all()
-    assert together.rows().fqns == one_by_one.rows().fqns

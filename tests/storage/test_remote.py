@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from dcp_placements.storage.remote.filesystem import (
     BUFFER_NBYTES,
     RemoteFileSystem,
 )
-from dcp_placements.storage.remote.requests import TRIES, RangeReader, request
+from dcp_placements.storage.remote.requests import TRIES, RangeReader
 from dcp_placements.storage.remote.urls import default_options
 from tests.remote_scenes import Flaky, FsspecReader, flaky, memory, names
 from tests.storage_scenes import Flipped, all_kinds, blank, flipped_registry, load, same
@@ -127,20 +126,6 @@ def test_an_interrupted_save_leaves_the_older_checkpoint(
     assert not set(before[1:]) & set(names(memory)), "the older files are removed"
 
 
-def test_a_file_whose_writing_fails_does_not_appear(memory: str) -> None:
-    fs = RemoteFileSystem()
-    url = fs.concat_path(fs.init_path(memory), "file")
-
-    def fail() -> None:
-        with fs.create_stream(url, "wb") as stream:
-            stream.write(b"half")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert names(memory) == []
-
-
 @pytest.mark.parametrize("threads", [1, 3, 8])
 @pytest.mark.parametrize("files", [1, 5])
 def test_threads_read_what_one_reads(memory: str, threads: int, files: int) -> None:
@@ -193,23 +178,6 @@ def test_an_error_of_one_thread_is_the_error_of_the_load(memory: str, threads: i
     assert victim in str(failures_of(caught.value))
 
 
-def test_ranges_are_read_with_one_request_each(flaky: type[Flaky]) -> None:
-    fs = RemoteFileSystem()
-    url = fs.concat_path(fs.init_path("flaky://bucket"), "file")
-    data = bytes(range(256)) * 10
-    fs.put(url, data)
-    flaky.calls.clear()
-    stream = RangeReader(fs.fs, url, len(data))
-    assert stream.seek(-10, io.SEEK_END) == len(data) - 10
-    assert (stream.read(4), stream.read(), stream.read(1)) == (data[-10:-6], data[-6:], b"")
-    assert flaky.calls == ["cat_file", "cat_file"]
-    with fs.create_stream(url, "rb") as buffered:
-        assert buffered.read(10) == data[:10]
-        assert buffered.seek(100) == 100
-        assert buffered.read(10) == data[100:110]
-    assert flaky.calls[2:] == ["info", "cat_file"], "what is near comes with the first request"
-
-
 @pytest.mark.parametrize("error", [ConnectionResetError("reset"), TimeoutError("late"), OSError(5)])
 def test_a_request_that_fails_is_repeated(
     flaky: type[Flaky], error: OSError, monkeypatch: pytest.MonkeyPatch
@@ -243,14 +211,6 @@ def _connected() -> RemoteFileSystem:
     fs = RemoteFileSystem()
     fs.init_path("flaky://bucket")
     return fs
-
-
-def test_errors_of_other_kinds_name_the_url() -> None:
-    def call() -> None:
-        raise KeyError("no credentials")
-
-    with pytest.raises(OSError, match="s3://bucket/file: KeyError: 'no credentials'"):
-        request("s3://bucket/file", call)
 
 
 @pytest.mark.parametrize("answer", [b"", b"x" * 50, b"x" * 300])

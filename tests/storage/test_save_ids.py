@@ -378,28 +378,6 @@ def test_each_save_of_one_planner_has_an_id_of_its_own(tmp_path: Path) -> None:
     assert len(ids) == 3
 
 
-@by_writer
-def test_metadata_grow_by_less_than_three_bytes_per_key(tmp_path: Path, writer: str) -> None:
-    mesh = [WORLD.mesh(rank, fsdp=2) for rank in range(2)]
-
-    def many(rank: int) -> dict[str, Any]:
-        held = FakeDTensor.distribute(OLD, mesh[rank], [Shard(0)])
-        return {f"layers.{n}.attention.weight": held for n in range(1000)}
-
-    WORLD.save(
-        tmp_path, many, lambda rank: PlacementSavePlanner(), lambda rank: WRITERS[writer](tmp_path)
-    )
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    records = [
-        (index, info)
-        for index, info in metadata.storage_data.items()
-        if index.fqn not in metadata.state_dict_metadata
-    ]
-    added = len(pickle.dumps(metadata.planner_data["dcp_placements"]))
-    added += sum(len(pickle.dumps(record)) for record in records)
-    assert added <= 3 * len(metadata.state_dict_metadata)
-
-
 @by_reader
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_m99_a_save_into_a_file_that_is_being_read_is_refused(

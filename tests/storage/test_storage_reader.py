@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_placements import PlacementError, PlacementLoadPlanner
-from dcp_placements.layout.byte_ranges import halves, segments
 from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.storage.record_contents import BUFFER_NBYTES
 from dcp_placements.storage.tensor_record import parse_record
@@ -178,37 +177,6 @@ def test_a_slice_is_what_plain_slicing_gives(
     assert all(raw(a).equal(raw(b)) for a, b in zip(wanted, targets, strict=True))
 
 
-@examples(150)
-@given(
-    st.lists(st.integers(1, 7), max_size=4).map(tuple),
-    st.sampled_from([1, 2, 4, 8]),
-    st.integers(0, 200),
-    st.data(),
-)
-def test_segments_are_the_bytes_of_the_slice(
-    shape: tuple[int, ...], itemsize: int, gap: int, data: st.DataObject
-) -> None:
-    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
-    lengths = tuple(
-        data.draw(st.integers(1, size - o)) for size, o in zip(shape, offsets, strict=True)
-    )
-    whole = torch.arange(torch.Size(shape).numel() * itemsize)
-    plan = segments(shape, offsets=offsets, lengths=lengths, itemsize=itemsize, gap=lambda run: gap)
-    read = torch.cat([whole[at : at + plan.nbytes] for at in plan.positions()])
-    assert len(read) == plan.total_nbytes
-    inner = tuple(step * itemsize for step in plan.strides)
-    found = read.as_strided((*lengths, itemsize), (*inner, 1))
-    index = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-    assert found.equal(whole.reshape(*shape, itemsize)[index])
-    if gap == 0 or plan.exact:
-        assert plan.total_nbytes == found.numel()
-    if found.numel() > itemsize:
-        parts = [
-            segments(shape, offsets=o, lengths=n, itemsize=1) for o, n in halves(offsets, lengths)
-        ]
-        assert sum(part.total_nbytes for part in parts) * itemsize == found.numel()
-
-
 # How much it reads.
 
 
@@ -246,29 +214,6 @@ def test_small_tensors_are_read_together(tmp_path: Path) -> None:
     assert reader.bytes_read <= (tmp_path / "__0_0.distcp").stat().st_size
 
 
-def test_a_whole_large_tensor_is_read_once(tmp_path: Path) -> None:
-    saved = {"a": torch.randn(500, 500), "b": torch.randn(500, 500)}
-    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
-    reader = PlacementFileSystemReader(tmp_path)
-    load(tmp_path, blank(saved), reader)
-    assert reader.bytes_read <= 2 * (1_000_000 + 1024)
-    assert reader.reads == 6  # their heads, elements, and checksums
-
-
-def test_elements_are_read_into_the_tensors_own_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = {"a": torch.randn(500, 500)}
-    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
-    monkeypatch.setattr(torch, "frombuffer", None)
-    monkeypatch.setattr(torch, "load", None)
-    into = blank(saved)
-    where = into["a"].data_ptr()
-    load(tmp_path, into, PlacementFileSystemReader(tmp_path))
-    assert same(into["a"], saved["a"])
-    assert into["a"].data_ptr() == where
-
-
 # What it leaves to torch.load.
 
 
@@ -278,40 +223,6 @@ def test_extensions_are_undone(tmp_path: Path) -> None:
     reader = PlacementFileSystemReader(tmp_path, _extension_registry=flipped_registry())
     loaded = load(tmp_path, blank(saved), reader)
     assert all(same(saved[key], loaded[key]) for key in saved)
-
-
-def test_other_records_are_not_taken_for_plain_ones() -> None:
-    """Whatever is not exactly a plain tensor goes through torch.load."""
-    plain = torch.arange(12.0).reshape(3, 4)
-    unusual: list[Any] = [
-        plain.t(),
-        plain[1:],
-        torch.view_as_complex(torch.randn(4, 2)).conj(),
-        torch.nn.Parameter(plain),
-        plain.to_sparse(),
-        {"a": plain},
-        [plain, plain],
-        "text",
-    ]
-    for value in unusual:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        assert parse_record(buffer.getvalue(), buffer.tell()) is None
-    buffer = io.BytesIO()
-    torch.save(plain, buffer, _use_new_zipfile_serialization=False)
-    assert parse_record(buffer.getvalue(), buffer.tell()) is None
-    buffer = io.BytesIO()
-    torch.save(plain, buffer)
-    saved = buffer.getvalue()
-    known = parse_record(saved, len(saved))
-    assert known is not None
-    assert (known.dtype, known.shape) == (torch.float32, (3, 4))
-    assert saved[known.start : known.start + 48] == plain.numpy().tobytes()
-    # Other byte order; fewer bytes than elements; nothing at all.
-    assert parse_record(saved.replace(b"little", b"biggie"), len(saved)) is None
-    assert parse_record(saved, known.start + 47) is None
-    assert parse_record(saved[: known.start - 1], len(saved)) is None
-    assert parse_record(b"", 0) is None
 
 
 @pytest.mark.parametrize("put", [b"r\xff\xff\xff\xff", b"\x96" + b"\xff" * 5 + bytes(3)])
@@ -381,16 +292,6 @@ def test_records_beyond_the_end_of_a_file_are_one_fault(tmp_path: Path) -> None:
     message = failure(tmp_path, blank(saved))
     assert "\nb, c: __0_0.distcp ends before it: 1100000 bytes, 300" in message
     assert message.count("way out:") == 1
-
-
-def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
-    saved = {"a": torch.randn(3), "b": torch.randn(500, 500), "c": torch.randn(500, 500)}
-    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
-    os.truncate(tmp_path / "__0_0.distcp", 1_500_000)
-    message = failure(tmp_path, blank(saved))
-    assert "the checkpoint is damaged (1 fault)" in message
-    assert "\nc: __0_0.distcp ends before it: 1500000 bytes, 2004" in message
-    assert "load an older checkpoint" in message
 
 
 @pytest.mark.parametrize("place", [{"offset": -1}, {"length": -1}])
@@ -484,15 +385,6 @@ def test_ranks_own_metadata_is_read_as_one(tmp_path: Path, maker: Any) -> None:
             assert same(found[key].to_local(), wanted.to_local())
         assert same(found["norm"], torch.ones(3))
         assert found["lr"] == 0.1
-
-
-def test_a_ranks_own_metadata_can_still_be_had(tmp_path: Path) -> None:
-    world = World(2)
-    for rank in range(2):
-        save_alone(tmp_path, rank, sharded(world, rank, wholes(1, (4, 2)), 0))
-    reader = PlacementFileSystemReader(tmp_path)
-    assert len(reader.read_metadata().storage_data) == 2
-    assert len(reader.read_metadata(rank=1).storage_data) == 1
 
 
 def test_a_rank_that_is_missing_leaves_a_hole_that_the_planner_names(tmp_path: Path) -> None:

@@ -13,14 +13,13 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_placements import PlacementError, PlacementSavePlanner
 from dcp_placements.storage import record_writer
@@ -38,14 +37,11 @@ from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.table import StoredPlace, join, place_of, rows_of_places
 from dcp_placements.storage.metadata.write_results import WriteResults
-from dcp_placements.storage.record_writer import batches, save_tensors
+from dcp_placements.storage.record_writer import save_tensors
 from dcp_placements.storage.records import template as templates
-from dcp_placements.storage.records.data_file import split_by_chunk
-from dcp_placements.storage.records.template import Template
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (
-    DTYPES,
     Flipped,
     all_kinds,
     assert_record_of,
@@ -87,62 +83,6 @@ def test_records_are_those_of_torch_save(tmp_path: Path) -> None:
     assert checked == 2 * (len(all_kinds()) - 2)
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (300, 77), (1 << 17,)])
-def test_torch_save_runs_once_for_tensors_that_are_alike(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
-) -> None:
-    calls = []
-    real = torch.save
-    monkeypatch.setattr(torch, "save", lambda *args: (calls.append(args), real(*args)))
-    record_writer._template_of.cache_clear()
-    for _ in range(5):
-        for dtype in DTYPES:
-            save_tensors([torch.zeros(shape).to(dtype)], io.BytesIO())
-    assert len(calls) == len(DTYPES)
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (300, 77), (513, 1025)])
-def test_records_of_tensors_of_one_kind_that_are_written_together(shape: tuple[int, ...]) -> None:
-    for dtype in DTYPES:
-        numel = torch.Size(shape).numel()
-        values = torch.arange(4 * numel).remainder(251).to(dtype)
-        tensors = [part.clone().reshape(shape) for part in values.split(numel)]
-        found = io.BytesIO()
-        lengths, order = set(), ""
-        for batch, names in batches(zip(tensors, "abcd", strict=True)):
-            length = save_tensors(batch, found)
-            lengths.add(length)
-            order += "".join(names)
-        assert order == "abcd"
-        assert lengths == {len(saved_by_torch(tensors[0]))}
-        for at, tensor in enumerate(tensors):
-            record = found.getvalue()[at * length : (at + 1) * length]
-            assert_record_of(record, tensor)
-
-
-def test_only_plain_tensors_of_one_kind_are_written_together() -> None:
-    plain, view = torch.ones(3, 4), torch.ones(6, 4)[:3]
-    tensors = [plain, plain, plain.t(), view, view, torch.ones(3, 4, dtype=torch.int32), plain]
-    sizes = [len(batch) for batch, _ in batches((tensor, None) for tensor in tensors)]
-    assert sizes == [2, 1, 1, 1, 1, 1]
-    many = [torch.zeros(1 << 16)] * 9
-    assert [len(batch) for batch, _ in batches((tensor, None) for tensor in many)] == [4, 4, 1]
-
-
-@pytest.mark.parametrize("shape", [(3,), (), (2, 1, 5), (300, 77), (1, 1, 1 << 17)])
-def test_a_template_of_any_size_makes_records_that_torch_and_zipfile_read(
-    shape: tuple[int, ...],
-) -> None:
-    for dtype in DTYPES:
-        tensor = (torch.arange(torch.Size(shape).numel()) % 7 - 3).reshape(shape).to(dtype)
-        template = Template(dtype, shape)
-        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        record = b"".join(template.parts(data))
-        assert len(record) == template.length == len(saved_by_torch(tensor))
-        assert record[template.start :].startswith(data)
-        assert_record_of(record, tensor)
-
-
 def test_a_torch_that_writes_otherwise_is_left_to_write_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -175,23 +115,6 @@ def test_records_without_checksums_are_written_as_torch_does(
         assert ours.getvalue() == saved_by_torch(torch.arange(5.0))
     finally:
         torch.serialization.set_crc32_options(True)
-
-
-def item(fqn: str, sizes: tuple[int, ...], whole: tuple[int, ...]) -> WriteItem:
-    offset = torch.Size([0] * len(sizes))
-    chunk = ChunkStorageMetadata(offset, torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size(whole))
-    return WriteItem(MetadataIndex(fqn, offset), WriteItemType.SHARD, tensor_data=data)
-
-
-def test_items_are_spread_by_what_they_put_into_the_file() -> None:
-    small_of_large = [item(f"s{n}", (1, 8), (1000, 8)) for n in range(6)]
-    large = [item(f"l{n}", (100, 8), (100, 8)) for n in range(3)]
-    objects = [WriteItem(MetadataIndex(f"o{n}"), WriteItemType.BYTE_IO) for n in range(3)]
-    buckets = split_by_chunk(3, [*small_of_large, *large, *objects])
-    expected = [sorted(one.index.fqn[0] for one in bucket) for bucket in buckets]
-    assert expected == [["l", "o", "s", "s"]] * 3
-    assert split_by_chunk(1, large) == [large]
 
 
 def run_writer(writer: Any, state_dict: dict[str, Any]) -> list[Any]:
@@ -321,17 +244,6 @@ def test_metadata_names_torchs_classes_only(tmp_path: Path) -> None:
     assert {str(name).split()[0].split(".")[0] for name in named} <= {"torch", "pathlib"}
 
 
-def test_metadata_is_at_most_half_as_large(tmp_path: Path) -> None:
-    _, ours = save_both(tmp_path, 16, 60)
-    sizes = [(tmp_path / name / ".metadata").stat().st_size for name in ("ours", "stock")]
-    assert sizes[0] <= 0.45 * sizes[1]
-    fqns = {id(fqn) for fqn in ours.state_dict_metadata}
-    assert all(id(index.fqn) in fqns for index in ours.storage_data)
-    assert len({id(index.offset) for index in ours.storage_data}) <= 16 + 2
-    assert len({id(info.relative_path) for info in ours.storage_data.values()}) == 16
-    assert all("index" not in index.__dict__ for index in ours.storage_data)
-
-
 def test_our_reader_finds_in_metadata_what_torch_does(tmp_path: Path) -> None:
     stock, ours = save_both(tmp_path, 4, 7)
     for name, expected in (("ours", ours), ("stock", stock)):
@@ -424,26 +336,6 @@ def test_of_two_results_for_one_chunk_the_later_holds() -> None:
     table = StorageTable(join(parts))
     assert dict(table) == {index: _StorageInfo("f2", 2, 5)}
     assert len(table) == 1
-
-
-def test_other_worlds_load_it(tmp_path: Path) -> None:
-    four, three = World(4), World(3)
-    whole = wholes(5, (13, 7))
-    four.save(
-        tmp_path,
-        lambda rank: sharded(four, rank, whole, 0),
-        lambda rank: DefaultSavePlanner(),
-        lambda rank: PlacementFileSystemWriter(tmp_path, thread_count=2),
-    )
-    loaded = three.load(
-        tmp_path,
-        lambda rank: sharded(three, rank, whole, 1, empty=True),
-        lambda rank: DefaultLoadPlanner(),
-    )
-    for rank, found in enumerate(loaded):
-        for key, wanted in sharded(three, rank, whole, 1).items():
-            assert same(found[key].to_local(), wanted.to_local())
-            assert prod(found[key].to_local().shape)
 
 
 @pytest.mark.parametrize("kind", ["small", "large", "object"])
