@@ -66,14 +66,15 @@ def test_verify_compares_the_places_of_the_pickle_with_those_of_the_index(tmp_pa
     """Torch goes by the pickle, and our reader by the index."""
     saved_norms(tmp_path)
     with_other_index(tmp_path, lambda rows: None)
-    assert verify(tmp_path).sound
+    assert verify(tmp_path, contents=True).sound
 
     def change(rows: Any) -> None:
         starts = rows.templates[0]["start"]
         starts[:2] = starts[1::-1].tolist()
 
     with_other_index(tmp_path, change)
-    (fault,) = [fault for fault in verify(tmp_path).faults if fault.kind == "stock_metadata"]
+    faults = verify(tmp_path, contents=True).faults
+    (fault,) = [one for one in faults if one.kind == "stock_metadata"]
     assert fault.tensors == ("norm0", "norm1")
     assert fault.files == (".metadata",)
     assert "merge-metadata --rewrite" in fault.message

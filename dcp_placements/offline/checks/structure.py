@@ -39,11 +39,10 @@ def structural_faults(
         *_place_faults(checkpoint),
         *_id_faults(checkpoint),
         *_file_faults(checkpoint, records),
-        *_stock_faults(checkpoint),
     ]
 
 
-def _stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
+def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield a fault if torch's readers find chunks elsewhere than the index has them."""
     fqns = misplaced_in_stock(checkpoint.directory, checkpoint.rows)
     if fqns:

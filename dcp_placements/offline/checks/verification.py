@@ -14,6 +14,7 @@ from dcp_placements.offline.checks.records import records_by_file
 from dcp_placements.offline.checks.structure import (
     CheckpointFault,
     files_without_id,
+    stock_faults,
     structural_faults,
 )
 from dcp_placements.offline.declared import Progress
@@ -69,6 +70,7 @@ def verify(
     Args:
         path: The checkpoint.
         contents: Read everything, and compare it with the checksums that ``torch.save`` writes.
+            The places in the pickle of ``.metadata`` are compared with those of its index, too.
         memory: Bytes that data may take.
         progress: Called as files are read.
 
@@ -82,6 +84,8 @@ def verify(
     with quiet_gc():
         records = records_by_file(checkpoint)
         faults = structural_faults(checkpoint, records)
+        if contents:
+            faults += stock_faults(checkpoint)
     total = int(sum([float((one.ends - one.starts).sum(dtype=float)) for one in records.values()]))
     checker = RecordChecker(
         checkpoint,
