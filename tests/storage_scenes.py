@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
@@ -115,6 +116,18 @@ def flipped_registry() -> ExtensionRegistry:
     registry = ExtensionRegistry()
     registry.register(Flipped)
     return registry
+
+
+@pytest.fixture
+def flipped_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every reader know how to undo ``Flipped``, as ZStandard is known."""
+    default = ExtensionRegistry.__init__
+
+    def init(self: ExtensionRegistry) -> None:
+        default(self)
+        self.register(Flipped)
+
+    monkeypatch.setattr(ExtensionRegistry, "__init__", init)
 
 
 def all_kinds() -> dict[str, Any]:

@@ -6,6 +6,7 @@ other modules of this folder see one kind of checkpoint.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ class StoredObject:
     file: str | None  # name of its file; None where the metadata name no place
     start: int = 0  # offset of its record in the file, in bytes
     nbytes: int = 0  # length of the record
+    transforms: tuple[str, ...] = ()  # as of a StoredChunk
 
 
 class Checkpoint:
@@ -192,7 +194,7 @@ class Checkpoint:
                 kind = kinds[number]
                 if kind is None:
                     place = self._places.by_offset(fqn).get(None)
-                    self.objects[fqn] = StoredObject(fqn, *(place or (None,))[:3])
+                    self.objects[fqn] = StoredObject(fqn, *(place or (None,)))
                 else:
                     self.tensors[fqn] = StoredTensor(fqn, *kind)
         self.provenance: Mapping[str, Any] | None = stored(self.metadata)
@@ -231,17 +233,37 @@ class Checkpoint:
                     records.setdefault(place[0], IdRecord(fqn, offset, *place))
         return records
 
-    def read_object(self, stored: StoredObject) -> bytes:
-        """Return the record of an object.
+    def read_record(self, fqn: str, stored: StoredChunk | StoredObject, most: int) -> bytes | None:
+        """Return the record of a chunk or an object, as it was before its transforms.
+
+        Args:
+            fqn: Its key.
+            stored: One of the checkpoint's.
+            most: The most bytes to return.
+
+        Returns:
+            The bytes; None where there are more, before or after the transforms.
 
         Raises:
             OSError: The metadata name no file for it, or the file cannot be read.
+            Exception: A transform is not known here, or cannot be undone.
         """
         if stored.file is None:
             raise OSError("the metadata names no file for it")
+        if stored.nbytes > most:
+            return None
         with self.directory.open(stored.file) as stream:
             stream.seek(stored.start)
-            return stream.read(stored.nbytes)
+            record = stream.read(stored.nbytes)
+        if not stored.transforms:
+            return record
+        from dcp_placements._torch import FileSystemReader
+        from dcp_placements.load.reads import read_object
+
+        undone = FileSystemReader(".").transforms.transform_load_stream
+        stream = undone(read_object(fqn), stored.transforms, io.BytesIO(record))
+        content: bytes = stream.read(most + 1)
+        return None if len(content) > most else content
 
     @cached_property
     def alike(self) -> list[Alike]:

@@ -23,7 +23,9 @@ from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.differences.comparing import Tally
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
-from tests.storage_scenes import Flipped, all_kinds, same
+from tests.storage_scenes import Flipped, all_kinds, flipped_is_known, same
+
+__all__ = ["flipped_is_known"]
 
 W1 = "layers.0.experts.w1"
 
@@ -267,8 +269,19 @@ def test_transforms_that_nobody_here_can_undo_are_unreadable(tmp_path: Path) -> 
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "b")
     (found,) = diff(tmp_path / "a", tmp_path / "b").differences
     assert found.kind == "unreadable"
-    (fault,) = verify(tmp_path / "a").faults
+    (fault,) = verify(tmp_path / "a", contents=True).faults
     assert fault.kind == "wrong_record"
+
+
+@pytest.mark.usefixtures("flipped_is_known")
+def test_m88_objects_are_compared_as_they_were_before_transforms(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": torch.ones(3), "step": 7, "path": Path("x")}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "a", _extensions=[Flipped()]))
+    dcp.save(state, checkpoint_id=tmp_path / "b")
+    dcp.save({**state, "step": 8}, checkpoint_id=tmp_path / "c")
+    assert diff(tmp_path / "a", tmp_path / "b").same
+    (found,) = diff(tmp_path / "a", tmp_path / "c").differences
+    assert (found.fqn, found.message) == ("step", "7 and 8")
 
 
 @examples(30)

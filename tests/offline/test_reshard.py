@@ -52,11 +52,11 @@ from tests.offline_scenes import (
     wholes as small,
 )
 from tests.remote_scenes import memory, names
-from tests.storage_scenes import assert_record_of
+from tests.storage_scenes import Flipped, assert_record_of, flipped_is_known
 from tests.strategies import arange
 from tests.transfer.test_transfer_matrix import placement
 
-__all__ = ["memory", "run"]
+__all__ = ["flipped_is_known", "memory", "run"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -352,6 +352,19 @@ def test_records_that_stay_as_they_are_are_copied(tmp_path: Path) -> None:
         again = (tmp_path / "out" / other.file).read_bytes()
         assert again[other.start : other.start + other.nbytes] == data
     assert diff(tmp_path / "source", tmp_path / "out").same
+
+
+@pytest.mark.usefixtures("flipped_is_known")
+def test_m88_objects_keep_the_transforms_of_their_records(tmp_path: Path) -> None:
+    state = {"w": arange((8, 3)), "step": 7, "scheduler": {"lr": [0.1, 0.2]}}
+    writer = dcp.FileSystemWriter(tmp_path / "a", _extensions=[Flipped()])
+    dcp.save(state, storage_writer=writer)
+    reshard(tmp_path / "a", tmp_path / "b", lambda mesh: PlacementRules({}), {"dp": 2})
+    assert verify(tmp_path / "b", contents=True).faults == ()
+    found = {"w": torch.zeros(8, 3), "step": 0, "scheduler": {"lr": [0.0, 0.0]}}
+    dcp.load(found, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert torch.equal(found.pop("w"), state["w"])
+    assert found == {"step": 7, "scheduler": {"lr": [0.1, 0.2]}}
 
 
 # Its record, its refusals, and what an interrupted one leaves

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from dcp_placements.offline import CannotLook, verify
 from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
-from tests.storage_scenes import all_kinds, data_file
+from tests.storage_scenes import Flipped, all_kinds, data_file, flipped_is_known
+
+__all__ = ["flipped_is_known"]
 
 W1 = "layers.0.experts.w1"
 
@@ -88,6 +91,55 @@ def test_the_verdict_says_whether_contents_were_read(sound: Path, run: Run) -> N
     text = run("verify", sound, "--contents").out
     assert f"{sound}: sound (" in text
     assert "not read" not in text
+
+
+@pytest.mark.usefixtures("flipped_is_known")
+@pytest.mark.parametrize("key", ["w", "step"])
+def test_m88_records_that_went_through_transforms_are_checked_with_contents(
+    tmp_path: Path, key: str
+) -> None:
+    state = {"w": torch.ones(40, 30), "step": "x" * 10_000}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[Flipped()]))
+    assert verify(tmp_path, contents=True).faults == ()
+    table = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    (place,) = [place for index, place in table.items() if index.fqn == key]
+    file = tmp_path / place.relative_path
+    data = bytearray(file.read_bytes())
+    data[place.offset + place.length // 2] ^= 1
+    file.write_bytes(data)
+    (fault,) = verify(tmp_path, contents=True).faults
+    assert (fault.kind, fault.tensors) == ("checksum", (key,))
+    unread = verify(tmp_path)
+    assert unread.faults == ()
+    assert unread.notes == (
+        "2 records went through transforms such as compression: only --contents checks them",
+    )
+
+
+@pytest.mark.usefixtures("flipped_is_known")
+@pytest.mark.parametrize("key", ["w", "step"])
+def test_m88_a_short_record_of_long_contents_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    state = {"w": torch.ones(3), "step": 7}
+    writer = dcp.FileSystemWriter(tmp_path, _extensions=[Flipped()])
+    dcp.save({key: state[key]}, storage_writer=writer)
+    zeros = SimpleNamespace(read=bytes)  # as many as are asked for
+    monkeypatch.setattr(Flipped, "transform_from", lambda self, stream: zeros)
+    found = verify(tmp_path, contents=True, memory=1 << 20)
+    assert (found.faults, len(found.notes)) == ((), 1)
+    assert found.notes[0].endswith(f"so not read: {key}")
+
+
+@pytest.mark.usefixtures("flipped_is_known")
+def test_m88_without_contents_no_transform_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = dcp.FileSystemWriter(tmp_path, _extensions=[Flipped()])
+    dcp.save({"w": torch.ones(4, 3), "step": 7}, storage_writer=writer)
+    monkeypatch.setattr(Flipped, "transform_from", None)
+    assert verify(tmp_path).faults == ()
+    assert len(verify(tmp_path, contents=True).faults) == 2
 
 
 def test_many_faults_fit_a_screen(tmp_path: Path, run: Run) -> None:
@@ -202,7 +254,7 @@ def test_places_without_chunks_and_chunks_without_places(copy: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 3])
 def test_an_object_that_no_longer_begins_as_a_zip_file(tmp_path: Path, at: int) -> None:
-    state_dict = {"step": list(range(100))}
+    state_dict = {"step": "x" * 10_000}
     dcp.save(state_dict, checkpoint_id=tmp_path, planner=dcp.DefaultSavePlanner())
     file = data_file(tmp_path, 0)
     content = bytearray(file.read_bytes())

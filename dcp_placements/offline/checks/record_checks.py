@@ -18,7 +18,7 @@ import torch
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
 from dcp_placements.offline.checks.structure import CheckpointFault
-from dcp_placements.storage.file_reads import CountedFile, FilePart
+from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
 from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.safe_pickle import RefusedGlobal
@@ -53,6 +53,7 @@ class RecordChecker:
     Attributes:
         nbytes: Bytes of contents that were checked.
         unchecked: Records that have no checksums.
+        transformed: Records that went through transforms, which are checked with contents alone.
         skipped: Names of the records above ``limit_nbytes``.
         other_types: Names of those of types that ``torch.load`` was not told to allow.
     """
@@ -65,7 +66,7 @@ class RecordChecker:
         limit_nbytes: int,
         progress: Callable[[int], None],
     ) -> None:
-        self.nbytes = self.unchecked = 0
+        self.nbytes = self.unchecked = self.transformed = 0
         self.skipped: list[str] = []
         self.other_types: list[str] = []
         self._checkpoint = checkpoint
@@ -133,7 +134,7 @@ class RecordChecker:
 
     def _check(self, part: FilePart, record: Record) -> Iterator[Finding]:
         if record.chunk.transforms:
-            yield from self._check_loaded(part, record)
+            yield from self._check_transformed(record)
         elif record.tensor is None:
             yield from self._check_object(part, record)
         elif self._checkpoint.format == SAFETENSORS:
@@ -170,25 +171,34 @@ class RecordChecker:
         if is_zip:
             yield from self._checksums(part)
 
-    def _check_loaded(self, part: FilePart, record: Record) -> Iterator[Finding]:
-        """Check a record that is not plain: other strides, or transforms."""
-        if record.tensor is None:
+    def _check_transformed(self, record: Record) -> Iterator[Finding]:
+        """Check what a record was before its transforms. All of it must be read for that."""
+        if not self._contents:
+            self.transformed += 1
             return
+        try:
+            content = self._checkpoint.read_record(record.fqn, record.chunk, self._limit_nbytes)
+        except Exception as error:
+            # An extension can raise anything.
+            yield "wrong_record", _reason(error)
+            return
+        if content is None:
+            self.skipped.append(record.name)
+            return
+        part = HeldPart(memoryview(content))
+        broken = list(self._checksums(part)) if content.startswith(LOCAL) else []
+        yield from broken
+        if record.tensor is not None and not broken:
+            yield from self._check_loaded(part, record)
+
+    def _check_loaded(self, part: Part, record: Record) -> Iterator[Finding]:
+        """Check a tensor whose record is not plain: other strides, or transforms."""
         if record.chunk.nbytes > self._limit_nbytes:
             self.skipped.append(record.name)
             return
-        # A record of torch.load, or of an extension of torch: both need torch.
-        from dcp_placements.offline.box_reads import BoxReader
-
         try:
-            if record.chunk.transforms:
-                with BoxReader(self._checkpoint) as reader:
-                    tensor = reader.read(record.tensor, record.chunk.box)
-            else:
-                # Not through the reader, which converts to the dtype of the metadata.
-                content = bytearray(record.chunk.nbytes)
-                part.read_into(memoryview(content), 0)
-                tensor = load_saved_tensor(io.BytesIO(content))
+            # Not through a reader, which converts to the dtype of the metadata.
+            tensor = load_saved_tensor(io.BytesIO(part.stream().read()))
         except RefusedGlobal:  # of a type that this process was not told to allow
             self.other_types.append(record.name)
             return
@@ -197,16 +207,12 @@ class RecordChecker:
             yield "wrong_record", _reason(error)
             return
         yield from _mismatch(record, tuple(tensor.shape), tensor.dtype)
-        if self._contents:
-            self._advance(record.chunk.nbytes)
 
     def _advance(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self._progress(self.nbytes)
 
-    def _checksums(
-        self, part: FilePart, elements: tuple[int, int] | None = None
-    ) -> Iterator[Finding]:
+    def _checksums(self, part: Part, elements: tuple[int, int] | None = None) -> Iterator[Finding]:
         """Yield the parts that do not match their checksums.
 
         Args:
@@ -248,7 +254,7 @@ def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Ite
         yield "wrong_record", message
 
 
-def _pieces(part: FilePart, start: int, nbytes: int) -> Iterator[memoryview]:
+def _pieces(part: Part, start: int, nbytes: int) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(nbytes, PIECE_NBYTES)))
     for at in range(0, nbytes, PIECE_NBYTES):
         piece = buffer[: min(PIECE_NBYTES, nbytes - at)]

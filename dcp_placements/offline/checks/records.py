@@ -164,8 +164,8 @@ def _object_records(checkpoint: Checkpoint) -> Iterator[Record]:
     """Yield the records of objects."""
     for fqn, stored in checkpoint.objects.items():
         if stored.file is not None:
-            chunk = StoredChunk(Box((), ()), stored.file, stored.start, stored.nbytes)
-            yield Record(fqn, chunk, None)
+            place = stored.file, stored.start, stored.nbytes, stored.transforms
+            yield Record(fqn, StoredChunk(Box((), ()), *place), None)
 
 
 def fqns_of(records: Iterable[Record]) -> tuple[str, ...]:

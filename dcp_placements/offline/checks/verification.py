@@ -105,6 +105,11 @@ def verify(
             f"{format_count(checker.unchecked, 'record')} have no checksums "
             "(torch.serialization.set_crc32_options(False)): nothing proves their contents"
         )
+    if checker.transformed:
+        notes.append(
+            f"{format_count(checker.transformed, 'record')} went through transforms such as "
+            "compression: only --contents checks them"
+        )
     if checker.skipped:
         names = format_names(checker.skipped, 4)
         notes.append(f"not plain, and larger than a third of --memory, so not read: {names}")

@@ -198,6 +198,7 @@ def _rows(target: Target, rank: int, name: str) -> Rows:
     rows = RowsBuilder()
     start = 0
     for entry in target.entries(rank):
-        rows.add(entry.index, path=name, start=start, length=entry.length)
+        steps = entry.transforms
+        rows.add(entry.index, path=name, start=start, length=entry.length, transforms=steps)
         start += entry.length
     return rows.rows()

@@ -46,6 +46,11 @@ class Entry:
     source: StoredTensor | StoredObject  # the stored tensor or object that has the contents
     box: Box | None = None  # of a tensor, the chunk
 
+    @property
+    def transforms(self) -> tuple[str, ...] | None:
+        """Those that its bytes went through: of an object, whose record is copied as it is."""
+        return (self.source.transforms or None) if isinstance(self.source, StoredObject) else None
+
 
 @lru_cache(maxsize=1 << 12)
 def template_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Template:

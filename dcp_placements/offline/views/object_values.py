@@ -38,7 +38,8 @@ def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredObject]) -> dic
     small = [stored for stored in objects if stored.nbytes <= MAX_NBYTES]
     for stored in small[:MAX_OBJECTS]:
         try:
-            value = _plain_value(checkpoint.read_object(stored))
+            record = checkpoint.read_record(stored.fqn, stored, MAX_NBYTES)
+            value = _plain_value(record or b"")
         except Exception:
             # A broken or hostile record can raise anything; verify reports it.
             continue
