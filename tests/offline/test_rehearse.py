@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -228,11 +227,19 @@ def test_declarations_that_match_no_key_are_findings(tmp_path: Path, run: Run) -
     assert ran.code == 1, ran.err
     assert "rename=Renumber('expert.{}'), waive='hed': no key on any rank matches" in ran.out
     assert ran.out.splitlines()[-1] == "loads, but with declarations that match no key"
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        ran = run("reshard", tmp_path / "ckpt", tmp_path / "out", *given)
-    assert ran.code == 0, ran.err
+
+
+def test_m89_a_checkpoint_is_not_rewritten_by_declarations_that_match_no_key(
+    tmp_path: Path, run: Run
+) -> None:
+    save_sharded(tmp_path / "ckpt")
+    given = ("--rules", "tests.offline.test_rehearse:misspelt", "--mesh", "ep=2")
+    ran = run("reshard", tmp_path / "ckpt", tmp_path / "out", *given)
+    assert ran.code == 1, ran.err
+    assert "cannot be rewritten for this world" in ran.err
     assert "waive='hed': no key on any rank matches" in ran.err
+    assert "for 'expert', 'expert' is no component of any key; 'experts' is" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
 def test_what_may_match_nothing_is_no_finding(tmp_path: Path) -> None:

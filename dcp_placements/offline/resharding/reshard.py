@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,10 +13,10 @@ from dcp_placements.errors import (
     CannotLook,
     PlacementError,
     format_count,
-    format_faults,
     format_name,
     format_names,
     format_nbytes,
+    raise_faults,
 )
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.checks.records import records_by_file
@@ -27,7 +26,7 @@ from dcp_placements.offline.readers.dcp import TORCH_DIST
 from dcp_placements.offline.rehearsals.world_parts import WorldParts
 from dcp_placements.offline.remote_output import AnyFolder, output_at
 from dcp_placements.offline.resharding.records import RecordWriter
-from dcp_placements.offline.resharding.target import Target
+from dcp_placements.offline.resharding.target import REFUSED, Target
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rules.matches import unmatched_faults
 from dcp_placements.rules.mesh import MeshCoordinate
@@ -99,7 +98,8 @@ def reshard(
             is writing it, or there is no room; an axis in ``fsdp`` is unknown, or ``rules`` fails.
             The checkpoint was overwritten while it was read; nothing is written then.
         PlacementError: The checkpoint is not whole; a load in that world would be refused; its
-            ranks do not hold all of a tensor. All of it before anything is written.
+            ranks do not hold all of a tensor; a pattern of the rules, or a step of the rename,
+            matches no key. All of it before anything is written.
     """
     source = checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
     with output_at(out, source=source) as output:
@@ -108,8 +108,7 @@ def reshard(
         _check_whole(checkpoint)
         versions = checkpoint.directory.versions(checkpoint.files)
         target = Target(world := WorldParts(checkpoint, rules, axes, fsdp))
-        if notes := unmatched_faults(world.unmatched(), list(checkpoint.tensors)):
-            warnings.warn(format_faults("look at this checkpoint", notes, "note"), stacklevel=2)
+        raise_faults(REFUSED, unmatched_faults(world.unmatched(), list(checkpoint.tensors)))
         identity = target.identity(versions)
         save_id = bytes.fromhex(identity)[:16]
         names = {rank: target.file_name(rank, save_id) for rank in target.ranks}

@@ -36,6 +36,9 @@ from dcp_placements.storage.metadata.record import Cuts, packed_record
 from dcp_placements.storage.metadata.save_ids import named
 from dcp_placements.storage.records.template import Template
 
+REFUSED = "the checkpoint cannot be rewritten for this world"
+"""The opening line of refusals."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -101,7 +104,7 @@ class Target:
         if not faults:
             for group in groups:
                 faults += _cover_faults(group)
-        raise_faults("the checkpoint cannot be rewritten for this world", faults)
+        raise_faults(REFUSED, faults)
         self._by_rank: dict[int, list[tuple[OwnedTensors, list[Box]]]] = {}
         self._group_of: dict[str, OwnedTensors] = {}
         for group in groups:
