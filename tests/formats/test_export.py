@@ -223,6 +223,18 @@ def test_a_dtype_is_for_floating_point_of_16_bits_or_more(tmp_path: Path) -> Non
     assert not (tmp_path / "z-out").exists()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "bool", "complex64", "float8_e4m3fn"])
+def test_m90_weights_are_cast_between_floats_alone(tmp_path: Path, run: Run, dtype: str) -> None:
+    weights = {"w": torch.tensor([0.5, -2.25, 3.0]), "bias": torch.ones(2, dtype=torch.bfloat16)}
+    dcp.save(dict(weights), checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    ran = run("export", tmp_path / "ckpt", tmp_path / "out", "--dtype", dtype)
+    assert ran.code == 1, ran.out
+    assert f"torch.{dtype}: floating-point tensors are cast to torch.float64" in ran.err
+    with pytest.raises(PlacementError, match=f"dtype torch.{dtype}: "):
+        export_safetensors(tmp_path / "ckpt", tmp_path / "out", dtype=getattr(torch, dtype))
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
 @st.composite
 def fused(draw: st.DrawFn) -> tuple[Any, ...]:
     """Draw a stack of fused tensors, how it is taken apart, and how two ranks cut it."""

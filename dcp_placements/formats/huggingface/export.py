@@ -18,6 +18,7 @@ import torch
 
 from dcp_placements.errors import (
     Fault,
+    PlacementError,
     format_count,
     format_name,
     format_names,
@@ -95,7 +96,8 @@ def export_safetensors(
         checkpoint: The checkpoint; its data is read piece by piece.
         out: The directory or URL, which must not exist.
         max_shard_size: Bytes of tensors in a file; a larger tensor has a file to itself.
-        dtype: The dtype of floating-point tensors of 16 bits or more; None changes none.
+        dtype: The dtype that floating-point tensors of 16 bits or more get, itself such a one; None
+            changes none.
         rename: From the model's name of a tensor to the file's: to a name, or to a ``Rows`` or
             ``Parts`` (of an ``Unstack`` or a ``Split``), or a ``Row``. ``presets.hub`` has some.
         prefix: The prefix of the model's names in the checkpoint; keys without it are left out. By
@@ -112,8 +114,10 @@ def export_safetensors(
         CannotLook: There is no checkpoint, or it cannot be read; ``out`` exists, or another process
             is writing it.
         PlacementError: The checkpoint is not whole; a name is missing or given twice; safetensors
-            has no such dtype; tied tensors differ. All of it before anything is written.
+            has no such dtype, or elements are not cast to ``dtype``; tied tensors differ. All of
+            it before anything is written.
     """
+    _check_dtype(dtype)
     source = checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
     with output_at(out, source=source) as output:
         plan = _Plan(checkpoint, rename, dtype, prefix, optimizer, exclude, memory, tied or {})
@@ -331,12 +335,21 @@ def _shards(tensors: Sequence[AssembledTensor], limit: int) -> dict[str, list[As
     }
 
 
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in _CAST:
+        raise PlacementError(
+            f"dtype {dtype}: floating-point tensors are cast to {', '.join(map(str, _CAST))} only\n"
+            "    why:         integers cut off fractions, and 8 bits need scales beside them\n"
+            "    way out:     one of these; or quantize the exported model"
+        )
+
+
 def _cast(tensor: AssembledTensor, dtype: torch.dtype | None) -> AssembledTensor:
     return tensor if dtype is None or tensor.dtype not in _CAST else replace(tensor, dtype=dtype)
 
 
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""The dtypes that are cast; those of 8 bits have scales in other tensors."""
+"""The dtypes that are cast, and cast to; those of 8 bits have scales in other tensors."""
 
 
 def _are_equal(
