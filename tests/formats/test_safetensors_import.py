@@ -26,6 +26,7 @@ from dcp_placements import (
 from dcp_placements.formats.huggingface import importing as safetensors_import
 from dcp_placements.offline import (
     CannotLook,
+    Checkpoint,
     diff,
     export_safetensors,
     import_safetensors,
@@ -227,3 +228,62 @@ def test_files_that_are_overwritten_meanwhile_are_refused(tmp_path: Path) -> Non
     assert not out.exists()
     import_safetensors(source, out)
     assert diff(out, source).same
+
+
+def test_m87_of_two_indices_none_is_guessed(tmp_path: Path, run: Run) -> None:
+    save_hugging_face(tmp_path / "hf", {"w": arange((3, 4)), "v": arange((5,))})
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    save_file({"w": torch.zeros(3, 4)}, tmp_path / "hf" / "model.bf16-00001-of-00001.safetensors")
+    other = tmp_path / "hf" / "model.bf16.safetensors.index.json"
+    other.write_text('{"weight_map": {"w": "model.bf16-00001-of-00001.safetensors"}}')
+    importing = ("import", "--from", "hf", tmp_path / "hf", tmp_path / "ckpt")
+    for command in (importing, ("inspect", tmp_path / "hf")):
+        ran = run(*command)
+        assert ran.code == 2, ran.out
+        assert f"2 indices of safetensors files: {other.name}, {index.name}" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    other.unlink()
+    import_safetensors(tmp_path / "hf", tmp_path / "ckpt")
+    assert torch.equal(read_whole(tmp_path / "ckpt")["w"], arange((3, 4)))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model", "consolidated"],
+        ["adapter_model", "model-00001-of-00002", "model-00002-of-00002"],
+        ["model", "model.fp16"],
+        ["consolidated", "vision"],
+    ],
+)
+def test_m87_a_model_beside_other_files_is_refused(
+    tmp_path: Path, run: Run, names: list[str]
+) -> None:
+    (tmp_path / "hf").mkdir()
+    for number, name in enumerate(names):
+        save_file({f"w{number}": torch.ones(3)}, tmp_path / "hf" / f"{name}.safetensors")
+    ran = run("import", "--from", "hf", tmp_path / "hf", tmp_path / "ckpt")
+    assert ran.code == 2, ran.out
+    assert "safetensors files of 2 kinds, and no index" in ran.err
+    assert all(f"{name}.safetensors" in ran.err for name in names[:2])
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["attention", "experts"],
+        ["model-00001-of-00002", "model-00002-of-00002"],
+        ["shard-00001-model-00001-of-00001", "shard-00002-model-00001-of-00001"],
+    ],
+)
+def test_m87_files_of_one_kind_or_of_parts_are_one_model(tmp_path: Path, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        save_file({f"w{number}": torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    assert set(Checkpoint(tmp_path).tensors) == {"w0", "w1"}
+
+
+def test_m87_where_there_is_an_index_other_files_do_not_count(tmp_path: Path) -> None:
+    save_hugging_face(tmp_path, {"w": torch.ones(3), "v": torch.ones(2)})
+    save_file({"w": torch.zeros(3), "u": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    assert set(Checkpoint(tmp_path).tensors) == {"w", "v"}

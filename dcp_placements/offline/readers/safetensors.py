@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,11 @@ from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.file import with_columns
 from dcp_placements.storage.metadata.table import StoredPlace, rows_of_places
 from dcp_placements.storage.safetensors_files import Entry, read_header
+
+WHOLE = {"model", "consolidated", "adapter_model"}
+"""How files are named that hold a whole model, or a whole adapter, without their numbers."""
+
+_NUMBERING = re.compile(r"^shard-\d+-|-\d+-of-\d+$")
 
 
 def read_safetensors_metadata(
@@ -34,7 +40,8 @@ def read_safetensors_metadata(
 
     Raises:
         CannotLook: The index or a header is broken, files disagree about a tensor, or the export to
-            the directory has not finished.
+            the directory has not finished. There are several indices; or, without one, the files of
+            a whole model or adapter beside files of other names.
     """
     index = _read_index(directory)
     if index is None and any(name.startswith(MARKER) for name in directory.names()):
@@ -42,6 +49,8 @@ def read_safetensors_metadata(
             f"{directory.path}: the export to this directory has not finished\n"
             "    way out:     wait for it, or export again with the same arguments: it continues"
         )
+    if index is None:
+        _check_one_model(directory, files)
     entries_of: dict[str, list[tuple[str, Entry]]] = {}
     for file in files if index is None else sorted(set(index.values())):
         size = directory.size(file)
@@ -81,6 +90,14 @@ def _read_index(directory: Directory) -> dict[str, str] | None:
     names = [name for name in directory.names() if name.endswith(".safetensors.index.json")]
     if not names:
         return None
+    if len(names) > 1:
+        raise CannotLook(
+            f"{directory.path}: {len(names)} indices of safetensors files: "
+            f"{format_names(names)}\n"
+            "    likely:      several models, or one in several dtypes\n"
+            "    way out:     move all of them but one out of the directory; of the files, only "
+            "those that it names are read"
+        )
     try:
         with directory.open(names[0]) as stream:
             files = dict(json.loads(stream.read())["weight_map"])
@@ -92,3 +109,18 @@ def _read_index(directory: Directory) -> dict[str, str] | None:
             f"{format_name(error)}"
         ) from error
     return files
+
+
+def _check_one_model(directory: Directory, files: Sequence[str]) -> None:
+    """Refuse the files of a whole model beside files of other names."""
+    kinds: dict[str, list[str]] = {}
+    for file in files:
+        kinds.setdefault(_NUMBERING.sub("", file.removesuffix(".safetensors")), []).append(file)
+    if len(kinds) > 1 and not kinds.keys().isdisjoint(WHOLE):
+        raise CannotLook(
+            f"{directory.path}: safetensors files of {len(kinds)} kinds, and no index: "
+            f"{format_names([names[0] for names in kinds.values()])}\n"
+            "    likely:      a model twice, or a model and an adapter; nothing says which is "
+            "meant\n"
+            "    way out:     give a directory with the files of one of them"
+        )
