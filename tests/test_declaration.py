@@ -97,12 +97,6 @@ def test_options_are_those_of_the_planners() -> None:
         placements.load_planner(digest="full")
 
 
-def test_each_call_makes_a_planner_of_its_own() -> None:
-    placements = Placements(None)
-    assert placements.save_planner() is not placements.save_planner()
-    assert placements.load_planner() is not placements.load_planner()
-
-
 @pytest.mark.parametrize("side", ["save_planner", "load_planner"])
 @pytest.mark.parametrize("option", ["rules", "rename"])
 def test_a_side_has_no_rules_or_rename_of_its_own(side: str, option: str) -> None:
@@ -205,27 +199,6 @@ def test_it_can_be_pickled() -> None:
     assert copied.load_planner().rename("experts.1.w") == "experts.3.w"
     by_call = pickle.loads(pickle.dumps(Placements(by_function)))
     assert by_call.rules is by_function
-
-
-def test_it_prints_what_is_declared() -> None:
-    rename = Renumber("experts.{}", [2, 3], total=4)
-    full = Placements({"experts": BY_EP, "norm": None}, rename=rename, waive={"w": "a reason"})
-    assert str(full).splitlines() == [
-        "placements",
-        f"    rules:   'experts': {BY_EP.format()}",
-        "             'norm': None",
-        "    rename:  experts.{}: 0-1 -> 2-3 (of 4)",
-        "    waive:   w: a reason",
-    ]
-    assert repr(full) == (
-        f"Placements(PlacementRules({{'experts': {BY_EP.format()}, 'norm': None}}), "
-        "rename=Renumber(pattern='experts.{}', ids=(2, 3), total=4), waive={'w': 'a reason'})"
-    )
-    assert str(Placements(None)) == (
-        "placements\n    rules:   none: every tensor keeps its own mesh and placements"
-    )
-    assert str(Placements({})) == "placements\n    rules:   an empty table"
-    assert str(Placements(by_function)) == "placements\n    rules:   by_function()"
 
 
 def test_check_takes_it_in_place_of_rules() -> None:

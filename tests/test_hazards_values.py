@@ -33,8 +33,6 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.bind.placing import place
-from dcp_placements.rules.mesh import MeshNumbers
 from dcp_placements.testing import FakeMesh, World
 
 WORLD = World(4)
@@ -70,15 +68,6 @@ def test_m32_rules_that_make_a_placement_per_call_place_every_tensor(tmp_path: P
         assert_same(found, state(rank))
 
 
-def test_m32_equal_answers_put_tensors_in_one_group() -> None:
-    """Thousands of tensors have a few bindings, whatever objects the rules answer with."""
-    state = {f"w.{at}": torch.zeros(2, 2) for at in range(20)}
-    placed = place(state, made_anew(1)).placed
-    assert len({placed[fqn].binding for fqn in state}) == 2
-    assert placed["w.0"].binding is placed["w.18"].binding
-    assert placed["w.1"].binding is placed["w.19"].binding
-
-
 def test_m32_placements_are_equal_by_what_they_say() -> None:
     def made(rank: int = 1, dim: int = 0, shape: tuple[int, ...] | None = (4, 4)) -> Any:
         mesh = FakeMesh((2, 2), ("ep", "fsdp"), rank=rank)
@@ -91,17 +80,6 @@ def test_m32_placements_are_equal_by_what_they_say() -> None:
     others = torch.tensor([4, 1, 6, 7])
     elsewhere = FakeMesh((2, 2), ("ep", "fsdp"), rank=1, ranks=others)
     assert made() != CheckpointPlacement(elsewhere, {"ep": Shard(0)}, global_shape=(4, 4))
-
-
-def test_m32_meshes_sliced_anew_are_one_mesh() -> None:
-    number = MeshNumbers()
-    meshes = [FakeMesh((2, 2), ("ep", "fsdp"), rank=rank) for rank in (1, 1, 2)]
-    numbers = [number(mesh) for mesh in meshes]
-    assert numbers == [0, 0, 1]
-    assert number(meshes[0]["fsdp"]) == number(meshes[1]["fsdp"]) == 2
-    for rank in range(8):  # more than it knows at once
-        number(FakeMesh((8,), ("dp",), rank=rank))
-    assert [number(mesh) for mesh in meshes] == numbers
 
 
 # M37: keys of any text.

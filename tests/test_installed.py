@@ -153,13 +153,6 @@ def test_a_planner_that_was_left_alone_before_is_named_and_refused_again(
         dcp.save(STATE, checkpoint_id=tmp_path, planner=theirs)
 
 
-def test_an_async_save_of_another_planner_is_named_once(tmp_path: Path) -> None:
-    with installed(PLACEMENTS), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        async_save(STATE, checkpoint_id=tmp_path, planner=TheirSavePlanner()).result()
-    assert sum("installed()" in str(warning.message) for warning in caught) == 1
-
-
 def test_a_planner_that_has_no_hash_is_left_alone(tmp_path: Path) -> None:
     @dataclass
     class WithoutHash(DefaultSavePlanner):
@@ -204,23 +197,6 @@ def test_an_async_save_called_before_the_context_keeps_its_planner(tmp_path: Pat
         entered.set()
         future.result()
     assert type(writer.planner) is DefaultSavePlanner
-
-
-def test_one_line_is_logged_for_each_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "dcp_placements")
-    with installed(PLACEMENTS):
-        dcp.save(STATE, checkpoint_id=tmp_path)
-        async_save(STATE, checkpoint_id=tmp_path).result()
-        dcp.load({"model": {"w": torch.zeros(6)}}, checkpoint_id=tmp_path)
-    lines = [
-        record.getMessage() for record in caplog.records if record.name.endswith("installation")
-    ]
-    assert [line.split(":")[0].split(" of ")[0] for line in lines] == [
-        "dcp.save",
-        "dcp.save",
-        "dcp.load",
-    ]
-    assert all(str(tmp_path) in line for line in lines)
 
 
 def test_what_was_there_is_restored_nested_reentered_and_after_errors(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements import presets
-from dcp_placements.cli.app import PRESETS, app
+from dcp_placements.cli.app import PRESETS
 from dcp_placements.names.renames import Renames
 from dcp_placements.offline import Checkpoint
 from dcp_placements.presets import hub
@@ -130,18 +130,6 @@ def test_every_command_finds_something_to_say_of_any_checkpoint(
     assert ("more than once" in Path("drawn.svg").read_text()) is (kind == "overlap")
 
 
-@pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
-def test_help_fits_80_columns(command: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    result = run(command, "--help").out
-    assert "--help" in result
-    assert "…" not in result + run("--help").out
-    assert "..." not in run("--help").out.partition("Options:")[2]
-    assert max(map(len, result.splitlines())) <= 80
-    # Bytes are printed with units.
-    assert re.search(r"\d{7}", result) is None
-
-
 def test_help_names_the_presets(run: Run) -> None:
     placements = sorted(set(presets.__all__) - {"megatron_meshes"})
     renames = sorted(name for name, value in vars(hub).items() if isinstance(value, Renames))
@@ -233,16 +221,6 @@ def test_piped_output_is_not_cut_to_a_width(tmp_path: Path, run: Run) -> None:
     dcp.save({long: wholes()["layers.0.norm"]}, checkpoint_id=tmp_path)
     (line,) = [line for line in run("inspect", tmp_path).out.splitlines() if long in line]
     assert "bfloat16" in line
-
-
-def test_merge_metadata(tmp_path: Path, run: Run) -> None:
-    save_sharded(tmp_path, collectives=False)
-    assert not (tmp_path / ".metadata").exists()
-    ran = run("merge-metadata", tmp_path, "--json")
-    assert ran.code == 0
-    assert ran.json["keys"] == len(wholes()) + 1
-    assert (tmp_path / ".metadata").exists()
-    assert run("inspect", tmp_path).code == 0
 
 
 def test_what_looks_like_a_checkpoint_and_is_none_is_said(tmp_path: Path, run: Run) -> None:

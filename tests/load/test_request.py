@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,7 +14,7 @@ from strategies import examples, tilings
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementLoadPlanner, PlacementRules
+from dcp_placements import CheckpointPlacement, PlacementLoadPlanner, PlacementRules
 from dcp_placements._torch import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,7 +28,6 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request
 from dcp_placements.report import LoadReport
-from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
 SHAPE = (8, 6)
@@ -92,28 +90,6 @@ def test_tensors_that_lie_alike_are_judged_each_for_itself(data: st.DataObject) 
     assert report.casts == {fqn: stored for each in reports for fqn, stored in each.casts.items()}
 
 
-def test_items_are_as_torchs_own_constructor_makes_them() -> None:
-    chunks = [chunk(Box((0, 0), (3, 6))), chunk(Box((3, 0), (5, 6)))]
-    stored = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(SHAPE), chunks)
-    items, _, _ = ask({"cut": torch.zeros(2, 6)}, {"cut": stored}, "error")
-    (item,) = items
-    index = type(item.dest_index)
-    expected = ReadItem(
-        item.type,
-        index("cut", torch.Size((4, 0)), 0),
-        torch.Size((0, 0)),
-        index("cut", torch.Size((3, 0)), 1),
-        torch.Size((1, 0)),
-        torch.Size((2, 6)),
-    )
-    assert item == expected
-    assert vars(item) == vars(expected)
-    assert vars(item.dest_index) == vars(expected.dest_index)
-    assert vars(item.storage_index) == vars(expected.storage_index)
-    assert type(item.storage_index.offset) is type(item.dest_index.offset) is torch.Size
-    assert hash(item) == hash(expected)
-
-
 def chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
@@ -131,42 +107,6 @@ def list_of(
     if form == "incomplete":
         del copies[data.draw(st.integers(0, len(copies) - 1))]
     return copies
-
-
-def test_a_rank_of_16384_makes_objects_of_the_chunks_that_it_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Expert stacks and FSDP, the rows of one rank of 16,384, and those of one of 8,192."""
-    made: list[int] = []
-    one_chunk = ChunkList.__getitem__
-
-    def counted(self: ChunkList, index: Any) -> Any:
-        made.append(1)
-        return one_chunk(self, index)
-
-    monkeypatch.setattr(ChunkList, "__getitem__", counted)
-    ranks = 16_384
-    offsets = np.stack([np.arange(ranks), np.zeros(ranks, np.int64)], axis=1)
-    chunks: Any = ChunkList(offsets, np.tile([1, 6], (ranks, 1)))
-    fqns = [f"layers.{layer}.cut" for layer in range(40)]
-    for size in (ranks, ranks // 2):
-        entry = TensorStorageMetadata(TensorProperties(), torch.Size((ranks, 6)), chunks)
-        rows = ranks // size
-        mesh = MeshCoordinate(["fsdp"], [size], [RANK])
-        placing = place(
-            {fqn: torch.zeros(rows, 6) for fqn in fqns},
-            PlacementRules({"cut": CheckpointPlacement(mesh, {"fsdp": Shard(0)})}),
-        )
-        state_dict = {fqn: placed.tensor for fqn, placed in placing.placed.items()}
-        stored = Metadata(dict.fromkeys(fqns, entry))
-        request = Request(state_dict, placing, stored, Policy(partial=False, cast="warn"))
-        items = request.items().all
-        assert request.faults == []
-        assert [item.storage_index.index for item in items] == [
-            RANK * rows + row for _ in fqns for row in range(rows)
-        ]
-        assert len(made) < 10 * len(fqns)
-        made.clear()
 
 
 def test_a_look_alike_that_makes_a_copy_each_time_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -13,28 +12,9 @@ from dcp_placements import (
     PlacementError,
     PlacementLoadPlanner,
     PlacementSavePlanner,
-    Renames,
-    Renumber,
-    Replace,
-    Stack,
 )
-from dcp_placements.names.renamed_keys import checkpoint_path, rename_keys
+from dcp_placements.names.renamed_keys import rename_keys
 from dcp_placements.testing import World
-
-
-def test_nothing_is_renamed_without_a_function() -> None:
-    state_dict, mappings = {"a.b": 1}, {"a.b": ("a", "b")}
-    assert rename_keys(state_dict, mappings, None) == (state_dict, mappings, {})
-
-
-def test_keys_and_their_paths_are_renamed_together() -> None:
-    state_dict = {"experts.0.w": 1, "experts.1.w": 2, "step": 3}
-    mappings: dict[str, Any] = {"experts.0.w": ("experts", 0, "w"), "step": ("step",)}
-    renamed, paths, _ = rename_keys(
-        state_dict, mappings, lambda key: key.replace("experts.", "experts.4")
-    )
-    assert renamed == {"experts.40.w": 1, "experts.41.w": 2, "step": 3}
-    assert paths == {"experts.40.w": ("experts", 0, "w"), "step": ("step",)}
 
 
 def test_two_keys_that_become_one_are_refused_with_all_names() -> None:
@@ -53,29 +33,6 @@ def test_what_is_no_name_is_refused(result: Any) -> None:
     with pytest.raises(PlacementError) as refused:
         rename_keys({"a.w": 1}, {}, lambda key: result)
     assert f"a.w: rename() gave {result!r}" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "path", "expected"),
-    [
-        ("model.layers.4.w", ("model", "layers.0.w"), ("model", "layers.4.w")),
-        ("model.layers.4.w", ("model", "layers", 0, "w"), ("model", "layers", "4", "w")),
-        ("a.b", ("a", "b"), ("a", "b")),
-        ("a.0", ("a", 0), ("a", 0)),
-        ("x.y", ("a",), ("x.y",)),
-        (
-            "optim.state.layers.4.w.exp_avg",
-            ("optim", "state", "layers.0.w", "exp_avg"),
-            ("optim", "state", "layers.4.w", "exp_avg"),
-        ),
-    ],
-)
-def test_renamed_keys_stand_where_a_reader_would_look(
-    key: str, path: tuple[str | int, ...], expected: tuple[str | int, ...]
-) -> None:
-    found = checkpoint_path(key, path)
-    assert ".".join(map(str, found)) == key
-    assert tuple(map(str, found)) == tuple(map(str, expected))
 
 
 def global_name(rank: int) -> Any:
@@ -147,34 +104,3 @@ def test_a_local_name_that_another_stage_s_key_has_is_no_sign_of_an_old_checkpoi
         assert loaded[rank]["hyper"] == {"lr": 0.1}
         for i in range(2):
             assert torch.equal(loaded[rank]["layers"][str(i)], held(rank, 1)["layers"][str(i)])
-
-
-def test_every_key_is_renamed_once_though_steps_match_nothing() -> None:
-    calls: list[str] = []
-
-    def drop_prefix(key: str) -> str:
-        calls.append(key)
-        return key.removeprefix("module.")
-
-    steps = (Renumber("layers.{}", [4, 5], total=6), Replace("absent", "other"))
-    keys = ["module.layers.0.w", "module.layers.1.w"]
-    for rename in (Renames(drop_prefix, *steps), Renames(drop_prefix, Renames(*steps))):
-        calls.clear()
-        renamed, _, matches = rename_keys(dict.fromkeys(keys), {}, rename)
-        assert list(renamed) == ["layers.4.w", "layers.5.w"]
-        assert calls == keys
-        assert list(matches.values()) == [True, False]
-
-
-def test_steps_within_a_step_rename_as_steps_of_one_rename() -> None:
-    steps = (
-        Stack("experts.{}", 4),
-        Replace("model", "m"),
-        Stack("layers.{}", 2),
-    )
-    nested = Renames(steps[0], Renames(Renames(steps[1]), steps[2]))
-    key = "model.layers.0.experts.1.w"
-    assert nested(key) == Renames(*steps)(key)
-    assert nested.name(key) == "m.layers.experts.w"
-    assert pickle.loads(pickle.dumps(nested)) == nested
-    assert pickle.loads(pickle.dumps(nested))(key) == nested(key)

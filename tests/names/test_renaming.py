@@ -403,11 +403,3 @@ def assert_whole(path: Path, whole: dict[str, torch.Tensor]) -> None:
     read: dict[str, Any] = {key: torch.full_like(value, -7) for key, value in whole.items()}
     dcp.load(read, checkpoint_id=path, planner=DefaultLoadPlanner(), no_dist=True)
     assert_same(read, whole)
-
-
-def test_ids_of_an_iterator_are_taken_once() -> None:
-    rename = Renumber("experts.{}", iter([3, 1]), total=4)  # type: ignore[arg-type]
-    assert rename == Renumber("experts.{}", (3, 1), total=4)
-    assert [rename(f"experts.{i}.w") for i in range(2)] == ["experts.3.w", "experts.1.w"]
-    with pytest.raises(PlacementError, match="number 4 of"):
-        Renumber("experts.{}", iter([4]), total=4)  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -250,14 +249,6 @@ def test_what_a_stopped_attempt_left_is_kept_for_the_same_output_only(tmp_path: 
         with pytest.raises(RuntimeError) as caught:
             attempt(identity)
         assert caught.value.args[0] == sorted(["identity", *seen])
-
-
-def test_waiting_for_nobody_is_quick(tmp_path: Path) -> None:
-    begun = time.monotonic()
-    for number in range(20):
-        with Output(tmp_path / str(number)) as output, output.directory([]) as folder:
-            (folder.path / "x").write_text("x")
-    assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize("free", [100, 10_000])

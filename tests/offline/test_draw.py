@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import examples
 
 from dcp_placements.layout.sharding import Box, Cut, Sharding
 from dcp_placements.offline import draw, save_figure
-from dcp_placements.offline.projection import project
 from dcp_placements.offline.views.drawing import bytes_figure
 from dcp_placements.offline.views.picture import FEW
 from dcp_placements.offline.views.tensor_picture import Piece, tensor_figure
@@ -79,13 +74,6 @@ def test_a_hole_is_white_and_grey_and_an_overlap_red() -> None:
     assert {"#b3261e"} <= set(double)
 
 
-def test_a_sound_tensor_has_no_key_of_faults() -> None:
-    drawn = texts(tensor_figure("w", (4, 4), "int8", pieces((4, 4), (2,), (Cut(0, 0),))))
-    assert {"w", "rank 0", "rank 1"} <= set(drawn)
-    assert any("(4, 4) int8" in text and "2 chunks of 2 writers" in text for text in drawn)
-    assert not any("hole" in text or "once" in text for text in drawn)
-
-
 @pytest.mark.parametrize(
     ("shape", "sizes", "cuts"),
     [
@@ -104,56 +92,6 @@ def test_256_chunks_are_named_one_by_one(
     width, height = figure.get_size_inches()
     assert width <= 8
     assert height <= 12
-
-
-def test_labels_stay_inside_their_chunks() -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    made = pieces((256, 64), (32, 8), (Cut(0, 0), Cut(1, 1)))
-    figure = tensor_figure("w", (256, 64), "bfloat16", made)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    (axes,) = figure.axes
-    boxes = [text.get_window_extent(canvas.get_renderer()) for text in axes.texts]
-    assert len(boxes) == 256
-    for text, box in zip(axes.texts, boxes, strict=True):
-        across, down = text.get_position()
-        (x0, y1), (x1, y0) = axes.transData.transform(
-            [(across - 4, down - 4), (across + 4, down + 4)]
-        )
-        assert x0 <= box.x0 < box.x1 <= x1, text.get_text()
-        # The box of a text has room for letters with tails, which numbers are not.
-        assert y0 - 2 <= box.y0 < box.y1 <= y1 + 2, text.get_text()
-
-
-@examples(25)
-@given(
-    st.lists(st.integers(1, 6), min_size=0, max_size=4),
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=3),
-)
-def test_rectangles_cover_what_boxes_do(shape: list[int], cuts: list[tuple[int, int]]) -> None:
-    used = [(dim, size) for dim, size in cuts if dim < len(shape)]
-    whole = tuple(size * 30 for size in shape)
-    made = pieces(
-        whole,
-        tuple(size for _, size in used),
-        tuple(Cut(dim, axis) for axis, (dim, _) in enumerate(used)),
-    )
-    projection = project(whole, [piece.box for piece in made])
-    area = projection.height * projection.width
-    if len(projection.lines) > 2:
-        area = projection.shape[projection.across or 0]
-    for panel in projection.panels:
-        found = [r for piece in made for r in projection.rectangles(panel, piece.box)]
-        assert sum(r.height * r.width for r in found) == area
-        assert all(r.y + r.height <= projection.height for r in found)
-        assert all(r.x + r.width <= projection.width for r in found)
-
-
-def test_more_panels_than_there_is_room_for_are_counted() -> None:
-    made = pieces((64, 64, 64), (8, 16, 20), (Cut(0, 0), Cut(1, 1), Cut(2, 2)))
-    projection = project((64, 64, 64), [piece.box for piece in made])
-    assert len(projection.panels) + projection.undrawn == 8
 
 
 @pytest.mark.parametrize(
@@ -212,11 +150,3 @@ def test_what_cannot_be_drawn_is_exit_2(tmp_path: Path, run: Run) -> None:
         assert (ran.code, ran.out) == (2, "")
         assert message in ran.err
     assert (tmp_path / "hf.png").read_bytes() == kept
-
-
-def test_colours_of_many_writers_differ() -> None:
-    made = pieces((300, 2), (100,), (Cut(0, 0),))
-    random.Random(0).shuffle(made)
-    figure = tensor_figure("w", (300, 2), "int8", made)
-    faces = figure.axes[0].collections[0].get_facecolors()
-    assert len({tuple(face) for face in faces}) == 100

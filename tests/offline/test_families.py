@@ -13,29 +13,6 @@ COMPONENT = st.sampled_from(["layers", "experts", "w1", "weight0", "bias12", "0"
 KEYS = st.sets(st.lists(COMPONENT, min_size=1, max_size=4).map(".".join), max_size=30)
 
 
-def names(*keys: str) -> list[str]:
-    return [family.name for family in families(keys)]
-
-
-def test_numbers_of_layers_and_experts_become_ranges() -> None:
-    keys = [f"layers.{n}.experts.{e}.w{w}" for n in range(12) for e in range(3) for w in (1, 2)]
-    assert names(*keys) == ["layers.0-11.experts.0-2.w1", "layers.0-11.experts.0-2.w2"]
-    assert names("fc1.weight0", "fc1.weight1", "fc2.weight1") == ["fc1.weight0-1", "fc2.weight1"]
-
-
-def test_gaps_are_visible() -> None:
-    assert names("h.0.w", "h.1.w", "h.3.w") == ["h.0-1,3.w"]
-    assert names("h.0.e.0", "h.0.e.1", "h.1.e.0") == ["h.0.e.0-1", "h.1.e.0"]
-
-
-def test_numbers_sort_as_numbers() -> None:
-    assert names("h.10.a", "h.2.b", "embed") == ["embed", "h.2.b", "h.10.a"]
-
-
-def test_numbers_with_leading_zeros_are_names() -> None:
-    assert names("h.01", "h.1") == ["h.01", "h.1"]
-
-
 @given(KEYS)
 def test_families_have_every_key_once(keys: set[str]) -> None:
     found = families(keys)

@@ -293,28 +293,6 @@ def test_m54_uneven_parts_without_global_shape_do_not_load(tmp_path: Path) -> No
     ] * 2 + [0]
 
 
-def test_a_renumber_says_which_experts_a_rank_has(tmp_path: Path) -> None:
-    keys = [f"layers.0.experts.{expert}.w1" for expert in range(8)]
-    dcp.save({key: torch.ones(16) for key in keys}, checkpoint_id=tmp_path)
-
-    def rules(mesh: Any) -> Any:
-        (at,) = mesh.get_coordinate()
-        rename = Renumber("experts.{}", [at, at + 4], total=8)
-        return Placements({"experts": None}, rename=rename)
-
-    found = rehearse(tmp_path, rules, {"ep": 4})
-    assert [rank.wanted_nbytes for rank in found.ranks] == [2 * 64] * 4
-    assert found.unmatched == ()
-
-
-def test_a_callable_does_for_rules(saved: Path) -> None:
-    def rules(mesh: Any) -> Any:
-        return lambda fqn, tensor: rules_by_ep(mesh)(fqn) if tensor.ndim == 3 else None
-
-    axes = {"ep": 4, "edp": 2}
-    assert rehearse(saved, rules, axes).ranks == rehearse(saved, rules_by_ep, axes).ranks
-
-
 UNEVEN = {"no global_shape": None, "global_shape": (7, 3)}
 
 

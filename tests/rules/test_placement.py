@@ -17,8 +17,7 @@ from dcp_placements import (
     MeshCoordinate,
     PlacementError,
 )
-from dcp_placements.layout.sharding import Kind
-from dcp_placements.rules.placement import format_placements, kind_of, shard_dim, shards
+from dcp_placements.rules.placement import shard_dim
 from dcp_placements.testing import FakeMesh
 
 MESH = MeshCoordinate(("ep", "edp"), (4, 2), (3, 0))
@@ -49,14 +48,6 @@ def test_one_placement_per_axis_in_mesh_order() -> None:
     assert CheckpointPlacement(FakeMesh((4,), rank=1), [Shard(0)]).placements == (Shard(0),)
 
 
-def test_shapes_are_kept_as_tuples_of_ints() -> None:
-    placement = CheckpointPlacement(
-        MESH, {"ep": Shard(0)}, global_shape=[5, 3], padded_shape=[8, 3]
-    )
-    assert placement.global_shape == (5, 3)
-    assert placement.padded_shape == (8, 3)
-
-
 def test_unknown_axis_is_refused_by_name() -> None:
     message = refusal(lambda: CheckpointPlacement(MESH, {"eq": Shard(0), "etp": Shard(0)}))
     assert message == "no axis 'eq', 'etp' in mesh (ep=4, edp=2): its axes are 'ep', 'edp'"
@@ -82,11 +73,6 @@ def test_dim_out_of_range_is_refused_with_the_number_of_dims(dim: int) -> None:
     assert "2 dims" in message
     message = refusal(lambda: shard_dim(FusedShard(1, 2), 1))
     assert message == "FusedShard(1, 2) names dim 1, but the tensor has 1 dim"
-
-
-def test_negative_dims_count_from_the_end() -> None:
-    assert [shard_dim(Shard(dim), 3) for dim in (-1, -3, 2)] == [2, 0, 2]
-    CheckpointPlacement(MESH, {"ep": Shard(-2)}, global_shape=(4, 3))
 
 
 def test_strings_for_numbers_are_refused() -> None:
@@ -149,36 +135,6 @@ def test_fused_shard_needs_parts_with_rows(parts: Any) -> None:
 
 def test_index_shard_refuses_negative_rows() -> None:
     assert "not -2" in refusal(lambda: IndexShard(0, (3, -2)))
-
-
-def test_sequences_become_tuples() -> None:
-    assert FusedShard(0, [4, 1, 1]).parts == (4, 1, 1)  # type: ignore[arg-type]
-    assert IndexShard(0, [2, 0]).indices == (2, 0)  # type: ignore[arg-type]
-    assert hash(FusedShard(0, [4, 1])) == hash(FusedShard(0, (4, 1)))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("placement", "kind", "expected"),
-    [
-        (Shard(1), Kind.PLAIN, "Shard(1)"),
-        (_StridedShard(0, split_factor=3), Kind.STRIDED, "_StridedShard(0, split_factor=3)"),
-        (FusedShard(0, 2), Kind.FUSED, "FusedShard(0, 2)"),
-        (FusedShard(0, (4, 4)), Kind.FUSED, "FusedShard(0, (4, 4))"),
-        (IndexShard(0, (2, 1)), Kind.LISTED, "IndexShard(0, [2, 1])"),
-        (
-            IndexShard(0, range(20)),  # type: ignore[arg-type]
-            Kind.LISTED,
-            "IndexShard(0, [0, 1, 2, 3, 4, 5, 6, 7, ... (20 rows)])",
-        ),
-        (Replicate(), None, "Replicate()"),
-    ],
-)
-def test_placements_are_told_apart_and_written_as_the_user_would(
-    placement: Any, kind: Kind | None, expected: str
-) -> None:
-    assert kind_of(placement) is kind
-    assert shards(placement) is (kind is not None)
-    assert format_placements([placement]) == f"[{expected}]"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from dcp_placements import (
 )
 from dcp_placements.names.rename_record import renames_in_force
 from dcp_placements.offline import inspect
-from dcp_placements.storage.metadata.provenance import RESERVED_KEY, stored
+from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import SaveRecord, record_of
 from dcp_placements.testing import FakeDTensor, World
 
@@ -96,30 +95,6 @@ def test_nothing_is_kept_of_a_key_that_ranks_declare_in_several_ways(tmp_path: P
 
     save(WORLD, tmp_path, lambda rank: {"w": arange(4, 2).chunk(2)[rank % 2].clone()}, other)
     assert saved_record(tmp_path).cuts("w") == ()
-
-
-def test_it_takes_a_hundredth_of_the_metadata(tmp_path: Path) -> None:
-    names = ("gate_up", "down", "q", "k", "v", "o", "norm1", "norm2", "a", "b", "c", "d")
-    keys = [f"model.layers.{i}.mlp.{name}.weight" for i in range(250) for name in names]
-
-    def many(rank: int) -> dict[str, Any]:
-        own = WORLD.mesh(rank, ep=1, tp=2, fsdp=2)["fsdp"]
-        tensor = torch.zeros(4, 2)
-        return {
-            key: tensor if "norm" in key else FakeDTensor.distribute(tensor, own, [Shard(0)])
-            for key in keys
-        }
-
-    save(WORLD, tmp_path, many, rules, digests="off")
-    file = tmp_path / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    record = record_of(stored(metadata), metadata.state_dict_metadata)
-    assert record is not None
-    assert {fqn for fqn in keys if record.cuts(fqn)} == {key for key in keys if "norm" not in key}
-    before = file.stat().st_size
-    kept = {name: metadata.planner_data[RESERVED_KEY].pop(name) for name in ("cuts", "renames")}
-    assert len(pickle.dumps(kept)) < before / 100
-    assert before - len(pickle.dumps(metadata)) < before / 100
 
 
 def test_renames_are_kept_as_their_classes_with_the_checkpoint_s_pattern() -> None:

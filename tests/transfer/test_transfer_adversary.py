@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -27,10 +26,8 @@ from dcp_placements import (
     Unstack,
     transfer_plan,
 )
-from dcp_placements.layout.sharding import Cut, Sharding, dim_pieces
 from dcp_placements.testing import cut
 from dcp_placements.testing.reference import numbered
-from dcp_placements.transfer.holding import _plain_pieces
 from tests.transfer.test_transfer_plan import filled, meta, world
 
 PLACEMENTS = [Shard(0), Shard(1), Replicate(), FusedShard(0, 2)]
@@ -117,15 +114,6 @@ def test_ranks_that_hold_a_part_share_the_work_for_those_that_do_not() -> None:
     sender = world({"dp": 4, "tp": 2}, {"w": {"tp": Shard(0)}}, meta(w=(8, 4)))
     plan = transfer_plan(sender, world({"dp": 8}, {}, meta(w=(8, 4))))
     assert [plan.part(rank).sends.nbytes for rank in range(8)] == [4 * 4 * 4] * 8
-
-
-def test_a_thousand_replicas_each_send_to_one_rank() -> None:
-    sender = world({"dp": 1000}, {}, meta(w=(4, 2)))
-    plan = transfer_plan(sender, world({"dp": 1000}, {}, ranks=range(1000, 2000)))
-    pairs = plan.pairs()
-    assert sorted(pairs.source_rank.tolist()) == list(range(1000))
-    assert sorted(pairs.target_rank.tolist()) == list(range(1000, 2000))
-    assert len(plan.part(17).sends) == 1
 
 
 def test_a_row_that_a_rank_lists_twice_is_sent_from_once_and_filled_twice() -> None:
@@ -278,27 +266,6 @@ def test_both_sides_per_expert_under_the_name_of_their_stack() -> None:
     filled(transfer_plan(receiver, sender), states(2, three), states(0, two))
 
 
-def test_rows_along_different_dims_of_one_stack_are_refused() -> None:
-    tensors = meta(a=(4,), b=(4,))
-
-    def rename(mesh: MeshCoordinate) -> Renames:
-        return Renames(Stack("x.{}", total=4))
-
-    sender = world({"tp": 1}, {}, meta(**{"x.0": (4,), "y": (4,)}), rename=rename)
-    named = Renames(OtherDim())
-    with pytest.raises(PlacementError, match=r"more than once: of x\.0, y"):
-        transfer_plan(sender, world({"tp": 1}, {}, tensors), rename=named)
-
-
-class OtherDim:
-    """Makes ``y`` a column of the stack that ``x.0`` is a row of."""
-
-    def __call__(self, key: str) -> Any:
-        if key != "y":
-            return key
-        return Stack("x.{}", total=4, dim=1)("x.1")
-
-
 def test_holes_of_a_stack_are_refused_with_the_rank() -> None:
     tensors = meta(**{f"e.{index}.w": (2, 3) for index in (0, 2)})
     sender = world({"tp": 1}, {}, tensors, rename=lambda mesh: Stack("e.{}.w", total=3))
@@ -316,22 +283,3 @@ def test_an_unstacked_key_beyond_the_rows_is_named() -> None:
     receiver = world({"tp": 1}, {}, meta(**{"e.0.w": (3,), "e.2.w": (3,)}))
     with pytest.raises(PlacementError, match=r"e\.2\.w: the source has no such tensor"):
         transfer_plan(sender, receiver, rename=Unstack("e.{}.w"))
-
-
-@given(
-    size=st.integers(0, 40),
-    padding=st.integers(0, 9),
-    axes=st.lists(st.integers(1, 5), min_size=0, max_size=3),
-)
-@examples(30)
-def test_positions_cut_at_once_are_those_cut_one_by_one(
-    size: int, padding: int, axes: Sequence[int]
-) -> None:
-    cuts = tuple([Cut(0, axis) for axis in range(len(axes))])
-    sharding = Sharding((size,), tuple(axes), cuts, (size + padding,))
-    positions = list(sharding.coordinates())
-    table = np.array(positions, np.int64).reshape(len(positions), len(axes))
-    counts, pieces = _plain_pieces(sharding, 0, size, table)
-    expected = [dim_pieces(sharding.dim_at(0, position), size) for position in positions]
-    assert counts.tolist() == [len(each) for each in expected]
-    assert pieces.tolist() == [list(piece) for each in expected for piece in each]
