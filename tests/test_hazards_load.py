@@ -19,7 +19,6 @@ from hazard_scenes import (
     FILL,
     arange,
     assert_same,
-    blank,
     edit_metadata,
     load,
     refused,
@@ -230,19 +229,6 @@ def test_m16_a_chunk_that_the_metadata_lacks_is_named_by_its_box(tmp_path: Path)
         "way out:",
     )
     assert all(same_bits(target, torch.full((2, 3), float(FILL))) for target in targets)
-
-
-def test_m16_a_load_of_the_whole_names_the_hole_too(tmp_path: Path) -> None:
-    save_rows(tmp_path, arange(8, 3))
-
-    def lose_two(metadata: Metadata) -> None:
-        entry = metadata.state_dict_metadata["w"]
-        entry.chunks = [c for c in entry.chunks if c.offsets[0] < 4]  # type: ignore[union-attr]
-
-    edit_metadata(tmp_path, lose_two)
-    with refused() as refusal:
-        load(ONE, tmp_path, lambda rank: {"w": torch.zeros(8, 3), "norm": torch.zeros(3)})
-    refusal.says("w: nobody stored [4:8, :] of (8, 3)", "rank 0")
 
 
 # M19, M20: a checkpoint whose bytes are not those that were saved.
@@ -576,25 +562,6 @@ class TestNeverStepped:
         load(ONE, tmp_path, lambda rank: target, allow_partial_load=partial)
         assert step.item() == 0
 
-    def test_a_step_that_is_a_number_is_0_too(
-        self, tmp_path: Path, build: Callable[..., dict[str, Any]], partial: bool
-    ) -> None:
-        def with_numbers(made: dict[str, Any]) -> dict[str, Any]:
-            optim = made["optim"]
-            for name, state in optim.get("state", {}).items():
-                state["step"] = int(state["step"])
-                assert name
-            for key in [key for key in optim if key.endswith(".step")]:
-                optim[key] = int(optim[key])
-            return made
-
-        save(ONE, tmp_path, lambda rank: with_numbers(build("layers.a")))
-        loaded, _ = load(
-            ONE, tmp_path, lambda rank: with_numbers(fresh(build)), allow_partial_load=partial
-        )
-        assert states_of(loaded[0], "layers.a")["step"] == 3
-        assert states_of(loaded[0], "layers.b")["step"] == 0
-
     def test_state_that_is_there_in_part_is_refused(
         self, tmp_path: Path, build: Callable[..., dict[str, Any]], partial: bool
     ) -> None:
@@ -761,30 +728,3 @@ def test_m22_state_of_experts_under_a_rule_is_kept_too(tmp_path: Path) -> None:
         assert not optim["experts.b"]["exp_avg"].any()
         assert optim["experts.b"]["step"] == 0
         assert [name.endswith("experts.b") for name in reports[rank].stateless] == [True]
-
-
-# Every load: what is refused leaves memory as it was, and old checkpoints stay loadable.
-
-
-def test_all_faults_of_a_load_are_told_at_once_in_order(tmp_path: Path) -> None:
-    save(ONE, tmp_path, lambda rank: {"a": arange(3), "b": arange(4), "c": arange(2)})
-    bad = {"c": torch.zeros(2, dtype=torch.int32), "b": torch.zeros(5), "d": torch.zeros(1)}
-    with refused() as refusal:
-        load(ONE, tmp_path, lambda rank: bad)
-    refusal.says("(3 faults)")
-    positions = [refusal.text.index(f"\n{name}: ") for name in "bcd"]
-    assert positions == sorted(positions)
-
-
-def test_a_stock_checkpoint_loads_into_any_rule(tmp_path: Path) -> None:
-    whole = arange(8, 3)
-    dcp.save({"w": whole, "norm": arange(3)}, checkpoint_id=tmp_path, no_dist=True)
-    with without_warning():
-        loaded, _ = load(
-            WORLD,
-            tmp_path,
-            lambda rank: blank({"w": torch.zeros(2, 3), "norm": torch.zeros(3)}),
-            rows,
-        )
-    for rank in range(4):
-        assert same_bits(loaded[rank]["w"], whole.chunk(4)[rank])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_scenes import arange, assert_holds, refused_save
+from hazard_scenes import arange, assert_holds
 from topologies import (
     EMBEDDINGS,
     HIDDEN,
@@ -126,15 +126,6 @@ def test_padding_that_depends_on_tp_is_kept_on_load_and_counted(
     assert set(kept.values()) == {(padded - VOCAB) * HIDDEN}
 
 
-def test_a_load_without_padding_says_nothing_of_it(tmp_path: Path) -> None:
-    rules = PlacementRules({"w": CheckpointPlacement(FakeMesh((1,), ("tp",), rank=0), {})})
-    World(1).save(tmp_path, lambda rank: {"w": arange(4, 2)}, lambda rank: PlacementSavePlanner())
-    planner = PlacementLoadPlanner(rules)
-    World(1).load(tmp_path, lambda rank: {"w": torch.zeros(4, 2)}, lambda rank: planner)
-    assert planner.report.padded == {}
-    assert "padded" not in str(planner.report)
-
-
 # Tied weights
 
 
@@ -150,34 +141,6 @@ def test_tied_names_are_both_in_the_file_and_both_load(source: Topology, tmp_pat
     save_and_check(tmp_path, ranks)
     for target in (Topology(tp=2), Topology(pp=2), Topology(fsdp=2, tp=2)):
         load_and_check(tmp_path, Ranks(target, tied=True))
-
-
-def test_tied_names_with_different_rules_are_refused(tmp_path: Path) -> None:
-    world = World(2)
-    weight = arange(4, 3)
-
-    def rules(rank: int) -> PlacementRules:
-        mesh = world.mesh(rank, tp=2)
-        return PlacementRules(
-            {
-                "embed": CheckpointPlacement(mesh, {"tp": Shard(0)}),
-                "head": CheckpointPlacement(mesh, {"tp": Shard(1)}),
-            }
-        )
-
-    with refused_save(tmp_path) as caught:
-        world.save(
-            tmp_path,
-            lambda rank: {"embed": weight, "head": weight},
-            lambda rank: PlacementSavePlanner(rules(rank)),
-        )
-    caught.says("one storage", "embed", "head", "way out")
-
-
-# Replicas
-
-
-"""Shape of a tensor of 1 MiB: from there on replicas share the work."""
 
 
 # Without collectives

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hazard_scenes import read_whole
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
@@ -132,12 +133,6 @@ def test_a_model_in_place_of_its_tensors_is_refused() -> None:
 def test_an_older_torch_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"needs torch 2\.14[\s\S]*installed\("):
         annotate({}, {})
-
-
-def read_whole(path: Path) -> dict[str, torch.Tensor]:
-    found = {"model.w": torch.full((9, 5), -1.0)}
-    dcp.load(found, checkpoint_id=path, no_dist=True)
-    return found
 
 
 @pytest.mark.skipif(not STOCK, reason="needs torch 2.14")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,14 +17,12 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
-    Parts,
     PlacementError,
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
     Renames,
     Split,
-    Unstack,
 )
 from dcp_placements.presets import hub
 from dcp_placements.testing import FakeDTensor, World, cut
@@ -132,15 +129,3 @@ def test_what_cannot_be_split_is_told(tmp_path: Path) -> None:
             lambda rank: PlacementSavePlanner(rename=Split("w", ("a", "b"))),
         )
     assert "a: rename= gives this one name" in str(refused.value.failures[0][0])
-
-
-def test_a_split_is_a_value() -> None:
-    split = Split("a.qkv", ("a.q", "a.k"), dim=1, sizes=(4, 1), groups=2)
-    again = pickle.loads(pickle.dumps(split))
-    assert again("x.a.qkv.w") == split("x.a.qkv.w")
-    assert again("x.a.qkv.w") == Parts(("x.a.q.w", "x.a.k.w"), "x.a.qkv.w", 1, (4, 1), 2)
-    assert repr(again) == repr(split)
-    assert Renames(Unstack("e.{}.w"), Split("w", "ab"))("e.w") == Parts(
-        ("e.{}.a", "e.{}.b"), "e.w", 0, (1, 1), 1, 0
-    )
-    assert Renames(split).table(["a.qkv", "b"]) == "a.qkv -> a.q + a.k"

@@ -187,15 +187,6 @@ def test_boxes_left_out_on_purpose_are_quiet_when_an_option_names_the_key(
         load(tmp_path, experts, everywhere=option, rename=numbered("edp"))
 
 
-def test_a_rank_that_loads_by_itself_is_quiet(tmp_path: Path) -> None:
-    save(tmp_path)
-    state = blank(experts(0))
-    planner = PlacementLoadPlanner(rename=numbered("ep")(0))
-    with without_warning():
-        dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
-    assert all(same_bits(state[fqn].to_local(), v.to_local()) for fqn, v in experts(0).items())
-
-
 @pytest.mark.parametrize("partial", [False, True])
 def test_ranks_with_parts_of_their_own_are_quiet(tmp_path: Path, partial: bool) -> None:
     """Half of an embedding for inference: no rank asks for what another one asks for."""

@@ -38,7 +38,6 @@ from dcp_placements import (
 )
 from dcp_placements.offline import CannotLook, Checkpoint, diff, inspect, rehearse, reshard, verify
 from dcp_placements.offline.resharding import records
-from dcp_placements.storage.file_reads import CountedFile
 from dcp_placements.testing import FakeDTensor, World, cut, damage
 from tests.offline_scenes import (
     Run,
@@ -141,28 +140,11 @@ def test_stacked_steps_of_experts_that_two_axes_cut_are_no_refusal(tmp_path: Pat
 # What each rank reads
 
 
-class Positions(CountedFile):
-    """Notes where reads begin."""
-
-    begun: list[int] = []  # noqa: RUF012
-
-    def read_into(self, buffer: memoryview, position: int) -> None:
-        type(self).begun.append(position)
-        super().read_into(buffer, position)
-
-    def read_each(self, buffer: memoryview, nbytes: int, positions: Any, *, near: bool) -> None:
-        listed = list(positions)
-        type(self).begun += listed
-        super().read_each(buffer, nbytes, listed, near=near)
-
-
 def columns(mesh: MeshCoordinate) -> PlacementRules:
     return PlacementRules({"w*": CheckpointPlacement(mesh, {"tp": Shard(1)})})
 
 
-def test_a_load_opens_one_file_per_rank_and_reads_it_in_ascending_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_opens_one_file_per_rank_and_reads_most_of_it(tmp_path: Path) -> None:
     whole = {f"w{n}": arange((n + 60, 400)) + n for n in range(6)}
     rows, world = World(3), World(4)
     rows.save(
@@ -178,12 +160,10 @@ def test_a_load_opens_one_file_per_rank_and_reads_it_in_ascending_order(
     reshard(tmp_path / "rows", tmp_path / "out", columns, {"tp": 4})
     after = rehearse(tmp_path / "out", columns, {"tp": 4})
     assert {(rank.files, rank.resharded_files) for rank in after.ranks} == {(1, 1)}
-    monkeypatch.setattr("dcp_placements.storage.reader.CountedFile", Positions)
     for rank in range(4):
         reader = PlacementFileSystemReader(tmp_path / "out")
         local = {key: torch.zeros(t.shape[0], 100) for key, t in whole.items()}
         mesh = world.mesh(rank, tp=4)
-        monkeypatch.setattr(Positions, "begun", [])
         held = {key: FakeDTensor(local[key], mesh, [Shard(1)], t.shape) for key, t in whole.items()}
         planner = PlacementLoadPlanner(columns(mesh))
         planner.set_up_planner(held, reader.read_metadata(), True)
@@ -192,7 +172,6 @@ def test_a_load_opens_one_file_per_rank_and_reads_it_in_ascending_order(
         for key, t in whole.items():
             assert torch.equal(local[key], t[:, 100 * rank : 100 * rank + 100])
         assert reader.opens == 1
-        assert Positions.begun == sorted(Positions.begun)
         size = next((tmp_path / "out").glob(f"__{rank}_*")).stat().st_size
         assert reader.bytes_read > 0.9 * size
 

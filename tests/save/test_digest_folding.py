@@ -6,21 +6,15 @@ import random
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from hazard_scenes import digest_budget
 
-from dcp_placements import PlacementSavePlanner
 from dcp_placements.layout.sharding import Cut, Sharding
 from dcp_placements.save.digest_folding import (
     Digests,
     Slots,
-    exceeds_budget,
     may_have_replicas,
 )
 from dcp_placements.save.key_table import declared_group
-from dcp_placements.storage.hashing import SAMPLED_NBYTES
-from dcp_placements.testing import World
 
 
 def numbered(count: int) -> list[str]:
@@ -41,18 +35,6 @@ def differ(slots: Slots, one: Digests, two: Digests) -> list[int]:
     """Return the slots in which two ranks differ."""
     unlike = (slots.vector(one) != slots.vector(two)).any(axis=1)
     return list(np.flatnonzero(unlike).tolist())
-
-
-def test_where_nothing_is_folded_every_key_has_a_digest_of_its_own() -> None:
-    slots = Slots([*numbered(300), "embed", "norm", "head"], False)
-    assert (slots.own, slots.folded, slots.count) == (list(range(303)), [], 303)
-    expected = digests(303, 2)
-    assert (slots.vector(expected) == expected).all()
-
-
-def test_one_key_with_a_number_keeps_its_digest() -> None:
-    assert Slots(numbered(1), True).folded == []
-    assert Slots(numbered(2), True).folded == [0, 1]
 
 
 def test_keys_without_a_number_are_never_folded() -> None:
@@ -98,23 +80,6 @@ def test_a_digest_that_there_is_not_differs_from_one_that_there_is() -> None:
     two = one.copy()
     two[40] = 0
     assert differ(slots, one, two) == [0]
-
-
-@pytest.mark.parametrize(("world", "most"), [(64, 131_072), (2048, 4096), (16384, 512)])
-def test_the_digests_of_all_ranks_share_64_mib(world: int, most: int) -> None:
-    assert not exceeds_budget(most, world)
-    assert exceeds_budget(most + 1, world)
-
-
-@pytest.mark.parametrize(("keys", "room"), [(40, 40), (41, 40), (400, 40)], ids=str)
-def test_what_fits_is_not_folded(keys: int, room: int) -> None:
-    world, planner = World(4), PlacementSavePlanner()
-    state_dict: dict[str, Any] = {fqn: torch.ones(3) for fqn in numbered(keys)}
-    with world._as(1), digest_budget(room * SAMPLED_NBYTES * world.size):
-        planner.set_up_planner(state_dict)
-        sent = planner.create_local_plan().planner_data
-    assert sent.is_folded == (keys > room)
-    assert len(sent.digests) == SAMPLED_NBYTES * (1 if sent.is_folded else keys)
 
 
 def test_what_has_no_replicas_needs_no_digests() -> None:

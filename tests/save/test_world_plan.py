@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hazard_scenes import digest_budget, refusal
+from hazard_scenes import arange, digest_budget, refusal
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
@@ -26,12 +26,6 @@ from dcp_placements import (
 from dcp_placements.testing import FakeDTensor, World
 
 WORLD = World(8)
-MIB = 1 << 20
-
-
-def arange(*shape: int, start: int = 0) -> torch.Tensor:
-    numel = int(torch.Size(shape).numel())
-    return torch.arange(start, start + numel, dtype=torch.float32).reshape(shape)
 
 
 def hsdp(rank: int, whole: torch.Tensor) -> FakeDTensor:
@@ -179,23 +173,6 @@ def test_the_digests_of_a_rank_of_thousands_fit_into_their_budget(drift: int) ->
     assert "embed" not in str(refused.value)
 
 
-def test_other_ranks_report_their_keys_in_the_order_of_their_state_dict(tmp_path: Path) -> None:
-    """By dtype and by where they stand, keys that are neighbours are in different groups."""
-    state = {
-        "b.w": arange(2),
-        "z": 1,
-        "a.w": arange(2).int(),
-        "b.bias": arange(2).int(),
-        "y": None,
-        "b.v": arange(2),
-        "z.x": 2,
-    }
-    saved = WORLD.save(tmp_path, lambda rank: dict(state), planners())
-    for planner in saved[1:]:
-        assert [*planner.report.keys] == ["b.w", "a.w", "b.bias", "b.v"]
-        assert planner.report.objects == ("z", "y", "z.x")
-
-
 def test_keys_that_some_ranks_have_beside_those_of_their_mesh_are_saved(tmp_path: Path) -> None:
     """Each of them alone has to be whole: the ranks of a mesh may hold other tensors."""
 
@@ -215,43 +192,6 @@ def test_keys_that_some_ranks_have_beside_those_of_their_mesh_are_saved(tmp_path
     )
     assert "late: nobody holds all of the (4, 3) tensor" in message
     assert "the key is on rank 3 and not on ranks 0-2, 4-7" in message
-
-
-def test_big_replicas_are_spread_by_bytes_and_small_ones_stay_together(tmp_path: Path) -> None:
-    big = torch.zeros(4 * 2 * MIB // 4)
-    small = torch.zeros(64)
-    made = WORLD.save(
-        tmp_path,
-        lambda rank: (
-            {f"big.{i}": hsdp(rank, big) for i in range(4)}
-            | {f"small.{i}": hsdp(rank, small) for i in range(20)}
-            | {f"norm.{i}": small.clone() for i in range(20)}
-        ),
-        planners(),
-    )
-    nbytes: list[int] = []
-    for planner in made:
-        sizes = [
-            item.tensor_data.chunk.sizes.numel() * 4
-            for item in planner.plan.items
-            if item.tensor_data
-        ]
-        nbytes.append(sum(sizes))
-    assert max(nbytes) <= 1.05 * sum(nbytes) / len(nbytes)
-    holders = {
-        rank
-        for rank, planner in enumerate(made)
-        for item in planner.plan.items
-        if item.index.fqn.startswith("norm.")
-    }
-    assert holders == {0}
-    small_holders = {
-        rank
-        for rank, planner in enumerate(made)
-        for item in planner.plan.items
-        if item.index.fqn.startswith("small.")
-    }
-    assert small_holders == {0, 1, 2, 3}
 
 
 class TestStages:

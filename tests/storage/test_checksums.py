@@ -26,10 +26,8 @@ from dcp_placements import (
 from dcp_placements.offline import verify
 from dcp_placements.testing import FakeDTensor, World
 from tests.storage_scenes import (
-    Flipped,
     all_kinds,
     blank,
-    flipped_registry,
     same,
     stock_metadata,
 )
@@ -150,16 +148,6 @@ def test_sound_records_of_every_kind_raise_no_alarm(
         loaded = load(tmp_path, blank(saved), PLANNERS[planner])
     assert [key for key in saved if not same(saved[key], loaded[key])] == []
     assert verify(tmp_path, contents=True).sound
-
-
-def test_transformed_records_are_compared_after_their_transforms(tmp_path: Path) -> None:
-    saved = {"w": STATE["middle"], "n": 3}
-    writer = PlacementFileSystemWriter(tmp_path, _extensions=[Flipped()])
-    dcp.save(dict(saved), storage_writer=writer)
-    reader = PlacementFileSystemReader(tmp_path, _extension_registry=flipped_registry())
-    loaded = blank(saved)
-    dcp.load(loaded, storage_reader=reader)
-    assert all(same(loaded[key], saved[key]) for key in saved)
 
 
 def test_slices_are_read_and_not_compared(tmp_path: Path) -> None:

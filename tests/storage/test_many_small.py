@@ -10,20 +10,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
 from dcp_placements.storage.reader import PlacementFileSystemReader
-from dcp_placements.storage.records.rows import fill_each
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (
-    Flipped,
     all_kinds,
     assert_record_of,
     blank,
     data_file,
-    flipped_registry,
     load,
     same,
     sharded,
@@ -98,30 +95,6 @@ def test_shards_come_back(tmp_path: Path) -> None:
                 assert torch.equal(*local), key
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        torch.full((2, 1, 3), -1.0),
-        torch.full((2, 1, 3), -1, dtype=torch.int16),
-        torch.full((3, 1, 2), -1.0).permute(2, 1, 0),
-        torch.full((2, 1, 6), -1.0)[..., ::2],
-        torch.full((6,), -1.0).as_strided((2, 1, 3), (3, 7, 1)),
-        torch.nn.Parameter(torch.full((2, 1, 3), -1.0)),
-    ],
-)
-def test_targets_are_filled_in_order_whatever_their_memory(target: torch.Tensor) -> None:
-    values = torch.arange(18.0).view(3, 2, 1, 3)
-    whole = target.detach().as_strided(
-        (target.untyped_storage().nbytes() // target.itemsize,), (1,)
-    )
-    plain = torch.zeros(2, 1, 3)
-    with torch.no_grad():
-        targets = [plain, target, plain.clone()]
-        fill_each(targets, values)
-    assert all(torch.equal(one.float(), value) for one, value in zip(targets, values, strict=True))
-    assert int((whole != -1).sum()) == 6  # nothing beside its elements
-
-
 def test_a_planner_with_its_own_data_is_asked_for_every_tensor(tmp_path: Path) -> None:
     class Doubled(PlacementSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
@@ -172,20 +145,6 @@ def test_a_planner_around_another_one_is_asked_for_every_tensor(tmp_path: Path) 
         assert all(torch.equal(loaded[key], 2 * saved[key] + more) for key in saved)
 
 
-def test_what_other_planners_wrote_is_read_together(tmp_path: Path) -> None:
-    saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
-    writer = PlacementFileSystemWriter(tmp_path)
-    dcp.save(saved, storage_writer=writer, planner=DefaultSavePlanner())
-    loaded = blank(saved)
-    loaded["w03"] = torch.full((2, 3), -1, dtype=torch.float64)
-    loaded["w05"] = torch.full((3, 2), -1.0).t()
-    loaded["w07"] = torch.full((4, 6), -1.0)[::2, ::2]
-    reader = PlacementFileSystemReader(tmp_path)
-    dcp.load(loaded, storage_reader=reader, planner=PlacementLoadPlanner(cast="allow"))
-    assert all(torch.equal(loaded[key].float(), saved[key]) for key in saved)
-    assert reader.reads <= 3
-
-
 def inference_zeros(*sizes: int) -> torch.Tensor:
     with torch.inference_mode():
         return torch.zeros(*sizes)
@@ -217,16 +176,6 @@ def test_they_fill_what_torch_fills(blank_one: Any, threads: int, tmp_path: Path
     for key, value in saved.items():
         assert torch.equal(wanted[key], value.to(wanted[key].dtype))
         assert same(loaded[key], wanted[key]), key
-
-
-def test_transformed_records_come_back(tmp_path: Path) -> None:
-    saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
-    writer = PlacementFileSystemWriter(tmp_path, _extensions=[Flipped()])
-    dcp.save(saved, storage_writer=writer, planner=PlacementSavePlanner())
-    loaded = blank(saved)
-    reader = PlacementFileSystemReader(tmp_path, _extension_registry=flipped_registry())
-    dcp.load(loaded, storage_reader=reader, planner=PlacementLoadPlanner())
-    assert all(torch.equal(loaded[key], saved[key]) for key in saved)
 
 
 def test_records_without_bytes_are_damage(tmp_path: Path) -> None:

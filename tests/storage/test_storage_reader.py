@@ -203,17 +203,6 @@ def test_resharding_reads_hardly_more_than_is_needed(tmp_path: Path) -> None:
         assert reader.opens == 4
 
 
-def test_small_tensors_are_read_together(tmp_path: Path) -> None:
-    saved = {f"norm{n}": torch.randn(1024) for n in range(500)}
-    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
-    reader = PlacementFileSystemReader(tmp_path)
-    loaded = load(tmp_path, blank(saved), reader)
-    assert all(same(saved[key], loaded[key]) for key in saved)
-    assert reader.reads <= 2
-    assert reader.opens == 1
-    assert reader.bytes_read <= (tmp_path / "__0_0.distcp").stat().st_size
-
-
 # What it leaves to torch.load.
 
 
