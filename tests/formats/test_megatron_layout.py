@@ -242,6 +242,16 @@ def test_the_tracker_chooses_the_iteration(tmp_path: Path) -> None:
     assert megatron_layout(tmp_path).path.name == "release"
 
 
+def test_m102_a_tracker_of_many_digits_is_one_message(tmp_path: Path, run: Run) -> None:
+    write_legacy(tmp_path, SMALL, MegatronRun(), iteration=10)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7" * 5_000)
+    ran = run("megatron", tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"dcp-placements: {tmp_path}: latest_checkpointed_iteration.txt says")
+    assert "found:       iter_0000010" in ran.err
+    assert len(ran.err) < 1000
+
+
 def test_dcp_directories_of_megatron_are_known(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").touch()
     (tmp_path / ".metadata").touch()

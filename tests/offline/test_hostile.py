@@ -339,6 +339,23 @@ def test_a_header_that_no_tensor_has_is_one_message(tmp_path: Path, run: Run, na
         assert len(ran.err) < 1000
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "rehearse", "reshard"])
+def test_m102_parts_of_a_tensor_larger_than_any_are_one_message(
+    tmp_path: Path, run: Run, command: str
+) -> None:
+    sharding = json.dumps({"w": {"saved_offsets": [1 << 62]}})
+    header = {"w": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}}
+    header["__metadata__"] = {"DCP_SHARDING_INFO": sharding}
+    safetensors_of(tmp_path / "hf", json.dumps(header).encode())
+    out = [tmp_path / "out"] if command == "reshard" else []
+    rules = ["--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2"]
+    ran = run(command, tmp_path / "hf", *out, *(rules if command.startswith("re") else []))
+    assert (ran.code, ran.out) == (2, "")
+    assert f"w is larger than any tensor: ({(1 << 62) + 16},) of torch.float32" in ran.err
+    assert len(ran.err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 RANGES = {
     "sound": b'{"w":{"dtype":"U8","shape":[60],"data_offsets":[4,64]},'
     b'"v":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'

@@ -16,11 +16,12 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.storage.remote.filesystem import RemoteFileSystem
+from tests.offline_scenes import Run, run
 from tests.remote_scenes import Proxy, names, proxy, s3, s3_server
 from tests.storage.test_remote import failures_of
 from tests.storage_scenes import load, same
 
-__all__ = ["proxy", "s3", "s3_server"]
+__all__ = ["proxy", "run", "s3", "s3_server"]
 
 SAVED = {"w": torch.arange(70_000.0), "v": torch.arange(300), "step": 3}
 SMALL_PARTS = {"default_block_size": 5 << 20}
@@ -214,3 +215,21 @@ def test_a_file_is_created_once_though_the_answer_is_lost(proxy: tuple[type[Prox
     assert service.faults == []
     assert not fs.create(f"{url}/one", b"other")
     assert fs.read(f"{url}/one") == b"mine"
+
+
+@pytest.mark.parametrize("flags", [[], ["--contents"]])
+@pytest.mark.parametrize("command", ["HEAD", "GET"])
+def test_m102_a_checkpoint_that_may_not_be_read_is_not_called_damaged(
+    proxy: tuple[type[Proxy], str], run: Run, command: str, flags: list[str]
+) -> None:
+    service, url = proxy
+    save(url)
+    forbidden = refused(403, "AccessDenied")
+    service.faults += [lambda r: r.command == command and is_data(r) and forbidden(r)] * 99
+    ran = run("verify", url, *flags)
+    assert (ran.code, ran.out) == (2, "")
+    (line,) = ran.err.splitlines()
+    assert line.startswith(f"dcp-placements: {url}/__0_")
+    assert "it cannot be read: " in line
+    service.faults.clear()
+    assert run("verify", url, *flags).code == 0

@@ -22,6 +22,9 @@ from dcp_placements.offline.directory import Directory
 
 WEIGHTS = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER_LENGTH = 100
+"""The characters of it that are read."""
+
 DISTRIBUTED = "distrib_optim.pt"
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -100,7 +103,8 @@ def find_iteration(given: str | os.PathLike[str]) -> Path:
         if entry.is_dir() and re.fullmatch(r"iter_\d{7,}|release", entry.name)
     )
     if tracker.is_file():
-        latest = tracker.read_text(errors="replace").strip()
+        with tracker.open(errors="replace") as stream:
+            latest = stream.read(TRACKER_LENGTH).strip()
         name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
         if name in iterations:
             return path / name

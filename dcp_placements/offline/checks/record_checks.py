@@ -6,6 +6,7 @@ and dtype, and every part of it has a checksum, which ``torch.load`` does not co
 
 from __future__ import annotations
 
+import errno
 import io
 import struct
 import zipfile
@@ -15,6 +16,7 @@ from math import prod
 import numpy as np
 import torch
 
+from dcp_placements.errors import CannotLook
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
 from dcp_placements.offline.checks.structure import CheckpointFault
@@ -78,7 +80,11 @@ class RecordChecker:
         self._sound_heads: dict[tuple[tuple[int, ...], torch.dtype, int], bytearray] = {}
 
     def check_file(self, file: str, records: FileRecords) -> list[CheckpointFault]:
-        """Return the faults of those records of one file that lie within it."""
+        """Return the faults of those records of one file that lie within it.
+
+        Raises:
+            CannotLook: The file may not be read, or its service does not answer.
+        """
         size = self._checkpoint.directory.size(file)
         if size is None:
             return []
@@ -93,8 +99,11 @@ class RecordChecker:
                     for kind, message in self._check(part, record):
                         message = f"{record.name} in {file}: {message}"
                         faults.append(CheckpointFault(kind, fqns_of([record]), (file,), message))
-        except (OSError, EOFError) as error:  # it was cut off since its size was read
+        except (OSError, EOFError) as error:
             message = f"it cannot be read: {error}"
+            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
+                raise CannotLook(f"{self._checkpoint.path}/{file}: {message}") from error
+            # A disk is broken, or the file was removed or cut off since its size was read.
             return [CheckpointFault("missing_file", fqns_of(records), (file,), message)]
         return faults
 
@@ -178,6 +187,8 @@ class RecordChecker:
             return
         try:
             content = self._checkpoint.read_record(record.fqn, record.chunk, self._limit_nbytes)
+        except OSError:
+            raise
         except Exception as error:
             # An extension can raise anything.
             yield "wrong_record", _reason(error)
@@ -196,9 +207,10 @@ class RecordChecker:
         if record.chunk.nbytes > self._limit_nbytes:
             self.skipped.append(record.name)
             return
+        # Not through a reader, which converts to the dtype of the metadata.
+        content = io.BytesIO(part.stream().read())
         try:
-            # Not through a reader, which converts to the dtype of the metadata.
-            tensor = load_saved_tensor(io.BytesIO(part.stream().read()))
+            tensor = load_saved_tensor(content)
         except RefusedGlobal:  # of a type that this process was not told to allow
             self.other_types.append(record.name)
             return

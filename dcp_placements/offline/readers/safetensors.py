@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from dcp_placements.storage.index.entries import build_entries
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.file import with_columns
 from dcp_placements.storage.metadata.table import StoredPlace, rows_of_places
-from dcp_placements.storage.safetensors_files import Entry, read_header
+from dcp_placements.storage.safetensors_files import LARGEST, Entry, read_header
 
 WHOLE = {"model", "consolidated", "adapter_model"}
 """How files are named that hold a whole model, or a whole adapter, without their numbers."""
@@ -69,9 +70,14 @@ def read_safetensors_metadata(
             )
         boxes = [entry.box for _, entry in entries]
         ends = zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True)
-        shape = torch.Size(map(max, ends))
+        shape, dtype = torch.Size(map(max, ends)), entries[0][1].dtype
+        if prod(shape) * dtype.itemsize >= LARGEST:
+            raise CannotLook(
+                f"{directory.path}: {format_name(fqn)} is larger than any tensor: {tuple(shape)} "
+                f"of {dtype} by its parts in {format_names([file for file, _ in entries])}"
+            )
         chunks: Any = ChunkList([box.offsets for box in boxes], [box.sizes for box in boxes])
-        tensors[fqn] = TensorStorageMetadata(TensorProperties(entries[0][1].dtype), shape, chunks)
+        tensors[fqn] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
         for file, entry in entries:
             offsets = entry.box.offsets
             places.append(StoredPlace(fqn, offsets, file, entry.start, entry.nbytes))
