@@ -13,9 +13,18 @@ import torch
 from hazard_scenes import arange, load, refused, save
 from torch.distributed.tensor import Shard
 
-from dcp_placements import CheckpointPlacement, FusedShard, MeshCoordinate, PlacementError
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    MeshCoordinate,
+    PlacementError,
+    TransferWorld,
+    transfer_plan,
+)
 from dcp_placements.layout.sharding import Cut, LayoutError, Sharding
 from dcp_placements.load.comparison.cuts import canonical
+from dcp_placements.offline import rehearse, reshard
+from dcp_placements.offline.views import cutting
 from dcp_placements.storage.metadata.record import SavedCut, cuts_of
 from dcp_placements.testing import FakeDTensor, World
 
@@ -84,3 +93,46 @@ def test_m97_a_kind_of_cut_that_a_place_does_not_handle_is_refused_there(
 ) -> None:
     with pytest.raises(LayoutError, match="a cut of kind cyclic is not supported here"):
         ask()
+
+
+def declared(placement: Any) -> Callable[[MeshCoordinate], Any]:
+    return lambda mesh: {"w": CheckpointPlacement(mesh, {"ep": placement})}
+
+
+WORLDS: dict[str, Callable[[Path, Any], Any]] = {
+    "rehearse": lambda path, one: rehearse(path / "saved", declared(one), {"ep": 2}),
+    "reshard": lambda path, one: reshard(path / "saved", path / "out", declared(one), {"ep": 2}),
+    "transfer from": lambda path, one: transfer(declared(one), declared(SHARD)),
+    "transfer to": lambda path, one: transfer(declared(SHARD), declared(one)),
+}
+SHARD = Shard(0)
+
+
+def transfer(source: Any, target: Any) -> Any:
+    tensors = {"w": torch.empty((8, 3), device="meta")}
+    return transfer_plan(
+        TransferWorld({"ep": 2}, source, tensors), TransferWorld({"ep": 2}, target, ranks=[2, 3])
+    )
+
+
+@pytest.mark.parametrize("kind", WORLDS)
+def test_m97_worlds_of_an_unknown_placement_are_refused(tmp_path: Path, kind: str) -> None:
+    save(WORLD, tmp_path / "saved", lambda rank: {"w": arange(8, 3)})
+    with pytest.raises(PlacementError, match="BlockCyclicShard: which rows its ranks hold"):
+        WORLDS[kind](tmp_path, BlockCyclicShard(0))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("kind", WORLDS)
+def test_m97_worlds_of_an_unknown_kind_of_cut_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    save(WORLD, tmp_path / "saved", lambda rank: {"w": arange(8, 3)})
+    monkeypatch.setattr(cutting, "cut_of", lambda entry, ndim, axis: Cut(0, axis, NEW))
+    message = "w: a cut of kind cyclic is not supported here"
+    if kind == "rehearse":
+        assert message in str(WORLDS[kind](tmp_path, SHARD).faults[0])
+        return
+    with pytest.raises(PlacementError, match=message):
+        WORLDS[kind](tmp_path, SHARD)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
