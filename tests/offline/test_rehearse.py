@@ -128,7 +128,7 @@ def test_torchs_reader_takes_at_least_what_is_said(saved: Path) -> None:
     real = load_for_real(saved, axes, ["edp", "ep"], Counting)
     # Beside the chunks the ids of the saves that wrote the files are read.
     for rank, (reader, _) in zip(found.ranks, real, strict=True):
-        assert 0 <= reader.nbytes - rank.chunks_nbytes <= 64 * len(list(saved.glob("*.distcp")))
+        assert 0 <= reader.nbytes - rank.chunks_nbytes <= 128 * len(list(saved.glob("*.distcp")))
     assert found.ranks[0].chunks_nbytes > 1.5 * found.ranks[0].wanted_nbytes
 
 
