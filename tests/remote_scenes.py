@@ -18,7 +18,10 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
+
+from dcp_placements import PlacementFileSystemWriter, PlacementSavePlanner
 
 BUCKET = "checkpoints"
 
@@ -45,6 +48,18 @@ def names(url: str, **options: Any) -> list[str]:
     fs, root = fsspec.core.url_to_fs(url, **options)
     fs.invalidate_cache()
     return sorted(path.removeprefix(root).strip("/") for path in fs.find(root))
+
+
+def save(url: str, state: dict[str, Any], **options: Any) -> None:
+    """Save the state of one process to a URL."""
+    writer = PlacementFileSystemWriter(url, **options)
+    dcp.save(state, storage_writer=writer, planner=PlacementSavePlanner(), no_dist=True)
+
+
+def failures_of(error: BaseException) -> BaseException:
+    """Return what a rank raised."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
 
 
 def contents(url: str) -> dict[str, bytes]:

@@ -221,7 +221,7 @@ def test_m42_strides_of_dims_of_one_element_make_no_other_view(tmp_path: Path) -
 # M41: views that are conjugated or negated when they are read.
 
 
-def complex_whole(n: int, start: int = 1) -> torch.Tensor:
+def complex_whole(n: int, start: int) -> torch.Tensor:
     """Return an ``(n, 3)`` tensor whose parts all differ and none of which is 0."""
     real = arange(n, 3, start=start)
     return torch.complex(real, -2 * real - 1)

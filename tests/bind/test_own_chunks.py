@@ -58,10 +58,10 @@ def refusal(path: Path, *ranks: dict[str, Any], **options: Any) -> str:
     return str(caught.value)
 
 
-def stock(path: Path, key: str = "w") -> torch.Tensor:
-    found = {key: torch.full((8, 6), -1.0)}
+def stock(path: Path) -> torch.Tensor:
+    found = {"w": torch.full((8, 6), -1.0)}
     dcp.load(found, checkpoint_id=path, no_dist=True)
-    return found[key]
+    return found["w"]
 
 
 def test_holes_overlaps_and_replicas_that_differ_are_refused(tmp_path: Path) -> None:

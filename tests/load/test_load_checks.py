@@ -149,6 +149,7 @@ def test_m46_other_parts_are_refused(tmp_path: Path, placement: FusedShard) -> N
     with refused() as refusal:
         load(WORLD, tmp_path, plain_template, tp_rules(WORLD, "gate_up_proj", placement))
     refusal.says("saved:       FusedShard(0, 2)", f"this load:   FusedShard(0, {placement.parts}")
+    refusal.says("by rule:     'gate_up_proj'")
 
 
 def test_m46_a_plain_save_and_a_fused_load_are_refused(tmp_path: Path) -> None:
@@ -433,8 +434,8 @@ def local_experts(mine: list[int]) -> dict[str, Any]:
     }
 
 
-def owned(rank: int, world: World = WORLD) -> list[int]:
-    return [range(4)[i] for i in torch.arange(4).chunk(world.size)[rank].tolist()]
+def owned(rank: int) -> list[int]:
+    return [2 * rank, 2 * rank + 1]
 
 
 def renumbered(mine: list[int], total: int | None = 4, pattern: str = "experts.{}") -> Renumber:

@@ -58,12 +58,12 @@ def test_what_is_large_is_read_evenly(case: tuple[list[Destination], int]) -> No
     assert max(load) - min(load) <= 0.05 * (sum(load) / members)
 
 
-def grid(*sizes: int, content: int = 7) -> list[Claims]:
+def grid(*sizes: int) -> list[Claims]:
     """Return the claims of a whole world that is one replica set of these axes."""
     sent = []
     for position, at in enumerate(product(*map(range, sizes))):
         lines = tuple(hash((axis, at[:axis], at[axis + 1 :])) for axis in range(len(sizes)))
-        claim = Claim(content, lines, sizes, at)
+        claim = Claim(7, lines, sizes, at)
         sent.append(Claims(1, prod(sizes), position, (claim,), hooked=True))
     return sent
 

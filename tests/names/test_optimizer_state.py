@@ -48,11 +48,11 @@ class Model(nn.Module):
         self.norm = nn.Parameter(torch.arange(5.0) / 5)
 
 
-def trained(steps: int = 2) -> tuple[Model, torch.optim.AdamW]:
+def trained() -> tuple[Model, torch.optim.AdamW]:
     """Return a model and its AdamW; every element of the moments differs from every other."""
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(steps):
+    for step in range(2):
         optimizer.zero_grad()
         for parameter in model.parameters():
             grad = torch.arange(float(parameter.numel())).reshape(parameter.shape)

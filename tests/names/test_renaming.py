@@ -186,10 +186,10 @@ def test_the_mapping_is_printed_key_by_key() -> None:
     assert expected == "module.layers.0.w -> layers.4.w\nlayers.1.weight   -> layers.5.weight"
 
 
-def whole_model(experts: int, layers: int = 2) -> dict[str, torch.Tensor]:
+def whole_model(experts: int) -> dict[str, torch.Tensor]:
     """Return all of a model: parameters, moments and steps of every expert, by global name."""
     whole: dict[str, torch.Tensor] = {}
-    for layer in range(layers):
+    for layer in range(2):
         for expert in range(experts):
             name = f"layers.{layer}.mlp.experts.{expert}.w1.weight"
             start = 1000.0 * layer + 10 * expert

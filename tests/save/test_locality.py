@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ def costs(
     world: World,
     state_dict: Callable[[int], dict[str, Any]],
     rules: Callable[[int], PlacementRules | None] = lambda rank: None,
-    sample: Iterable[int] | None = None,
     **options: Any,
 ) -> tuple[list[int], list[set[int]]]:
     """Return the bytes that each rank writes, and whose files each opens to load the same again.
@@ -60,7 +59,7 @@ def costs(
             assert owner.setdefault(item.index, rank) == rank
         written.append(nbytes)
     opened = []
-    for rank in range(world.size) if sample is None else sample:
+    for rank in range(world.size):
         with world._as(rank):
             mine = PlacementSavePlanner(rules(rank), digests="off")
             mine.set_up_planner(state_dict(rank), is_coordinator=rank == 0)

@@ -20,7 +20,6 @@ from dcp_placements import (
     PlacementFileSystemReader,
     PlacementFileSystemWriter,
     PlacementLoadPlanner,
-    PlacementSavePlanner,
 )
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import Checkpoint, export_safetensors
@@ -30,21 +29,10 @@ from dcp_placements.storage.remote.filesystem import (
 )
 from dcp_placements.storage.remote.requests import TRIES, RangeReader
 from dcp_placements.storage.remote.urls import default_options
-from tests.remote_scenes import Flaky, FsspecReader, flaky, memory, names
+from tests.remote_scenes import Flaky, FsspecReader, failures_of, flaky, memory, names, save
 from tests.storage_scenes import Flipped, all_kinds, blank, flipped_registry, load, same
 
 __all__ = ["flaky", "memory"]
-
-
-def save(url: str, state: dict[str, Any], **options: Any) -> Any:
-    writer = PlacementFileSystemWriter(url, **options)
-    return dcp.save(state, storage_writer=writer, planner=PlacementSavePlanner(), no_dist=True)
-
-
-def failures_of(error: BaseException) -> BaseException:
-    """Return what a rank raised."""
-    failures = getattr(error, "failures", None)
-    return next(iter(failures.values()))[0] if failures else error
 
 
 @pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])

@@ -12,13 +12,10 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_placements import (
     PlacementFileSystemReader,
-    PlacementFileSystemWriter,
-    PlacementSavePlanner,
 )
 from dcp_placements.storage.remote.filesystem import RemoteFileSystem
 from tests.offline_scenes import Run, run
-from tests.remote_scenes import Proxy, names, proxy, s3, s3_server
-from tests.storage.test_remote import failures_of
+from tests.remote_scenes import Proxy, failures_of, names, proxy, s3, s3_server, save
 from tests.storage_scenes import load, same
 
 __all__ = ["proxy", "run", "s3", "s3_server"]
@@ -26,11 +23,6 @@ __all__ = ["proxy", "run", "s3", "s3_server"]
 SAVED = {"w": torch.arange(70_000.0), "v": torch.arange(300), "step": 3}
 SMALL_PARTS = {"default_block_size": 5 << 20}
 LARGE = {"w": torch.arange(3_000_000.0), "step": 4}
-
-
-def save(url: str, state: dict[str, Any] = SAVED, **options: Any) -> None:
-    writer = PlacementFileSystemWriter(url, **options)
-    dcp.save(state, storage_writer=writer, planner=PlacementSavePlanner(), no_dist=True)
 
 
 def load_all(url: str, **options: Any) -> dict[str, Any]:
@@ -101,7 +93,7 @@ def test_a_save_and_a_load_go_on_after_what_passes(
 ) -> None:
     service, url = proxy
     service.faults += [fault]
-    save(url)
+    save(url, SAVED)
     service.faults += [
         lambda request: request.command == "GET" and is_data(request) and fault(request)
     ]
@@ -117,7 +109,7 @@ def test_short_and_changed_answers_are_repeated(
     proxy: tuple[type[Proxy], str], fault: Callable[[Proxy], bool], threads: int
 ) -> None:
     service, url = proxy
-    save(url)
+    save(url, SAVED)
     service.faults += [fault, fault]
     read = load_all(url, thread_count=threads)
     assert service.faults == []
@@ -146,7 +138,7 @@ def test_a_page_in_place_of_a_range_is_no_part_of_a_tensor(
 
 def test_a_service_that_ignores_ranges_is_refused(proxy: tuple[type[Proxy], str]) -> None:
     service, url = proxy
-    save(url)
+    save(url, SAVED)
 
     def whole(request: Proxy) -> bool:
         if request.command == "GET" and is_data(request):
@@ -181,7 +173,7 @@ def test_a_file_of_several_parts(proxy: tuple[type[Proxy], str]) -> None:
 def test_a_part_that_fails_leaves_no_file(proxy: tuple[type[Proxy], str], kind: str) -> None:
     """The tag of a part is wrong, so that S3 refuses to join the parts; or a part is refused."""
     service, url = proxy
-    save(url)
+    save(url, SAVED)
     before = names(url)
 
     def fails(request: Proxy) -> bool:
@@ -223,7 +215,7 @@ def test_m102_a_checkpoint_that_may_not_be_read_is_not_called_damaged(
     proxy: tuple[type[Proxy], str], run: Run, command: str, flags: list[str]
 ) -> None:
     service, url = proxy
-    save(url)
+    save(url, SAVED)
     forbidden = refused(403, "AccessDenied")
     service.faults += [lambda r: r.command == command and is_data(r) and forbidden(r)] * 99
     ran = run("verify", url, *flags)
