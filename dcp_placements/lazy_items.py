@@ -22,21 +22,12 @@ class LazyItems(Sequence[T]):
 
     Args:
         make: Returns the items; None after unpickling.
-        outline: Returns which chunks the items write, without making them; None after unpickling.
-
-    Attributes:
-        outline: The same.
     """
 
-    __slots__ = ("_made", "_make", "outline")
+    __slots__ = ("_made", "_make")
 
-    def __init__(
-        self,
-        make: Callable[[], list[T]] | None = None,
-        outline: Callable[[], Any] | None = None,
-    ) -> None:
+    def __init__(self, make: Callable[[], list[T]] | None = None) -> None:
         self._make = make
-        self.outline = outline
         self._made: list[T] | None = None
 
     @property
@@ -80,25 +71,6 @@ class LazyItems(Sequence[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LazyItems, ()
-
-
-class OutlinedItems(list[T]):
-    """A final plan's items; pickled without the outline.
-
-    Args:
-        items: The items.
-        outline: Returns which chunks they write.
-
-    Attributes:
-        outline: The same.
-    """
-
-    def __init__(self, items: Iterable[T], outline: Callable[[], Any]) -> None:
-        super().__init__(items)
-        self.outline = outline
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
 
 
 class _Sent:
@@ -146,6 +118,4 @@ def of_run(value: Any, run: object) -> Any:
 
 def items_of_run(items: Sequence[Any], run: object) -> Any:
     """Return items that know their save or load."""
-    known = [of_run(item, run) for item in items]
-    outline = getattr(items, "outline", None)
-    return known if outline is None else OutlinedItems(known, outline)
+    return [of_run(item, run) for item in items]

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bench_common import begin, finish, in_child, launch, show, three, write_measured
-from bench_planning import Options, make_plans, read_plans
+from bench_planning import Options, held_chunks, make_plans, read_plans
 from bench_workloads import WORKLOADS, Memory, StockPlans, Workload, real_state_dict
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -53,8 +53,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from dcp_placements.save.key_table import OBJECT, KeyTable, unpacked_table
-from dcp_placements.save.local_plan import sent_holding, unpacked_boxes
+from dcp_placements.save.key_table import OBJECT
 
 CASES = ("fsdp", "hsdp", "norms")
 SIMULATED = {"w1": "w1-steps", "w4": "w4-steps"}
@@ -240,21 +239,12 @@ def simulated_ours(workload: Workload, path: Path) -> dict[str, Any]:
     plans = [pickle.loads(data) for data in read_plans([path])]
     sent = [plan.planner_data for plan in plans]
     central, _ = planner.create_global_plan(plans)
-    tables: dict[bytes, KeyTable] = {}
     owner: dict[tuple[str, Any], int] = {}
     written = [0] * workload.ranks
     wants: list[list[tuple[str, Any]]] = []
-    for rank, (local, plan) in enumerate(zip(sent, central, strict=True)):
-        assignment = plan.planner_data
-        for packed in local.tables:
-            if packed not in tables:
-                tables[packed] = unpacked_table(packed)
-        own = [tables[packed] for packed in local.tables]
-        dims = [len(group.shape) for table in own for group in table.groups]
-        holding = sent_holding(own, unpacked_boxes(local.boxes, tuple(dims)))
+    for rank, chunks in enumerate(held_chunks(sent, central)):
         wants.append([])
-        is_written = assignment.is_written(holding)
-        for (fqn, group, box), is_owned in zip(holding.chunks(), is_written, strict=True):
+        for (fqn, group, box), is_owned in chunks:
             if group.kind == OBJECT or not box.numel:
                 continue
             part = fqn, box.offsets

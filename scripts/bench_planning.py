@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -40,9 +40,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.layout.sharding import Box
 from dcp_placements.save import held_digests
-from dcp_placements.save.key_table import unpacked_table
-from dcp_placements.save.local_plan import LocalPlan
+from dcp_placements.save.key_table import Group, KeyTable, unpacked_table
+from dcp_placements.save.local_plan import LocalPlan, sent_holding, unpacked_boxes
 from dcp_placements.save.packing import unpacked_ints
 
 
@@ -291,6 +292,36 @@ def coordinate(
         "warnings": sorted({str(note.message) for note in noted}),
         "boxes": boxes_hash(metadata, part),
     }
+
+
+HeldChunk = tuple[str, Group, Box]
+"""Of a chunk its key, the group of that, and its box."""
+
+
+def held_chunks(
+    sent: Iterable[LocalPlan], planned: Iterable[Any]
+) -> Iterator[list[tuple[HeldChunk, bool]]]:
+    """Yield of each rank the chunks that it holds, and whether it writes them.
+
+    Args:
+        sent: By rank, what it sent.
+        planned: By rank, the coordinator's plan.
+    """
+    tables: dict[bytes, KeyTable] = {}
+    for local, plan in zip(sent, planned, strict=True):
+        for packed in local.tables:
+            if packed not in tables:
+                tables[packed] = unpacked_table(packed)
+        own = [tables[packed] for packed in local.tables]
+        dims = [len(group.shape) for table in own for group in table.groups]
+        holding = sent_holding(own, unpacked_boxes(local.boxes, tuple(dims)))
+        yield list(zip(holding.chunks(), plan.planner_data.is_written(holding), strict=True))
+
+
+def written_chunks(sent: Iterable[LocalPlan], planned: Iterable[Any]) -> Iterator[list[HeldChunk]]:
+    """Yield of each rank the chunks that it writes; arguments are those of ``held_chunks``."""
+    for chunks in held_chunks(sent, planned):
+        yield [chunk for chunk, is_written in chunks if is_written]
 
 
 def explicit_items(plans: Sequence[Any], ranks: int) -> float:

@@ -39,20 +39,18 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench_common import PeakMemory, in_child, show, three, write_measured
-from bench_planning import Options, cpu_ms, make_plans, read_plans
-from bench_workloads import MOMENTS, WORKLOADS, Lay, Memory, Workload, real_state_dict
+from bench_planning import HeldChunk, Options, cpu_ms, make_plans, read_plans, written_chunks
+from bench_workloads import WORKLOADS, Memory, Workload, real_state_dict
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -66,9 +64,11 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.save.items import chunk_metadata, tensor_properties
+from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.metadata.save_ids import writer_of
 from dcp_placements.storage.metadata.table import RowsBuilder
-from dcp_placements.storage.metadata.write_results import Confirmation, WriteResults
+from dcp_placements.storage.metadata.write_results import WriteResults
 
 RECORD_NBYTES = 1200
 """What a record has besides its elements."""
@@ -96,8 +96,8 @@ class Written:
     """What all ranks write, each one file in the order of its keys, and what they report of it.
 
     Args:
-        workload: What is saved.
-        plans: Of the coordinator, for all ranks.
+        chunks: Of each rank, the keys and boxes that it writes.
+        files: By rank, the name of its file.
         order: The keys, in the order in which they are written.
 
     Attributes:
@@ -105,87 +105,32 @@ class Written:
         chunks: Of all ranks.
     """
 
-    def __init__(self, workload: Workload, plans: Sequence[Any], order: Iterable[str]) -> None:
-        self._plans = plans
-        self._order = {fqn: number for number, fqn in enumerate(order)}
-        lays = dict.fromkeys(parameter.lay for parameter in workload.parameters)
-        self._lays = dict(zip(lays, range(len(lays)), strict=True))
-        self._lay_of = dict(lays_of(workload))
-        # Ranks that hold alike write alike, but for the name of the file.
-        templates: dict[Any, Any] = {}
-        self._of_rank: list[tuple[Any, tuple[Any, ...], str]] = []
+    def __init__(
+        self, chunks: Iterable[Iterable[HeldChunk]], files: Sequence[str], order: Iterable[str]
+    ) -> None:
+        position = {fqn: number for number, fqn in enumerate(order)}
         self.sent: list[bytes] = []
         self.chunks = 0
-        for rank, plan in enumerate(plans):
-            outline = plan.items.outline()
-            sizes = tuple([tuple(lay.local(rank)[0]) for lay in lays])
-            like = outline.fqns, outline.slots, sizes
-            file = f"{plan.storage_data.prefix}0.distcp"
-            if like not in templates:
-                templates[like] = self._template(plan, outline, sizes, file)
-            confirmation, records = templates[like]
-            result = WriteResults.__new__(WriteResults)
-            result._rows, result.outline = None, None
-            result._sent = Confirmation(confirmation.places, (file,))
-            self.sent.append(pickle.dumps(result))
-            self.chunks += len(records)
-            self._of_rank.append((records, outline.offsets, file))
+        for of_rank, file in zip(chunks, files, strict=True):
+            builder, start = RowsBuilder(), 0
+            for fqn, _, box in sorted(of_rank, key=lambda chunk: position[chunk[0]]):
+                length = box.numel * 4 + RECORD_NBYTES
+                index = MetadataIndex(fqn, torch.Size(box.offsets))
+                builder.add(index, path=file, start=start, length=length)
+                start += length
+                self.chunks += 1
+            self.sent.append(pickle.dumps(WriteResults(builder.rows())))
 
-    def _template(
-        self, plan: Any, outline: Any, sizes: Sequence[tuple[int, ...]], file: str
-    ) -> tuple[Confirmation, list[tuple[str, int, int, int]]]:
-        """Return what a rank sends, and its records: key, slot, start and length."""
-        rows = sorted(
-            zip(outline.fqns, memoryview(outline.slots).cast("q").tolist(), strict=True),
-            key=lambda row: self._order[row[0]],
-        )
-        builder, records, start = RowsBuilder(), [], 0
-        for fqn, slot in rows:
-            elements = torch.Size(sizes[self._lays[self._lay_of[fqn]]]).numel()
-            length = elements * 4 + RECORD_NBYTES
-            index = MetadataIndex(fqn, torch.Size(outline.offsets[slot]))
-            builder.add(index, path=file, start=start, length=length)
-            records.append((fqn, slot, start, length))
-            start += length
-        made = pickle.loads(pickle.dumps(WriteResults(builder.rows(), plan.items.outline)))
-        if not isinstance(made._sent, Confirmation):
-            raise SystemExit("bench: a rank that wrote what it was assigned sends rows")
-        return made._sent, records
+    def results(self, rank: int) -> list[WriteResult]:
+        """Return what torch's writer would report on a rank."""
+        return list(pickle.loads(self.sent[rank]))
 
     def places(self, rank: int) -> Places:
         """Return where a rank wrote its chunks."""
-        records, offsets, file = self._of_rank[rank]
         return {
-            (fqn, tuple(offsets[slot])): (file, start, length)
-            for fqn, slot, start, length in records
+            (result.index.fqn, tuple(result.index.offset)): place_of(result.storage_data)
+            for result in self.results(rank)
         }
-
-    def stock(self, limit: int) -> Iterator[tuple[int, list[WriteResult], list[Any]]]:
-        """Yield of the first ranks what torch's writer reports, and the chunks, up to a limit."""
-        rows = 0
-        for rank, (plan, (records, _, _)) in enumerate(
-            zip(self._plans, self._of_rank, strict=True)
-        ):
-            if rows and rows + len(records) > limit:
-                return
-            rows += len(records)
-            data = {item.index: item.tensor_data for item in plan.items}
-            plan.items._made = None
-            results = [
-                WriteResult(MetadataIndex(fqn, torch.Size(offset)), length, _StorageInfo(*place))
-                for (fqn, offset), place in self.places(rank).items()
-                for length in place[2:]
-            ]
-            yield rank, results, [(index.fqn, tensor) for index, tensor in data.items()]
-
-
-def lays_of(workload: Workload) -> Iterator[tuple[str, Lay]]:
-    """Yield the keys of the checkpoint, and how each lies."""
-    for parameter in workload.parameters:
-        yield f"model.{parameter.fqn}", parameter.lay
-        if workload.moments:
-            for name in MOMENTS:
-                yield f"optim.state.{parameter.fqn}.{name}", parameter.lay
 
 
 def save(workload: Workload, plans: Path, path: Path, stock_rows: int) -> dict[str, Any]:
@@ -201,31 +146,35 @@ def save(workload: Workload, plans: Path, path: Path, stock_rows: int) -> dict[s
     planner.set_up_planner(state_dict, writers["ours"].storage_meta(), True)
     planner.create_local_plan()
     local = [pickle.loads(data) for data in read_plans([plans])]
+    sent_plans = [plan.planner_data for plan in local]
     central, metadata = planner.create_global_plan(local)
-    del local
     for writer in writers.values():
         writer.set_up_storage_writer(True)
         planned = writer.prepare_global_plan(central)
-    written = Written(workload, planned, metadata.state_dict_metadata)
+    files = [f"{plan.storage_data.prefix}0.distcp" for plan in planned]
+    written = Written(written_chunks(sent_plans, planned), files, metadata.state_dict_metadata)
     costs: dict[str, Any] = {"chunks": written.chunks}
     for side, writer in writers.items():
         costs[side] = in_child(_finish, writer, metadata, written.sent, 1.0)
     entries: dict[str, Any] = {}
     sent, rows = [], 0
-    for _, results, chunks in written.stock(stock_rows):
+    for rank, chunks in enumerate(written_chunks(sent_plans, planned)):
+        results = written.results(rank)
+        if rows and rows + len(results) > stock_rows:
+            break
         sent.append(pickle.dumps(results))
         rows += len(results)
-        for fqn, data in chunks:
-            entry = entries.setdefault(fqn, TensorStorageMetadata(data.properties, data.size, []))
-            offsets, sizes = torch.Size(data.chunk.offsets), torch.Size(data.chunk.sizes)
-            entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+        for fqn, group, box in chunks:
+            if fqn not in entries:
+                properties, size = tensor_properties(group), torch.Size(group.shape)
+                entries[fqn] = TensorStorageMetadata(properties, size, [])
+            entries[fqn].chunks.append(chunk_metadata(box))
     costs["factor"] = written.chunks / rows
     stock_writer = FileSystemWriter(path / "stock")
     stock_writer.set_up_storage_writer(True)
     kept = Metadata(entries, planner_data=metadata.planner_data)
     costs["stock"] = in_child(_finish, stock_writer, kept, sent, costs["factor"])
     with open(path / "written", "wb") as file:
-        written._plans = ()
         pickle.dump(written, file)
     return costs
 
@@ -265,13 +214,13 @@ def load(workload: Workload, path: Path) -> dict[str, Any]:
     def look_up() -> list[Any]:
         reader.set_up_storage_reader(metadata, False, rank=rank)
         with quiet_gc():
-            return reader._copies.sources(plan.items)
+            return places_of(plan.items, reader.storage_data)
 
-    looked_up, sources = cpu_ms(look_up)
+    looked_up, infos = cpu_ms(look_up)
     costs = _load_costs(read, planned, looked_up, memory, before)
     places = {
         (item.storage_index.fqn, tuple(item.storage_index.offset)): place_of(info)
-        for item, (info, _) in zip(plan.items, sources, strict=True)
+        for item, info in zip(plan.items, infos, strict=True)
     }
     return costs | {"places": places}
 

@@ -53,7 +53,6 @@ from dcp_placements.save.coordinator.summary import judged, summarise_rank
 from dcp_placements.save.held_digests import digests_by_chunk, repeat_faults, with_digests
 from dcp_placements.save.items import (
     Assignment,
-    Outlines,
     all_items,
     assigned_items,
 )
@@ -73,7 +72,6 @@ from dcp_placements.storage.metadata.provenance import (
 )
 from dcp_placements.storage.metadata.rank_files import saves_before
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
-from dcp_placements.storage.metadata.write_results import Outline
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
@@ -326,9 +324,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 in_group=in_group if others_missing else None,
             )
             # What a writer put into a local plan stays in it: without collectives, its file names.
-            outlines = Outlines()
             save.global_plan = [
-                _assigned(plan, local_plan, assignment, coordinator.cohorts, outlines)
+                _assigned(plan, local_plan, assignment, coordinator.cohorts)
                 for plan, local_plan, assignment in zip(all_plans, sent, assignments, strict=True)
             ]
             data = self._planner_data(coordinator, assignments, alone)
@@ -417,14 +414,10 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
 
 def _assigned(
-    plan: SavePlan, sent: LocalPlan, assignment: Assignment, cohorts: Cohorts, outlines: Outlines
+    plan: SavePlan, sent: LocalPlan, assignment: Assignment, cohorts: Cohorts
 ) -> SavePlan:
     def items() -> list[WriteItem]:
         return assigned_items(cohorts.holding(sent), assignment)
 
-    def outline() -> Outline:
-        tables, boxes = cohorts.tables_of(sent), cohorts.boxes_of(sent)
-        return outlines.of(tables, boxes, assignment, sent.tables)
-
-    lazy = LazyItems(items, outline)
+    lazy = LazyItems(items)
     return dataclasses.replace(plan, items=lazy, planner_data=assignment)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from dcp_placements.bind.placing import optimizer_faults, place
 from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import Fault, PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
-from dcp_placements.lazy_items import OutlinedItems
 from dcp_placements.names.optimizer_state import listed_notes
 from dcp_placements.names.rename_record import Step, renames_in_force
 from dcp_placements.names.rename_results import Rename
@@ -30,7 +28,7 @@ from dcp_placements.names.renames import numbering
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.matches import Matches, option_matches, rule_matches
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.save.items import Assignment, Outlines, assigned_items
+from dcp_placements.save.items import Assignment, assigned_items
 from dcp_placements.save.key_table import KeyTable
 from dcp_placements.save.local_plan import Holding, chunk_data, held_chunks, holding_of
 
@@ -133,10 +131,9 @@ class RankSave:
         without = self.placing.absent.union(left)
         self.holding = holding_of(self.state_dict, self.placing.placed, self.paths, without)
 
-    def items(self, assignment: Assignment) -> OutlinedItems[WriteItem]:
+    def items(self, assignment: Assignment) -> list[WriteItem]:
         """Return what the rank writes, by the coordinator's assignment."""
-        outline = partial(Outlines().of, self.holding.tables, self.holding.boxes, assignment)
-        return OutlinedItems(assigned_items(self.holding, assignment), outline)
+        return assigned_items(self.holding, assignment)
 
     def data(self, index: MetadataIndex) -> torch.Tensor | None:
         """Return a view of what a placed tensor has at ``index``; None for others.

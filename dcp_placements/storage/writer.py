@@ -16,7 +16,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from io import BytesIO, UnsupportedOperation
 from pathlib import Path
@@ -59,7 +59,7 @@ from dcp_placements.storage.metadata.save_ids import (
     unfinished_name,
 )
 from dcp_placements.storage.metadata.table import RowsBuilder, join
-from dcp_placements.storage.metadata.write_results import WriteResults, written_by
+from dcp_placements.storage.metadata.write_results import WriteResults, rows_written
 from dcp_placements.storage.record_writer import errors_of
 from dcp_placements.storage.records.data_file import DataFile, split_by_chunk
 from dcp_placements.storage.remote.filesystem import (
@@ -101,13 +101,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         PlacementError: A ``serialization_format`` that no reader of ``.distcp`` files reads.
     """
 
-    _plans: Sequence[Any] = ()
     _unfinished: Mapping[str, Any] = {}
     _before: tuple[int, ...] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A plan is no part of a writer that is sent to another process.
-        return {**vars(self), "_plans": ()}
 
     def __init__(
         self,
@@ -157,20 +152,13 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         self._unfinished = self._unfinished_files()
         self._before = file_state(self._get_metadata_path(None))
         own = uuid.uuid4().bytes
-        # A subclass may look at results before they are worked out.
-        is_own = type(self).finish is PlacementFileSystemWriter.finish
-        self._plans = [plan.items for plan in plans] if is_own and self.use_collectives else ()
         prepared = []
         for number, plan in enumerate(plans):
             given = plan.storage_data
             prefix = f"__{number}_" if given is None else given.prefix
             # The planner of this package sends an id, the same to all ranks.
             save_id = getattr(plan.planner_data, "save_id", own)
-            # The ranks need not send what the plans of this coordinator have.
-            is_kept = bool(self._plans) and getattr(plan.items, "outline", None) is not None
-            kind = _KeptPrefix if is_kept else StoragePrefix
-            storage_data = kind(named(prefix, save_id))
-            prepared.append(replace(plan, storage_data=storage_data))
+            prepared.append(replace(plan, storage_data=StoragePrefix(named(prefix, save_id))))
         return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -211,10 +199,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             self._remove(names)
             raise failures[0]
         future: Future[list[WriteResult]] = Future()
-        is_kept = isinstance(plan.storage_data, _KeptPrefix)
-        outline = getattr(plan.items, "outline", None) if is_kept else None
         rows = join(builder.rows() for builder in builders)
-        future.set_result(WriteResults(rows, outline))  # type: ignore[arg-type]
+        future.set_result(WriteResults(rows))  # type: ignore[arg-type]
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -226,10 +212,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         older = self._older_files()
         state = file_state(self._get_metadata_path(None))
         is_other = self.use_collectives and state != self._before
-        for result, items in zip(results, self._plans, strict=False):
-            if isinstance(result, WriteResults):
-                result.outline = getattr(items, "outline", None)
-        self._plans = ()
         if older and not self.use_collectives and stored(metadata) is not None:
             path = self._get_metadata_path(self.rank)
             metadata.planner_data[RESERVED_KEY][REPLACED] = saves_before(self._opener(path))
@@ -296,7 +278,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         with quiet_gc():
             entries = entries_of(metadata.state_dict_metadata)
             metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = StorageTable(build_index(map(written_by, results), entries))
+            metadata.storage_data = StorageTable(build_index(map(rows_written, results), entries))
             metadata.storage_meta = self.storage_meta()
             if self.stock_metadata:
                 self._warn_of_size(len(metadata.storage_data))
@@ -366,11 +348,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             os.fsync(stream.fileno())
         except (AttributeError, UnsupportedOperation):
             os.sync()
-
-
-@dataclass
-class _KeptPrefix(StoragePrefix):
-    """The beginning of file names, from a coordinator that knows the rank's items by its plan."""
 
 
 def _send(metadata: Metadata, sent: SentIndex) -> None:

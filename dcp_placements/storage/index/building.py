@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -24,31 +24,7 @@ from dcp_placements.storage.metadata.table import Offset, Rows, Transforms
 _NUMBERED = re.compile(r"(\D*)(0|[1-9]\d{0,15})(.*)", re.DOTALL | re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What one writer wrote.
-
-    Attributes:
-        like: Equal for writers with equal ``rows()``.
-        rows: Returns rows whose ``offset`` is a position in ``offsets``, and whose ``path`` is one
-            in ``paths``; their own lists of these are not used.
-        offsets: By number.
-        paths: The names of its files.
-    """
-
-    like: Hashable
-    rows: Callable[[], Rows]
-    offsets: Sequence[Offset]
-    paths: Sequence[str]
-
-
-def written_rows(rows: Rows) -> Written:
-    """Return what a writer wrote that reports all its rows."""
-    like = rows.fqns, rows.transforms, rows.rows.tobytes()
-    return Written(like, lambda: rows, rows.offsets, rows.paths)
-
-
-def by_file(rows: Rows) -> Iterator[Written]:
+def by_file(rows: Rows) -> Iterator[Rows]:
     """Yield the rows of each file as if it had a writer of its own.
 
     Of two rows for the same chunk the later one counts, whatever their files.
@@ -71,7 +47,7 @@ def by_file(rows: Rows) -> Iterator[Written]:
             rank[by_first] = np.arange(len(first))
             names.append(tuple([held[at] for at in some[column][first[by_first]].tolist()]))
             some[column] = rank[numbers.reshape(-1)]
-        yield written_rows(Rows(names[0], names[1], (path,), rows.transforms, some))
+        yield Rows(names[0], names[1], (path,), rows.transforms, some)
 
 
 @dataclass(slots=True)
@@ -79,14 +55,14 @@ class _Group:
     """Writers of one template.
 
     Attributes:
-        first: One of them.
+        first: The rows of one of them.
         dims: By slot, of its offset; -1 of objects.
         writers: Their numbers.
         listed: By writer, its offsets by slot.
         template: Its number.
     """
 
-    first: Written
+    first: Rows
     dims: tuple[int, ...]
     writers: list[int] = field(default_factory=list)
     listed: list[Sequence[Offset]] = field(default_factory=list)
@@ -127,20 +103,20 @@ class _Builder:
         self.namings: dict[Naming, int] = {}
         self.of_writer: list[tuple[int, int]] = []
 
-    def add(self, written: Written) -> None:
-        dims = tuple([-1 if offset is None else len(offset) for offset in written.offsets])
-        key = dims, written.like
+    def add(self, rows: Rows) -> None:
+        dims = tuple([-1 if offset is None else len(offset) for offset in rows.offsets])
+        key = dims, (rows.fqns, rows.transforms, rows.rows.tobytes())
         group = self.groups.get(key)
         if group is None:
-            group = self.groups[key] = _Group(written, dims)
+            group = self.groups[key] = _Group(rows, dims)
         group.writers.append(len(self.of_writer))
-        group.listed.append(written.offsets)
-        naming, number = _naming(written.paths)
+        group.listed.append(rows.offsets)
+        naming, number = _naming(rows.paths)
         self.of_writer.append((self.namings.setdefault(naming, len(self.namings)), number))
 
     def rows_of_group(self, group: _Group) -> tuple[np.ndarray, Ints]:
         """Return the template of a group, without ordinals, and the slots of its rows."""
-        rows = group.first.rows()
+        rows = group.first
         numbers = list(map(self.numbers.get, rows.fqns))
         if None in numbers:
             numbers = [self.numbers.setdefault(fqn, len(self.numbers)) for fqn in rows.fqns]
@@ -220,11 +196,11 @@ class _Builder:
         )
 
 
-def build_index(written: Iterable[Written], entries: Entries | None = None) -> RowIndex:
+def build_index(written: Iterable[Rows], entries: Entries | None = None) -> RowIndex:
     """Return the index of what writers wrote; of two rows for one chunk the later one counts.
 
     Args:
-        written: By writer, in order.
+        written: By writer, in order, its rows.
         entries: Of the state dict: their keys come first in the index, and places are in the order
             of their chunks.
     """

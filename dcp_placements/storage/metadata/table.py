@@ -1,7 +1,7 @@
 """The places of chunks in files: one row per chunk, in columns.
 
 Torch keeps them in a dict of two objects per chunk. Columns are what a rank collects while it
-writes, and what it sends where its plan does not determine them.
+writes, and what it sends.
 """
 
 from __future__ import annotations
@@ -50,23 +50,20 @@ class Rows:
     rows: Array
 
     def packed(self) -> tuple[bytes, bytes]:
-        """Return the keys, which many ranks have in common, and the rest; compressed."""
-        columns = [self.rows[name].tobytes() for name in ROW.names or ()]
-        rest = (self.offsets, self.paths, self.transforms, b"".join(columns))
-        return _compressed(self.fqns), _compressed(rest)
+        """Return what ranks that write alike have in common, and the rest; compressed."""
+        columns = np.stack([self.rows[name].astype(np.int64) for name in ROW.names or ()])
+        # What numbers that mostly rise in steps compress well by are the steps.
+        steps = np.diff(columns, prepend=0).tobytes()
+        return _compressed((self.fqns, self.transforms, steps)), _compressed(
+            (self.offsets, self.paths)
+        )
 
     @staticmethod
-    def unpacked(fqns: bytes, rest: bytes) -> Rows:
+    def unpacked(common: bytes, own: bytes) -> Rows:
         """Return the rows again."""
-        offsets, paths, transforms, columns = pickle.loads(zlib.decompress(rest))
-        count = len(columns) // ROW.itemsize
-        rows = np.empty(count, ROW)
-        start = 0
-        for name in ROW.names or ():
-            nbytes = count * ROW[name].itemsize
-            rows[name] = np.frombuffer(columns[start : start + nbytes], ROW[name])
-            start += nbytes
-        return Rows(_names(fqns), offsets, paths, transforms, rows)
+        fqns, transforms, rows = _common(common)
+        offsets, paths = pickle.loads(zlib.decompress(own))
+        return Rows(fqns, offsets, paths, transforms, rows)
 
 
 class RowsBuilder:
@@ -211,7 +208,12 @@ def _compressed(value: Any) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _names(packed: bytes) -> tuple[str, ...]:
-    """Return unpacked keys; ranks that have the same share them."""
-    names: tuple[str, ...] = pickle.loads(zlib.decompress(packed))
-    return names
+def _common(packed: bytes) -> tuple[tuple[str, ...], tuple[Transforms, ...], Array]:
+    """Return keys, transforms and rows; ranks that have the same share them."""
+    fqns, transforms, steps = pickle.loads(zlib.decompress(packed))
+    names = ROW.names or ()
+    columns = np.cumsum(np.frombuffer(steps, np.int64).reshape(len(names), -1), axis=1)
+    rows = np.empty(columns.shape[1], ROW)
+    for name, column in zip(names, columns, strict=True):
+        rows[name] = column
+    return fqns, transforms, rows
