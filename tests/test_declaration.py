@@ -66,17 +66,6 @@ def test_what_one_declaration_saves_it_loads(tmp_path: Path) -> None:
             assert torch.equal(loaded[rank][key], tensor)
 
 
-@pytest.mark.parametrize(
-    "rules", [None, PlacementRules({"experts": BY_EP}), by_function], ids=["none", "table", "call"]
-)
-def test_both_planners_have_its_rules_and_rename(rules: Any) -> None:
-    placements = Placements(rules, rename=str.lower)
-    saver, loader = both(placements)
-    assert (type(saver), type(loader)) == (PlacementSavePlanner, PlacementLoadPlanner)
-    assert saver.rules is loader.rules is placements.rules is rules
-    assert saver.rename is loader.rename is str.lower
-
-
 def test_a_mapping_becomes_rules() -> None:
     placements = Placements({"experts.w1": BY_EP, "experts": None})
     assert isinstance(placements.rules, PlacementRules)

@@ -304,24 +304,6 @@ def test_strided_shards_of_other_ep_sizes_are_one_declaration(
     assert "declared as saved" in reports[0].compared
 
 
-def test_a_rule_and_a_dtensor_that_mean_one_order_are_one_declaration(tmp_path: Path) -> None:
-    """By rule ``ep`` cuts first and FSDP what is left; DTensors say it by a strided shard."""
-    whole = arange(8, 3)
-
-    def rules(rank: int) -> PlacementRules:
-        mesh = FOUR.mesh(rank, ep=2, efsdp=2)
-        return PlacementRules({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
-
-    def state(rank: int) -> dict[str, Any]:
-        mesh = FOUR.mesh(rank, ep=2, efsdp=2)
-        part = whole.chunk(2)[mesh.get_coordinate()[0]]
-        return {"w": FakeDTensor.distribute(part, mesh["efsdp"], [Shard(0)])}
-
-    save(FOUR, tmp_path, state, rules)
-    with without_warning():
-        load(FOUR, tmp_path, lambda rank: blank({"w": torchtitan(FOUR, whole, 2, 2, rank)}))
-
-
 def test_parts_of_a_padded_dim_are_the_same_parts(tmp_path: Path) -> None:
     """Q, K and V of ten rows, the last padded to what the ranks divide."""
     whole = arange(10, 3)

@@ -300,26 +300,6 @@ def test_a_missing_file_is_named(tmp_path: Path, reader: str) -> None:
         assert "has taken its place" in result
 
 
-def test_a_rank_that_writes_nothing_makes_no_file(tmp_path: Path) -> None:
-    def some(rank: int) -> dict[str, Any]:
-        return {"bias": OLD[0].clone()}
-
-    WORLD.save(tmp_path, some, lambda rank: PlacementSavePlanner())
-    data = pickle.loads((tmp_path / ".metadata").read_bytes()).storage_data
-    assert {info.relative_path for info in data.values()} == {"__0_0.distcp"}
-    assert (tmp_path / "__1_0.distcp").stat().st_size == 0
-
-
-def test_stock_readers_see_no_id(tmp_path: Path) -> None:
-    save(tmp_path, OLD, lambda rank: dcp.FileSystemWriter(tmp_path))
-    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
-    assert set(metadata.state_dict_metadata) == {"w", "bias", "note"}
-    found = {"w": torch.zeros(8, 6), "bias": torch.zeros(6), "note": None}
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
-    assert found["w"].equal(OLD)
-    assert found["note"] == [0.0]
-
-
 @by_reader
 @by_writer
 def test_checkpoints_without_ids_are_quiet(tmp_path: Path, writer: str, reader: str) -> None:
