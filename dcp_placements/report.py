@@ -66,8 +66,8 @@ class SaveReport:
         keys: One entry per tensor.
         objects: Keys that are not tensors.
         rules: Rules that matched, with the number of keys on the rank where each matched most.
-        unmatched: Patterns of rules that matched no key on any rank; with the option, as
-            ``rename=Replace('module')`` or ``waive='head'``, those of others.
+        unmatched: Patterns of rules that matched no key on any rank; with their step, as
+            ``rename=Replace('module')``, those of renames.
         partial_keys: Keys that only some ranks have, with those ranks. Not a fault: pipeline
             stages and per-rank experts have such keys.
         stateless: Parameters without optimizer state, where others have it.

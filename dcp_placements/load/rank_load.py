@@ -56,7 +56,6 @@ from dcp_placements.report import LoadReport
 from dcp_placements.rules.matches import (
     Matches,
     names_of,
-    option_matches,
     rule_matches,
     unmatched_faults,
 )
@@ -146,14 +145,9 @@ class RankLoad:
             self.copies, self.shared = unfolded.copies, unfolded.shared
             self.totals = unfolded.totals
 
-    def declare(self, rules: Rules | None, waive: Iterable[str], optional: Iterable[str]) -> None:
+    def declare(self, rules: Rules | None) -> None:
         """Note which patterns of the user's match a key. The tensors have their places."""
-        self.declared = {
-            **rule_matches(rules, self.placing.matched),
-            **self._rename_matches,
-            **option_matches("waive", waive, self.state_dict),
-            **option_matches("optional", optional, self.state_dict),
-        }
+        self.declared = {**rule_matches(rules, self.placing.matched), **self._rename_matches}
 
     def plan(
         self,

@@ -185,7 +185,7 @@ def expected_steps(rename: Any) -> Iterator[ReadyRename]:
 
 def declared_step(step: Any) -> Declared:
     """Return a step as what it declares: its pattern."""
-    return Declared(f"rename={type(step).__name__}({{}})", getattr(step, "pattern", ""))
+    return Declared(getattr(step, "pattern", ""), type(step).__name__)
 
 
 def _fqns(name: Renamed) -> tuple[str, ...]:

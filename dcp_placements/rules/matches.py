@@ -1,4 +1,4 @@
-"""Whether what a user declares by pattern matches a key: a typing error declares nothing.
+"""Whether a pattern of the rules or of a rename matches a key: a typing error declares nothing.
 
 Each rank knows of its own keys only. A pattern is reported where it matches no key on any rank.
 """
@@ -17,19 +17,16 @@ class Declared(NamedTuple):
     """A pattern that a user declares.
 
     Attributes:
-        form: How the option is written, ``{}`` for the pattern.
         pattern: The pattern, as ``PlacementRules`` name it.
+        step: The class of the step of a rename that has it; empty for a pattern of the rules.
     """
 
-    form: str
     pattern: str
+    step: str = ""
 
     def __str__(self) -> str:
-        return self.form.format(repr(self.pattern))
+        return f"rename={self.step}({self.pattern!r})" if self.step else repr(self.pattern)
 
-
-OF_RULES = "{}"
-"""The form of a pattern of the rules."""
 
 Matches = Mapping[Declared, bool]
 """Whether a key of a rank matches what should match a key on some rank."""
@@ -39,18 +36,7 @@ def rule_matches(rules: Rules | None, matched: Container[str]) -> dict[Declared,
     """Return the patterns of rules; ``matched`` has the names of those that matched a key."""
     if not isinstance(rules, PlacementRules) or rules.optional:
         return {}
-    return {Declared(OF_RULES, pattern): repr(pattern) in matched for pattern in rules.patterns}
-
-
-def option_matches(
-    option: str, patterns: Iterable[str], keys: Iterable[str]
-) -> dict[Declared, bool]:
-    """Return the patterns of an option, such as ``waive``, whose keys are the checkpoint's."""
-    regexes = {pattern: compile_pattern(_with_stars(pattern)) for pattern in patterns}
-    return {
-        Declared(f"{option}={{}}", pattern): any(regex.search(f".{key}") for key in keys)
-        for pattern, regex in regexes.items()
-    }
+    return {Declared(pattern): repr(pattern) in matched for pattern in rules.patterns}
 
 
 def matched_nowhere(of_ranks: Iterable[Matches]) -> tuple[Declared, ...]:
@@ -63,8 +49,8 @@ def matched_nowhere(of_ranks: Iterable[Matches]) -> tuple[Declared, ...]:
 
 
 def names_of(unmatched: Iterable[Declared]) -> tuple[str, ...]:
-    """Return the names for reports: the patterns of rules alone, those of options with them."""
-    return tuple(one.pattern if one.form == OF_RULES else str(one) for one in unmatched)
+    """Return the names for reports: patterns of rules, and steps of renames with theirs."""
+    return tuple(str(one) if one.step else one.pattern for one in unmatched)
 
 
 def unmatched_faults(unmatched: Sequence[Declared], keys: Sequence[str]) -> list[Fault]:
@@ -82,22 +68,16 @@ def unmatched_faults(unmatched: Sequence[Declared], keys: Sequence[str]) -> list
             of = f"for {one}, " if len(unmatched) > 1 else ""
             details.append(f"likely:      {of}{reason}")
     way_out = "way out:     correct the pattern, or drop it"
-    if any(one.form.startswith("rename=") for one in unmatched):
+    if any(one.step for one in unmatched):
         way_out += "; Renames(..., optional=True) where steps may match nothing"
     names = ", ".join(map(str, unmatched))
     return [Fault(names, "no key on any rank matches", (*details, way_out))]
 
 
 def _likely_cause(declared: Declared, keys: Sequence[str]) -> str | None:
-    pattern = declared.pattern
-    if declared.form == OF_RULES:
-        return why_unmatched(pattern, keys)
-    starred = _with_stars(pattern)
+    if not declared.step:
+        return why_unmatched(declared.pattern, keys)
+    starred = re.sub(r"\{\w*\}", "*", declared.pattern)
     if any(compile_pattern(starred).search(f".{key}") for key in keys):
         return "the keys that all steps leave match it: the order of the steps"
     return why_unmatched(starred, keys)
-
-
-def _with_stars(pattern: str) -> str:
-    """Return a pattern with ``*`` for the placeholders of a rename."""
-    return re.sub(r"\{\w*\}", "*", pattern)

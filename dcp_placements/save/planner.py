@@ -245,7 +245,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         axes = named_axes_of(save.placing, self.rules)
         statement = Statement(
             matched=save.placing.matched,
-            declared=save.declared(self.rules, self.waive),
+            declared=save.declared(self.rules),
             stateless=tuple(stateless_parameters(save.state_dict)),
             notes=(*repeats, *findings, *save.notes),
             numbered=numbering(self.rename),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, checkpoint_path, rename_keys
 from dcp_placements.names.renames import numbering
 from dcp_placements.report import SaveReport
-from dcp_placements.rules.matches import Matches, option_matches, rule_matches
+from dcp_placements.rules.matches import Matches, rule_matches
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.items import Assignment, assigned_items
 from dcp_placements.save.key_table import KeyTable
@@ -118,13 +118,9 @@ class RankSave:
         self.hold()
         self.is_planned = True
 
-    def declared(self, rules: Rules | None, waive: Iterable[str]) -> Matches:
+    def declared(self, rules: Rules | None) -> Matches:
         """Return what is declared by pattern, and whether a key of this rank matches."""
-        return {
-            **rule_matches(rules, self.placing.matched),
-            **self._rename_matches,
-            **option_matches("waive", waive, self.state_dict),
-        }
+        return {**rule_matches(rules, self.placing.matched), **self._rename_matches}
 
     def hold(self, left: Collection[str] = ()) -> None:
         """Take all keys for what the rank holds, but for those that are left to other ranks."""

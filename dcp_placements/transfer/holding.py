@@ -35,7 +35,6 @@ from dcp_placements.rules.matches import (
     Declared,
     Matches,
     matched_nowhere,
-    option_matches,
     rule_matches,
 )
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
@@ -133,13 +132,11 @@ def _unmatched(
     ]
     numbers: dict[Declared, str] = {}
     expected = set(map(declared_step, expected_steps(more)))
-    absent: dict[str, None] = {}
     for rank in ranks:
         own = set(map(declared_step, expected_steps(rank.rename)))
         given = stored_numbers(split_rename(rank.rename)[0])
         numbers |= {declared: pattern for declared, pattern in given.items() if declared in own}
         expected |= own
-        absent |= dict.fromkeys(rank.absent)
     matches.append(number_matches(numbers, keys))
     renaming = Renaming(whole if more is None else Renames(*whole.steps, more))
     for key in keys:
@@ -148,7 +145,6 @@ def _unmatched(
         renaming(key)
     steps = renaming.matches.items()
     matches.append({one: is_matched for one, is_matched in steps if one in expected})
-    matches.append(option_matches("absent", absent, keys))
     return matched_nowhere(matches)
 
 

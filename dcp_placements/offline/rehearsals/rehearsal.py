@@ -64,7 +64,7 @@ class Rehearsal:
     # Keys of the checkpoint that are not expected, sorted; they are not counted
     unread: tuple[str, ...]
     replicated: int  # how many tensors no rule cuts: every rank needs all of them
-    # Patterns of rules that match no key; steps of ``rename=`` and patterns of ``waive=``, too
+    # Patterns of rules, and steps of ``rename=``, that match no key
     unmatched: tuple[str, ...]
     unique_nbytes: int  # bytes of the whole tensors that are needed, each once
 

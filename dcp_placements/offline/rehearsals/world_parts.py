@@ -25,7 +25,6 @@ from dcp_placements.rules.matches import (
     Declared,
     Matches,
     matched_nowhere,
-    option_matches,
     rule_matches,
 )
 from dcp_placements.rules.mesh import MeshCoordinate
@@ -80,7 +79,6 @@ class WorldParts:
         self.refusals = Refusals(checkpoint.metadata, self.axes)
         self._matches: list[Matches] = []  # of rules
         self._numbers: dict[Declared, str] = {}
-        self._waived: dict[str, None] = {}
         self._parts: dict[tuple[tuple[str, ...], str], list[Part]] = {}
         self._shardings: dict[Any, Sharding] = {}
 
@@ -99,7 +97,6 @@ class WorldParts:
             rules, rename, waive = rules_at(self._function, self.axes, rank)
             parts = self._parts_of(rules, rename)
             self._numbers.update(stored_numbers(rename))
-            self._waived.update(dict.fromkeys(waive))
             held = [p for part in parts if (p := self._rank_part(rank, coordinate, part, rules))]
             for one in held:
                 self.refusals.check_local_shape(rank, coordinate, one, renamed=rename is not None)
@@ -110,8 +107,7 @@ class WorldParts:
         """Return what the ranks seen so far declare by pattern and no key matches."""
         keys = [fqn for tensors in self.classes for fqn in tensors.fqns]
         numbers = number_matches(self._numbers, keys)
-        waivers = option_matches("waive", self._waived, [*keys, *self.checkpoint.objects])
-        return matched_nowhere([*self._matches, numbers, waivers])
+        return matched_nowhere([*self._matches, numbers])
 
     def _parts_of(self, rules: Rules, rename: Any) -> list[Part]:
         """Return the tensors that a rank has, by class and rule."""
