@@ -13,9 +13,15 @@ if TYPE_CHECKING:
     from dcp_placements.installation import installed
     from dcp_placements.load.planner import PlacementLoadPlanner
     from dcp_placements.names.rename_results import Parts, Row, Rows
-    from dcp_placements.names.renames import Renames
-    from dcp_placements.names.renumber import Renumber, Replace, contiguous
-    from dcp_placements.names.stacks import Split, Stack, Unstack
+    from dcp_placements.names.renames import (
+        Renames,
+        Renumber,
+        Replace,
+        Split,
+        Stack,
+        Unstack,
+        contiguous,
+    )
     from dcp_placements.placements import Placements
     from dcp_placements.report import LoadReport, SaveReport
     from dcp_placements.rules.mesh import MeshCoordinate
@@ -78,18 +84,18 @@ _HOMES = {
     "PlacementSavePlanner": "save.planner",
     "Placements": "placements",
     "Renames": "names.renames",
-    "Renumber": "names.renumber",
-    "Replace": "names.renumber",
+    "Renumber": "names.renames",
+    "Replace": "names.renames",
     "Row": "names.rename_results",
     "Rows": "names.rename_results",
     "SaveReport": "report",
-    "Split": "names.stacks",
-    "Stack": "names.stacks",
+    "Split": "names.renames",
+    "Stack": "names.renames",
     "TransferWorld": "transfer.world",
-    "Unstack": "names.stacks",
+    "Unstack": "names.renames",
     "annotate": "bind.annotate",
     "check": "save.check",
-    "contiguous": "names.renumber",
+    "contiguous": "names.renames",
     "installed": "installation",
     "transfer_plan": "transfer.plan",
 }

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_placements.errors import Fault, PlacementError
-from dcp_placements.names.numbers import number_finder
+from dcp_placements.names.renames import number_finder
 
 
 def possible_parameters(fqn: str) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from dcp_placements._torch import DTensor
 from dcp_placements.errors import Fault, RankFaults
 from dcp_placements.names.rename_results import Parts, Rename, RenameError, Row, Rows
-from dcp_placements.names.renames import Renaming
+from dcp_placements.names.renames import apply, expected, steps
 from dcp_placements.rules.matches import Matches
 
 Path = tuple[str | int, ...]
@@ -159,14 +159,15 @@ def rename_keys(
     """
     if rename is None:
         return state_dict, mappings, {}
-    renaming = Renaming(rename)
+    its_steps = steps(rename)
+    matches = expected(its_steps)
     renamed: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     source: dict[str, str] = {}
     faults = []
     for key, value in state_dict.items():
         try:
-            new = renaming(key)
+            new = apply(its_steps, key, matches)
         except RenameError as error:
             faults.append(Fault(key, error.headline, error.details))
             continue
@@ -193,7 +194,7 @@ def rename_keys(
             paths.setdefault(name, path)
     if faults:
         raise RankFaults("keys could not be renamed", faults)
-    return renamed, paths, renaming.matches
+    return renamed, paths, matches
 
 
 def _add_row(

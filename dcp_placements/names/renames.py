@@ -1,19 +1,451 @@
-"""Several renames, one after the other.
+"""Renames: what maps this rank's keys to the checkpoint's, and how others see its steps.
 
-All renames of the package are small values that can be pickled. They find their pattern anywhere
-in a key, so that optimizer state is renamed with its parameter.
+A pipeline stage calls its first layer 0, as an expert-parallel rank does its first expert; two
+``ep`` ranks of three and five experts both have an ``experts.0``. ``Renumber`` makes ``experts.3``
+of the second one's, ``Replace`` maps or drops components, ``Stack``, ``Unstack`` and ``Split`` make
+one tensor of many or many of one, and ``Renames`` applies several of them. All are small values
+that can be pickled. They find their pattern anywhere in a key, so that optimizer state is renamed
+with its parameter.
+
+``steps`` is how all others see a rename. Of ``Renames(Renumber("pp*.layers.{}", [2, 3], 4),
+Replace("pp*", "model"))`` these are ``("Renumber", "model.layers.{}", 4)`` and ``("Replace",
+"pp* -> model", None)``: patterns as the checkpoint's keys match them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
-from dcp_placements.names.rename_results import Parts, Rename, Renamed, RenameError, Row
-from dcp_placements.names.renumber import Numbered, ReadyRename, Renumber, Replace
+from dcp_placements.errors import PlacementError
+from dcp_placements.names.rename_results import Parts, Rename, Renamed, RenameError, Row, Rows
 from dcp_placements.rules.matches import Declared
+from dcp_placements.rules.patterns import compile_pattern
+
+Ids = Sequence[int]
+
+NUMBER = "number"
+"""The group of a compiled pattern that the number is in."""
+
+FUNCTION = "function"
+"""The kind of a step that is a function of the user's."""
+
+
+@lru_cache(maxsize=1 << 10)
+def number_finder(pattern: str) -> re.Pattern[str]:
+    """Return a regex that finds ``{}`` in ``"." + key`` as ``NUMBER``, and ``{name}`` as ``by``."""
+    # The placeholders pass through compile_pattern as characters that it leaves alone.
+    plain = re.sub(r"\{\w+\}", "\1", pattern.replace("{}", "\0"), count=1)
+    # Beside a * of the same component the number is all of the digits.
+    regex = compile_pattern(plain).pattern.replace("\0", rf"(?<!\d)(?P<{NUMBER}>\d+)(?!\d)")
+    return re.compile(regex.replace("\1", "(?P<by>[^.]+)"))
+
+
+def number_in(pattern: str, key: str) -> tuple[str, int] | None:
+    """Return selector and number of a pattern in a key of the checkpoint; None without a match."""
+    match = number_finder(pattern).search("." + key)
+    return None if match is None else (match.groupdict().get("by", ""), int(match[NUMBER]))
+
+
+def contiguous(counts: Sequence[int], at: int) -> range:
+    """Return the numbers of one part where the parts follow each other.
+
+    >>> contiguous([3, 5, 2], at=1)
+    range(3, 8)
+
+    Args:
+        counts: How many each part has, in order: per ``ep`` rank, per pipeline stage, or for
+            interleaved stages per chunk: ``contiguous(counts, at=chunk * stages + stage)``.
+        at: Which part.
+
+    Raises:
+        PlacementError: No such part.
+    """
+    if not 0 <= at < len(counts):
+        raise PlacementError(f"there is no part {at} of {len(counts)}: counts are {list(counts)}")
+    start = sum(counts[:at])
+    return range(start, start + counts[at])
+
+
+class ReadyRename(ABC):
+    """The base of the renames of this package."""
+
+    __slots__ = ()
+    pattern: str
+
+    @abstractmethod
+    def __call__(self, key: str) -> Renamed: ...
+
+    def matches(self, key: str) -> bool:
+        """Whether its pattern is in a key."""
+        return self(key) != key
+
+    def table(self, keys: Iterable[str]) -> str:
+        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
+        changed = [(key, _format_name(new)) for key in keys if (new := self(key)) != key]
+        width = max((len(key) for key, _ in changed), default=0)
+        return "\n".join(f"{key:{width}} -> {new}" for key, new in changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Renumber(ReadyRename):
+    """Renames a local number in a key to the number that it has in the whole.
+
+    >>> rename = Renumber("experts.{}", [6, 1], total=8)
+    >>> rename("layers.3.mlp.experts.0.w1.weight")
+    'layers.3.mlp.experts.6.w1.weight'
+    >>> rename("optim.state.layers.3.mlp.experts.1.w1.weight.exp_avg")
+    'optim.state.layers.3.mlp.experts.1.w1.weight.exp_avg'
+    >>> print(rename)
+    experts.{}: 0 -> 6, 1 -> 1 (of 8)
+
+    A second placeholder of the pattern selects the numbers: a different expert map per layer, or
+    the layers of each chunk of an interleaved pipeline stage.
+
+    >>> rename = Renumber("model{chunk}.layers.{}", {0: [0, 1], 1: [4, 5]}, total=8)
+    >>> rename("model1.layers.0.mlp.weight")
+    'model1.layers.4.mlp.weight'
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number (a component
+            or a part of one, ``weight{}``) and at most one ``{name}`` that selects among ``ids``.
+        ids: This rank's numbers in the whole, in local order; any order, and the same number on
+            several ranks for replicas. A ``range`` (as ``contiguous`` returns) declares that no
+            other range has a part of it. A mapping from the text of ``{name}`` to the numbers, if
+            the pattern has one.
+        total: How many there are on all ranks together: a save is refused if any is missing.
+            None if some are left out on purpose.
+
+    Raises:
+        PlacementError: A pattern without ``{}``, or numbers outside ``0 .. total - 1``.
+    """
+
+    pattern: str
+    ids: Ids | Mapping[int | str, Ids] = field(hash=False)
+    total: int | None
+    _by: str | None = field(init=False, repr=False, compare=False)
+    _maps: dict[str, dict[str, str]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        pattern, total = self.pattern, self.total
+        placeholders = re.findall(r"\{(\w*)\}", pattern)
+        selectors = [name for name in placeholders if name]
+        if placeholders.count("") != 1 or len(selectors) > 1:
+            raise PlacementError(
+                f"pattern {pattern!r} must have one {{}} where the number stands, and at most one "
+                "{name} beside it, as in 'layers.{layer}.experts.{}'"
+            )
+        if bool(selectors) != isinstance(self.ids, Mapping):
+            wanted = "needs ids by what {name} stands for" if selectors else "needs ids as a list"
+            raise PlacementError(f"pattern {pattern!r} {wanted}, not {self.ids!r}")
+        ids = self.ids if isinstance(self.ids, Mapping) else {"": self.ids}
+        ids = {key: each if isinstance(each, range) else tuple(each) for key, each in ids.items()}
+        for number in [number for each in ids.values() for number in each]:
+            if number < 0 or (total is not None and number >= total):
+                among = "0 and up" if total is None else f"0 .. {total - 1}"
+                raise PlacementError(f"number {number} of {pattern!r} is not among {among}")
+        maps = {
+            str(selector): {str(local): str(number) for local, number in enumerate(each)}
+            for selector, each in ids.items()
+        }
+        object.__setattr__(self, "ids", ids if selectors else ids[""])
+        object.__setattr__(self, "_by", selectors[0] if selectors else None)
+        object.__setattr__(self, "_maps", maps)
+        number_finder(pattern)
+
+    def __call__(self, key: str) -> str:
+        match = number_finder(self.pattern).search("." + key)
+        if match is None:
+            return key
+        selector = match["by"] if self._by else ""
+        number = self._maps.get(selector, {}).get(match[NUMBER])
+        if number is None:
+            raise self._unknown(selector, match[NUMBER])
+        start, stop = match.span(NUMBER)
+        return f"{key[: start - 1]}{number}{key[stop - 1 :]}"
+
+    def matches(self, key: str) -> bool:
+        """Whether its pattern is in a key, which may have the same number in the whole."""
+        return number_finder(self.pattern).search("." + key) is not None
+
+    def _unknown(self, selector: str, local: str) -> RenameError:
+        if selector not in self._maps:
+            return RenameError(
+                f"{self.pattern} has no ids where {{{self._by}}} is {selector}",
+                f"it has them for {', '.join(self._maps)}",
+                "way out:     give ids for it, an empty list where this rank has none",
+            )
+        numbers = self._maps[selector]
+        return RenameError(
+            f"local number {local} of {self.pattern} is none of the {len(numbers)} of this rank",
+            f"ids:         {_format_map(numbers) or 'none'}"
+            + ("" if self.total is None else f" (of {self.total})"),
+            "likely:      ids= of another rank, or of a model with fewer of them",
+            "way out:     one id for every local number, in local order",
+        )
+
+    @property
+    def ranges(self) -> tuple[tuple[str, int, int], ...]:
+        """Numbers that no other rank has a part of, as ``(selector, start, stop)``."""
+        by = self.ids.items() if isinstance(self.ids, Mapping) else [("", self.ids)]
+        return tuple(
+            (str(selector), ids.start, ids.stop)
+            for selector, ids in by
+            if isinstance(ids, range) and ids.step == 1 and len(ids)
+        )
+
+    def numbers(self, pattern: str) -> dict[str, frozenset[int]]:
+        """Return this rank's numbers by the text of ``{name}`` in ``pattern``.
+
+        All of them under ``""`` if ``pattern`` (its own, after a ``Replace``) has no ``{name}``.
+        """
+        if not isinstance(self.ids, Mapping):
+            return {"": frozenset(self.ids)}
+        if f"{{{self._by}}}" not in pattern:
+            return {"": frozenset().union(*self.ids.values())}
+        return {str(selector): frozenset(ids) for selector, ids in self.ids.items()}
+
+    def __str__(self) -> str:
+        of = "" if self.total is None else f" (of {self.total})"
+        if self._by is None:
+            return f"{self.pattern}: {_format_map(self._maps['']) or 'none'}{of}"
+        return "\n".join(
+            f"{self.pattern.replace(f'{{{self._by}}}', selector)}: {_format_map(numbers) or 'none'}"
+            f"{of}"
+            for selector, numbers in self._maps.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Replace(ReadyRename):
+    """Renames a run of components, or drops it: a prefix that only a pipeline stage has.
+
+    >>> Replace("model_pp*", "model")("model_pp3.layers.0.weight")
+    'model.layers.0.weight'
+    >>> Replace("module", "")("module.layers.0.weight")
+    'layers.0.weight'
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``; the first run that matches is replaced.
+        by: The components to put there; empty for none.
+    """
+
+    pattern: str
+    by: str
+
+    def __post_init__(self) -> None:
+        compile_pattern(self.pattern)
+
+    def __call__(self, key: str) -> str:
+        match = compile_pattern(self.pattern).search("." + key)
+        return key if match is None else _replaced(key, match, self.by)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} -> {self.by or 'dropped'}"
+
+
+def _replaced(key: str, match: re.Match[str], by: str) -> str:
+    """Return a key with other components, or none, for the run matched in ``"." + key``."""
+    start, stop = match.span()
+    return ".".join([part for part in (key[: max(start - 1, 0)], by, key[stop:]) if part])
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(ReadyRename):
+    """Stores tensors whose names differ by a number as one tensor, with one dim more.
+
+    >>> Stack("experts.{}.w*", total=8)("layers.0.experts.5.w1.weight")
+    Row(fqn='layers.0.experts.w1.weight', index=5, total=8, dim=0, within=())
+
+    The numbers are global: ``Renumber`` comes first. Scalars (``step``) become a tensor
+    ``[total]``; objects (``lr``) must be equal and are stored once.
+
+    A ``Stack`` after another stacks the result of that one: a stack of experts, then of layers, is
+    a tensor ``[layers, experts, ...]``. A rank may hold different experts of each layer.
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number.
+        total: How many rows there are.
+        dim: The dim of the stacked tensor that they lie along.
+
+    Raises:
+        PlacementError: A pattern without ``{}``.
+    """
+
+    pattern: str
+    total: int
+    dim: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_one_number(self.pattern)
+
+    def __call__(self, key: str) -> Renamed:
+        dotted = "." + key
+        match = number_finder(self.pattern).search(dotted)
+        if match is None:
+            return key
+        start, stop = match.span(NUMBER)
+        number = int(match[NUMBER])
+        if number >= self.total:
+            raise RenameError(
+                f"number {number} of {self.pattern} is beyond the {self.total} rows of the stack",
+                "way out:     total= of the whole model",
+            )
+        if dotted[start - 1] == "." and dotted[stop : stop + 1] in ("", "."):
+            start -= 1  # a component of its own goes with its dot
+        name = dotted[:start] + dotted[stop:]
+        return Row(name.removeprefix("."), number, self.total, self.dim)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} -> one tensor of {self.total} rows on dim {self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack(ReadyRename):
+    """Stores the rows of a tensor as tensors of their own, with a number in their names.
+
+    >>> Unstack("experts.{}.w*")("layers.0.experts.w1.weight")
+    Rows(fqn='layers.0.experts.{}.w1.weight', stacked='layers.0.experts.w1.weight', dim=0)
+
+    The rules name the stacked tensor, by its key on this rank. A scalar or an object of its
+    optimizer state goes to every row.
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``, with ``{}`` at the position of the
+            number; this rank's keys match the pattern without it.
+        dim: The dim of the stacked tensor that the rows lie along.
+
+    Raises:
+        PlacementError: A pattern without ``{}``.
+    """
+
+    pattern: str
+    dim: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_one_number(self.pattern)
+
+    def __call__(self, key: str) -> Renamed:
+        dotted = "." + key
+        match = _number_absent(self.pattern).search(dotted)
+        if match is None:
+            return key
+        at = match.start(NUMBER)
+        name = f"{dotted[:at]}{'.' if _is_component(self.pattern) else ''}{{}}{dotted[at:]}"
+        return Rows(name.removeprefix("."), key, self.dim)
+
+    def __str__(self) -> str:
+        return f"rows of dim {self.dim} -> {self.pattern}"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Split(ReadyRename):
+    """Stores the parts of a fused tensor as tensors of their own.
+
+    >>> Split("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))("layers.0.mlp.gate_up_proj")
+    Parts(fqns=('layers.0.mlp.gate_proj', 'layers.0.mlp.up_proj'), \
+whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
+
+    After an ``Unstack`` it splits every row. The rules name the fused tensor. A scalar or an object
+    of its optimizer state goes to every part.
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``; the first run that matches is replaced.
+        names: The components to put there, one per part.
+        dim: The dim that the parts lie along; after an ``Unstack`` a dim of each row.
+        sizes: The sizes of the parts relative to each other, such as the heads of q, k and v. By
+            default they are equal.
+        groups: How many times the sequence of parts repeats along the dim: query groups that each
+            have their own q, k and v.
+
+    Raises:
+        PlacementError: No names, another number of sizes, or sizes or groups below 1.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    dim: int
+    sizes: tuple[int, ...]
+    groups: int
+
+    def __init__(
+        self,
+        pattern: str,
+        names: Sequence[str],
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        groups: int = 1,
+    ) -> None:
+        object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "names", tuple(names))
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "sizes", (1,) * len(names) if sizes is None else tuple(sizes))
+        object.__setattr__(self, "groups", groups)
+        if not self.names or len(self.sizes) != len(self.names) or min(*self.sizes, groups) < 1:
+            raise PlacementError(
+                f"parts of {pattern!r} need a name and a size from 1 on each: {self.names}, "
+                f"sizes {self.sizes}, {groups} groups"
+            )
+        compile_pattern(pattern)
+
+    def __call__(self, key: str) -> Renamed:
+        match = compile_pattern(self.pattern).search("." + key)
+        if match is None:
+            return key
+        fqns = [_replaced(key, match, name) for name in self.names]
+        return Parts(tuple(fqns), key, self.dim, self.sizes, self.groups)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} -> {' + '.join(self.names)} of dim {self.dim}"
+
+
+def _check_one_number(pattern: str) -> None:
+    """Refuse a pattern that does not have exactly one ``{}`` and no other placeholder."""
+    compile_pattern(pattern)
+    if re.findall(r"\{(\w*)\}", pattern) != [""]:
+        raise PlacementError(
+            f"pattern {pattern!r} must have one {{}} where the number stands, as in 'experts.{{}}'"
+        )
+
+
+@lru_cache(maxsize=1 << 10)
+def _number_absent(pattern: str) -> re.Pattern[str]:
+    """Return a regex with the position of the missing number as the empty group ``NUMBER``."""
+    # A component of its own comes with its dot.
+    regex = compile_pattern(pattern.replace("{}", "\0")).pattern
+    absent = "\\.\0" if _is_component(pattern) else "\0"
+    return re.compile(regex.replace(absent, f"(?P<{NUMBER}>)"))
+
+
+def _is_component(pattern: str) -> bool:
+    """Whether ``{}`` is a component of the pattern by itself, not a part of one."""
+    return "{}" in pattern.split(".")
+
+
+class Step(NamedTuple):
+    """A step of a rename, as others see it.
+
+    Attributes:
+        kind: Its class; ``FUNCTION`` for any function of a key.
+        pattern: Its pattern as keys of the checkpoint match it: later steps may replace a part. Of
+            a ``Replace`` what it does, of a function its name.
+        total: The count of numbers; None where it has none.
+        rename: The step itself.
+        declared: Its own pattern, which should match a key on some rank; None for a function, which
+            may leave every key as it is, and in ``Renames(..., optional=True)``.
+    """
+
+    kind: str
+    pattern: str
+    total: int | None
+    rename: Any
+    declared: Declared | None
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -37,50 +469,93 @@ class Renames(ReadyRename):
             each of which has some of them.
 
     Attributes:
-        flat: The steps, with those of a ``Renames`` among them one by one.
+        flat: The steps as others see them, with those of a ``Renames`` among them one by one.
     """
 
     steps: tuple[Rename, ...]
     optional: bool
-    flat: tuple[Rename, ...] = field(repr=False, compare=False)
+    flat: tuple[Step, ...] = field(repr=False, compare=False)
 
     def __init__(self, *steps: Rename, optional: bool = False) -> None:
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "optional", optional)
-        object.__setattr__(self, "flat", tuple(chain.from_iterable(map(steps_of, steps))))
+        object.__setattr__(self, "flat", _viewed(list(_flattened(steps, optional))))
 
     def __call__(self, key: str) -> Renamed:
-        name: Renamed = key
-        for step in self.flat:
-            name = _renamed(step, name)
-        return name
+        return apply(self.flat, key, {})
 
     def name(self, key: str) -> str:
         """Return the key alone: for a row the key of its stack, for rows the one with ``{}``."""
-        renamed = self(key)
-        return renamed if isinstance(renamed, str) else renamed.fqn
-
-    @property
-    def numbered(self) -> tuple[Numbered, ...]:
-        """The numbers that all ranks are checked for, by the names that the last step leaves."""
-        return tuple(
-            replace(one, pattern=self.pattern_after(at, one.pattern))
-            for at, step in enumerate(self.flat)
-            for one in numbering(step)
-        )
-
-    def pattern_after(self, at: int, pattern: str) -> str:
-        """Return the pattern of step ``at`` of ``flat`` in the checkpoint's keys.
-
-        Later steps may replace it.
-        """
-        for later in self.flat[at + 1 :]:
-            if isinstance(later, Replace):
-                pattern = later(pattern)
-        return pattern
+        name = self(key)
+        return name if isinstance(name, str) else name.fqn
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))
+
+
+def steps(rename: Any) -> tuple[Step, ...]:
+    """Return the steps of a rename, nested ones one by one; none of None."""
+    if rename is None:
+        return ()
+    return rename.flat if _is_its_steps(rename) else Renames(rename).flat
+
+
+def _flattened(steps: Iterable[Rename], optional: bool) -> Iterator[tuple[Rename, bool]]:
+    """Yield the steps, nested ones one by one, and whether each may match nothing."""
+    for step in steps:
+        if _is_its_steps(step):
+            yield from _flattened(step.steps, optional or step.optional)
+        else:
+            yield step, optional
+
+
+def _is_its_steps(rename: Any) -> TypeGuard[Renames]:
+    """Whether it does no more than its steps; a subclass with a call of its own may."""
+    return isinstance(rename, Renames) and type(rename).__call__ is Renames.__call__
+
+
+def _viewed(flat: Sequence[tuple[Any, bool]]) -> tuple[Step, ...]:
+    found = []
+    for at, (step, optional) in enumerate(flat):
+        kind, declared = type(step).__name__, None
+        if isinstance(step, Renames) or not isinstance(step, ReadyRename):
+            found.append(Step(FUNCTION, getattr(step, "__qualname__", kind), None, step, None))
+            continue
+        if not optional:
+            declared = Declared(step.pattern, kind)
+        pattern = step.pattern
+        for later, _ in flat[at + 1 :]:
+            pattern = later(pattern) if isinstance(later, Replace) else pattern
+        if isinstance(step, Replace):
+            pattern = str(step)
+        found.append(Step(kind, pattern, getattr(step, "total", None), step, declared))
+    return tuple(found)
+
+
+def expected(steps: Iterable[Step]) -> dict[Declared, bool]:
+    """Return what steps declare that should match a key, as ``apply`` takes it."""
+    return {step.declared: False for step in steps if step.declared is not None}
+
+
+def apply(steps: Iterable[Step], key: str, matches: dict[Declared, bool]) -> Renamed:
+    """Return what steps make of a key, one after the other.
+
+    >>> both = Renames(Replace("module", ""), Renumber("expert.{}", [0, 1], total=2)).flat
+    >>> matches = expected(both)
+    >>> apply(both, "module.w", matches), {str(one): at for one, at in matches.items()}
+    ('w', {"rename=Replace('module')": True, "rename=Renumber('expert.{}')": False})
+
+    Args:
+        steps: The steps.
+        key: A key of this rank.
+        matches: Whether what the steps declare has matched a key so far; takes in this key.
+    """
+    name: Renamed = key
+    for step in steps:
+        if step.declared is not None and not matches.get(step.declared, True):
+            matches[step.declared] = any(map(step.rename.matches, _fqns(name)))
+        name = _renamed(step.rename, name)
+    return name
 
 
 def _renamed(step: Rename, name: Renamed) -> Renamed:
@@ -122,78 +597,123 @@ def _whole_name(step: Rename, name: str) -> str:
     return renamed if isinstance(renamed, str) else name
 
 
-def steps_of(rename: Any) -> Iterator[Any]:
-    """Yield the steps of a rename, those of its ``Renames`` one by one; none for None.
+def _fqns(name: Renamed) -> tuple[str, ...]:
+    return (name,) if isinstance(name, str) else (name.fqn,) if isinstance(name, Row) else name.fqns
 
-    A subclass of ``Renames`` may do more than its steps if it has a call of its own: it is one.
+
+class Numbered(NamedTuple):
+    """The numbers that a ``Renumber`` gives, for the check over all ranks."""
+
+    pattern: str  # where the number stands in the checkpoint's keys
+    total: int  # how many there are
+    ranges: tuple[tuple[str, int, int], ...]  # what no other rank has, (selector, start, stop)
+
+
+def numbering(rename: Any) -> tuple[Numbered, ...]:
+    """Return the numbers of which a rename declares how many there are."""
+    return tuple(
+        Numbered(step.pattern, step.total, step.rename.ranges)
+        for step in steps(rename)
+        if isinstance(step.rename, Renumber) and step.total is not None
+    )
+
+
+Numbers = dict[str, dict[str, frozenset[int]]]
+"""By pattern in the checkpoint's keys and by selector, the numbers that a rank has."""
+
+
+def held_numbers(rename: Any) -> Numbers | None:
+    """Return the numbers that determine which keys of the checkpoint a rank has.
+
+    >>> held_numbers(Renumber("experts.{}", [6, 1], total=8))
+    {'experts.{}': {'': frozenset({1, 6})}}
+
+    Returns:
+        None for a step other than ``Renumber`` and ``Replace``: after a ``Stack`` keys may have no
+        number, and those of a function are not known in advance.
     """
-    if _is_its_steps(rename):
-        for step in rename.steps:
-            yield from steps_of(step)
-    elif rename is not None:
-        yield rename
+    found = steps(rename)
+    if not all(isinstance(step.rename, Renumber | Replace) for step in found):
+        return None
+    numbered = [(step.pattern, step.rename) for step in found]
+    return {at: one.numbers(at) for at, one in numbered if isinstance(one, Renumber)}
 
 
-def _is_its_steps(rename: Any) -> TypeGuard[Renames]:
-    return isinstance(rename, Renames) and type(rename).__call__ is Renames.__call__
+def holds(numbers: Numbers, key: str) -> bool:
+    """Whether a rank has a key of the checkpoint, by the numbers in the key.
+
+    >>> numbers = held_numbers(Renumber("experts.{}", [6, 1], total=8))
+    >>> [holds(numbers, key) for key in ("layers.3.experts.6.w1", "experts.0.w1", "norm.weight")]
+    [True, False, True]
+    """
+    found = [(number_in(pattern, key), held) for pattern, held in numbers.items()]
+    return all(at is None or at[1] in held.get(at[0], ()) for at, held in found)
 
 
-class Renaming:
-    """Renames keys, and notes which steps of the rename match one, as the steps before leave it.
+Recorded = tuple[str, str, int | None]
+"""``kind``, ``pattern`` and ``total`` of a step, as a checkpoint keeps them."""
 
-    >>> renaming = Renaming(
-    ...     Renames(Replace("module", ""), Renumber("expert.{}", [0, 1], total=2))
-    ... )
-    >>> renaming("module.w")
-    'w'
-    >>> {str(step): is_matched for step, is_matched in renaming.matches.items()}
-    {"rename=Replace('module')": True, "rename=Renumber('expert.{}')": False}
+
+def recorded(
+    rename: Any, local: Collection[str] = (), renamed: Collection[str] = ()
+) -> tuple[Recorded, ...]:
+    """Return the steps of a rename that a checkpoint keeps, each once.
 
     Args:
         rename: The rename.
-
-    Attributes:
-        matches: Whether each step matches a key. Functions of the user's, which may leave every key
-            as it is, and the steps of ``Renames(..., optional=True)`` are left out.
+        local: This rank's keys. Of a user's function what is kept is where it changes numbers, as
+            far as these show.
+        renamed: The same as the checkpoint's.
     """
-
-    def __init__(self, rename: Rename) -> None:
-        self.matches = {declared_step(step): False for step in expected_steps(rename)}
-        self._waiting = set(self.matches)
-        self._steps: list[tuple[Any, Declared]] = [
-            (step, declared_step(step)) for step in steps_of(rename)
-        ]
-
-    def __call__(self, key: str) -> Renamed:
-        name: Renamed = key
-        for step, declared in self._steps:
-            if declared in self._waiting and any(map(step.matches, _fqns(name))):
-                self._waiting.remove(declared)
-                self.matches[declared] = True
-            name = _renamed(step, name)
-        return name
+    kept: dict[Recorded, None] = {}
+    for step in steps(rename):
+        patterns = {step.pattern}
+        if step.kind == FUNCTION and len(local) == len(renamed):
+            pairs = zip(local, renamed, strict=True)
+            changed = [_renumbered(one, other) for one, other in pairs if one != other]
+            patterns = set(chain.from_iterable(changed)) or patterns
+        kept.update(dict.fromkeys((step.kind, at, step.total) for at in sorted(patterns)))
+    return tuple(kept)
 
 
-def expected_steps(rename: Any) -> Iterator[ReadyRename]:
-    """Yield the steps that should match a key on some rank."""
-    if _is_its_steps(rename):
-        for step in () if rename.optional else rename.steps:
-            yield from expected_steps(step)
-    elif isinstance(rename, ReadyRename) and not isinstance(rename, Renames):
-        yield rename
+def _renumbered(local: str, renamed: str) -> Iterator[str]:
+    """Yield a pattern for each number that differs between two names of one tensor.
+
+    >>> list(_renumbered("experts.0.w1", "model.experts.4.w1"))
+    ['experts.{}']
+    """
+    one, other = _DIGITS.split(local), _DIGITS.split(renamed)
+    # From the end, as long as the text is the same: a prefix may have been put before it.
+    for at in range(1, min(len(one), len(other)) - 1, 2):
+        component = one[-at - 2].rpartition(".")[2]
+        if one[-at] != other[-at] or component != other[-at - 2].rpartition(".")[2]:
+            return
+        if one[-at - 1] != other[-at - 1]:
+            head = "".join(other[: -at - 1])
+            before, _, stem = head.rpartition(".")
+            pattern = f"{stem}{{}}{other[-at].partition('.')[0]}"
+            yield f"{before.rpartition('.')[2]}.{pattern}" if before and not stem else pattern
 
 
-def declared_step(step: Any) -> Declared:
-    """Return a step as what it declares: its pattern."""
-    return Declared(getattr(step, "pattern", ""), type(step).__name__)
+_DIGITS = re.compile(r"(\d+)")
 
 
-def _fqns(name: Renamed) -> tuple[str, ...]:
-    if isinstance(name, str):
-        return (name,)
-    return (name.fqn,) if isinstance(name, Row) else name.fqns
+def _format_name(name: object) -> str:
+    if isinstance(name, Row):
+        rows = " of ".join([f"row {row.index} of {row.total}" for row in name.rows])
+        return f"{name.fqn}, {rows}"
+    return name.fqn if isinstance(name, Rows | Parts) else str(name)
 
 
-def numbering(rename: object) -> tuple[Numbered, ...]:
-    """Return the numbers that a rename gives; nothing for any other function."""
-    return rename.numbered if isinstance(rename, Renumber | Renames) else ()
+def _format_map(numbers: Mapping[str, str]) -> str:
+    runs: list[list[int]] = []
+    for local, number in ((int(a), int(b)) for a, b in numbers.items()):
+        if runs and number == runs[-1][2] + runs[-1][1] - runs[-1][0] + 1:
+            runs[-1][1] = local
+        else:
+            runs.append([local, local, number])
+    texts = [
+        f"{a} -> {number}" if a == b else f"{a}-{b} -> {number}-{number + b - a}"
+        for a, b, number in runs
+    ]
+    return ", ".join(texts)

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from dcp_placements.layout.sharding import Box, Kind
 from dcp_placements.layout.tiling import overlaps, tiles, uncovered
-from dcp_placements.names.numbers import NUMBER, number_finder
+from dcp_placements.names.renames import NUMBER, number_finder
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 
 _KEY = re.compile(

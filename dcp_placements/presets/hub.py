@@ -11,9 +11,7 @@ module's names.
 
 from __future__ import annotations
 
-from dcp_placements.names.renames import Renames
-from dcp_placements.names.renumber import Replace
-from dcp_placements.names.stacks import Split, Unstack
+from dcp_placements.names.renames import Renames, Replace, Split, Unstack
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> Renames:

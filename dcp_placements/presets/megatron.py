@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.names.renumber import contiguous
+from dcp_placements.names.renames import contiguous
 from dcp_placements.presets.preset import axis_sizes
 from dcp_placements.rules.mesh import Axis, Mesh, MeshCoordinate, format_mesh, mesh_axes
 

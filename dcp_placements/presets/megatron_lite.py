@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Shard
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.names.renames import Renames
-from dcp_placements.names.renumber import Renumber, Replace
+from dcp_placements.names.renames import Renames, Renumber, Replace
 from dcp_placements.placements import Placements
 from dcp_placements.presets.megatron import check_meshes, expert_numbers, without_axis
 from dcp_placements.presets.preset import axis_sizes

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from dcp_placements._torch import named_axes
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault
-from dcp_placements.names.rename_record import Step
-from dcp_placements.names.renumber import Numbered
+from dcp_placements.names.renames import Numbered, Recorded
 from dcp_placements.rules.matches import Matches
 from dcp_placements.rules.mesh import MeshNumbers
 from dcp_placements.rules.patterns import PlacementRules, Rules
@@ -38,7 +37,7 @@ class Statement:
     stateless: tuple[str, ...] = ()
     notes: tuple[Fault, ...] = ()
     numbered: tuple[Numbered, ...] = ()
-    renames: tuple[Step, ...] = ()
+    renames: tuple[Recorded, ...] = ()
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     target: int = 0
     step: int | None = None

@@ -21,10 +21,9 @@ from dcp_placements.bind.stacking import unfold
 from dcp_placements.errors import Fault, PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.optimizer_state import listed_notes
-from dcp_placements.names.rename_record import Step, renames_in_force
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renamed_keys import Path, checkpoint_path, rename_keys
-from dcp_placements.names.renames import numbering
+from dcp_placements.names.renames import Recorded, numbering, recorded
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.matches import Matches, rule_matches
 from dcp_placements.rules.patterns import Rules
@@ -69,7 +68,7 @@ class RankSave:
     holding: Holding = field(default_factory=Holding)
     packed_tables: Mapping[bytes, KeyTable] = field(default_factory=dict)
     report: SaveReport | None = None
-    renames: tuple[Step, ...] = ()
+    renames: tuple[Recorded, ...] = ()
     is_planned: bool = False
     directory: str = ""
     target: int = 0
@@ -87,7 +86,7 @@ class RankSave:
         local = self.state_dict
         renamed = rename_keys(local, self.mappings, rename)
         self.state_dict, self.mappings, self._rename_matches = renamed
-        self.renames = renames_in_force(rename, local, self.state_dict)
+        self.renames = recorded(rename, local, self.state_dict)
 
     def place(self, rules: Rules | None, rename: Rename | None, *, flat: bool) -> None:
         """Work out where the tensors lie, and what the rank holds.

@@ -15,15 +15,16 @@ import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.sharding import Cut, Kind, LayoutError, Sharding, dim_pieces
-from dcp_placements.names.rename_record import (
+from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.renames import (
     Numbers,
+    Renames,
+    apply,
+    expected,
     held_numbers,
     number_in,
-    number_matches,
-    stored_numbers,
+    steps,
 )
-from dcp_placements.names.rename_results import Rename
-from dcp_placements.names.renames import Renames, Renaming, declared_step, expected_steps
 from dcp_placements.offline.declared import matcher, mesh_at, rules_at
 from dcp_placements.offline.views.cutting import (
     cut_signature,
@@ -33,7 +34,6 @@ from dcp_placements.offline.views.cutting import (
 )
 from dcp_placements.rules.matches import (
     Declared,
-    Matches,
     matched_nowhere,
     rule_matches,
 )
@@ -63,12 +63,12 @@ class Group:
 
 
 class _Rank(NamedTuple):
-    """What one rank declares: its place in the mesh, its rules and rename, what gives its keys."""
+    """What one rank declares: its place in the mesh, its rules, what gives its keys."""
 
     place: int
     coordinate: tuple[int, ...]
     rules: Rules
-    rename: Any
+    rename: Renames  # to the keys of the world
     numbers: Numbers
     absent: tuple[str, ...]
 
@@ -106,7 +106,7 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
         numbers = held_numbers(local)
         assert numbers is not None, "split_rename leaves Renumber and Replace"
         absent = () if world.absent is None else tuple(world.absent(mesh_at(axes, place)))
-        ranks.append(_Rank(place, coordinate, rules, rename, numbers, absent))
+        ranks.append(_Rank(place, coordinate, rules, local, numbers, absent))
         if whole not in wholes:
             wholes.append(whole)
     if len(wholes) > 1:
@@ -126,25 +126,22 @@ def _unmatched(
     tables = {
         one.rules.patterns: one.rules for one in ranks if isinstance(one.rules, PlacementRules)
     }
-    matches: list[Matches] = [
+    matches: list[dict[Declared, bool]] = [
         rule_matches(rules, {repr(rules.pattern_of(name)) for name in names})
         for rules in tables.values()
     ]
-    numbers: dict[Declared, str] = {}
-    expected = set(map(declared_step, expected_steps(more)))
-    for rank in ranks:
-        own = set(map(declared_step, expected_steps(rank.rename)))
-        given = stored_numbers(split_rename(rank.rename)[0])
-        numbers |= {declared: pattern for declared, pattern in given.items() if declared in own}
-        expected |= own
-    matches.append(number_matches(numbers, keys))
-    renaming = Renaming(whole if more is None else Renames(*whole.steps, more))
-    for key in keys:
-        if all(renaming.matches.values()):
-            break
-        renaming(key)
-    steps = renaming.matches.items()
-    matches.append({one: is_matched for one, is_matched in steps if one in expected})
+    numbers = {
+        step.declared: step.pattern
+        for rank in ranks
+        for step in rank.rename.flat
+        if step.declared is not None and step.kind == "Renumber"
+    }
+    for declared, pattern in numbers.items():
+        matches.append({declared: any(number_in(pattern, key) for key in keys)})
+    common = steps(whole if more is None else Renames(*whole.steps, more))
+    matches.append(expected(common))
+    for key in keys if common else ():
+        apply(common, key, matches[-1])
     return matched_nowhere(matches)
 
 
@@ -197,7 +194,8 @@ class _KeysHeld:
         self._size = len(ranks)
         self._set_of: dict[str, Array] = {}
         for rank, declared in enumerate(ranks):
-            for pattern, by_selector in declared.numbers:
+            for pattern, held in declared.numbers.items():
+                by_selector = tuple(held.items())
                 found = sets.setdefault(pattern, {})
                 column = self._set_of.setdefault(pattern, np.full(self._size, -1))
                 column[rank] = found.setdefault(by_selector, len(found))

@@ -17,9 +17,7 @@ import torch
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.names.boxes import Target, renamed_boxes, row_target
 from dcp_placements.names.rename_results import Rename, RenameError, Row
-from dcp_placements.names.renames import Renames, steps_of
-from dcp_placements.names.renumber import Renumber, Replace
-from dcp_placements.names.stacks import Split, Stack, Unstack
+from dcp_placements.names.renames import Renames, Renumber, Replace, Split, Stack, Unstack, steps
 
 Shape = tuple[int, ...]
 
@@ -51,18 +49,19 @@ def split_rename(rename: object) -> tuple[Renames, Renames]:
         PlacementError: A function of the user's among the first: which keys a rank holds does not
             follow from it.
     """
-    steps = list(steps_of(rename))
-    first = [isinstance(step, Stack | Unstack | Split) for step in steps]
-    at = first.index(True) if any(first) else len(steps)
-    for step in steps[:at]:
-        if not isinstance(step, Renumber | Replace):
+    found = steps(rename)
+    first = [isinstance(step.rename, Stack | Unstack | Split) for step in found]
+    at = first.index(True) if any(first) else len(found)
+    for step in found[:at]:
+        if not isinstance(step.rename, Renumber | Replace):
             raise PlacementError(
-                f"the rename of a rank's Placements has the step {step!r}: which keys the rank "
-                "holds does not follow from it\n"
+                f"the rename of a rank's Placements has the step {step.rename!r}: which keys the "
+                "rank holds does not follow from it\n"
                 "    way out:     Renumber and Replace; or rename= of transfer_plan, for names "
                 "that differ between the worlds and not between ranks"
             )
-    return Renames(*steps[:at]), Renames(*steps[at:])
+    whole = [Renames(step.rename, optional=step.declared is None) for step in found]
+    return Renames(*whole[:at]), Renames(*whole[at:])
 
 
 def named_tensors(

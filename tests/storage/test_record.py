@@ -22,7 +22,7 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
-from dcp_placements.names.rename_record import renames_in_force
+from dcp_placements.names.renames import recorded
 from dcp_placements.offline import inspect
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import SaveRecord, record_of
@@ -104,13 +104,13 @@ def test_renames_are_kept_as_their_classes_with_the_checkpoint_s_pattern() -> No
         Stack("experts.{}.w1", 8),
         Unstack("experts.{}.w2"),
     )
-    assert renames_in_force(rename, (), ()) == (
+    assert recorded(rename) == (
         ("Renumber", "model.layers.{}", 4),
         ("Replace", "stage -> model", None),
         ("Stack", "experts.{}.w1", 8),
         ("Unstack", "experts.{}.w2", None),
     )
-    assert renames_in_force(None, (), ()) == ()
+    assert recorded(None) == ()
 
 
 def test_of_a_function_the_numbers_are_kept_that_it_changed() -> None:
@@ -120,9 +120,9 @@ def test_of_a_function_the_numbers_are_kept_that_it_changed() -> None:
     local = ["layers.0.experts.0.w1", "layers.0.mlp.fc1", "block.w0", "norm"]
     renamed = ["m.layers.4.experts.8.w1", "m.layers.4.mlp.w1", "block.w6", "norm"]
     name = shifted.__qualname__
-    assert renames_in_force(shifted, local, renamed) == (
+    assert recorded(shifted, local, renamed) == (
         ("function", "experts.{}", None),
         ("function", "layers.{}", None),
         ("function", "w{}", None),
     )
-    assert renames_in_force(shifted, local, local) == (("function", name, None),)
+    assert recorded(shifted, local, local) == (("function", name, None),)

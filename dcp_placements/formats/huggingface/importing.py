@@ -18,9 +18,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.formats.huggingface.assembly import AssembledTensor, assemble
 from dcp_placements.formats.huggingface.selection import select
-from dcp_placements.names.numbers import compile_with_number
-from dcp_placements.names.renames import steps_of
-from dcp_placements.names.stacks import Unstack
+from dcp_placements.names.renames import Unstack, number_finder, steps
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredTensor
 from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
@@ -108,8 +106,8 @@ def _renamed(rename: Rename | None, stored: Mapping[str, StoredTensor]) -> list[
         PlacementError: It makes none, or has renamed them already.
     """
     tensors, faults = assemble(stored, rename)
-    for step in [step for step in steps_of(rename) if isinstance(step, Unstack)]:
-        numbered = compile_with_number(step.pattern, None)
+    for step in [one.rename for one in steps(rename) if isinstance(one.rename, Unstack)]:
+        numbered = number_finder(step.pattern)
         way_out = "way out:     no rename, if the names are those that are wanted"
         faults += [
             Fault(name, f"has a number already where {step!r} puts one", (way_out,))

@@ -24,8 +24,7 @@ from dcp_placements.formats.megatron.files import (
     Sizes,
     model_chunks,
 )
-from dcp_placements.names.renames import Renames
-from dcp_placements.names.renumber import Renumber, contiguous
+from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.presets.megatron_core import NUMBERED_EXPERTS, VOCABULARY
 from dcp_placements.presets.megatron_core_names import megatron_core_names
 from dcp_placements.rules.mesh import MeshCoordinate

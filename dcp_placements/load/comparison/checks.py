@@ -23,11 +23,9 @@ from dcp_placements.load.comparison.numbers import (
 from dcp_placements.load.comparison.rows import row_faults
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Group, Request
-from dcp_placements.names.numbers import number_finder
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.names.rename_record import renames_in_force
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.names.renames import numbering
+from dcp_placements.names.renames import number_finder, numbering, recorded
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.index.stored_entries import entries_at
 from dcp_placements.storage.metadata.provenance import stored
@@ -154,7 +152,7 @@ def rename_faults(
 
 def renames_of(rename: Rename | None) -> tuple[SavedRename, ...]:
     """Return the renames that are in force on a rank."""
-    return tuple([SavedRename(*step) for step in renames_in_force(rename, (), ())])
+    return tuple([SavedRename(*step) for step in recorded(rename)])
 
 
 def excused_families(

@@ -18,8 +18,8 @@ from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.load.comparison.asked import AllAsked
 from dcp_placements.load.comparison.parts import Bits, Part, gap_of
 from dcp_placements.load.policy import Policy
-from dcp_placements.names.numbers import NUMBER, number_finder
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.names.renames import NUMBER, number_finder
 from dcp_placements.storage.metadata.record import SavedRename, SaveRecord
 
 _DIGITS = re.compile(r"\d+")

@@ -20,6 +20,7 @@ from dcp_placements.layout.sharding import Box, Intervals, Layout, Sharding
 from dcp_placements.layout.tiling import tiles, uncovered
 from dcp_placements.load.reads import StoredChunks
 from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.names.renames import Numbers, holds
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.merged_reads import SMALL_NBYTES, cheap_gap
@@ -161,14 +162,14 @@ def tensor_classes(
 def parts_by_rule(
     classes: Sequence[TensorClass],
     rule_of: Callable[[str, TensorClass], Any],
-    holds: Callable[[str], bool] | None,
+    numbers: Numbers | None,
 ) -> list[Part]:
     """Return the tensors of each class that a rank has, by rule."""
     parts = []
     for tensors in classes:
         by_rule: dict[Any, list[int]] = {}
         for member, fqn in enumerate(tensors.fqns):
-            if holds is None or holds(fqn):
+            if numbers is None or holds(numbers, fqn):
                 rule = rule_of(fqn, tensors) if tensors.shape else None
                 by_rule.setdefault(rule, []).append(member)
         parts += [Part(tensors, np.array(members, np.int64)) for members in by_rule.values()]

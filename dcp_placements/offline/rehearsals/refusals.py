@@ -30,7 +30,7 @@ from dcp_placements.load.comparison.cuts import differences
 from dcp_placements.load.comparison.shapes import shape_mismatch
 from dcp_placements.load.policy import Policy, compiled
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.names.rename_record import holder
+from dcp_placements.names.renames import held_numbers
 from dcp_placements.offline.rehearsals.costs import Need, Part, RankPart
 from dcp_placements.offline.views.cutting import layout_at, whole_sharding
 from dcp_placements.storage.metadata.provenance import stored
@@ -155,7 +155,7 @@ class Refusals:
         """
         policy = Policy(waived=compiled(waive))
         # Renames that state which keys a rank has are equal if their texts are.
-        same = rank if holder(rename) is None and rename else (repr(rename), tuple(waive))
+        same = rank if held_numbers(rename) is None else (repr(rename), tuple(waive))
         if same not in self._fqns:
             fqns = self._fqns[same] = [fqn for part in parts for fqn in part.fqns]
             of_rename = (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.sharding import LayoutError, Sharding
-from dcp_placements.names.rename_record import holder, number_matches, stored_numbers
+from dcp_placements.names.renames import held_numbers, number_in, steps
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import MeshAxes, rules_at
 from dcp_placements.offline.rehearsals.costs import Part, RankPart, parts_by_rule, tensor_classes
@@ -96,7 +96,6 @@ class WorldParts:
         for rank, coordinate in enumerate(product(*map(range, self.axes.values()))):
             rules, rename, waive = rules_at(self._function, self.axes, rank)
             parts = self._parts_of(rules, rename)
-            self._numbers.update(stored_numbers(rename))
             held = [p for part in parts if (p := self._rank_part(rank, coordinate, part, rules))]
             for one in held:
                 self.refusals.check_local_shape(rank, coordinate, one, renamed=rename is not None)
@@ -106,22 +105,28 @@ class WorldParts:
     def unmatched(self) -> tuple[Declared, ...]:
         """Return what the ranks seen so far declare by pattern and no key matches."""
         keys = [fqn for tensors in self.classes for fqn in tensors.fqns]
-        numbers = number_matches(self._numbers, keys)
+        numbers = {
+            declared: any(number_in(pattern, key) for key in keys)
+            for declared, pattern in self._numbers.items()
+        }
         return matched_nowhere([*self._matches, numbers])
 
     def _parts_of(self, rules: Rules, rename: Any) -> list[Part]:
         """Return the tensors that a rank has, by class and rule."""
-        holds = holder(rename)
+        numbers = held_numbers(rename)
+        for step in () if numbers is None else steps(rename):
+            if step.declared is not None and step.kind == "Renumber":
+                self._numbers[step.declared] = step.pattern
         if not isinstance(rules, PlacementRules):
             return parts_by_rule(
                 self.classes,
                 lambda fqn, tensors: cut_signature(asked(rules, fqn, tensors.example)),
-                holds,
+                numbers,
             )
         # Ranks with equal patterns and equal numbers have equal parts.
-        key = (rules.patterns, "" if holds is None else repr(rename))
+        key = (rules.patterns, "" if numbers is None else repr(rename))
         if key not in self._parts:
-            parts = parts_by_rule(self.classes, lambda fqn, _: rules.pattern_of(fqn), holds)
+            parts = parts_by_rule(self.classes, lambda fqn, _: rules.pattern_of(fqn), numbers)
             matched = {repr(rules.pattern_of(part.fqn)) for part in parts if part.tensors.shape}
             self._matches.append(rule_matches(rules, matched))
             self._parts[key] = parts

@@ -25,7 +25,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.rename_record import Step, renames_in_force
+from dcp_placements.names.renames import Recorded, recorded
 from dcp_placements.offline.checkpoint import StoredObject, StoredTensor
 from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.rehearsals.owners import OwnedTensors, Owners
@@ -88,11 +88,11 @@ class Target:
         self._checkpoint = checkpoint = world.checkpoint
         self._cuts: dict[str, Cuts] = {}
         self._rules: dict[str, str] = {}
-        self._renames: dict[Step, None] = {}
+        self._renames: dict[Recorded, None] = {}
         owners = Owners()
         declared: set[Any] = set()
         for held in world.ranks():
-            self._renames.update(dict.fromkeys(renames_in_force(held.rename, (), ())))
+            self._renames.update(dict.fromkeys(recorded(held.rename)))
             for part in held.parts:
                 owners.add(held.rank, part)
                 key = part.key, part.part.key, part.rule
@@ -206,7 +206,7 @@ class Target:
         group_of = {fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in self._cuts.items()}
         # Those of the source still describe the keys.
         record = self._checkpoint.record
-        renames: dict[Step, None] = {} if record is None else dict.fromkeys(record.renames)
+        renames: dict[Recorded, None] = {} if record is None else dict.fromkeys(record.renames)
         renames |= self._renames
         provenance |= packed_record(list(numbers), group_of, keys, renames)
         provenance |= {"axes": self._world.axes, "rules": self._rules}

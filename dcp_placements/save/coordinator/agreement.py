@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.names.numbers import NUMBER, number_finder
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.names.renames import NUMBER, number_finder
 from dcp_placements.save.key_table import KeyTable
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.rank_notes import Statement
