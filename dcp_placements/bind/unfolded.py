@@ -12,8 +12,8 @@ import torch
 from dcp_placements._torch import is_dtensor_like
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault
+from dcp_placements.names.flat import Path, Stacked, Unstacked
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.names.renamed_keys import Path, Stacked, Unstacked
 from dcp_placements.rules.patterns import Rules
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -15,7 +16,6 @@ from dcp_placements._torch import TensorStorageMetadata, has_hooks, is_dtensor_l
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.load.policy import Policy
 from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
-from dcp_placements.names.prefixes import other_names
 
 MAX_COMPARED_NAMES = 10
 MAX_COMPARED_KEYS = 5000
@@ -159,7 +159,7 @@ class MissingKeys:
             )
             return
         unread = [key for key in self.stored if key not in self.state_dict]
-        others = other_names(missing, unread)
+        others = _other_names(missing, unread)
         for at, fqn in enumerate(missing):
             details = list(others.get(fqn, ()))
             if not details and at < MAX_COMPARED_NAMES and len(unread) < MAX_COMPARED_KEYS:
@@ -191,6 +191,59 @@ class MissingKeys:
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(fqn, headline, details))
+
+
+_BY_POSITION = re.compile(r"(?:^|\.)(?:param_groups|state)\.\d+\.[^.]+$")
+_BY_NAME = re.compile(r"(?:^|\.)param_groups\.(?!\d+\.[^.]+$).+\.[^.]+$")
+_OTHER_FORM = (
+    "likely:      one side has an optimizer state dict that is flattened (by the parameters' "
+    "names), the other has not (by position)",
+    "way out:     StateDictOptions(flatten_optimizer_state_dict=True) in get_state_dict and "
+    "set_state_dict, at the save and at the load",
+)
+_LONGEST_PREFIX = 3
+
+
+def _other_names(missing: Sequence[str], unread: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return details for missing keys that the checkpoint has with another prefix or form.
+
+    Such a difference concerns thousands of keys, which get the same text; a table of name tails
+    finds it in time linear in their number.
+    """
+    details: dict[str, tuple[str, ...]] = {}
+    for asked, stored in ((_BY_POSITION, _BY_NAME), (_BY_NAME, _BY_POSITION)):
+        if any(map(stored.search, unread)):
+            details.update(dict.fromkeys(filter(asked.search, missing), _OTHER_FORM))
+    prefix_of: dict[str, str] = {}
+    for key in unread:
+        for prefix, tail in _splits(key):
+            prefix_of[tail] = min(prefix_of.get(tail, prefix), prefix, key=len)
+    pairs: dict[str, tuple[str, str]] = {}
+    for fqn in missing:
+        found = ((prefix, prefix_of[tail]) for prefix, tail in _splits(fqn) if tail in prefix_of)
+        if fqn not in details and (pair := next(found, None)):
+            pairs[fqn] = pair
+    count = Counter(pairs.values())
+    details.update({fqn: _prefix_details(*pair) for fqn, pair in pairs.items() if count[pair] > 1})
+    return details
+
+
+def _splits(key: str) -> Iterator[tuple[str, str]]:
+    """Yield (prefix, tail) pairs, the shortest prefix first; a tail has two components or more."""
+    parts = key.split(".")
+    for at in range(max(1, min(len(parts) - 1, _LONGEST_PREFIX + 1))):
+        yield ".".join(parts[:at]), ".".join(parts[at:])
+
+
+def _prefix_details(asked: str, stored: str) -> tuple[str, ...]:
+    there = f"with {stored!r} in place of {asked!r}"
+    if not stored or not asked:
+        there = f"with the prefix {stored!r}" if stored else f"without the prefix {asked!r}"
+    return (
+        f"it has:      the same name {there}",
+        "likely:      the state dict is nested otherwise than at the save, "
+        "as in dcp.save({'model': ...})",
+    )
 
 
 def _without_state(groups: Mapping[str, Sequence[str]], missing: Sequence[str]) -> set[str]:

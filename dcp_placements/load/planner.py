@@ -35,8 +35,8 @@ from dcp_placements.load.exchange.shares import Verdict, verdicts
 from dcp_placements.load.message import LoadMessage
 from dcp_placements.load.policy import Policy, compiled, optional_patterns
 from dcp_placements.load.rank_load import RankLoad
+from dcp_placements.names.flat import Path, flattened
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.names.renamed_keys import Path, flattened
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.options import (

@@ -17,7 +17,7 @@ import torch
 from dcp_placements._torch import ShardedTensor, is_dtensor_like, local_tensor
 from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import Fault, format_names
-from dcp_placements.names.renamed_keys import Path, put_at
+from dcp_placements.names.flat import Path, put_at
 
 MAX_PARAMETERS = 6
 """Parameters that a message lists."""

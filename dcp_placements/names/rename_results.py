@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_placements.errors import PlacementError
+from dcp_placements.errors import Fault, PlacementError
 
 
 class RenameError(PlacementError):
@@ -16,6 +16,10 @@ class RenameError(PlacementError):
         super().__init__("\n    ".join((headline, *details)))
         self.headline = headline
         self.details = details
+
+    def fault(self, fqn: str) -> Fault:
+        """Return it as the fault of a key."""
+        return Fault(fqn, self.headline, self.details)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RenameError, (self.headline, *self.details)
@@ -59,6 +63,10 @@ class Row:
     def axes(self) -> tuple[tuple[int, int], ...]:
         """``(total, dim)`` of each of ``rows``: equal for all rows of one stack."""
         return tuple([(row.total, row.dim) for row in self.rows])
+
+    def whole_text(self) -> str:
+        """Return the count of rows and the dim of each of ``rows``, as text."""
+        return " within ".join([f"{total} rows on dim {dim}" for total, dim in self.axes])
 
     @property
     def indices(self) -> tuple[int, ...]:

@@ -562,39 +562,32 @@ def _renamed(step: Rename, name: Renamed) -> Renamed:
     """Return what a step makes of the name that the steps before it gave."""
     if isinstance(name, str):
         return step(name)
-    if isinstance(name, Row):
-        return _row_of(name, step(name.fqn), step)
     if isinstance(name, Parts):
-        fqns = [_one_name(step, fqn) for fqn in name.fqns]
+        fqns = [_one_name(step(fqn), fqn, step) for fqn in name.fqns]
         return replace(name, fqns=tuple(fqns), whole=_whole_name(step, name.whole))
-    if isinstance(parts := step(name.fqn), Parts):
-        return replace(parts, whole=name.stacked, rows=name.dim)
-    return replace(name, fqn=_one_name(step, name.fqn), stacked=_whole_name(step, name.stacked))
+    new = step(name.fqn)
+    if isinstance(name, Row) and isinstance(new, Row):
+        return replace(name, fqn=new.fqn, within=(*name.within, *new.rows))
+    if isinstance(name, Rows) and isinstance(new, Parts):
+        return replace(new, whole=name.stacked, rows=name.dim)
+    fqn = _one_name(new, name.fqn, step)
+    if isinstance(name, Row):
+        return replace(name, fqn=fqn)
+    return replace(name, fqn=fqn, stacked=_whole_name(step, name.stacked))
 
 
-def _row_of(row: Row, renamed: Renamed, step: Rename) -> Row:
-    """Return a row of a stack that a later step renames, or makes a row itself."""
-    if isinstance(renamed, Row):
-        return replace(row, fqn=renamed.fqn, within=(*row.within, *renamed.rows))
-    return replace(row, fqn=_as_name(renamed, row.fqn, step))
-
-
-def _one_name(step: Rename, name: str) -> str:
-    return _as_name(step(name), name, step)
-
-
-def _as_name(renamed: Renamed, name: str, step: Rename) -> str:
-    if not isinstance(renamed, str):
+def _one_name(new: Renamed, name: str, step: Rename) -> str:
+    if not isinstance(new, str):
         raise RenameError(
             f"{step!r} would stack or unstack {name}, which already is stacked or unstacked"
         )
-    return renamed
+    return new
 
 
 def _whole_name(step: Rename, name: str) -> str:
     """Return the name of the whole tensor for the rules, which do not name its rows or parts."""
-    renamed = step(name)
-    return renamed if isinstance(renamed, str) else name
+    new = step(name)
+    return new if isinstance(new, str) else name
 
 
 def _fqns(name: Renamed) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from dcp_placements.layout.sharding import Pick, Sharding
-from dcp_placements.names.renamed_keys import Path
+from dcp_placements.names.flat import Path
 from dcp_placements.save.packing import (
     numbered,
     packed_ints,

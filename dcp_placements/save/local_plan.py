@@ -20,7 +20,7 @@ from dcp_placements._torch import SavePlan, default_write_items, has_hooks
 from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box, Chunk
-from dcp_placements.names.renamed_keys import Path
+from dcp_placements.names.flat import Path
 from dcp_placements.save.key_table import (
     OBJECT,
     PLAIN,

@@ -29,9 +29,9 @@ from dcp_placements._torch import (
 from dcp_placements.bind.lint import lint
 from dcp_placements.errors import PlacementError, RankFaults, raise_faults, raise_faults_of_ranks
 from dcp_placements.lazy_items import LazyItems, items_of_run, of_run
+from dcp_placements.names.flat import Path, flattened
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.names.renamed_keys import Path, flattened
 from dcp_placements.names.renames import numbering
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport

@@ -94,7 +94,7 @@ def named_tensors(
             rule_name = seen if isinstance(seen, str) else getattr(seen, "stacked", seen.fqn)
             targets = tuple(renamed_boxes(whole(key), shape))
         except RenameError as error:
-            faults.append(Fault(key, error.headline, error.details))
+            faults.append(error.fault(key))
             continue
         found.append(Named(key, shape, tensor.dtype, rule_name, rule_shape, rule_dims, targets))
     return found

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.names.renamed_keys import flattened
+from dcp_placements.names.flat import flattened
 
 
 class Opaque:

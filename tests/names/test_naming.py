@@ -13,7 +13,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from dcp_placements.names.renamed_keys import rename_keys
+from dcp_placements.names.flat import rename_keys
 from dcp_placements.testing import World
 
 

@@ -21,7 +21,6 @@ from dcp_placements.layout.tiling import intersection
 from dcp_placements.names.boxes import Target, renamed_boxes
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
-from dcp_placements.names.renamed_keys import format_axes
 from dcp_placements.offline.box_reads import BoxReader, is_run, pieces, position
 from dcp_placements.offline.checkpoint import StoredTensor
 from dcp_placements.offline.declared import Rename
@@ -157,7 +156,7 @@ def assemble(
         try:
             targets = renamed_boxes(answer, tensor.shape, rows=rows.get(parameter, 1))
         except RenameError as error:
-            faults.append(Fault(name, error.headline, error.details))
+            faults.append(error.fault(name))
             continue
         if isinstance(answer, Rows | Parts) and tensor.shape:
             rows[parameter] = len(targets) // len(answer.fqns)
@@ -183,7 +182,7 @@ def _answer(rename: Rename, name: str) -> Renamed | Fault:
     try:
         new = rename(name)
     except RenameError as error:
-        return Fault(name, error.headline, error.details)
+        return error.fault(name)
     except (LookupError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
     else:
@@ -215,7 +214,7 @@ def _joined(fqn: str, entries: list[_Entry], faults: list[Fault]) -> AssembledTe
     }
     if len(kinds) > 1:
         details = [
-            f"{name}: {tensor.dtype}, {tensor.shape}, of {format_axes(row.axes)}"
+            f"{name}: {tensor.dtype}, {tensor.shape}, of {row.whole_text()}"
             for name, tensor, row in stacked[:4]
         ]
         headline = "rows of different dtypes, shapes or totals cannot be stacked"

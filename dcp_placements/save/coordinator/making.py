@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dcp_placements.layout.sharding import Kind
-from dcp_placements.names.renamed_keys import Path
+from dcp_placements.names.flat import Path
 from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.key_table import Group, KeyTable
 from dcp_placements.save.rank_notes import Statement

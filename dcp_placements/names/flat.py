@@ -1,7 +1,8 @@
-"""This rank's keys as the checkpoint's keys, and back.
+"""A state dict flat, under the checkpoint's keys, and the paths of its values.
 
 A rank may have a local name for a tensor (the third of *its* experts). ``rename`` maps it to the
-global name; rules, plans, messages and the file use only that one.
+global name; rules, plans, messages and the file use only that one. ``{"model": {"experts.0.w":
+w}}`` becomes ``{"model.experts.3.w": w}``, with the path ``("model", "experts.0.w")``.
 """
 
 from __future__ import annotations
@@ -169,63 +170,43 @@ def rename_keys(
         try:
             new = apply(its_steps, key, matches)
         except RenameError as error:
-            faults.append(Fault(key, error.headline, error.details))
+            faults.append(error.fault(key))
+            continue
+        if not isinstance(new, str | Row | Rows | Parts):
+            headline = f"rename() gave {new!r} for it, which is no string, Row, Rows or Parts"
+            faults.append(Fault(key, headline))
             continue
         path = mappings.get(key)
-        name = new if isinstance(new, str) else getattr(new, "fqn", None)
-        if name is None or not isinstance(new, str | Row | Rows | Parts):
-            faults.append(
-                Fault(key, f"rename() gave {new!r} for it, which is no string, Row, Rows or Parts")
-            )
-        elif isinstance(new, Row) and _add_row(renamed, new, (key, value, path), source, faults):
-            source.setdefault(name, key)
-        elif name in source:
-            faults.append(
-                Fault(
-                    name,
-                    f"rename() gives this one name to both {source[name]} and {key}",
-                    ("way out:     map every key of a rank to a key of its own",),
-                )
-            )
+        name = new if isinstance(new, str) else new.fqn
+        if path is not None:
+            paths.setdefault(name, path)
+        if isinstance(new, Row):
+            if name not in source:
+                renamed[name] = Stacked([])
+            if isinstance(stack := renamed[name], Stacked):
+                source.setdefault(name, key)
+                stack.rows.append(StackedRow(new, key, value, path))
+                faults += _row_faults(stack)
+                continue
+        if name in source:
+            headline = f"rename() gives this one name to both {source[name]} and {key}"
+            way_out = "way out:     map every key of a rank to a key of its own"
+            faults.append(Fault(name, headline, (way_out,)))
         else:
             source[name] = key
             renamed[name] = Unstacked(new, value, path) if isinstance(new, Rows | Parts) else value
-        if name is not None and path is not None:
-            paths.setdefault(name, path)
     if faults:
         raise RankFaults("keys could not be renamed", faults)
     return renamed, paths, matches
 
 
-def _add_row(
-    renamed: dict[str, Any],
-    row: Row,
-    held: tuple[str, Any, Path | None],
-    source: dict[str, str],
-    faults: list[Fault],
-) -> bool:
-    """Add a row to its stack; whether its key is that of a stack."""
-    stack = renamed.get(row.fqn)
-    if stack is None and row.fqn not in source:
-        stack = renamed[row.fqn] = Stacked([])
-    if not isinstance(stack, Stacked):
-        return False
-    stack.rows.append(StackedRow(row, *held))
-    first = stack.rows[0]
-    if first.row.axes != row.axes:
-        faults.append(
-            Fault(
-                row.fqn,
-                f"rename() stacks {first.key} as one of {format_axes(first.row.axes)}, and "
-                f"{held[0]} as one of {format_axes(row.axes)}",
-            )
-        )
-    return True
-
-
-def format_axes(axes: tuple[tuple[int, int], ...]) -> str:
-    """Return ``Row.axes`` as short text."""
-    return " within ".join([f"{total} rows on dim {dim}" for total, dim in axes])
+def _row_faults(stack: Stacked) -> list[Fault]:
+    """Return the fault of the last row of a stack that is a row of another stack than the first."""
+    first, last = stack.rows[0], stack.rows[-1]
+    if first.row.axes == last.row.axes:
+        return []
+    headline = f"rename() stacks {first.key} as one of {first.row.whole_text()}, and "
+    return [Fault(last.row.fqn, f"{headline}{last.key} as one of {last.row.whole_text()}")]
 
 
 def checkpoint_path(key: str, path: Path) -> Path:
