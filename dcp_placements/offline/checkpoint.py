@@ -21,7 +21,6 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.readers.dcp import (
     TORCH_DIST,
-    files_of,
     is_torch_dist,
     read_dcp,
     read_rank_parts,
@@ -177,12 +176,13 @@ class Checkpoint:
             )
             assert isinstance(table, StorageTable)
             self.rows = table.index_for(entries)
-            files = files_of(self.directory.path, entries, self.rows)
-            self._places = _Places(self.rows, files)
+            self._places = _Places(self.rows, self.rows.files())
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredObject] = {}
-            counts = enumerate(entries.list_counts)
-            cuts = [_Cut(number, count, entries.lists[number].boxes) for number, count in counts]
+            cuts = [
+                _Cut(number, len(chunks), chunks.boxes)
+                for number, chunks in enumerate(entries.lists)
+            ]
             kinds: list[tuple[tuple[int, ...], torch.dtype, _Cut, _Places] | None] = []
             for form in entries.forms:
                 if form.properties < 0:

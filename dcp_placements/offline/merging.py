@@ -14,11 +14,9 @@ from dcp_placements.offline.readers.dcp import (
     is_torch_dist,
     read_dcp,
     read_rank_parts,
-    unreadable,
 )
 from dcp_placements.offline.remote_output import output_at
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.storage_table import paths_of
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.pickles.stock_body import is_refusing
@@ -128,10 +126,7 @@ def _rewritten(directory: Directory) -> Metadata:
     versions = directory.versions(())
     metadata = read_dcp(directory, ".metadata")
     check_count(directory.path, len(metadata.storage_data or ()))
-    try:
-        _write(directory, metadata, versions)
-    except IndexDamage as error:
-        raise unreadable(f"{directory.path}/.metadata", error) from error
+    _write(directory, metadata, versions)
     return metadata
 
 

@@ -25,7 +25,7 @@ from dcp_placements import (
 )
 from dcp_placements._torch import Metadata, TensorProperties, TensorStorageMetadata
 from dcp_placements.offline import CannotLook, diff, inspect, merge_metadata, merging, verify
-from dcp_placements.storage.index.building import Written, build_index
+from dcp_placements.storage.index.building import build_index
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
 from dcp_placements.storage.metadata import file as metadata_file
@@ -247,9 +247,9 @@ def save_index(path: Path, *, ranks: int, keys: int) -> None:
     rows = np.zeros(len(fqns), ROW)
     rows["fqn"], rows["length"] = np.arange(len(fqns)), 1216
     rows["start"] = 1216 * np.arange(len(fqns))
-    template = Rows(tuple(fqns), (), (), (None,), rows)
     written = [
-        Written(0, lambda: template, [(rank, 0)], [f"__{rank}_0.distcp"]) for rank in range(ranks)
+        Rows(tuple(fqns), ((rank, 0),), (f"__{rank}_0.distcp",), (None,), rows)
+        for rank in range(ranks)
     ]
     entries = entries_of(dict.fromkeys(fqns, entry))
     stored: Any = StoredEntries(entries)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from dcp_placements._torch import Metadata
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.offline.directory import Directory
-from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, read_stock_pickle
@@ -59,9 +58,7 @@ def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> 
         CannotLook: It is refused, or cannot be read.
     """
     opener = directory.opener(name)
-    return _read(
-        directory, name, lambda: read_metadata(opener, restricted=True, whole=True, newer=newer)
-    )
+    return _read(directory, name, lambda: read_metadata(opener, restricted=True, newer=newer))
 
 
 def misplaced_in_stock(directory: Directory, rows: RowIndex) -> list[str]:
@@ -109,23 +106,6 @@ def _read(directory: Directory, name: str, read: Callable[[], T]) -> T:
     except Exception as error:
         # A broken or hostile pickle can raise anything.
         raise unreadable(where, error) from error
-
-
-def files_of(path: str, entries: Entries, rows: RowIndex) -> list[tuple[str, ...]]:
-    """Return by key of the rows the files that hold any of its chunks, sorted.
-
-    Every part of an index is read for this, so that none turns out to be damaged later.
-
-    Raises:
-        CannotLook: Something is not what DCP's own readers expect.
-    """
-    try:
-        # What an index refers to is read now, and may be of another file.
-        for _ in entries.lists:
-            pass
-        return rows.files()
-    except Exception as error:
-        raise unreadable(path, error) from error
 
 
 def check_count(path: str, count: int) -> None:

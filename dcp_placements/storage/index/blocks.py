@@ -1,8 +1,8 @@
 """The file part of an index: compressed blocks, a directory of them, and a trailer at the end.
 
-Everything is checked before it is used: each block by a checksum in the directory, the directory by
-one in the trailer. The beginning of the pickle repeats the trailer's, so that an index behind the
-pickle of another save is noticed.
+Everything is read at once, and checked before it is used: each block by a checksum in the
+directory, the directory by one in the trailer. The beginning of the pickle repeats the trailer's,
+so that an index behind the pickle of another save is noticed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 MAGIC = b"dcp_placements/3"
 _TRAILER = struct.Struct("<QQQ16s16s")
 _TAIL_NBYTES = 1 << 16
-"""Read at first, from the end."""
-
-_WHOLE_NBYTES = 1 << 20
-"""An index up to this size is read at once; of a larger one the blocks that are needed."""
+"""Read at first, from the end; most indexes are no larger."""
 
 _RATIO = 1100
 """A compressed block is at most so many times smaller than it was; that is zlib's own bound."""
@@ -77,106 +74,73 @@ class Blocks:
     """The parts of an index in a file.
 
     Args:
-        opener: Opens the file.
+        data: The end of the file, from the first block on.
+        pickle_nbytes: Bytes of the pickle that stands before the blocks.
 
     Attributes:
-        pickle_nbytes: Bytes of the pickle that stands before the blocks.
         digest: Of the directory, which has the checksums of all blocks.
         directory: As it was given to ``BlockWriter.finish``.
+
+    Raises:
+        IndexDamage: Something is not what was written.
     """
 
-    def __init__(
-        self, opener: Opener, trailer: tuple[int, int, int, bytes], size: int, tail: bytes
-    ) -> None:
-        self._opener = opener
-        self.pickle_nbytes, stored_nbytes, nbytes, self.digest = trailer
-        self._tail, self._tail_start = tail, size - len(tail)
-        end = size - _TRAILER.size
-        if stored_nbytes > end or self.pickle_nbytes > end - stored_nbytes:
+    def __init__(self, data: bytes, pickle_nbytes: int) -> None:
+        _, stored_nbytes, nbytes, self.digest, _ = _TRAILER.unpack(data[-_TRAILER.size :])
+        end = len(data) - _TRAILER.size
+        if stored_nbytes > end:
             raise IndexDamage("its directory is beyond its end")
-        stored = self._read(end - stored_nbytes, stored_nbytes)
+        stored = data[end - stored_nbytes : end]
         if xxhash.xxh3_128_digest(stored) != self.digest:
             raise IndexDamage("its directory is not what was written")
         columns = ColumnReader(_inflated(stored, min(nbytes, _DIRECTORY_NBYTES)))
-        self._lengths = columns.ints(most=size, below=size).tolist()
-        self._sizes = columns.ints(len(self._lengths), below=1 << 40).tolist()
-        self._checksums = columns.data()
-        if len(self._checksums) != 8 * len(self._lengths):
+        size = pickle_nbytes + len(data)
+        lengths = columns.ints(most=size, below=size).tolist()
+        self._sizes = columns.ints(len(lengths), below=1 << 40).tolist()
+        checksums = columns.data()
+        if len(checksums) != 8 * len(lengths):
             raise IndexDamage("it has other blocks than checksums")
-        *self._starts, reached = accumulate(self._lengths, initial=self.pickle_nbytes)
+        *starts, reached = accumulate(lengths, initial=0)
         if reached != end - stored_nbytes:
             raise IndexDamage("its blocks do not fill the file")
         if sum(self._sizes) > _TOTAL_RATIO * size + _SPARE_NBYTES:
             raise IndexDamage("it inflates to far more than its file")
+        self._stored = [data[at : at + n] for at, n in zip(starts, lengths, strict=True)]
+        for number, block in enumerate(self._stored):
+            if xxhash.xxh3_64_digest(block) != checksums[8 * number : 8 * number + 8]:
+                raise IndexDamage(f"block {number} is not what was written")
         self.directory = ColumnReader(columns.data())
-        self._inflated: dict[int, bytes] = {}
-        if self._tail_start <= self.pickle_nbytes:
-            self.check()
-
-    def check(self) -> None:
-        """Check all blocks, without inflating them.
-
-        Raises:
-            IndexDamage: One is not what was written.
-        """
-        for number in range(len(self._starts)):
-            self._stored(number)
 
     def columns(self, number: int) -> ColumnReader:
-        """Return a reader of a block.
-
-        Raises:
-            IndexDamage: The block is not what was written; the file may be another one by now.
-        """
+        """Return a reader of a block."""
         return ColumnReader(self.block(number))
 
     def block(self, number: int) -> bytes:
-        """Return a block, as ``columns`` does."""
-        data = self._inflated.get(number)
-        if data is None:
-            if not 0 <= number < len(self._starts):
-                raise IndexDamage("a block that is not there")
-            data = self._inflated[number] = _inflated(self._stored(number), self._sizes[number])
-        return data
-
-    def _stored(self, number: int) -> bytes:
-        stored = self._read(self._starts[number], self._lengths[number])
-        if xxhash.xxh3_64_digest(stored) != self._checksums[8 * number : 8 * number + 8]:
-            raise IndexDamage(f"block {number} is not what was written")
-        return stored
-
-    def _read(self, start: int, nbytes: int) -> bytes:
-        if start >= self._tail_start:
-            start -= self._tail_start
-            return self._tail[start : start + nbytes]
-        with self._opener() as stream:
-            stream.seek(start)
-            return _exactly(stream, nbytes)
+        """Return a block."""
+        if number >= len(self._stored):
+            raise IndexDamage("a block that is not there")
+        return _inflated(self._stored[number], self._sizes[number])
 
 
-def blocks_of(opener: Opener, stream: IO[bytes]) -> Blocks | None:
+def blocks_of(stream: IO[bytes]) -> Blocks | None:
     """Return the index of a file; None where the file does not end with one.
-
-    Args:
-        opener: Opens the file.
-        stream: The file, open.
 
     Raises:
         IndexDamage: It ends with one that is damaged.
     """
-    if not stream.seekable():
-        return None
     size = stream.seek(0, io.SEEK_END)
     tail = _last(stream, size, min(_TAIL_NBYTES, size))
     if len(tail) < _TRAILER.size:
         return None
-    *trailer, magic = _TRAILER.unpack(tail[-_TRAILER.size :])
+    pickle_nbytes, *_, magic = _TRAILER.unpack(tail[-_TRAILER.size :])
     if magic != MAGIC:
         return None
-    nbytes = size - trailer[0]
-    if len(tail) < nbytes <= _WHOLE_NBYTES:
-        tail = _last(stream, size, nbytes)
-    return Blocks(opener, tuple(trailer), size, tail)
+    nbytes = size - pickle_nbytes
+    if nbytes < _TRAILER.size:
+        raise IndexDamage("its directory is beyond its end")
+    return Blocks(
+        tail[-nbytes:] if nbytes <= len(tail) else _last(stream, size, nbytes), pickle_nbytes
+    )
 
 
 def _last(stream: IO[bytes], size: int, nbytes: int) -> bytes:

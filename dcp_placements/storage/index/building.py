@@ -190,7 +190,6 @@ class _Builder:
             Writers(templates, tuple(self.namings), of_writer[:, 0], of_writer[:, 1]),
             [template for _, template in self.templates.values()],
             [held for _, held in places.values()],
-            np.array([len(held.writers) for _, held in places.values()], np.int64),
             np.array([keys, of_keys], np.int64),
             entries,
         )

@@ -48,7 +48,6 @@ class Entries:
         shapes: Of whole tensors, each once.
         lists: Of chunks, each once.
         others: Entries of other classes.
-        list_counts: By list, its chunks.
     """
 
     fqns: Sequence[str]
@@ -58,7 +57,6 @@ class Entries:
     shapes: Sequence[tuple[int, ...]]
     lists: Sequence[ChunkList]
     others: Sequence[Any] = ()
-    list_counts: Sequence[int] = ()
 
     def list_numbers(self) -> list[int]:
         """Return by key the number of its list of chunks; -1 where it has none."""
@@ -104,7 +102,6 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
         tuple(shapes),
         lists.all,
         others,
-        [len(chunks) for chunks in lists.all],
     )
 
 

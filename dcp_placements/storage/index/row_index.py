@@ -162,7 +162,7 @@ class LookedUp:
 
 @dataclass
 class RowIndex:
-    """The rows of a checkpoint. What is read from a file is read when it is used.
+    """The rows of a checkpoint.
 
     Attributes:
         fqns: Keys, those of the state dict first.
@@ -170,7 +170,6 @@ class RowIndex:
         writers: The ranks, or files, that rows are from.
         templates: By number.
         places: By number.
-        counts: By number, the chunks of the places.
         pairs: ``(2, pairs)``: number of a key and of places, by key.
         entries: Of the state dict whose lists of chunks the places refer to.
         looked_up: A memo of the rest.
@@ -181,7 +180,6 @@ class RowIndex:
     writers: Writers
     templates: Sequence[np.ndarray]
     places: Sequence[Places]
-    counts: Ints
     pairs: Ints
     entries: Entries | None = None
     looked_up: LookedUp = field(default_factory=LookedUp)
@@ -202,7 +200,8 @@ class RowIndex:
         return numbers
 
     def __len__(self) -> int:
-        return int(self.counts[self.pairs[1]].sum()) if len(self.counts) else 0
+        counts = np.array([len(places.writers) for places in self.places], np.int64)
+        return int(counts[self.pairs[1]].sum())
 
     def numbers_of(self, fqn: str) -> list[int]:
         """Return the numbers of the places of a key; none where there is no such key."""
@@ -252,12 +251,23 @@ class RowIndex:
         rows = self._rows(int(self.writers.templates[writer]))
         return self.writers.files_of(writer), rows, int(places.ordinals[at])
 
-    def files(self) -> list[tuple[str, ...]]:
-        """Return by key the files that hold any of its chunks, sorted.
+    def check(self) -> None:
+        """Check that each chunk is among what its writer wrote.
 
         Raises:
-            IndexDamage: A chunk is not among what its writer wrote.
+            IndexDamage: One is not.
         """
+        for number, keys in self.classes():
+            places = self.places[number]
+            kinds, kind_of = self._kinds(places)
+            counts = np.full(len(kinds), np.iinfo(np.int64).max)
+            np.minimum.at(counts, kind_of, self.writers.file_counts[places.writers])
+            for (template, ordinal), count in zip(kinds, counts.tolist(), strict=True):
+                if int(self._template_rows(template, ordinal, keys)[:, 0].max()) >= count:
+                    raise IndexDamage(_UNWRITTEN)
+
+    def files(self) -> list[tuple[str, ...]]:
+        """Return by key the files that hold any of its chunks, sorted."""
         names = list(self.writers.files())
         files: list[tuple[str, ...]] = [()] * len(self.fqns)
         for number, keys in self.classes():
@@ -267,16 +277,12 @@ class RowIndex:
                 continue
             by_kind = np.stack([self._template_rows(t, o, keys)[:, 0] for t, o in kinds], axis=1)
             first_files = self.writers.first_files[places.writers]
-            counts = self.writers.file_counts[places.writers]
             # Most keys of one class are in the same files of their writers.
             known: dict[bytes, tuple[str, ...]] = {}
             for key, numbers in zip(keys.tolist(), by_kind, strict=True):
                 content = numbers.tobytes()
                 if content not in known:
-                    of_chunks = numbers[kind_of]
-                    if (of_chunks >= counts).any():
-                        raise IndexDamage(_UNWRITTEN)
-                    positions = set((first_files + of_chunks).tolist())
+                    positions = set((first_files + numbers[kind_of]).tolist())
                     known[content] = tuple(sorted([names[at] for at in positions]))
                 held = known[content]
                 files[key] = tuple(sorted({*files[key], *held})) if files[key] else held
@@ -328,10 +334,10 @@ class RowIndex:
 
     def _kinds(self, places: Places) -> tuple[list[tuple[int, int]], Ints]:
         """Return each template and ordinal of the chunks of places once, and by chunk which."""
-        templates = self.writers.templates[places.writers].tolist()
-        pairs = list(zip(templates, places.ordinals.tolist(), strict=True))
-        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(pairs))}
-        return list(kinds), np.array(list(map(kinds.__getitem__, pairs)), np.int64)
+        factor = int(places.ordinals.max(initial=0)) + 1
+        codes = self.writers.templates[places.writers] * factor + places.ordinals
+        kinds, kind_of = np.unique(codes, return_inverse=True)
+        return [divmod(code, factor) for code in kinds.tolist()], kind_of.reshape(-1)
 
     def _template_rows(self, template: int, ordinal: int, keys: Ints) -> Ints:
         held = self.templates[template].view(np.int64).reshape(-1, len(TEMPLATE.names or ()))
@@ -352,8 +358,5 @@ def _name(parts: tuple[str, str | None], number: int) -> str:
 
 def _row(source: _Source, key: int) -> Row:
     files, rows, ordinal = source
-    row = rows.get((key, ordinal))
-    if row is None or row[0] >= len(files):
-        raise IndexDamage(_UNWRITTEN)
-    file, transforms, start, length = row
+    file, transforms, start, length = rows[key, ordinal]
     return files[file], transforms, start, length

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from dcp_placements._torch import Metadata, MetadataIndex, ReadItem, StorageInfo
 from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.storage.index.building import build_index, by_file
-from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import LookedUp, RowIndex
-from dcp_placements.storage.index.stored_entries import Stock
 from dcp_placements.storage.metadata.table import (
     Rows,
     StoredPlace,
-    place_of,
     rows_of_places,
 )
-
-T = TypeVar("T")
 
 
 class HasMetadata(Protocol):
@@ -41,18 +36,15 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         held: Its rows, of which the later one counts where two are for the same chunk; or their
             index, which may be packed, as ``__reduce__`` has it, until it is used; or what has
             read it when it is used.
-        stock: Serves where a part of the index is damaged; None to raise.
         sent: What is pickled for the rows; None to pack their index.
     """
 
     def __init__(
         self,
         held: Rows | RowIndex | bytes | HasMetadata,
-        stock: Stock | None = None,
         sent: HasMetadata | None = None,
     ) -> None:
         self._held = held
-        self._stock = stock
         self._sent = sent
 
     @property
@@ -80,9 +72,6 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
     @cached_property
     def rows(self) -> Rows:
         """All rows. A rank that loads does not need them."""
-        return self._or_stock(self._unfolded)
-
-    def _unfolded(self) -> Rows:
         if isinstance(self._held, Rows):
             return self._held
         index = self.index
@@ -103,11 +92,7 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
         held = self.index
-        try:
-            row = held.row(index.fqn, index.offset, index.index)
-        except IndexDamage as damage:
-            self._take_stock(damage)
-            return self[index]
+        row = held.row(index.fqn, index.offset, index.index)
         if row is None:
             raise KeyError(index)
         path, transforms, start, length = row
@@ -126,45 +111,18 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._sent is not None:
-            return StorageTable, (self._sent, None, self._sent)
+            return StorageTable, (self._sent, self._sent)
         if isinstance(self._held, bytes):
             return StorageTable, (self._held,)
-        return StorageTable, (self._or_stock(self._packed),)
+        return StorageTable, (self._packed(),)
 
     def _packed(self) -> bytes:
-        index = self.index
-        held = replace(
-            index,
-            templates=list(index.templates),
-            places=list(index.places),
-            entries=None,
-            looked_up=LookedUp(),
-        )
+        held = replace(self.index, entries=None, looked_up=LookedUp())
         return zlib.compress(pickle.dumps(held, pickle.HIGHEST_PROTOCOL), 1)
 
-    def _or_stock(self, use: Callable[[], T]) -> T:
-        """Return the result of ``use``: by the index, or by the pickle's rows if it is damaged."""
-        try:
-            return use()
-        except IndexDamage as damage:
-            self._take_stock(damage)
-            return use()
-
-    def _take_stock(self, damage: IndexDamage) -> None:
-        if self._stock is None:
-            raise damage
-        self._held = rows_of_places(
-            place_of(at.fqn, at.offset, info)
-            for at, info in (self._stock(damage).storage_data or {}).items()
-        )
-        self._stock = None
-
     def _indices(self, fqn: str) -> list[MetadataIndex]:
-        def indices() -> list[MetadataIndex]:
-            places = [places for _, places in self.index.places_of(fqn)]
-            return [MetadataIndex(fqn, offset) for one in places for offset in one.all_offsets()]
-
-        return self._or_stock(indices)
+        places = [places for _, places in self.index.places_of(fqn)]
+        return [MetadataIndex(fqn, offset) for one in places for offset in one.all_offsets()]
 
 
 def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from dcp_placements._torch import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from dcp_placements.storage.index.columns import IndexDamage
+from dcp_placements._torch import BytesStorageMetadata, TensorStorageMetadata
 from dcp_placements.storage.index.entries import OBJECT, OTHER, Entries, build_entries
-
-Stock = Callable[[IndexDamage], Metadata]
-"""Reads the pickle before an index, once a part of the index turns out to be damaged."""
 
 
 class StoredEntries(Mapping[str, Any]):
@@ -24,12 +20,10 @@ class StoredEntries(Mapping[str, Any]):
     torch's objects.
 
     Args:
-        entries: Of all keys; their lists of chunks may be read when they are used.
-        stock: Serves where one of these is damaged; None to raise.
+        entries: Of all keys.
     """
 
-    def __init__(self, entries: Entries, stock: Stock | None = None) -> None:
-        self._stock = stock
+    def __init__(self, entries: Entries) -> None:
         self.entries = entries
         self._made: dict[int | None, Any] = {}
 
@@ -45,16 +39,8 @@ class StoredEntries(Mapping[str, Any]):
     def at(self, fqns: Collection[str]) -> list[Any]:
         """Return the entries of keys; None where there is none."""
         forms = list(map(self._form_of.get, fqns))
-        try:
-            for form in set(forms).difference(self._made):
-                self._made[form] = None if form is None else self._make(form)
-        except IndexDamage as damage:
-            if self._stock is None:
-                raise
-            self.entries = entries_of(self._stock(damage).state_dict_metadata)
-            self._made.clear()
-            del self._form_of
-            return self.at(fqns)
+        for form in set(forms).difference(self._made):
+            self._made[form] = None if form is None else self._make(form)
         return list(map(self._made.get, forms))
 
     def _make(self, number: int) -> Any:

@@ -1,4 +1,4 @@
-"""The index in a file, whose parts are read when they are used.
+"""The index in a file, unpacked.
 
 Every number is checked against what it refers to before anything is allocated by it, so that an
 index of unknown origin can be read.
@@ -7,12 +7,11 @@ index of unknown origin can be read.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 from math import prod
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,42 +32,8 @@ MOST_DIMS = 64
 LARGEST = 1 << 62
 
 
-class Parts(Sequence[T], Generic[T]):
-    """Parts of an index; those of one block are read when one of them is used.
-
-    Args:
-        read: Returns the parts of a block, by its number among those of this kind.
-        begins: The number of the first part of each block, and the number of parts.
-    """
-
-    def __init__(self, read: Callable[[int], list[T]], begins: Sequence[int]) -> None:
-        self._read = read
-        self._begins = begins
-        self._held: list[T | None] = [None] * begins[-1]
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(len(self))[index]]
-        held = self._held[index]
-        if held is None:
-            at = range(len(self))[index]
-            block = bisect_right(self._begins, at) - 1
-            start = self._begins[block]
-            parts = self._read(block)
-            self._held[start : start + len(parts)] = parts
-            held = parts[at - start]
-        return held
-
-
 class PackedIndex:
-    """An index in a file.
+    """An index in a file, unpacked.
 
     Args:
         blocks: Of the file.
@@ -76,6 +41,7 @@ class PackedIndex:
 
     Attributes:
         writers: Of the rows.
+        values: The pickle of what is neither key nor row.
 
     Raises:
         IndexDamage: It is none.
@@ -89,31 +55,26 @@ class PackedIndex:
         self._lists = _Directory(directory, 2, self._places.stop)
         self._listed = directory.ints(len(self._places)).tolist()
         *counts, _ = directory.ints(4, below=1 << 40).tolist()
-        self._state_keys, self._pairs, writers = counts
-        self._check_sizes(most, self._state_keys + 2 * self._pairs + 3 * writers)
+        state_keys, pairs, writers = counts
+        self._check_sizes(most, state_keys + 2 * pairs + 3 * writers)
         self._unpack_shared(blocks.columns(self._lists.stop), writers)
+        self._unpack_keys(blocks.columns(self._lists.stop + 1), state_keys, pairs)
+        self.values = blocks.block(self._lists.stop + 2)
 
-    @cached_property
-    def _keys(self) -> tuple[list[str], list[int], Ints]:
-        """All keys; the forms of the first ones; and pairs of keys and places."""
-        columns = self._blocks.columns(self._lists.stop + 1)
-        fqns = columns.texts()
-        if len(fqns) < self._state_keys:
+    def _unpack_keys(self, columns: ColumnReader, state_keys: int, pairs: int) -> None:
+        """Unpack all keys, the forms of the first ones, and pairs of keys and places."""
+        self._fqns = columns.texts()
+        if len(self._fqns) < state_keys:
             raise IndexDamage("more keys than there are")
-        form_of = columns.ints(self._state_keys)
-        pairs = columns.ints(2 * self._pairs).reshape(2, -1)
-        keys, places = pairs
+        form_of = columns.ints(state_keys)
+        self._pairs = columns.ints(2 * pairs).reshape(2, -1)
+        keys, places = self._pairs
         if len(keys) and not (keys[1:] >= keys[:-1]).all():
             raise IndexDamage("keys out of order")
-        for column, below in ((keys, len(fqns)), (places, len(self._places))):
+        for column, below in ((keys, len(self._fqns)), (places, len(self._places))):
             _check_below(column, below)
         _check_below(form_of, len(self.forms))
-        return fqns, form_of.tolist(), pairs
-
-    @property
-    def values(self) -> bytes:
-        """The pickle of what is neither key nor row."""
-        return self._blocks.block(self._lists.stop + 2)
+        self._form_of = form_of.tolist()
 
     def _check_sizes(self, most: int | None, numbers: int) -> None:
         sizes = np.concatenate([self._places.sizes[1], self._lists.sizes[1], [-1]])
@@ -181,41 +142,39 @@ class PackedIndex:
                 raise IndexDamage("a tensor of properties that are not there")
             if form.properties == OTHER and not 0 <= form.shape < len(others):
                 raise IndexDamage("an entry that is not there")
-        fqns, form_of, _ = self._keys
         return Entries(
-            fqns[: self._state_keys],
-            form_of,
+            self._fqns[: len(self._form_of)],
+            self._form_of,
             self.forms,
             properties,
             self.shapes,
-            Parts(self._read_lists, self._lists.begins),
+            _in_order(self._read_lists, self._lists),
             others,
-            self._lists.sizes[0].tolist(),
         )
 
     def rows(self, entries: Entries) -> RowIndex:
-        """Return the rows.
+        """Return the rows, checked.
 
         Args:
             entries: Of the same index.
         """
-        fqns, _, pairs = self._keys
-        return RowIndex(
-            fqns,
+        rows = RowIndex(
+            self._fqns,
             self.transforms,
             self.writers,
-            Parts(partial(self._read_templates, len(fqns)), self._templates.begins),
-            Parts(partial(self._read_places, entries), self._places.begins),
-            self._places.sizes[0],
-            pairs,
+            _in_order(self._read_templates, self._templates),
+            _in_order(partial(self._read_places, entries), self._places),
+            self._pairs,
             entries,
         )
+        rows.check()
+        return rows
 
-    def _read_templates(self, keys: int, block: int) -> list[np.ndarray]:
+    def _read_templates(self, block: int) -> list[np.ndarray]:
         counts = self._templates.sizes_in(block)[0].tolist()
         columns = self._blocks.columns(self._templates.start + block)
         joined = np.zeros(sum(counts), TEMPLATE)
-        below = {"key": keys, "transforms": len(self.transforms)}
+        below = {"key": len(self._fqns), "transforms": len(self.transforms)}
         for name in TEMPLATE.names or ():
             joined[name] = columns.ints(len(joined), below=below.get(name, LARGEST))
         return _split(joined, counts)
@@ -224,7 +183,7 @@ class PackedIndex:
         counts, dims = self._places.sizes_in(block).tolist()
         columns = self._blocks.columns(self._places.start + block)
         writers = columns.ints(sum(counts), below=len(self.writers.templates))
-        ordinals = columns.ints(sum(counts), below=LARGEST)
+        ordinals = columns.ints(sum(counts), below=1 + int(self._templates.sizes[0].max(initial=0)))
         first = self._places.begins[block]
         listed = self._listed[first : first + len(counts)]
         shapes = zip(counts, dims, listed, strict=True)
@@ -243,6 +202,12 @@ class PackedIndex:
         shapes = list(map(tuple, self._lists.sizes_in(block).T.tolist()))
         columns = self._blocks.columns(self._lists.start + block)
         return list(map(ChunkList, _tables(columns, shapes), _tables(columns, shapes)))
+
+
+def _in_order(read: Callable[[int], list[T]], directory: _Directory) -> list[T]:
+    """Return the parts of all blocks of one kind."""
+    blocks = range(directory.stop - directory.start)
+    return list(chain.from_iterable(map(read, blocks)))
 
 
 class _Directory:

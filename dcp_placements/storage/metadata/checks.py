@@ -40,7 +40,7 @@ def check_entries(entries: Entries, rows: int) -> None:
     """Check properties, sizes, and that entries do not unfold to far more than their file.
 
     Args:
-        entries: Their lists of chunks may be read later: what an index has of them is in range.
+        entries: What an index has of their lists of chunks is in range.
         rows: Places of chunks.
     """
     check_properties(entries.properties)
@@ -52,7 +52,7 @@ def check_entries(entries: Entries, rows: int) -> None:
             continue
         if prod(shapes[form.shape]) * entries.properties[form.properties].dtype.itemsize >= LARGEST:
             raise ValueError("a size that no tensor has")
-        listed += count * entries.list_counts[form.chunks]
+        listed += count * len(entries.lists[form.chunks])
     check_count(listed, rows)
 
 

@@ -1,4 +1,4 @@
-"""The ``.metadata`` file: torch's pickle, and behind its end an index that is read in part.
+"""The ``.metadata`` file: torch's pickle, and behind its end an index.
 
 Torch ignores what stands behind the pickle. Both are put in place in one step, so a file has both
 of one save, or of another. The beginning of the pickle names the index, so that a mixture of two
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Any, TypeVar
 
 from dcp_placements._torch import Metadata
 from dcp_placements.errors import PlacementError
@@ -28,7 +28,7 @@ from dcp_placements.storage.index.entries import Entries, build_entries
 from dcp_placements.storage.index.packing import packed_index
 from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.index.storage_table import StorageTable, paths_of
-from dcp_placements.storage.index.stored_entries import Stock, StoredEntries, entries_of
+from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
 from dcp_placements.storage.index.unpacking import MOST_NUMBERS, PackedIndex
 from dcp_placements.storage.metadata.checks import (
     check_count,
@@ -51,7 +51,6 @@ from dcp_placements.storage.metadata.pickles.stock_body import (
 )
 from dcp_placements.storage.metadata.pickles.stock_pickle import pickled_head
 from dcp_placements.storage.metadata.table import place_of, rows_of_places
-from dcp_placements.storage.safe_pickle import refusal
 
 T = TypeVar("T")
 
@@ -110,9 +109,9 @@ class SentIndex:
     def metadata(self) -> Metadata:
         """The metadata, as they are read from the file."""
         with quiet_gc():
-            blocks = blocks_of(lambda: io.BytesIO(self._packed), io.BytesIO(self._packed))
+            blocks = blocks_of(io.BytesIO(self._packed))
             assert blocks is not None
-            return _indexed(PackedIndex(blocks), load_metadata_pickle, None, restricted=False)
+            return _indexed(PackedIndex(blocks), load_metadata_pickle, restricted=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SentIndex, (self._packed,)
@@ -159,42 +158,30 @@ def read_metadata(
     opener: Opener,
     *,
     restricted: bool = False,
-    whole: bool = False,
     newer: set[str] | None = None,
 ) -> Metadata:
     """Return the metadata in a ``.metadata`` file, whoever wrote it, with whichever torch.
 
-    Of a file with an index the parts that are used are read, when they are used. Where one is
-    damaged, the pickle serves from then on, with a warning.
+    Of a file with an index that is read. If it is damaged, the pickle is, with a warning.
 
     Args:
         opener: Opens the file, for reading by position.
         restricted: Whether it may be anybody's: nothing that it names is called then, everything
             is checked, and entries and rows are in columns.
-        whole: Whether to check every block of an index.
         newer: What ``pickle.load`` with this torch and Python would fail at is added here, as text;
             of a restricted file alone.
 
     Raises:
         PlacementError: The index is that of another save; or it is damaged, and there is no stock
-            metadata. The result raises it as well, if it finds the damage when a part is used.
+            metadata.
         RefusedGlobal: It is restricted, and names something that DCP's metadata do not.
         Exception: It is broken, or something is not what DCP's own readers expect; of any type.
     """
     load = partial(load_safely, newer=newer) if restricted else load_metadata_pickle
     most = MOST_NUMBERS if restricted else None
 
-    def indexed(blocks: Blocks, stock: StockPickle[Metadata]) -> Metadata:
-        if whole:
-            blocks.check()
-        try:
-            return _indexed(PackedIndex(blocks, most), load, stock, restricted=restricted)
-        except IndexDamage as damage:
-            if whole:
-                blocks.check()  # the file may be another one by now
-                # A load may go by the parts of it that are right.
-                raise refusal(f"its index has right checksums, but: {damage}") from damage
-            raise
+    def indexed(blocks: Blocks) -> Metadata:
+        return _indexed(PackedIndex(blocks, most), load, restricted=restricted)
 
     def pickled(stream: IO[bytes]) -> Metadata:
         metadata: Metadata = load(stream)
@@ -221,7 +208,7 @@ def read_stock_pickle(opener: Opener) -> Metadata | None:
 
 
 def read_file_names(opener: Opener) -> set[str]:
-    """Return the names of the data files of a checkpoint; of an index nothing else is read.
+    """Return the names of the data files of a checkpoint; of an index nothing else is used.
 
     Args:
         opener: Opens its ``.metadata``, for reading by position.
@@ -231,7 +218,7 @@ def read_file_names(opener: Opener) -> set[str]:
     """
     return read_parts(
         opener,
-        lambda blocks, stock: set(PackedIndex(blocks, MOST_NUMBERS).writers.files()),
+        lambda blocks: set(PackedIndex(blocks, MOST_NUMBERS).writers.files()),
         lambda stream: paths_of(in_columns(load_safely(stream)).storage_data or {}),
     )
 
@@ -260,18 +247,16 @@ def in_columns(metadata: Any) -> Metadata:
     return with_columns(metadata, entries, build_index(by_file(rows), entries))
 
 
-def with_columns(
-    metadata: Metadata, entries: Entries, rows: RowIndex, stock: Stock | None = None
-) -> Metadata:
+def with_columns(metadata: Metadata, entries: Entries, rows: RowIndex) -> Metadata:
     """Give metadata these entries and rows; return it."""
-    stored: Any = StoredEntries(entries, stock)
+    stored: Any = StoredEntries(entries)
     metadata.state_dict_metadata = stored
-    metadata.storage_data = StorageTable(rows, stock)
+    metadata.storage_data = StorageTable(rows)
     return metadata
 
 
 def _indexed(
-    packed: PackedIndex, load: Callable[[IO[bytes]], Any], stock: Stock | None, *, restricted: bool
+    packed: PackedIndex, load: Callable[[IO[bytes]], Any], *, restricted: bool
 ) -> Metadata:
     value = load(io.BytesIO(packed.values))
     if type(value) is not tuple or len(value) != 3 or type(value[0]) is not Metadata:
@@ -284,7 +269,7 @@ def _indexed(
         check_properties(properties)
     entries = packed.entries(properties, others)
     rows = packed.rows(entries)
-    with_columns(metadata, entries, rows, stock)
+    with_columns(metadata, entries, rows)
     if restricted:
         check_facts(metadata)
         check_entries(entries, len(rows))
@@ -292,39 +277,33 @@ def _indexed(
     return metadata
 
 
-class StockPickle(Generic[T]):
-    """The pickle before an index, which serves where the index is damaged.
+def read_parts(
+    opener: Opener,
+    indexed: Callable[[Blocks], T],
+    pickled: Callable[[IO[bytes]], T],
+) -> T:
+    """Return what is read of a ``.metadata`` file: of its index, or else of its pickle.
 
     Args:
-        opener: Opens the file.
-        load: Reads the pickle.
-        digest: Of the index, which the pickle begins with; None where it does not.
+        opener: Opens the file, for reading by position.
+        indexed: Reads the index.
+        pickled: Reads the pickle.
+
+    Raises:
+        PlacementError: The index is that of another save; or it is damaged, and there is no stock
+            metadata.
     """
-
-    def __init__(
-        self, opener: Opener, load: Callable[[IO[bytes]], T], digest: bytes | None
-    ) -> None:
-        self._opener, self._load, self._digest = opener, load, digest
-        self._read: T | None = None
-
-    def __call__(self, damage: IndexDamage) -> T:
-        """Return what the pickle says, with a warning at the first call.
-
-        Args:
-            damage: What is wrong with the index.
-
-        Raises:
-            PlacementError: There is none, or it is another save's by now.
-        """
-        if self._read is not None:
-            return self._read
-        with quiet_gc(), self._opener() as stream:
-            head = stream.read(_HEAD_NBYTES)
-            if marked_digest(head) != self._digest:
-                raise PlacementError(
-                    ".metadata is not the file that was opened: another save has replaced it\n"
-                    "    way out:     load again"
-                )
+    with quiet_gc(), opener() as stream:
+        head = stream.read(_HEAD_NBYTES)
+        digest = marked_digest(head)
+        try:
+            blocks = blocks_of(stream)
+            if blocks is not None:
+                _check_same(blocks, digest)
+                return indexed(blocks)
+            if digest is not None:
+                raise IndexDamage("it is missing")
+        except IndexDamage as damage:
             if is_refusing(head):
                 raise PlacementError(
                     f"the index of .metadata cannot be used: {damage}\n"
@@ -333,44 +312,11 @@ class StockPickle(Generic[T]):
                     "    way out:     copy .metadata again, or load another checkpoint"
                 ) from damage
             warnings.warn(
-                f"the index of .metadata cannot be used: {damage}; all of .metadata is read in "
-                "its place\n"
+                f"the index of .metadata cannot be used: {damage}; the pickle before it is read "
+                "in its place\n"
                 "    way out:     dcp-placements merge-metadata PATH --rewrite",
                 stacklevel=2,
             )
-            stream.seek(0)
-            self._read = self._load(stream)
-        return self._read
-
-
-def read_parts(
-    opener: Opener,
-    indexed: Callable[[Blocks, StockPickle[T]], T],
-    pickled: Callable[[IO[bytes]], T],
-) -> T:
-    """Return what is read of a ``.metadata`` file: of its index, or of its pickle without one.
-
-    Args:
-        opener: Opens the file, for reading by position.
-        indexed: Reads the index. Parts that it reads later may be damaged: the pickle serves then.
-        pickled: Reads the pickle.
-
-    Raises:
-        PlacementError: The index is that of another save; or it is damaged, and there is no stock
-            metadata.
-    """
-    with quiet_gc(), opener() as stream:
-        digest = marked_digest(stream.read(_HEAD_NBYTES))
-        stock = StockPickle(opener, pickled, digest)
-        try:
-            blocks = blocks_of(opener, stream)
-            if blocks is not None:
-                _check_same(blocks, digest)
-                return indexed(blocks, stock)
-        except IndexDamage as damage:
-            return stock(damage)
-        if digest is not None:
-            return stock(IndexDamage("it is missing"))
         stream.seek(0)
         return pickled(stream)
 
