@@ -1,0 +1,228 @@
+"""The algebra of boxes: which are equal, which meet, whether they make a whole, what is left.
+
+Many boxes are one array ``int64[n, 2, ndim]``: of each box its offsets, then its sizes, in elements
+of the whole tensor. Two ep ranks that hold half of an expert weight of shape ``(4, 3)`` each::
+
+    [[[0, 0], [2, 3]],
+     [[2, 0], [2, 3]]]
+
+Whoever asks such a question asks it here: the proof of a save and of a load, the structure of a
+checkpoint, a transfer, an import. Boxes without elements meet nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_placements.layout.sharding import Box
+
+Ints = npt.NDArray[np.int64]
+Boxes = npt.NDArray[np.int64]
+
+_PAIRS = 1 << 20
+"""Candidate pairs that are compared at a time, for their memory: 16 MiB per dim."""
+
+
+def as_array(boxes: Iterable[Box], ndim: int) -> Boxes:
+    """Return boxes of ``ndim`` dims as an array.
+
+    >>> as_array([Box((2, 0), (2, 3))], 2).tolist()
+    [[[2, 0], [2, 3]]]
+    """
+    boxes = list(boxes)
+    numbers = chain.from_iterable(chain.from_iterable(boxes))
+    return np.fromiter(numbers, np.int64, 2 * ndim * len(boxes)).reshape(len(boxes), 2, ndim)
+
+
+def as_boxes(boxes: Boxes) -> list[Box]:
+    """Return the rows of an array as boxes."""
+    return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes.tolist()]
+
+
+def numel(boxes: Boxes) -> Ints:
+    """Return the number of elements of each box; 1 without dims."""
+    return np.prod(boxes[:, 1], axis=1, dtype=np.int64)
+
+
+def unique(boxes: Boxes) -> tuple[Ints, Ints]:
+    """Return where each different box is first, in order of offsets, and each box's number there.
+
+    >>> first, number = unique(as_array([Box((2,), (2,)), Box((0,), (2,)), Box((2,), (2,))], 1))
+    >>> first.tolist(), number.tolist()
+    ([1, 0], [1, 0, 1])
+    """
+    rows = boxes.reshape(len(boxes), 2 * boxes.shape[2])
+    if not rows.shape[1]:
+        return np.arange(min(len(rows), 1)), np.zeros(len(rows), np.int64)
+    order = np.lexsort(rows.T[::-1])
+    ordered = rows[order]
+    is_first = np.ones(len(rows), bool)
+    is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    number = np.empty(len(rows), np.int64)
+    number[order] = np.cumsum(is_first) - 1
+    return order[is_first], number
+
+
+def intersect(boxes: Boxes, others: Boxes) -> Boxes:
+    """Return what each box shares with the other box of the same row, or with the only other one.
+
+    Where two share nothing, a size is 0 or less.
+    """
+    offsets = np.maximum(boxes[:, 0], others[:, 0])
+    stops = np.minimum(boxes.sum(axis=1), others.sum(axis=1))
+    return np.stack([offsets, stops - offsets], axis=1)
+
+
+def meeting(boxes: Boxes, others: Boxes) -> tuple[Ints, Ints]:
+    """Return the pairs ``(box, other box)`` that share elements, as two columns, sorted.
+
+    The candidates of a box are found by a binary search along the dim that leaves the fewest.
+    """
+    found = list(_meeting(boxes, others))
+    one = np.concatenate([np.zeros(0, np.int64), *[pair[0] for pair in found]])
+    other = np.concatenate([np.zeros(0, np.int64), *[pair[1] for pair in found]])
+    order = np.lexsort((other, one))
+    return one[order], other[order]
+
+
+def _meeting(boxes: Boxes, others: Boxes) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the pairs that share elements, some boxes at a time."""
+    first = np.zeros(len(boxes), np.int64)
+    counts = np.full(len(boxes), len(others))
+    order = np.arange(len(others))
+    for dim in range(boxes.shape[2] if len(others) else 0):
+        by_start = np.argsort(others[:, 0, dim], kind="stable")
+        starts = others[by_start, 0, dim]
+        longest = others[:, 1, dim].max()
+        low = np.searchsorted(starts, boxes[:, 0, dim] - longest, "right")
+        high = np.searchsorted(starts, boxes[:, :, dim].sum(axis=1), "left")
+        if np.maximum(high - low, 0).sum() < counts.sum():
+            first, counts, order = low, np.maximum(high - low, 0), by_start
+    ends = np.cumsum(counts)
+    blocks = np.unique(ends // _PAIRS, return_index=True)[1]
+    for start, stop in pairwise([*blocks.tolist(), len(boxes)]):
+        one = np.repeat(np.arange(start, stop), counts[start:stop])
+        before = ends[start:stop] - counts[start:stop] - (ends[start] - counts[start])
+        place = np.arange(len(one)) - np.repeat(before - first[start:stop], counts[start:stop])
+        other = order[place]
+        shares = (intersect(boxes[one], others[other])[:, 1] > 0).all(axis=1)
+        yield one[shares], other[shares]
+
+
+def overlaps(boxes: Boxes, limit: int = 8) -> list[tuple[int, int]]:
+    """Return up to ``limit`` pairs of positions of boxes that share elements; equal boxes do."""
+    pairs: list[tuple[int, int]] = []
+    for one, other in _meeting(boxes, boxes):
+        twice = one < other
+        pairs += zip(one[twice].tolist(), other[twice].tolist(), strict=True)
+        if len(pairs) >= limit:
+            break
+    return sorted(pairs)[:limit]
+
+
+def tile(whole: Box, boxes: Boxes) -> bool:
+    """Whether ``boxes`` cover ``whole`` exactly, each element once; those without elements count.
+
+    The shards of placements are a grid, since each dim is cut on its own, and a grid is proved by
+    one sort per dim. Other boxes are compared with those near them.
+    """
+    return bool(numel(boxes).sum() == whole.numel) and apart(whole, boxes)
+
+
+def apart(whole: Box, boxes: Boxes) -> bool:
+    """Whether all of ``boxes`` lie within ``whole`` and no two of them share elements."""
+    if not boxes.shape[2]:
+        return len(boxes) < 2
+    boxes = boxes[(boxes[:, 1] > 0).all(axis=1)]
+    offsets, sizes = (np.array(part, np.int64) for part in whole)
+    if (boxes[:, 0] < offsets).any() or (boxes.sum(axis=1) > offsets + sizes).any():
+        return False
+    if len(unique(boxes)[0]) < len(boxes):
+        return False
+    return _is_grid(boxes) or not overlaps(boxes, limit=1)
+
+
+def _is_grid(boxes: Boxes) -> bool:
+    """Whether, on each dim, different intervals of different boxes share nothing."""
+    for dim in range(boxes.shape[2]):
+        intervals = boxes[:, :, dim]
+        intervals = intervals[np.lexsort((intervals[:, 1], intervals[:, 0]))]
+        is_other = (intervals[1:] != intervals[:-1]).any(axis=1)
+        if (intervals[1:, 0] < intervals[:-1].sum(axis=1))[is_other].any():
+            return False
+    return True
+
+
+def uncovered(whole: Box, boxes: Boxes, limit: int = 8) -> list[Box]:
+    """Return up to ``limit`` boxes of ``whole`` that no box covers, in order; boxes may overlap.
+
+    >>> uncovered(Box((0, 0), (4, 3)), as_array([Box((0, 0), (2, 3))], 2))
+    [Box(offsets=(2, 0), sizes=(2, 3))]
+    """
+    if whole.numel == 0:
+        return []
+    bounds = as_array([whole], len(whole.sizes))
+    inside = intersect(boxes, bounds)
+    return _holes(whole, inside[(inside[:, 1] > 0).all(axis=1)], 0, limit)
+
+
+def _holes(whole: Box, boxes: Boxes, dim: int, limit: int) -> list[Box]:
+    if not len(boxes):
+        return [whole]
+    if dim == len(whole.offsets):
+        return []
+    starts, stops = boxes[:, 0, dim], boxes[:, :, dim].sum(axis=1)
+    start, stop = whole.offsets[dim], whole.offsets[dim] + whole.sizes[dim]
+    edges = np.unique(np.concatenate([starts, stops, [start, stop]])).tolist()
+    holes: list[Box] = []
+    for low, high in pairwise(edges):
+        piece = Box(_with(whole.offsets, dim, low), _with(whole.sizes, dim, high - low))
+        for hole in _holes(piece, boxes[(starts <= low) & (high <= stops)], dim + 1, limit):
+            _add_joined(holes, hole, dim)
+            if len(holes) > limit:
+                return holes[:limit]
+    return holes
+
+
+def _add_joined(holes: list[Box], hole: Box, dim: int) -> None:
+    """Append ``hole``, joined to the last one if the two are one box along ``dim``."""
+    if holes:
+        last = holes[-1]
+        end = last.offsets[dim] + last.sizes[dim]
+        joined = Box(last.offsets, _with(last.sizes, dim, last.sizes[dim] + hole.sizes[dim]))
+        if hole == Box(_with(last.offsets, dim, end), _with(last.sizes, dim, hole.sizes[dim])):
+            holes[-1] = joined
+            return
+    holes.append(hole)
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def format_box(box: Box, whole: Sequence[int] | None = None) -> str:
+    """Return a box as index ranges, whole dims as ``:``.
+
+    >>> format_box(Box((4, 0), (2, 8)), (16, 8))
+    '[4:6, :]'
+    """
+    ranges = []
+    for dim, (offset, size) in enumerate(zip(*box, strict=True)):
+        full = whole is not None and offset == 0 and size == whole[dim]
+        ranges.append(":" if full else f"{offset}:{offset + size}")
+    return f"[{', '.join(ranges)}]"
+
+
+def format_boxes(boxes: Sequence[Box], whole: Sequence[int], limit: int = 4) -> str:
+    """Return the first boxes of a whole as text, and how many more there are.
+
+    >>> format_boxes([Box((4, 0), (2, 8))], (16, 8))
+    '[4:6, :] of (16, 8)'
+    """
+    text = ", ".join(format_box(box, whole) for box in boxes[:limit])
+    more = f" and {len(boxes) - limit} more" if len(boxes) > limit else ""
+    return f"{text}{more} of {tuple(whole)}"

@@ -1,0 +1,103 @@
+"""The algebra of boxes against painted arrays."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from dcp_placements.layout.boxes import (
+    apart,
+    as_array,
+    as_boxes,
+    format_boxes,
+    intersect,
+    meeting,
+    overlaps,
+    tile,
+    uncovered,
+    unique,
+)
+from dcp_placements.layout.sharding import Box
+
+Shape = tuple[int, ...]
+
+
+def drawn(seed: int) -> tuple[Shape, list[Box]]:
+    """Return a shape, and boxes in it: any, or the parts of a division, perhaps without one."""
+    draw = random.Random(seed)
+    shape = tuple(draw.randint(0, 5) for _ in range(draw.randint(0, 3)))
+
+    def parts(offsets: Shape, sizes: Shape) -> list[Box]:
+        dims = [dim for dim, size in enumerate(sizes) if size > 1]
+        if not dims or draw.random() < 0.3:
+            return [Box(offsets, sizes)]
+        dim = draw.choice(dims)
+        at = draw.randint(1, sizes[dim] - 1)
+        after = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        first, second = ((*sizes[:dim], n, *sizes[dim + 1 :]) for n in (at, sizes[dim] - at))
+        return parts(offsets, first) + parts(after, second)
+
+    if draw.random() < 0.5:
+        boxes = parts((0,) * len(shape), shape)
+        draw.shuffle(boxes)
+        return shape, boxes[: len(boxes) - (draw.random() < 0.3)]
+    boxes = []
+    for _ in range(draw.randint(0, 8)):
+        offsets = tuple(draw.randint(0, size) for size in shape)
+        sizes = tuple(draw.randint(0, n - o) for n, o in zip(shape, offsets, strict=True))
+        boxes.append(Box(offsets, sizes))
+    return shape, boxes
+
+
+def painted(shape: Shape, boxes: list[Box]) -> np.ndarray:
+    """Return how often each element lies in a box."""
+    count = np.zeros(shape, int)
+    for box in boxes:
+        count[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] += 1
+    return count
+
+
+def share(one: Box, other: Box) -> bool:
+    return all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+
+
+def test_boxes_against_painted_arrays() -> None:
+    for seed in range(1500):
+        shape, boxes = drawn(seed)
+        whole, array = Box((0,) * len(shape), shape), as_array(boxes, len(shape))
+        count = painted(shape, boxes)
+        assert as_boxes(array) == boxes
+        assert tile(whole, array) == bool((count == 1).all()), seed
+        assert apart(whole, array) == bool((count <= 1).all()), seed
+        holes = uncovered(whole, array, 1000)
+        assert (painted(shape, holes) == (count == 0)).all(), seed
+        meet = [
+            (i, j)
+            for i, one in enumerate(boxes)
+            for j, other in enumerate(boxes)
+            if share(one, other)
+        ]
+        assert list(zip(*(part.tolist() for part in meeting(array, array)), strict=True)) == meet
+        assert overlaps(array, 1000) == [(i, j) for i, j in meet if i < j]
+        for i, j in meet:
+            shared = as_boxes(intersect(array[[i]], array[[j]]))
+            both = painted(shape, [boxes[i]]) + painted(shape, [boxes[j]]) == 2
+            assert (painted(shape, shared) == both).all()
+        first, number = unique(array)
+        assert [boxes[at] for at in first] == sorted(set(boxes))
+        assert [boxes[first[at]] for at in number] == boxes
+
+
+def test_a_box_beyond_the_whole_is_not_within_it() -> None:
+    assert not apart(Box((0,), (4,)), as_array([Box((3,), (2,))], 1))
+    assert not tile(Box((2,), (2,)), as_array([Box((1,), (2,))], 1))
+
+
+@pytest.mark.parametrize(
+    ("holes", "text"),
+    [(1, "[0:1, :] of (9, 2)"), (6, "[0:1, :], [1:2, :], [2:3, :], [3:4, :] and 2 more of (9, 2)")],
+)
+def test_many_boxes_are_folded(holes: int, text: str) -> None:
+    assert format_boxes([Box((row, 0), (1, 2)) for row in range(holes)], (9, 2)) == text
