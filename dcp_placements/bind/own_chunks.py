@@ -15,8 +15,8 @@ import torch
 
 from dcp_placements._torch import has_hooks
 from dcp_placements.bind.binding import BindError, Binding
+from dcp_placements.layout.boxes import as_array, as_boxes, format_box, overlaps, tile
 from dcp_placements.layout.sharding import Box, Chunk, ListedLayout, Sharding
-from dcp_placements.layout.tiling import format_box, overlaps, tiles
 
 NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """The attributes; a tensor that has only some of them is a plain tensor, as torch takes it."""
@@ -81,11 +81,12 @@ def listed_binding(tensor: Any) -> Binding:
     # One element cannot be loaded from two places: the last one read would win.
     places: dict[Box, tuple[int, ...]] = {}
     for chunk in chunks:
-        local = Box(chunk.local_offsets, chunk.sizes)
-        if places.setdefault(local, chunk.offsets) != chunk.offsets:
-            raise _held_twice(local, local)
-    for one, other in overlaps(places, 1):
-        raise _held_twice(one, other)
+        box = Box(chunk.local_offsets, chunk.sizes)
+        if places.setdefault(box, chunk.offsets) != chunk.offsets:
+            raise _held_twice(box, box)
+    local = as_array(places, len(local_shape))
+    for pair in overlaps(local, 1):
+        raise _held_twice(*as_boxes(local[list(pair)]))
     layout = ListedLayout.of(global_shape, local_shape, tuple(chunks))
     return Binding(Sharding(global_shape), (), layout, is_exact=False)
 
@@ -110,7 +111,8 @@ def check_equal(listed: Binding, ruled: Binding) -> None:
     parts = [[one.box for one in own if _is_part(one, other)] for other in by_rule]
     same = listed.global_shape == ruled.global_shape and sum(map(len, parts)) == len(own)
     if not same or not all(
-        tiles(other.box, boxes) for other, boxes in zip(by_rule, parts, strict=True)
+        tile(other.box, as_array(boxes, len(other.sizes)))
+        for other, boxes in zip(by_rule, parts, strict=True)
     ):
         raise BindError(
             "lists chunks of its own that are not those of its rule",

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
+from operator import add, sub
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_placements.layout.sharding import Box
 
+Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Boxes = npt.NDArray[np.int64]
 
@@ -45,7 +47,7 @@ def as_boxes(boxes: Boxes) -> list[Box]:
 
 def numel(boxes: Boxes) -> Ints:
     """Return the number of elements of each box; 1 without dims."""
-    return np.prod(boxes[:, 1], axis=1, dtype=np.int64)
+    return np.asarray(boxes[:, 1].prod(axis=1), np.int64)
 
 
 def unique(boxes: Boxes) -> tuple[Ints, Ints]:
@@ -55,7 +57,12 @@ def unique(boxes: Boxes) -> tuple[Ints, Ints]:
     >>> first.tolist(), number.tolist()
     ([1, 0], [1, 0, 1])
     """
-    rows = boxes.reshape(len(boxes), 2 * boxes.shape[2])
+    return unique_rows(boxes.reshape(len(boxes), 2 * boxes.shape[2]))
+
+
+def unique_rows(rows: Ints) -> tuple[Ints, Ints]:
+    """Return where each different row of a table is first, sorted, and each row's number there."""
+    rows = rows[:, (rows != rows[:1]).any(axis=0)]  # most columns of boxes have one value
     if not rows.shape[1]:
         return np.arange(min(len(rows), 1)), np.zeros(len(rows), np.int64)
     order = np.lexsort(rows.T[::-1])
@@ -77,46 +84,67 @@ def intersect(boxes: Boxes, others: Boxes) -> Boxes:
     return np.stack([offsets, stops - offsets], axis=1)
 
 
-def meeting(boxes: Boxes, others: Boxes) -> tuple[Ints, Ints]:
-    """Return the pairs ``(box, other box)`` that share elements, as two columns, sorted.
+def common(one: Box, other: Box) -> Box | None:
+    """Return what two boxes share, or None; for single boxes, without arrays."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    ends = map(min, map(add, *one), map(add, *other))
+    sizes = tuple(map(sub, ends, offsets))
+    return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
-    The candidates of a box are found by a binary search along the dim that leaves the fewest.
+
+class Index:
+    """Boxes sorted along every dim, among which those that meet others are searched."""
+
+    def __init__(self, boxes: Boxes) -> None:
+        self.boxes = boxes
+        self._dims = []
+        for dim in range(boxes.shape[2] if len(boxes) else 0):
+            order = np.argsort(boxes[:, 0, dim], kind="stable")
+            self._dims.append((order, boxes[order, 0, dim], boxes[:, 1, dim].max()))
+
+    def meeting(self, boxes: Boxes) -> tuple[Ints, Ints]:
+        """Return the pairs ``(one of boxes, one of the index)`` that share elements, sorted."""
+        one, other = map(np.concatenate, zip(*self.blocks(boxes), strict=True))
+        order = np.lexsort((other, one))
+        return one[order], other[order]
+
+    def blocks(self, boxes: Boxes) -> Iterator[tuple[Ints, Ints]]:
+        """Yield the pairs of some boxes at a time.
+
+        The candidates of a box are found by a binary search along the dim that leaves the fewest.
+        """
+        order = np.arange(len(self.boxes))
+        first = np.zeros(len(boxes), np.int64)
+        counts = np.full(len(boxes), len(order))
+        stops = boxes.sum(axis=1)
+        for dim, (by_start, starts, longest) in enumerate(self._dims):
+            low = starts.searchsorted(boxes[:, 0, dim] - longest, "right")
+            near = np.maximum(starts.searchsorted(stops[:, dim]) - low, 0)
+            if near.sum() < counts.sum():
+                first, counts, order = low, near, by_start
+        blocks = np.flatnonzero(np.diff(np.cumsum(counts) // _PAIRS, prepend=-1)).tolist()
+        for start, stop in pairwise([*(blocks or [0]), len(boxes)]):
+            one, place = expanded(first[start:stop], counts[start:stop])
+            one, other = one + start, order[place]
+            shares = (intersect(boxes[one], self.boxes[other])[:, 1] > 0).all(axis=1)
+            yield one[shares], other[shares]
+
+
+def expanded(first: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Return ``(range number, value)`` of all values of the ranges ``first .. first + counts``.
+
+    >>> expanded(np.array([5, 0]), np.array([2, 1]))
+    (array([0, 0, 1]), array([5, 6, 0]))
     """
-    found = list(_meeting(boxes, others))
-    one = np.concatenate([np.zeros(0, np.int64), *[pair[0] for pair in found]])
-    other = np.concatenate([np.zeros(0, np.int64), *[pair[1] for pair in found]])
-    order = np.lexsort((other, one))
-    return one[order], other[order]
-
-
-def _meeting(boxes: Boxes, others: Boxes) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the pairs that share elements, some boxes at a time."""
-    first = np.zeros(len(boxes), np.int64)
-    counts = np.full(len(boxes), len(others))
-    order = np.arange(len(others))
-    for dim in range(boxes.shape[2] if len(others) else 0):
-        by_start = np.argsort(others[:, 0, dim], kind="stable")
-        starts = others[by_start, 0, dim]
-        longest = others[:, 1, dim].max()
-        low = np.searchsorted(starts, boxes[:, 0, dim] - longest, "right")
-        high = np.searchsorted(starts, boxes[:, :, dim].sum(axis=1), "left")
-        if np.maximum(high - low, 0).sum() < counts.sum():
-            first, counts, order = low, np.maximum(high - low, 0), by_start
-    ends = np.cumsum(counts)
-    blocks = np.unique(ends // _PAIRS, return_index=True)[1]
-    for start, stop in pairwise([*blocks.tolist(), len(boxes)]):
-        one = np.repeat(np.arange(start, stop), counts[start:stop])
-        before = ends[start:stop] - counts[start:stop] - (ends[start] - counts[start])
-        place = np.arange(len(one)) - np.repeat(before - first[start:stop], counts[start:stop])
-        other = order[place]
-        shares = (intersect(boxes[one], others[other])[:, 1] > 0).all(axis=1)
-        yield one[shares], other[shares]
+    number = np.repeat(np.arange(len(counts)), counts)
+    before = np.cumsum(counts) - counts
+    return number, np.arange(len(number)) + (first - before)[number]
 
 
 def overlaps(boxes: Boxes, limit: int = 8) -> list[tuple[int, int]]:
     """Return up to ``limit`` pairs of positions of boxes that share elements; equal boxes do."""
     pairs: list[tuple[int, int]] = []
-    for one, other in _meeting(boxes, boxes):
+    for one, other in Index(boxes).blocks(boxes):
         twice = one < other
         pairs += zip(one[twice].tolist(), other[twice].tolist(), strict=True)
         if len(pairs) >= limit:
@@ -124,8 +152,15 @@ def overlaps(boxes: Boxes, limit: int = 8) -> list[tuple[int, int]]:
     return sorted(pairs)[:limit]
 
 
+def within(whole: Box, boxes: Boxes) -> Bools:
+    """Return which boxes lie within ``whole``."""
+    starts, sizes = np.array(whole, np.int64)
+    is_inside = (boxes[:, 0] >= starts) & (boxes.sum(axis=1) <= starts + sizes)
+    return np.asarray(is_inside.all(axis=1))
+
+
 def tile(whole: Box, boxes: Boxes) -> bool:
-    """Whether ``boxes`` cover ``whole`` exactly, each element once; those without elements count.
+    """Whether ``boxes`` cover ``whole`` exactly, each element once; empty ones do not matter.
 
     The shards of placements are a grid, since each dim is cut on its own, and a grid is proved by
     one sort per dim. Other boxes are compared with those near them.
@@ -135,13 +170,8 @@ def tile(whole: Box, boxes: Boxes) -> bool:
 
 def apart(whole: Box, boxes: Boxes) -> bool:
     """Whether all of ``boxes`` lie within ``whole`` and no two of them share elements."""
-    if not boxes.shape[2]:
-        return len(boxes) < 2
-    boxes = boxes[(boxes[:, 1] > 0).all(axis=1)]
-    offsets, sizes = (np.array(part, np.int64) for part in whole)
-    if (boxes[:, 0] < offsets).any() or (boxes.sum(axis=1) > offsets + sizes).any():
-        return False
-    if len(unique(boxes)[0]) < len(boxes):
+    boxes = boxes[numel(boxes) > 0]
+    if not within(whole, boxes).all() or len(unique(boxes)[0]) < len(boxes):
         return False
     return _is_grid(boxes) or not overlaps(boxes, limit=1)
 
@@ -163,10 +193,9 @@ def uncovered(whole: Box, boxes: Boxes, limit: int = 8) -> list[Box]:
     >>> uncovered(Box((0, 0), (4, 3)), as_array([Box((0, 0), (2, 3))], 2))
     [Box(offsets=(2, 0), sizes=(2, 3))]
     """
-    if whole.numel == 0:
+    if whole.numel == 0 or tile(whole, boxes):
         return []
-    bounds = as_array([whole], len(whole.sizes))
-    inside = intersect(boxes, bounds)
+    inside = intersect(boxes, as_array([whole], len(whole.sizes)))
     return _holes(whole, inside[(inside[:, 1] > 0).all(axis=1)], 0, limit)
 
 
@@ -177,7 +206,7 @@ def _holes(whole: Box, boxes: Boxes, dim: int, limit: int) -> list[Box]:
         return []
     starts, stops = boxes[:, 0, dim], boxes[:, :, dim].sum(axis=1)
     start, stop = whole.offsets[dim], whole.offsets[dim] + whole.sizes[dim]
-    edges = np.unique(np.concatenate([starts, stops, [start, stop]])).tolist()
+    edges = sorted({*starts.tolist(), *stops.tolist(), start, stop})
     holes: list[Box] = []
     for low, high in pairwise(edges):
         piece = Box(_with(whole.offsets, dim, low), _with(whole.sizes, dim, high - low))

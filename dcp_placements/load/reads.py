@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from operator import sub
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from dcp_placements._torch import (
@@ -20,8 +19,8 @@ from dcp_placements._torch import (
     ReadItem,
     TensorStorageMetadata,
 )
+from dcp_placements.layout.boxes import Index, as_array, as_boxes, intersect, uncovered
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import tiles, uncovered
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 
 
@@ -47,53 +46,25 @@ class Read(NamedTuple):
     lengths: torch.Size
 
 
-class StoredChunks:
-    """The stored chunks of one tensor, searched by position.
+def pieces_of(box: Box, stored: Index) -> list[tuple[int, Box, Box]]:
+    """Return ``(chunk index, chunk, shared box)`` of the stored chunks that fill a box.
 
-    Chunks are sorted along the dim with the most different offsets, so that a search for those that
-    meet a box skips most others.
+    A chunk that equals the box is returned alone.
     """
+    wanted = as_array([box], len(box.sizes))
+    _, met = stored.meeting(wanted)
+    chunks = stored.boxes[met]
+    equal = met[(chunks == wanted).all(axis=(1, 2))]
+    if len(equal):
+        return [(int(equal[0]), box, box)]
+    shared = as_boxes(intersect(chunks, wanted))
+    return list(zip(met.tolist(), as_boxes(chunks), shared, strict=True))
 
-    def __init__(self, metadata: TensorStorageMetadata) -> None:
-        chunks = ChunkList.of(metadata.chunks, len(metadata.size))
-        order = np.flatnonzero((chunks.sizes > 0).all(axis=1))
-        # np.unique would import numpy.ma, which takes longer than all of this.
-        cuts = [np.count_nonzero(np.diff(np.sort(column))) for column in chunks.offsets.T]
-        self._dim = cuts.index(max(cuts)) if cuts else None
-        if self._dim is not None:
-            order = order[np.argsort(chunks.offsets[order, self._dim], kind="stable")]
-        self._order = order
-        self._offsets, self._sizes = chunks.offsets[order], chunks.sizes[order]
-        if self._dim is not None:
-            self._starts = np.ascontiguousarray(self._offsets[:, self._dim])
-            self._longest = int(self._sizes[:, self._dim].max(initial=0))
 
-    def meeting(self, box: Box) -> list[tuple[int, Box, Box]]:
-        """Return ``(chunk index, chunk, shared box)`` of the stored chunks that meet ``box``.
-
-        A chunk that equals ``box`` is returned alone.
-        """
-        wanted = np.array(box, np.int64)
-        stops = wanted.sum(axis=0)
-        candidates = slice(0, len(self._order))
-        if self._dim is not None:
-            low = self._starts.searchsorted(wanted[0, self._dim] - self._longest, "right")
-            high = self._starts.searchsorted(stops[self._dim])
-            candidates = slice(int(low), int(high))
-        offsets, sizes = self._offsets[candidates], self._sizes[candidates]
-        starts = np.maximum(offsets, wanted[0])
-        extents = np.minimum(offsets + sizes, stops) - starts
-        met = np.flatnonzero((extents > 0).all(axis=1))
-        equal = met[((offsets[met] == wanted[0]) & (sizes[met] == wanted[1])).all(axis=1)]
-        if len(equal):
-            return [(int(self._order[candidates][equal[0]]), box, box)]
-        found = zip(
-            self._order[candidates][met].tolist(),
-            ChunkList(offsets[met], sizes[met]).boxes(),
-            ChunkList(starts[met], extents[met]).boxes(),
-            strict=True,
-        )
-        return list(found)
+def holes_of(box: Box, pieces: Iterable[tuple[int, Box, Box]]) -> list[Box]:
+    """Return the parts of a box that are in no piece, as of ``pieces_of``."""
+    shared = [one for _, _, one in pieces]
+    return [] if shared == [box] else uncovered(box, as_array(shared, len(box.sizes)))
 
 
 class Reads:
@@ -105,7 +76,6 @@ class Reads:
 
     def __init__(self) -> None:
         self._earlier: dict[tuple[tuple[Box, ...], torch.Size, int], tuple[Read, ...]] = {}
-        self._last_position = 0
 
     def of(
         self, stored: TensorStorageMetadata, destinations: Sequence[Box]
@@ -125,41 +95,14 @@ class Reads:
             return earlier, []
         reads: list[Read] = []
         holes: list[Box] = []
-        # Often the only chunk is stored as it is needed: the others are not sorted then.
-        at = self._position(stored.chunks, *destinations) if len(destinations) == 1 else None
-        chunks: StoredChunks | None = None
+        chunks = Index(ChunkList.of(stored.chunks, len(stored.size)).array)
         for position, box in enumerate(destinations):
-            if at is not None:
-                meeting = [(at, box, box)]
-            else:
-                chunks = chunks or StoredChunks(stored)
-                meeting = chunks.meeting(box)
-            reads += [_read(position, box, *piece) for piece in meeting]
-            pieces = [piece for _, _, piece in meeting]
-            if pieces != [box] and not tiles(box, pieces):
-                holes += uncovered(box, pieces)
+            pieces = pieces_of(box, chunks)
+            reads += [_read(position, box, *piece) for piece in pieces]
+            holes += holes_of(box, pieces)
         if not holes:
             self._earlier[key] = tuple(reads)
         return tuple(reads), holes
-
-    def _position(self, chunks: Sequence[ChunkStorageMetadata], box: Box) -> int | None:
-        """Return the position of a chunk that equals a box; None without one."""
-        if 0 in box.sizes:
-            return None
-        # Other tensors have their chunk at the same position if the topology is that of the save.
-        if _is_at(chunks, self._last_position, box):
-            return self._last_position
-        offsets, sizes = box
-        at: int | None
-        if isinstance(chunks, ChunkList):
-            equal = (chunks.offsets == offsets).all(axis=1) & (chunks.sizes == sizes).all(axis=1)
-            at = int(equal.argmax()) if equal.any() else None
-        else:
-            pairs = enumerate(chunks)
-            at = next((i for i, c in pairs if c.offsets == offsets and c.sizes == sizes), None)
-        if at is not None:
-            self._last_position = at
-        return at
 
 
 def _is_at(chunks: Sequence[ChunkStorageMetadata], at: int, box: Box) -> bool:

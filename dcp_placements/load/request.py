@@ -22,8 +22,8 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
+from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import format_box
 from dcp_placements.lazy_items import LazyItems
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, narrowing_note
 from dcp_placements.load.comparison.shapes import shape_mismatch
@@ -291,11 +291,9 @@ class Request:
     def _refuse_holes(
         self, fqn: str, shape: tuple[int, ...], holes: list[Box], chunks: int
     ) -> None:
-        text = ", ".join(format_box(hole, shape) for hole in holes[:4])
-        more = f" and {len(holes) - 4} more" if len(holes) > 4 else ""
         self._fault(
             fqn,
-            f"nobody stored {text}{more} of {shape}, which is needed",
+            f"nobody stored {format_boxes(holes, shape)}, which is needed",
             "likely:      the checkpoint was saved by some of the ranks only, or without "
             "collectives, so that each rank's metadata describes its own part alone",
             f"way out:     load a complete checkpoint; of this key it holds {chunks} chunk(s)",

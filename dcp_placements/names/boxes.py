@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box, Chunk
-from dcp_placements.layout.tiling import intersection
 from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
 
 Shape = tuple[int, ...]
@@ -46,7 +46,7 @@ class Target:
         moved = []
         for chunk in chunks:
             for source, target in self.boxes:
-                shared = intersection(chunk.box, source)
+                shared = common(chunk.box, source)
                 if shared is None:
                     continue
                 local, offsets, sizes = [], [], []

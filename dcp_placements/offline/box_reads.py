@@ -19,12 +19,14 @@ from dcp_placements._torch import (
     TensorStorageMetadata,
 )
 from dcp_placements.errors import Fault, PlacementError, format_faults
+from dcp_placements.layout.boxes import Index
 from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.layout.sharding import Box
-from dcp_placements.load.reads import StoredChunks
+from dcp_placements.load.reads import pieces_of
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.storage.file_reads import CountedFile, FilePart, Part
 from dcp_placements.storage.merged_reads import ChunkReader
+from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.record_contents import Record
 from dcp_placements.storage.tensor_record import TensorRecord
 
@@ -75,7 +77,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._checkpoint = checkpoint
         # The chunks of the tensor that was read last: tensors are read piece by piece.
         self._last: tuple[StoredTensor, tuple[StoredChunk, ...]] | None = None
-        self._finders: dict[int, StoredChunks] = {}  # by cut
+        self._finders: dict[int, Index] = {}  # by cut
         self._files: OrderedDict[str, tuple[Any, CountedFile]] = OrderedDict()
         self._target = _Target(torch.empty(0, device="cpu"))
         planner: Any = self._target
@@ -115,7 +117,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._target.tensor = into
         by_file: dict[str, list[Record]] = {}
         chunks = self._chunks(tensor)
-        for at, _, shared in self._finder(tensor).meeting(box):
+        for at, _, shared in pieces_of(box, self._finder(tensor)):
             chunk = chunks[at]
             if chunk.file is not None:
                 record = _record(tensor.fqn, chunk, shared, box)
@@ -150,7 +152,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         itemsize = tensor.dtype.itemsize
         chunks = self._chunks(tensor)
         runs = []
-        for at, held, shared in self._finder(tensor).meeting(box):
+        for at, held, shared in pieces_of(box, self._finder(tensor)):
             chunk = chunks[at]
             if chunk.file is None or chunk.transforms:
                 return None
@@ -174,7 +176,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
 
     def chunk_at(self, tensor: StoredTensor, box: Box) -> StoredChunk | None:
         """Return the stored chunk that is this box; None where there is none."""
-        met = self._finder(tensor).meeting(box)
+        met = pieces_of(box, self._finder(tensor))
         if len(met) != 1 or met[0][1] != box:
             return None
         chunk = self._chunks(tensor)[met[0][0]]
@@ -198,11 +200,11 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             self._last = tensor, tensor.chunks
         return self._last[1]
 
-    def _finder(self, tensor: StoredTensor) -> StoredChunks:
+    def _finder(self, tensor: StoredTensor) -> Index:
         if tensor.cut not in self._finders:
             stored = self._checkpoint.metadata.state_dict_metadata[tensor.fqn]
             assert isinstance(stored, TensorStorageMetadata)
-            self._finders[tensor.cut] = StoredChunks(stored)
+            self._finders[tensor.cut] = Index(ChunkList.of(stored.chunks, len(stored.size)).array)
         return self._finders[tensor.cut]
 
     def _open(self, name: str, fqn: str) -> CountedFile:

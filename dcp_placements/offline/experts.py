@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
+import numpy as np
+
+from dcp_placements.layout.boxes import Index, as_array, as_boxes, intersect, overlaps, uncovered
 from dcp_placements.layout.sharding import Box, Kind
-from dcp_placements.layout.tiling import overlaps, tiles, uncovered
 from dcp_placements.names.renames import NUMBER, number_finder
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 
@@ -63,13 +65,6 @@ def expert_key(fqn: str) -> ExpertKey | None:
     return ExpertKey(layer, None if index is None else int(index), name, dim)
 
 
-class Cover(NamedTuple):
-    """How chunks cover one expert of a tensor."""
-
-    has_holes: bool  # whether no chunk has some of its elements
-    has_overlaps: bool  # whether several chunks have some of its elements
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertFamily:
     """One tensor of all experts of a layer: stacked, or as a tensor per expert."""
@@ -96,10 +91,11 @@ class ExpertFamily:
         """The keys of the tensors."""
         return [tensor.fqn for tensor in self.members.values()]
 
-    def covers(self) -> Iterator[tuple[int, Cover]]:
-        """Yield the number of each stored expert, and how chunks cover it."""
+    def flaws(self) -> Iterator[tuple[int, bool, bool]]:
+        """Yield each stored expert, and whether its chunks have holes, and overlaps."""
         for first, tensor in self.members.items():
-            yield from enumerate(_covers(tensor.boxes, tensor.shape, self.dim), first)
+            for number, flaws in enumerate(_flaws(tensor.boxes, tensor.whole, self.dim), first):
+                yield number, *flaws
 
 
 def expert_families(tensors: Iterable[StoredTensor]) -> dict[str, ExpertFamily]:
@@ -123,31 +119,19 @@ def expert_families(tensors: Iterable[StoredTensor]) -> dict[str, ExpertFamily]:
 
 # Most tensors of a model are cut as others are.
 @lru_cache(maxsize=64)
-def _covers(boxes: tuple[Box, ...], shape: tuple[int, ...], dim: int | None) -> tuple[Cover, ...]:
-    """Return the cover of each row of a dim; of the whole tensor for None."""
-    whole = Box.whole(shape)
-    filled = [box for box in boxes if box.numel]
-    if dim is None:
-        return (_cover(whole, filled),)
-    rows: list[list[Box]] = [[] for _ in range(shape[dim])]
-    for box in filled:
-        start = box.offsets[dim]
-        # A chunk may reach beyond the tensor's end, which is no matter of experts.
-        for row in range(start, min(start + box.sizes[dim], len(rows))):
-            rows[row].append(_row(box, dim, row))
-    return tuple(_cover(_row(whole, dim, row), boxes) for row, boxes in enumerate(rows))
-
-
-def _cover(whole: Box, boxes: list[Box]) -> Cover:
-    if tiles(whole, boxes):
-        return Cover(False, False)
-    return Cover(bool(uncovered(whole, boxes, limit=1)), bool(overlaps(boxes, limit=1)))
-
-
-def _row(box: Box, dim: int, row: int) -> Box:
-    """Return the part of a box in one row of a dim."""
-    offsets = (*box.offsets[:dim], row, *box.offsets[dim + 1 :])
-    return Box(offsets, (*box.sizes[:dim], 1, *box.sizes[dim + 1 :]))
+def _flaws(boxes: tuple[Box, ...], whole: Box, dim: int | None) -> list[tuple[bool, bool]]:
+    """Return of each row of a dim (None: of the whole) whether boxes have holes, and overlaps."""
+    array = as_array(boxes, len(whole.sizes))
+    rows = as_array([whole], len(whole.sizes))
+    if dim is not None:
+        rows = rows.repeat(whole.sizes[dim], axis=0)
+        rows[:, 0, dim], rows[:, 1, dim] = np.arange(len(rows)), 1
+    row_of, met = Index(array).meeting(rows)
+    flaws = []
+    for number, row in enumerate(as_boxes(rows)):
+        inside = intersect(array[met[row_of == number]], rows[[number]])
+        flaws.append((bool(uncovered(row, inside, 1)), bool(overlaps(inside, 1))))
+    return flaws
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +161,9 @@ def find_experts(tensors: Iterable[StoredTensor]) -> tuple[ExpertLayer, ...]:
         complete: Counter[int] = Counter()
         doubles = set()
         for family in families:
-            for expert, cover in family.covers():
-                complete[expert] += not cover.has_holes
-                if cover.has_overlaps:
+            for expert, has_holes, has_overlaps in family.flaws():
+                complete[expert] += not has_holes
+                if has_overlaps:
                     doubles.add(expert)
         experts = tuple(e for e in range(end) if complete[e] == len(families))
         gaps = tuple(sorted({*range(end)} - {*experts}))

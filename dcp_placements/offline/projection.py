@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
+from dcp_placements.layout.boxes import common, format_box
 from dcp_placements.layout.sharding import Box, Interval
-from dcp_placements.layout.tiling import format_box, intersection
 
 MAX_STEPS_IN_A_COLUMN = 24
 """One dim that is cut into more is drawn in lines."""
@@ -71,7 +71,7 @@ class Projection:
 
     def rectangles(self, panel: Panel, box: Box) -> Iterator[Rectangle]:
         """Yield the rectangles of a panel that show ``box``."""
-        shown = intersection(panel.box, box)
+        shown = common(panel.box, box)
         if shown is None:
             return
         if self.across is None:

@@ -12,8 +12,8 @@ import torch
 from dcp_placements._torch import MetadataIndex, has_hooks
 from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
+from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box, Chunk
-from dcp_placements.layout.tiling import format_box
 from dcp_placements.save.digest_folding import Digests, Slots, exceeds_budget, may_have_replicas
 from dcp_placements.save.key_table import OBJECT
 from dcp_placements.save.local_plan import Held, Holding, LocalPlan, chunk_data, held_chunks

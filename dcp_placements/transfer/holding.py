@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
+from dcp_placements.layout.boxes import Boxes, expanded, unique_rows
 from dcp_placements.layout.sharding import Cut, Kind, LayoutError, Sharding, dim_pieces
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import (
@@ -40,18 +41,16 @@ from dcp_placements.rules.matches import (
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.metadata.table import Array
-from dcp_placements.transfer.joins import distinct_rows, expanded
 from dcp_placements.transfer.names import Named, named_tensors, split_rename
 from dcp_placements.transfer.world import TransferWorld
 
 
-class Boxes(NamedTuple):
+class HeldBoxes(NamedTuple):
     """Boxes that ranks hold, one per row."""
 
-    ranks: Array  # the global rank, ``[boxes]``
-    local: Array  # the start in the rank's local tensor, ``[boxes, dims]``
-    offsets: Array  # the start in the whole tensor, ``[boxes, dims]``
-    sizes: Array  # the sizes in elements, ``[boxes, dims]``
+    ranks: Array  # the global rank, ``[rows]``
+    local: Array  # the start in the rank's local tensor, ``[rows, dims]``
+    boxes: Boxes  # in the whole tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +58,7 @@ class Group:
     """Tensors of a world that have one shape and lie alike."""
 
     tensors: list[Named]  # they, in the order of the world
-    boxes: Boxes  # what each rank holds of each of them
+    held: HeldBoxes  # what each rank holds of each of them
 
 
 class _Rank(NamedTuple):
@@ -259,8 +258,8 @@ class _Cutter:
         first = tensors[0]
         if labels not in self._placed:
             self._placed[labels] = list(self._placements(first))
-        none = np.zeros((0, len(first.shape)), np.int64)
-        boxes = [Boxes(np.zeros(0, np.int64), none, none, none)]
+        none = np.zeros((0, 2, len(first.shape)), np.int64)
+        found = [HeldBoxes(np.zeros(0, np.int64), none[:, 0], none)]
         for placed in self._placed[labels]:
             has = held[placed.places]
             places, coordinates = placed.places[has], placed.coordinates[has]
@@ -275,8 +274,8 @@ class _Cutter:
                 detail = f"by rule:     {rule}, on rank {self._global[placed.first.place]}"
                 self._faults += [Fault(tensor.key, str(error), (detail,)) for tensor in tensors]
                 break
-            boxes.append(_product(dims, self._global[places]))
-        return Group(tensors, Boxes(*map(np.concatenate, zip(*boxes, strict=True))))
+            found.append(_product(dims, self._global[places]))
+        return Group(tensors, HeldBoxes(*map(np.concatenate, zip(*found, strict=True))))
 
     def _placements(self, tensor: Named) -> Iterator[_Placed]:
         """Yield all ranks that the rules give a place for a tensor."""
@@ -336,7 +335,7 @@ def _held_dims(tensor: Named, sharding: Sharding, coordinates: Array) -> list[_H
     for dim, size in zip(tensor.rule_dims, tensor.shape, strict=True):
         cuts = [cut for cut in sharding.cuts if cut.dim == dim]
         axes = sorted({cut.axis for cut in cuts if isinstance(cut, Cut)})
-        first, which = distinct_rows(coordinates[:, axes])
+        first, which = unique_rows(coordinates[:, axes])
         positions = coordinates[first]
         if all(cut.kind is Kind.PLAIN for cut in cuts):
             counts, table = _plain_pieces(sharding, dim, size, positions)
@@ -369,7 +368,7 @@ def _plain_pieces(sharding: Sharding, dim: int, size: int, positions: Array) -> 
     return has.astype(np.int64), table[has]
 
 
-def _product(dims: Sequence[_HeldDim], ranks: Array) -> Boxes:
+def _product(dims: Sequence[_HeldDim], ranks: Array) -> HeldBoxes:
     """Return the boxes of each rank: the product of its pieces of all dims, in C order."""
     counts = np.ones(len(ranks), np.int64)
     for dim in dims:
@@ -379,6 +378,5 @@ def _product(dims: Sequence[_HeldDim], ranks: Array) -> Boxes:
     for dim in reversed(dims):
         within, piece = np.divmod(within, dim.counts[which])
         columns.append(dim.pieces[dim.first[which] + piece])
-    shape = len(which), len(dims)
-    table = np.stack(columns[::-1], 1) if dims else np.zeros((*shape, 3), np.int64)
-    return Boxes(ranks[which], table[..., 0], table[..., 1], table[..., 2])
+    table = np.array(columns[::-1], np.int64).reshape(len(dims), len(which), 3).transpose(1, 2, 0)
+    return HeldBoxes(ranks[which], table[:, 0], table[:, 1:])

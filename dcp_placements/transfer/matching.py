@@ -10,10 +10,8 @@ import numpy as np
 import torch
 
 from dcp_placements.errors import Fault, format_names
-from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import format_box, uncovered
+from dcp_placements.layout.boxes import as_boxes, format_box, numel, uncovered
 from dcp_placements.names.boxes import Target
-from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.holding import Group
 from dcp_placements.transfer.names import Named
 from dcp_placements.transfer.routes import Holders, Hosts, Route
@@ -165,8 +163,8 @@ class Matcher:
     def _held(self, side: str, groups: list[Group], one: _Contribution) -> Holders:
         key = side, one.group, one.target.dims, one.target.boxes
         if key not in self._holders:
-            boxes = groups[one.group].boxes
-            self._holders[key] = Holders(boxes, one.target, self._hosts)
+            held = groups[one.group].held
+            self._holders[key] = Holders(held, one.target, self._hosts)
         return self._holders[key]
 
     def _lacking(self, group: Group, numbers: list[int]) -> tuple[str, ...] | None:
@@ -178,7 +176,7 @@ class Matcher:
         routes = [self._routes[number] for number in numbers]
         size = self._hosts.size
         needed = np.zeros(size, np.int64)
-        np.add.at(needed, group.boxes.ranks, group.boxes.sizes.prod(1))
+        np.add.at(needed, group.held.ranks, numel(group.held.boxes))
         received = np.zeros(size, np.int64)
         for route in routes:
             received += route.received()
@@ -226,15 +224,8 @@ def _holes(routes: list[Route], rank: int) -> list[str]:
         by_common.setdefault(key, []).append(route)
     holes: list[str] = []
     for alike in by_common.values():
-        filled: list[Box] = []
-        for route in alike:
-            filled += _as_boxes(route.source.offsets, route.source.sizes)
+        filled = np.concatenate([route.source.boxes for route in alike])
         target, shape = alike[0].target, alike[0].target_as.shape
-        held = target.box[target.rank == rank]
-        for needed in _as_boxes(target.offsets[held], target.sizes[held]):
+        for needed in as_boxes(target.boxes[target.box[target.rank == rank]]):
             holes += [format_box(hole, shape) for hole in uncovered(needed, filled, 2)]
     return holes[:2]
-
-
-def _as_boxes(offsets: Array, sizes: Array) -> list[Box]:
-    return [Box(tuple(a), tuple(b)) for a, b in zip(offsets.tolist(), sizes.tolist(), strict=True)]

@@ -118,8 +118,8 @@ class Transfers:
                 messages.step,
                 route.source.rank[messages.sender],
                 route.target.rank[messages.receiver],
-                route.offsets[piece],
-                route.sizes[piece],
+                route.boxes[piece, 0],
+                route.boxes[piece, 1],
                 *source,
                 *target,
             )
@@ -148,9 +148,9 @@ def _local(
     """Return start and sizes of messages in local tensors."""
     start = holders.local[holder].copy()
     sizes = np.ones_like(start)
-    moved = route.offsets[piece] - holders.offsets[box_of[piece]]
+    moved = route.boxes[piece, 0] - holders.boxes[box_of[piece], 0]
     for dim, origin in enumerate(common.dims):
         if origin is not None:
             start[:, origin] += moved[:, dim]
-            sizes[:, origin] = route.sizes[piece, dim]
+            sizes[:, origin] = route.boxes[piece, 1, dim]
     return start, sizes

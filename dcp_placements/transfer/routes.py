@@ -16,11 +16,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dcp_placements.layout.boxes import (
+    Index,
+    as_array,
+    as_boxes,
+    expanded,
+    intersect,
+    numel,
+    overlaps,
+    unique,
+)
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.boxes import Target
 from dcp_placements.storage.metadata.table import Array
-from dcp_placements.transfer.holding import Boxes
-from dcp_placements.transfer.joins import distinct_rows, expanded, meeting
+from dcp_placements.transfer.holding import HeldBoxes
 from dcp_placements.transfer.names import Named
 from dcp_placements.transfer.world import TransferWorld
 
@@ -61,8 +70,7 @@ class Holders:
     """The distinct boxes of a common tensor, and who holds them.
 
     Attributes:
-        offsets: Of the distinct boxes, in the common tensor, ``[boxes, dims]``.
-        sizes: Their sizes.
+        boxes: The distinct boxes, in the common tensor.
         box: The box of each holder, sorted.
         rank: Its global rank.
         local: The start of the box in its local tensor, ``[holders, dims of the local tensor]``.
@@ -70,10 +78,10 @@ class Holders:
         key: ``Hosts.key`` of each holder, sorted.
     """
 
-    def __init__(self, held: Boxes, target: Target, hosts: Hosts) -> None:
-        ranks, local, offsets, sizes = _as_common(held, target)
-        first, box = distinct_rows(np.concatenate([offsets, sizes], 1))
-        self.offsets, self.sizes = offsets[first], sizes[first]
+    def __init__(self, held: HeldBoxes, target: Target, hosts: Hosts) -> None:
+        ranks, local, boxes = _as_common(held, target)
+        first, box = unique(boxes)
+        self.boxes = boxes[first]
         key = hosts.key(box, hosts.source[ranks], ranks)
         order = np.argsort(key, kind="stable")
         self.box, self.rank, self.local, self.key = (
@@ -82,7 +90,7 @@ class Holders:
             local[order],
             key[order],
         )
-        self.first = np.searchsorted(self.box, np.arange(len(self.offsets) + 1))
+        self.first = np.searchsorted(self.box, np.arange(len(self.boxes) + 1))
 
     @cached_property
     def counts(self) -> Array:
@@ -90,25 +98,23 @@ class Holders:
         return np.diff(self.first)
 
 
-def _as_common(held: Boxes, target: Target) -> Boxes:
+def _as_common(held: HeldBoxes, target: Target) -> HeldBoxes:
     """Return the boxes of a tensor as boxes of the common tensor; ``local`` keeps its dims."""
     found = []
     for source, common in target.boxes:
-        start, size = np.array(source.offsets, np.int64), np.array(source.sizes, np.int64)
-        low = np.maximum(held.offsets, start)
-        high = np.minimum(held.offsets + held.sizes, start + size)
-        kept = (low < high).all(1)
-        low, high = low[kept], high[kept]
-        offsets = np.empty((len(low), len(target.dims)), np.int64)
-        sizes = np.ones_like(offsets)
+        start = np.array(source.offsets, np.int64)
+        shared = intersect(held.boxes, as_array([source], len(start)))
+        kept = (shared[:, 1] > 0).all(axis=1)
+        shared = shared[kept]
+        boxes = np.ones((len(shared), 2, len(target.dims)), np.int64)
+        boxes[:, 0] = common.offsets
         for dim, origin in enumerate(target.dims):
-            offsets[:, dim] = common.offsets[dim]
             if origin is not None:
-                offsets[:, dim] += low[:, origin] - source.offsets[origin]
-                sizes[:, dim] = high[:, origin] - low[:, origin]
-        local = held.local[kept] + low - held.offsets[kept]
-        found.append(Boxes(held.ranks[kept], local, offsets, sizes))
-    return Boxes(*map(np.concatenate, zip(*found, strict=True)))
+                boxes[:, 0, dim] += shared[:, 0, origin] - start[origin]
+                boxes[:, 1, dim] = shared[:, 1, origin]
+        local = held.local[kept] + shared[:, 0] - held.boxes[kept, 0]
+        found.append(HeldBoxes(held.ranks[kept], local, boxes))
+    return HeldBoxes(*map(np.concatenate, zip(*found, strict=True)))
 
 
 class Messages(NamedTuple):
@@ -117,7 +123,7 @@ class Messages(NamedTuple):
     Replicas take turns tensor by tensor, so a row has every ``step``-th pair of the route.
     """
 
-    piece: Array  # the box, as an index of ``Route.offsets``
+    piece: Array  # the box, as an index of ``Route.boxes``
     sender: Array  # a holder of it, as an index of ``Route.source``
     receiver: Array  # who gets it, as an index of ``Route.target``
     first: Array  # the first pair of tensors that goes this way, as an index of ``Route.members``
@@ -144,17 +150,12 @@ class Route:
     def __post_init__(self) -> None:
         source, target = self.source, self.target
         # By target box, so that a receiver's are one range.
-        self.to, self.of = meeting(target.offsets, target.sizes, source.offsets, source.sizes)
-        low = np.maximum(target.offsets[self.to], source.offsets[self.of])
-        high = np.minimum(
-            target.offsets[self.to] + target.sizes[self.to],
-            source.offsets[self.of] + source.sizes[self.of],
-        )
-        self.offsets, self.sizes = low, high - low
-        self.numel = self.sizes.prod(1)
-        self._first_to = np.searchsorted(self.to, np.arange(len(target.offsets) + 1))
+        self.to, self.of = Index(source.boxes).meeting(target.boxes)
+        self.boxes = intersect(target.boxes[self.to], source.boxes[self.of])
+        self.numel = numel(self.boxes)
+        self._first_to = np.searchsorted(self.to, np.arange(len(target.boxes) + 1))
         self._by_of = np.argsort(self.of, kind="stable")
-        boxes = np.arange(len(source.offsets) + 1)
+        boxes = np.arange(len(source.boxes) + 1)
         self._first_of = np.searchsorted(self.of[self._by_of], boxes)
         # A row of the route is one piece for one receiver; those of a piece follow each other.
         self._first_row = np.r_[0, np.cumsum(target.counts[self.to])]
@@ -173,20 +174,14 @@ class Route:
 
         Without any, no element comes to a target twice.
         """
-        offsets, sizes = self.source.offsets, self.source.sizes
-        one, other = meeting(offsets, sizes, offsets, sizes)
-        at = np.flatnonzero(one < other)
-        if not len(at):
-            return None
-        first, second = (
-            Box(tuple(offsets[box].tolist()), tuple(sizes[box].tolist()))
-            for box in (one[at[0]], other[at[0]])
-        )
-        return first, second
+        for pair in overlaps(self.source.boxes, 1):
+            one, other = as_boxes(self.source.boxes[list(pair)])
+            return one, other
+        return None
 
     def received(self) -> Array:
         """Return the elements that come to each global rank, of one pair of tensors."""
-        by_box = np.zeros(len(self.target.offsets), np.int64)
+        by_box = np.zeros(len(self.target.boxes), np.int64)
         np.add.at(by_box, self.to, self.numel)
         by_rank = np.zeros(self.hosts.size, np.int64)
         np.add.at(by_rank, self.target.rank, by_box[self.target.box])

@@ -114,7 +114,7 @@ def test_sixteen_thousand_coordinates_are_laid_out() -> None:
 
 def test_the_pure_layers_need_no_torch() -> None:
     """Their names can be had where torch.distributed, or torch, cannot be."""
-    names = ("layout.sharding", "layout.tiling", "rules.placement", "rules.patterns", "errors")
+    names = ("layout.sharding", "layout.boxes", "rules.placement", "rules.patterns", "errors")
     modules = ", ".join(f"dcp_placements.{name}" for name in names)
     script = f"import sys, {modules}; print([n for n in sys.modules if n.split('.')[0] == 'torch'])"
     found = subprocess.run(

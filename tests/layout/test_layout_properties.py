@@ -25,8 +25,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, MeshCoordinate
 from dcp_placements.bind.binding import Binding, Own
 from dcp_placements.bind.rule_and_dtensor import bind
+from dcp_placements.layout.boxes import as_array, overlaps, tile, uncovered
 from dcp_placements.layout.sharding import Box, Chunk, Cut, Kind, Layout, Pick, Sharding
-from dcp_placements.layout.tiling import is_grid, overlaps, tiles, uncovered
 from dcp_placements.testing import FakeMesh, cut
 
 
@@ -111,15 +111,14 @@ def test_distinct_chunks_of_all_coordinates_tile_the_whole(case: Case) -> None:
     }
     whole = Box((0,) * len(case.shape), case.shape)
     assert bool((counts(case.shape, boxes) == 1).all())
-    assert tiles(whole, boxes)
-    assert uncovered(whole, list(boxes)) == []
-    assert overlaps(boxes) == []
-    # Every dim is cut on its own, so what placements make is a grid.
-    assert is_grid(whole, boxes) or whole.numel == 0
+    array = as_array(boxes, len(case.shape))
+    assert tile(whole, array)
+    assert uncovered(whole, array) == []
+    assert overlaps(array) == []
     if boxes:
-        missing = boxes - {min(boxes)}
-        assert not tiles(whole, missing)
-        assert uncovered(whole, list(missing)) == [min(boxes)]
+        rest = as_array(boxes - {min(boxes)}, len(case.shape))
+        assert not tile(whole, rest)
+        assert uncovered(whole, rest) == [min(boxes)]
 
 
 @given(cases(max_axes=3, max_ranks=16), st.data())

@@ -14,9 +14,9 @@ from dcp_placements._torch import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from dcp_placements.layout.boxes import Index, as_array, common
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import intersection
-from dcp_placements.load.reads import Reads, StoredChunks, read_items
+from dcp_placements.load.reads import Reads, pieces_of, read_items
 
 
 def found_items(
@@ -42,14 +42,14 @@ def test_meeting_finds_what_looking_at_all_finds(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     boxes = data.draw(tilings(shape))
-    chunks = StoredChunks(stored(shape, boxes))
+    chunks = Index(as_array(boxes, len(shape)))
     for wanted in data.draw(boxes_in(shape)):
         expected = {
             (index, shared)
             for index, box in enumerate(boxes)
-            if (shared := intersection(box, wanted)) is not None
+            if (shared := common(box, wanted)) is not None
         }
-        meeting = chunks.meeting(wanted)
+        meeting = pieces_of(wanted, chunks)
         assert all(boxes[index] == box for index, box, _ in meeting)
         found = [(index, shared) for index, _, shared in meeting]
         assert set(found) == expected

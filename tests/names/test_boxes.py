@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_placements import Parts, Row, Rows
+from dcp_placements.layout.boxes import as_array, tile
 from dcp_placements.layout.sharding import Box, Cut, Sharding
-from dcp_placements.layout.tiling import tiles
 from dcp_placements.names.boxes import Target, renamed_boxes
 from dcp_placements.names.rename_results import RenameError
 from tests.strategies import arange, examples
@@ -95,7 +95,7 @@ def test_rows_and_parts_are_those_of_slicing_and_tile_the_source(
         assert torch.equal(filled(target, whole), part)
     if whole.numel():
         boxes = [source for target in targets for source, _ in target.boxes]
-        assert tiles(Box((0,) * len(shape), shape), boxes)
+        assert tile(Box((0,) * len(shape), shape), as_array(boxes, len(shape)))
 
 
 @examples(100)

@@ -242,7 +242,7 @@ def save_index(path: Path, *, ranks: int, keys: int) -> None:
     """Write an index of one row of every rank for each key."""
     fqns = [f"layers.{number}.weight" for number in range(keys)]
     offsets = np.stack([np.arange(ranks), np.zeros(ranks, np.int64)], axis=1)
-    chunks: Any = ChunkList(offsets, np.tile([1, 4], (ranks, 1)))
+    chunks: Any = ChunkList(np.stack([offsets, np.tile([1, 4], (ranks, 1))], 1))
     entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((ranks, 4)), chunks)
     rows = np.zeros(len(fqns), ROW)
     rows["fqn"], rows["length"] = np.arange(len(fqns)), 1216

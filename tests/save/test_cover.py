@@ -8,15 +8,21 @@ import random
 import numpy as np
 import pytest
 
-from dcp_placements.save.coordinator.cover import Cover, cover_of, makes_whole
+from dcp_placements.save.coordinator.cover import Cover, Covers
 from dcp_placements.save.packing import Ints
 
 Row = tuple[int, ...]
 
 
 def cover(rows: list[tuple[int, Row]], shape: tuple[int, ...]) -> Cover:
-    boxes = np.array([row for _, row in rows], np.int64).reshape(len(rows), 2 * len(shape))
-    return cover_of(np.array([rank for rank, _ in rows], np.int64), boxes, shape)
+    return judged(rows, shape)[0]
+
+
+def judged(
+    rows: list[tuple[int, Row]], shape: tuple[int, ...], *, complete: bool = True
+) -> tuple[Cover, bool]:
+    boxes = np.array([row for _, row in rows], np.int64).reshape(len(rows), 2, len(shape))
+    return Covers(complete).of(np.array([rank for rank, _ in rows], np.int64), boxes, shape)
 
 
 def counts(shape: tuple[int, ...], boxes: set[Row]) -> Ints:
@@ -70,11 +76,10 @@ def test_boxes_of_all_kinds_are_judged_as_elements_are() -> None:
         shape, boxes = drawn(rng)
         rows = [(rng.randrange(9), row) for row in boxes for _ in range(rng.randint(1, 2))]
         rng.shuffle(rows)
-        found = cover(rows, shape)
         count = counts(shape, set(boxes))
         whole, apart = bool((count == 1).all()), bool((count <= 1).all())
-        assert makes_whole(found, shape, complete=True) == whole, (shape, boxes)
-        assert makes_whole(found, shape, complete=False) == apart, (shape, boxes)
+        assert judged(rows, shape)[1] == whole, (shape, boxes)
+        assert judged(rows, shape, complete=False)[1] == apart, (shape, boxes)
         seen.add((whole, apart))
     assert seen == {(True, True), (False, True), (False, False)}
 
@@ -93,5 +98,5 @@ def test_shapes_beyond_64_bits_are_told_apart(shape: tuple[int, ...]) -> None:
 
 
 def test_a_box_beyond_the_whole_is_refused() -> None:
-    assert not makes_whole(cover([(0, (0, 3)), (1, (3, 2))], (4,)), (4,), complete=True)
-    assert not makes_whole(cover([(0, (2, 3))], (4,)), (4,), complete=False)
+    assert not judged([(0, (0, 3)), (1, (3, 2))], (4,))[1]
+    assert not judged([(0, (2, 3))], (4,), complete=False)[1]

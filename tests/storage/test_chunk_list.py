@@ -61,7 +61,7 @@ def test_a_chunk_list_is_the_list_in_every_respect(
 
 
 def test_pickles_name_no_class_of_this_package() -> None:
-    chunks = ChunkList(np.array([[0, 0], [2, 0]]), np.array([[2, 3], [2, 3]]))
+    chunks = ChunkList([[[0, 0], [2, 3]], [[2, 0], [2, 3]]])
     entry = TensorStorageMetadata(TensorProperties(), torch.Size((4, 3)), chunks)  # type: ignore[arg-type]
     data = pickle.dumps(entry)
     assert b"dcp_placements" not in data
@@ -72,7 +72,7 @@ def test_pickles_name_no_class_of_this_package() -> None:
     ("chunks", "ndim", "found"),
     [
         (torchs([Box((0,), (4,))]), 2, "1 dims, of a tensor of 2"),
-        (ChunkList(np.zeros((3, 2)), np.ones((3, 2))), 1, "2 dims, of a tensor of 1"),
+        (ChunkList(np.zeros((3, 2, 2))), 1, "2 dims, of a tensor of 1"),
         (torchs([Box((0,), (4,)), Box((0, 0), (4, 1))]), 1, "1 and 2 dims, of a tensor of 1"),
     ],
 )

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from dcp_placements.errors import Fault, format_names
+from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import intersection
 from dcp_placements.names.boxes import Target, renamed_boxes
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
@@ -74,7 +74,7 @@ class AssembledTensor:
         """
         into: torch.Tensor | None = None
         for block in self.blocks:
-            shared = intersection(block.box, piece)
+            shared = common(block.box, piece)
             if shared is None:
                 continue
             read = reader.read(block.source, block.source_box(shared))

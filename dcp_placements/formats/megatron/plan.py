@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from dcp_placements.errors import Fault, format_name, format_nbytes
 from dcp_placements.formats.megatron.layout import MegatronLayout
+from dcp_placements.layout.boxes import as_array, format_boxes, tile, uncovered
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import format_box, tiles, uncovered
 from dcp_placements.offline.chunk_writer import Piece, Target
 from dcp_placements.offline.differences.comparing import same_bits
 
@@ -134,12 +134,13 @@ class ImportPlan:
             boxes[fqn].append(box)
         for fqn, target in self.targets.items():
             whole = Box.whole(target.shape)
-            if not tiles(whole, boxes[fqn]):
-                holes = uncovered(whole, boxes[fqn], limit=4)
-                missing = ", ".join(format_box(hole, target.shape) for hole in holes)
+            array = as_array(boxes[fqn], len(target.shape))
+            if not tile(whole, array):
+                holes = uncovered(whole, array)
+                missing = f"no file has {format_boxes(holes, target.shape)}"
                 self.fault(
                     fqn,
-                    f"no file has {missing}" if holes else "files hold parts that overlap",
+                    missing if holes else "files hold parts that overlap",
                     "way out:     run dcp-placements verify, or megatron, on the source",
                 )
 

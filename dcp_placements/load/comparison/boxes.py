@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.layout.boxes import as_boxes, format_box, uncovered, unique
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import format_box, tiles, uncovered
-from dcp_placements.load.comparison.asked import AllAsked, Askers, Form, Ints, rows_of
+from dcp_placements.load.comparison.asked import AllAsked, Askers, Form, rows_of
 from dcp_placements.load.comparison.parts import MAX_PARTS
 from dcp_placements.storage.metadata.record import SavedRename, SaveRecord
 
@@ -51,36 +51,8 @@ def _missing(askers: Sequence[Askers]) -> list[Box]:
         return []
     (shape,) = shapes
     ndim = len(shape)
-    different = {row for one in askers for row in rows_of(one.boxes.reshape(-1, 2 * ndim))}
-    table = np.frombuffer(b"".join(different), np.int64).reshape(-1, 2 * ndim)
-    if _is_whole_grid(table, shape):
-        return []
-    whole, boxes = Box((0,) * ndim, shape), _boxes(table)
-    return [] if tiles(whole, boxes) else uncovered(whole, boxes, MAX_PARTS)
-
-
-def _is_whole_grid(boxes: Ints, shape: Sequence[int]) -> bool:
-    """Whether different boxes are all cells of a grid over a tensor; sufficient to be complete."""
-    ndim = len(shape)
-    if max(shape) >= 1 << 31:
-        return False  # left to other proofs: an interval would be beyond one number
-    cells = 1
-    for dim, size in enumerate(shape):
-        # One number per interval sorts many times faster than pairs do.
-        codes = np.sort(boxes[:, dim] * (size + 1) + boxes[:, ndim + dim])
-        codes = codes[np.flatnonzero(np.diff(codes, prepend=-1))]
-        starts, sizes = np.divmod(codes, size + 1)
-        ends = starts + sizes
-        if starts[0] or ends[-1] != size or (starts[1:] != ends[:-1]).any():
-            return False
-        cells *= len(codes)
-    return len(boxes) == cells
-
-
-def _boxes(table: Ints) -> list[Box]:
-    """Return the rows of an array as boxes, ascending."""
-    ndim = table.shape[1] // 2
-    return sorted([Box(tuple(row[:ndim]), tuple(row[ndim:])) for row in table.tolist()])
+    table = np.concatenate([one.boxes.reshape(-1, 2, ndim) for one in askers])
+    return uncovered(Box.whole(shape), table[unique(table)[0]], MAX_PARTS + 1)
 
 
 def _faults(
@@ -97,7 +69,7 @@ def _faults(
                 by_boxes.setdefault(packed, (one.form, []))[1].extend(ranks)
     shape = askers[0].form.shape
     parts = [
-        (_format(_boxes(np.frombuffer(packed, np.int64).reshape(-1, 2 * len(shape))), shape), *by)
+        (_format(as_boxes(np.frombuffer(packed, np.int64).reshape(-1, 2, len(shape))), shape), *by)
         for packed, by in sorted(by_boxes.items(), key=lambda part: min(part[1][1]))
     ]
     repeated, form, ranks = next(part for part in parts if len(part[2]) > 1)

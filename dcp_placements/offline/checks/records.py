@@ -13,8 +13,8 @@ from typing import NamedTuple, overload
 import numpy as np
 import torch
 
+from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import format_box
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.offline.readers.dcp import check_count
 from dcp_placements.storage.index.columns import Ints

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from dcp_placements.errors import format_names, format_ranks
+from dcp_placements.layout.boxes import (
+    as_array,
+    as_boxes,
+    format_box,
+    format_boxes,
+    overlaps,
+    tile,
+    uncovered,
+    unique,
+    within,
+)
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import contains, format_box, overlaps, tiles, uncovered
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
 from dcp_placements.offline.readers.dcp import misplaced_in_stock
@@ -67,24 +77,29 @@ def _tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
     """Yield ``(kind, message)`` of the holes and overlaps of boxes that should tile a tensor."""
     shape = whole.sizes
-    counts = Counter(box for box in boxes if box.numel)
-    if not whole.numel and not counts:
+    filled = [box for box in boxes if box.numel]
+    array = as_array(filled, len(shape))
+    if tile(whole, array):
         return
-    if max(counts.values(), default=0) == 1 and tiles(whole, counts):
-        return
-    outside = [box for box in counts if not contains(whole, box)]
+    first, number = unique(array)
+    different = array[first]
+    outside = as_boxes(different[~within(whole, different)])
     if outside:
-        yield "out_of_bounds", f"{_format_boxes(outside, None)} of a {shape} tensor"
-    twice = [box for box, count in counts.items() if count > 1]
+        names = format_names([format_box(box) for box in outside], MAX_BOXES)
+        yield "out_of_bounds", f"{names} of a {shape} tensor"
+    twice = as_boxes(different[np.bincount(number, minlength=len(first)) > 1])
     if twice:
-        yield "overlap", f"{_format_boxes(twice, shape)} of {shape} is there more than once"
-    pairs = overlaps(list(counts), limit=MAX_BOXES)
+        yield "overlap", f"{format_boxes(twice, shape)} is there more than once"
+    pairs = overlaps(different, limit=MAX_BOXES)
     if pairs:
-        text = "; ".join(f"{format_box(a, shape)} and {format_box(b, shape)}" for a, b in pairs)
+        text = "; ".join(
+            " and ".join(format_box(box, shape) for box in as_boxes(different[list(pair)]))
+            for pair in pairs
+        )
         yield "overlap", f"chunks of {shape} overlap: {text}"
-    holes = uncovered(whole, list(counts), limit=2 * MAX_BOXES)
+    holes = uncovered(whole, different, limit=2 * MAX_BOXES)
     if holes:
-        yield "hole", f"no chunk holds {_format_boxes(holes, shape)} of {shape}"
+        yield "hole", f"no chunk holds {format_boxes(holes, shape)}"
 
 
 def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
@@ -93,7 +108,7 @@ def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     unplaced = {tensor.fqn: alike.unplaced for alike in lacking for tensor in alike.tensors}
     for fqn in [fqn for fqn in checkpoint.tensors if fqn in unplaced]:
         shape = checkpoint.tensors[fqn].shape
-        message = f"the metadata name no file for {_format_boxes(unplaced[fqn], shape)} of {shape}"
+        message = f"the metadata name no file for {format_boxes(unplaced[fqn], shape)}"
         yield CheckpointFault("unplaced", (fqn,), (), message)
     for fqn, stored in checkpoint.objects.items():
         if stored.file is None:
@@ -177,7 +192,3 @@ def _shared_bytes(records: FileRecords) -> Iterator[tuple[Record, Record]]:
     is_shared = (starts[reached] < starts[1:]) & (starts[1:] < ends[reached])
     for at in np.flatnonzero(is_shared).tolist():
         yield records[int(reached[at])], records[at + 1]
-
-
-def _format_boxes(boxes: list[Box], shape: tuple[int, ...] | None) -> str:
-    return format_names([format_box(box, shape) for box in boxes], MAX_BOXES)

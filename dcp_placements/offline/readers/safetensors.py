@@ -76,7 +76,7 @@ def read_safetensors_metadata(
                 f"{directory.path}: {format_name(fqn)} is larger than any tensor: {tuple(shape)} "
                 f"of {dtype} by its parts in {format_names([file for file, _ in entries])}"
             )
-        chunks: Any = ChunkList([box.offsets for box in boxes], [box.sizes for box in boxes])
+        chunks: Any = ChunkList(boxes)
         tensors[fqn] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
         for file, entry in entries:
             offsets = entry.box.offsets

@@ -15,15 +15,16 @@ import numpy as np
 import torch
 
 from dcp_placements._torch import TensorStorageMetadata
+from dcp_placements.layout.boxes import Index
 from dcp_placements.layout.byte_ranges import segments
 from dcp_placements.layout.sharding import Box, Intervals, Layout, Sharding
-from dcp_placements.layout.tiling import tiles, uncovered
-from dcp_placements.load.reads import StoredChunks
+from dcp_placements.load.reads import holes_of, pieces_of
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.renames import Numbers, holds
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.merged_reads import SMALL_NBYTES, cheap_gap
+from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.record import Cuts, cuts_of
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.storage.tensor_record import HEADS_NBYTES
@@ -49,7 +50,7 @@ class TensorClass:
 
     shape: tuple[int, ...]  # of the whole tensors
     dtype: torch.dtype  # of their elements
-    stored: StoredChunks  # their chunks
+    stored: Index  # their chunks
     fqns: list[str]  # their keys
     files: Array  # the file's number, by tensor and chunk; -1 where the metadata name no file
     nbytes: Array  # the length of the record, by tensor and chunk
@@ -148,7 +149,7 @@ def tensor_classes(
             TensorClass(
                 first.shape,
                 first.dtype,
-                StoredChunks(stored),
+                Index(ChunkList.of(stored.chunks, len(stored.size)).array),
                 [tensor.fqn for tensor in tensors],
                 np.array(files, np.int64).reshape(shape),
                 np.array(nbytes, np.int64).reshape(shape),
@@ -179,22 +180,20 @@ def parts_by_rule(
 def _need(part: Part, layout: Layout) -> Need:
     tensors, itemsize = part.tensors, part.tensors.dtype.itemsize
     members = len(part.members)
-    pieces_of: dict[int, tuple[Box, list[Box]]] = {}  # by chunk: its box, and what is read of it
+    of_chunk: dict[int, tuple[Box, list[Box]]] = {}  # by chunk: its box, and what is read of it
     holes: list[Box] = []
     destinations = [chunk.box for chunk in layout.chunks()]
     for box in destinations:
-        met = tensors.stored.meeting(box)
+        met = pieces_of(box, tensors.stored)
         for index, chunk, piece in met:
-            pieces_of.setdefault(index, (chunk, []))[1].append(piece)
-        pieces = [piece for _, _, piece in met]
-        if pieces != [box] and not tiles(box, pieces):
-            holes += uncovered(box, pieces)
-    indices = np.array(list(pieces_of), np.int64)
+            of_chunk.setdefault(index, (chunk, []))[1].append(piece)
+        holes += holes_of(box, met)
+    indices = np.array(list(of_chunk), np.int64)
     files = tensors.files[part.members][:, indices]
     nbytes = tensors.nbytes[part.members][:, indices]
-    items = np.array([len(pieces) for _, pieces in pieces_of.values()], np.int64)
+    items = np.array([len(pieces) for _, pieces in of_chunk.values()], np.int64)
     slices = 0
-    for column, (chunk, pieces) in enumerate(pieces_of.values()):
+    for column, (chunk, pieces) in enumerate(of_chunk.values()):
         exact = sum(piece.numel for piece in pieces) * itemsize
         lengths = nbytes[:, column]
         # The reader reads a small record whole if it needs most of it.

@@ -16,8 +16,8 @@ from dcp_placements.bind.lint import lint
 from dcp_placements.bind.placed import Place, Placed
 from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.errors import Fault, format_names
+from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Pick
-from dcp_placements.layout.tiling import format_box
 from dcp_placements.load.comparison.asked import Asked, Asking, Form
 from dcp_placements.load.comparison.checks import (
     asked_faults,

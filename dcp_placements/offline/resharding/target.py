@@ -189,7 +189,7 @@ class Target:
             group = self._group_of[fqn]
             if group not in chunks:
                 boxes = sorted(group.owners)
-                chunks[group] = ChunkList([b.offsets for b in boxes], [b.sizes for b in boxes])
+                chunks[group] = ChunkList(boxes)
             stored[fqn] = TensorStorageMetadata(entry.properties, entry.size, chunks[group])
         paths = source.planner_data
         data: dict[Any, Any] = {fqn: (fqn,) for fqn in stored}

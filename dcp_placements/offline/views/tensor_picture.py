@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dcp_placements.errors import format_count
+from dcp_placements.layout.boxes import as_array, as_boxes, intersect, overlaps, uncovered
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import intersection, overlaps, uncovered
 from dcp_placements.offline.projection import Panel, Projection, project
 from dcp_placements.offline.views.picture import (
     DARK,
@@ -56,7 +58,7 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[P
     """
     whole = Box.whole(tuple(shape))
     boxes = [piece.box for piece in pieces]
-    holes = uncovered(whole, boxes, MAX_FLAWS)
+    holes = uncovered(whole, as_array(boxes, len(shape)), MAX_FLAWS)
     projection = project(shape, [box for box in (*boxes, *holes, whole) if box.numel])
     # A chunk beyond the tensor's end has the end drawn.
     ends = [whole] if 0 not in shape and projection.shape != whole.sizes else []
@@ -96,13 +98,9 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[P
 
 def _doubles(boxes: Sequence[Box]) -> list[Box]:
     """Return what two boxes have in common, equal boxes included."""
-    counts: dict[Box, int] = {}
-    for box in boxes:
-        if box.numel:
-            counts[box] = counts.get(box, 0) + 1
-    equal = [box for box, count in counts.items() if count > 1]
-    shared = [intersection(*pair) for pair in overlaps(list(counts), MAX_FLAWS)]
-    return equal + [box for box in shared if box is not None]
+    array = as_array(boxes, len(boxes[0].sizes) if boxes else 0)
+    one, other = np.array(overlaps(array, MAX_FLAWS), np.int64).reshape(-1, 2).T
+    return list(dict.fromkeys(as_boxes(intersect(array[one], array[other]))))
 
 
 def _are_numbered(pieces: Sequence[Piece]) -> bool:

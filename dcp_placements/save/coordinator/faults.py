@@ -6,8 +6,17 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from dcp_placements.errors import Fault, format_names, format_ranks
+from dcp_placements.layout.boxes import (
+    as_array,
+    as_boxes,
+    common,
+    format_box,
+    format_boxes,
+    overlaps,
+    uncovered,
+    within,
+)
 from dcp_placements.layout.sharding import Box, Kind
-from dcp_placements.layout.tiling import format_box, overlaps, uncovered
 from dcp_placements.save.coordinator.advice import content_advice, hole_advice, renumber_of
 from dcp_placements.save.coordinator.claims import Claims, Plans, claims_of, plans_by_digest
 from dcp_placements.save.coordinator.cohorts import Cohorts
@@ -41,10 +50,9 @@ class Faults:
         shape = piece.group.shape
         whole = Box.whole(shape)
         boxes = [box for box in claims.boxes if box.numel]
-        crossing = overlaps(boxes)
-        beyond = [
-            box for box in boxes if any(o + s > n for o, s, n in zip(*box, shape, strict=True))
-        ]
+        array = as_array(boxes, len(shape))
+        crossing = [(boxes[one], boxes[other]) for one, other in overlaps(array)]
+        beyond = as_boxes(array[~within(whole, array)])
         found = []
         for fqn in piece.fqns:
             claims.fqn = fqn
@@ -122,8 +130,8 @@ class Faults:
         return Fault(
             piece.fqns[0],
             f"{self._ranks(cover.holders(box).tolist())} hold the same part, "
-            f"{format_box(cover.as_boxes()[box], piece.group.shape)}, though its mesh has a part "
-            "for every rank",
+            f"{format_boxes(as_boxes(cover.boxes[[box]]), piece.group.shape)}, though its mesh "
+            "has a part for every rank",
             (
                 "likely:      these ranks give the mesh of one another: get_coordinate() is the "
                 "same on them",
@@ -191,10 +199,9 @@ class Faults:
             ]
         if len({len(shape) for shape in shapes}) == 1:
             largest = tuple(map(max, zip(*shapes, strict=True)))
-            holes = uncovered(Box.whole(largest), list(claims.boxes))
+            holes = uncovered(Box.whole(largest), as_array(claims.boxes, len(largest)))
             if holes:
-                text = ", ".join(format_box(hole, largest) for hole in holes)
-                advice.insert(0, f"nobody holds {text} of {largest}")
+                advice.insert(0, f"nobody holds {format_boxes(holes, largest)}")
         return advice
 
     def _overlap(
@@ -218,13 +225,12 @@ class Faults:
         )
 
     def _hole(self, claims: Claims, whole: Box, boxes: Sequence[Box], group: Group) -> Fault:
-        holes = uncovered(whole, boxes)
+        holes = uncovered(whole, as_array(boxes, len(whole.sizes)))
         held = sum(box.numel for box in boxes)
         having = claims.plans
         details = [
-            "missing:     "
-            + ", ".join(format_box(hole, whole.sizes) for hole in holes[:4])
-            + f" ({prod(whole.sizes) - held} of {whole.numel} elements)",
+            f"missing:     {format_boxes(holes, whole.sizes)} "
+            f"({whole.numel - held} of {whole.numel} elements)",
         ]
         neighbours = self._neighbours(claims, holes[0])
         if neighbours:
@@ -264,12 +270,7 @@ class Faults:
 
     def _neighbours(self, claims: Claims, hole: Box) -> str:
         grown = Box(tuple([o - 1 for o in hole.offsets]), tuple([n + 2 for n in hole.sizes]))
-        touching = [
-            (box, held)
-            for box, held in claims.boxes.items()
-            if box.numel
-            and all(a < b + n and b < a + m for a, m, b, n in zip(*grown, *box, strict=True))
-        ]
+        touching = [(box, held) for box, held in claims.boxes.items() if common(grown, box)]
         return "; ".join(
             f"{format_box(box, None)} of {self._ranks(plan for plan, _ in held)}"
             for box, held in touching[:2]

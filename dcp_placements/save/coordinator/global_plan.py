@@ -164,6 +164,7 @@ class Coordinator:
                     continue
                 plans = np.concatenate([rows.plans for rows in held])
                 boxes = np.concatenate([rows.boxes for rows in held])
+                boxes = boxes.reshape(len(boxes), 2, len(group.shape))
                 cover, _ = self._covers.of(plans, boxes, group.shape)
                 fqns, holders = folded_conflict(held, table.keys(number), cover)
                 if fqns and group.kind == OBJECT:
@@ -187,8 +188,7 @@ class Coordinator:
             # Without their shape, no boxes are the same bytes as that of a scalar.
             key = cover.boxes.shape, cover.boxes.tobytes()
             if key not in lists:
-                ndim = len(group.shape)
-                lists[key] = ChunkList(cover.boxes[:, :ndim], cover.boxes[:, ndim:])
+                lists[key] = ChunkList(cover.boxes)
             stored = TensorStorageMetadata(
                 tensor_properties(group),
                 torch.Size(group.shape),

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from dcp_placements.layout.boxes import Boxes
 from dcp_placements.save.coordinator.cohorts import Cohorts, Rows
 from dcp_placements.save.coordinator.cover import NOTHING, Cover
 from dcp_placements.save.key_table import Group, KeyTable
@@ -69,9 +70,10 @@ class Piece:
         return np.concatenate([rows.plans for rows in self.rows])
 
     @cached_property
-    def boxes(self) -> Ints:
-        """By row, offsets and sizes; for groups of one number of dims."""
-        return np.concatenate([rows.boxes for rows in self.rows])
+    def boxes(self) -> Boxes:
+        """By row, the box; for groups of one number of dims."""
+        boxes = np.concatenate([rows.boxes for rows in self.rows])
+        return boxes.reshape(len(boxes), 2, len(self.group.shape))
 
     def by_row(self, values: Sequence[int]) -> Ints:
         """Return values, one per source, by row."""

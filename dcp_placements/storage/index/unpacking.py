@@ -201,7 +201,8 @@ class PackedIndex:
     def _read_lists(self, block: int) -> list[ChunkList]:
         shapes = list(map(tuple, self._lists.sizes_in(block).T.tolist()))
         columns = self._blocks.columns(self._lists.start + block)
-        return list(map(ChunkList, _tables(columns, shapes), _tables(columns, shapes)))
+        pairs = zip(_tables(columns, shapes), _tables(columns, shapes), strict=True)
+        return [ChunkList(np.stack(pair, axis=1)) for pair in pairs]
 
 
 def _in_order(read: Callable[[int], list[T]], directory: _Directory) -> list[T]:

@@ -1,4 +1,4 @@
-"""The stored chunks of a tensor as two arrays.
+"""The stored chunks of a tensor as an array.
 
 At thousands of ranks a list of torch's objects has thousands of elements for each way in which
 tensors are cut, and a rank needs few of them.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 from typing import Any, overload
 
 import numpy as np
@@ -16,39 +15,33 @@ import numpy.typing as npt
 import torch
 
 from dcp_placements._torch import ChunkStorageMetadata
+from dcp_placements.layout.boxes import Boxes, Ints, as_array, as_boxes
 from dcp_placements.layout.sharding import Box
-
-Ints = npt.NDArray[np.int64]
 
 
 class ChunkList(Sequence[ChunkStorageMetadata]):
-    """What ``TensorStorageMetadata.chunks`` lists, in arrays that must not change.
+    """What ``TensorStorageMetadata.chunks`` lists, as an array of boxes that must not change.
 
     Torch's object is created for each element that is read. Equal to any sequence of equal chunks.
     Its pickle is that of torch's list, so that every reader of DCP loads it.
 
     Args:
-        offsets: ``(chunks, ndim)``, in elements of the whole tensor.
-        sizes: ``(chunks, ndim)``.
+        array: ``int64[chunks, 2, ndim]``, as ``layout/boxes`` has it.
 
     Raises:
-        ValueError: Arrays of other shapes.
+        ValueError: An array of another shape.
     """
 
-    __slots__ = ("offsets", "sizes")
+    __slots__ = ("array",)
 
-    def __init__(self, offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
-        self.offsets: Ints = np.asarray(offsets, np.int64)
-        self.sizes: Ints = np.asarray(sizes, np.int64)
-        if self.offsets.ndim != 2 or self.offsets.shape != self.sizes.shape:
-            raise ValueError(
-                f"offsets of shape {self.offsets.shape} and sizes of shape {self.sizes.shape}: "
-                "both have to be (chunks, ndim)"
-            )
+    def __init__(self, array: npt.ArrayLike) -> None:
+        self.array: Boxes = np.asarray(array, np.int64)
+        if self.array.ndim != 3 or self.array.shape[1] != 2:
+            raise ValueError(f"an array of {self.array.shape}: it has to be (chunks, 2, ndim)")
 
     @staticmethod
     def of(chunks: Sequence[ChunkStorageMetadata], ndim: int) -> ChunkList:
-        """Return ``chunks`` in arrays; itself if it is a ``ChunkList``.
+        """Return ``chunks`` in an array; itself if it is a ``ChunkList``.
 
         Args:
             chunks: Torch's list, or any sequence.
@@ -57,28 +50,33 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         Raises:
             ValueError: Chunks of other dims.
         """
+        boxes: list[Box] = []
         if isinstance(chunks, ChunkList):
-            dims = {chunks.offsets.shape[1]}
+            dims = {chunks.array.shape[2]}
         else:
-            rows = [row for chunk in chunks for row in (chunk.offsets, chunk.sizes)]
-            dims = set(map(len, rows))
+            boxes = [Box(chunk.offsets, chunk.sizes) for chunk in chunks]
+            dims = {len(row) for box in boxes for row in box}
         if not dims <= {ndim}:
             found = " and ".join(map(str, sorted(dims)))
             raise ValueError(f"chunks of {found} dims, of a tensor of {ndim} dims")
-        if isinstance(chunks, ChunkList):
-            return chunks
-        # np.array takes several times as long for a list of tuples.
-        table = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * ndim)
-        table = table.reshape(len(chunks), 2, ndim)
-        return ChunkList(table[:, 0], table[:, 1])
+        return chunks if isinstance(chunks, ChunkList) else ChunkList(as_array(boxes, ndim))
+
+    @property
+    def offsets(self) -> Ints:
+        """Where each chunk begins, ``(chunks, ndim)``."""
+        return self.array[:, 0]
+
+    @property
+    def sizes(self) -> Ints:
+        """The sizes of each chunk, ``(chunks, ndim)``."""
+        return self.array[:, 1]
 
     def boxes(self) -> tuple[Box, ...]:
         """Return all chunks as boxes."""
-        rows = zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)
-        return tuple([Box(tuple(offsets), tuple(sizes)) for offsets, sizes in rows])
+        return tuple(as_boxes(self.array))
 
     def __len__(self) -> int:
-        return len(self.offsets)
+        return len(self.array)
 
     @overload
     def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
@@ -86,15 +84,13 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
     def __getitem__(self, index: slice) -> ChunkList: ...
     def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | ChunkList:
         if isinstance(index, slice):
-            return ChunkList(self.offsets[index], self.sizes[index])
-        offsets, sizes = self.offsets[index].tolist(), self.sizes[index].tolist()
+            return ChunkList(self.array[index])
+        offsets, sizes = self.array[index].tolist()
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ChunkList):
-            return np.array_equal(self.offsets, other.offsets) and np.array_equal(
-                self.sizes, other.sizes
-            )
+            return np.array_equal(self.array, other.array)
         if not isinstance(other, Sequence) or isinstance(other, str | bytes):
             return NotImplemented
         return len(self) == len(other) and all(
@@ -109,5 +105,5 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Equal sizes are one object, which is pickled once.
         size = cache(torch.Size)
-        rows = zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)
-        return list, ([ChunkStorageMetadata(size(tuple(o)), size(tuple(s))) for o, s in rows],)
+        rows = [ChunkStorageMetadata(*map(size, box)) for box in self.boxes()]
+        return list, (rows,)

@@ -33,8 +33,16 @@ from dcp_placements.errors import (
     format_ranks,
     raise_faults,
 )
+from dcp_placements.layout.boxes import (
+    as_array,
+    as_boxes,
+    format_box,
+    format_boxes,
+    overlaps,
+    tile,
+    uncovered,
+)
 from dcp_placements.layout.sharding import Box
-from dcp_placements.layout.tiling import format_box, overlaps, tiles, uncovered
 from dcp_placements.storage.index.blocks import Opener
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata
@@ -243,15 +251,15 @@ class _Merger:
         """
         for fqn, boxes in self._boxes.items():
             extent = tuple(self.stored[fqn].size)
-            all_of_it = Box.whole(extent)
-            real = [box for box in boxes if box.numel]
-            if not all_of_it.numel or tiles(all_of_it, real):
+            array = as_array(boxes, len(extent))
+            if tile(Box.whole(extent), array):
                 continue
-            pairs = overlaps(real, limit=1)
+            pairs = overlaps(array, limit=1)
+            holes = uncovered(Box.whole(extent), array)
             if pairs:
-                self._overlap(fqn, extent, *pairs[0])
-            elif whole:
-                self._hole(fqn, extent, uncovered(all_of_it, real), ranks)
+                self._overlap(fqn, extent, *as_boxes(array[list(pairs[0])]))
+            elif whole and holes:
+                self._hole(fqn, extent, holes, ranks)
         for fqn, unlike in self._unlike.items():
             self._conflict(fqn, unlike)
         self._check_steps()
@@ -377,11 +385,10 @@ class _Merger:
     def _hole(
         self, fqn: str, shape: tuple[int, ...], holes: Sequence[Box], ranks: Sequence[int]
     ) -> None:
-        regions = format_names([format_box(hole, shape) for hole in holes], 4)
         self.faults.append(
             Fault(
                 fqn,
-                f"no rank stored {regions} of {shape}",
+                f"no rank stored {format_boxes(holes, shape)}",
                 (
                     f"there are:   the metadata of {format_ranks(ranks)}",
                     "likely:      a rank's __<rank>.metadata is missing, because it failed or "

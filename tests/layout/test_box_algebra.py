@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 
 from dcp_placements.layout.boxes import (
+    Index,
     apart,
     as_array,
     as_boxes,
+    common,
+    format_box,
     format_boxes,
     intersect,
-    meeting,
     overlaps,
     tile,
     uncovered,
     unique,
+    within,
 )
 from dcp_placements.layout.sharding import Box
 
@@ -79,9 +82,15 @@ def test_boxes_against_painted_arrays() -> None:
             for j, other in enumerate(boxes)
             if share(one, other)
         ]
-        assert list(zip(*(part.tolist() for part in meeting(array, array)), strict=True)) == meet
+        assert (
+            list(zip(*(part.tolist() for part in Index(array).meeting(array)), strict=True)) == meet
+        )
         assert overlaps(array, 1000) == [(i, j) for i, j in meet if i < j]
+        for i, one in enumerate(boxes):
+            for j, other in enumerate(boxes):
+                assert (common(one, other) is not None) == ((i, j) in meet)
         for i, j in meet:
+            assert [common(boxes[i], boxes[j])] == as_boxes(intersect(array[[i]], array[[j]]))
             shared = as_boxes(intersect(array[[i]], array[[j]]))
             both = painted(shape, [boxes[i]]) + painted(shape, [boxes[j]]) == 2
             assert (painted(shape, shared) == both).all()
@@ -91,8 +100,24 @@ def test_boxes_against_painted_arrays() -> None:
 
 
 def test_a_box_beyond_the_whole_is_not_within_it() -> None:
+    assert within(
+        Box((1,), (3,)), as_array([Box((0,), (2,)), Box((2,), (2,)), Box((3,), (2,))], 1)
+    ).tolist() == [False, True, False]
     assert not apart(Box((0,), (4,)), as_array([Box((3,), (2,))], 1))
     assert not tile(Box((2,), (2,)), as_array([Box((1,), (2,))], 1))
+
+
+@pytest.mark.parametrize(
+    ("box", "whole", "text"),
+    [
+        (Box((4, 0), (2, 8)), (16, 8), "[4:6, :]"),
+        (Box((4, 0), (2, 8)), None, "[4:6, 0:8]"),
+        (Box((), ()), (), "[]"),
+        (Box((0,), (3,)), (4,), "[0:3]"),
+    ],
+)
+def test_boxes_are_told_as_index_ranges(box: Box, whole: Shape | None, text: str) -> None:
+    assert format_box(box, whole) == text
 
 
 @pytest.mark.parametrize(
