@@ -229,8 +229,9 @@ class Faults:
         held = sum(box.numel for box in boxes)
         having = claims.plans
         details = [
-            f"missing:     {format_boxes(holes, whole.sizes)} "
-            f"({whole.numel - held} of {whole.numel} elements)",
+            "missing:     "
+            + ", ".join(format_box(hole, whole.sizes) for hole in holes[:4])
+            + f" ({whole.numel - held} of {whole.numel} elements)",
         ]
         neighbours = self._neighbours(claims, holes[0])
         if neighbours:
