@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from dcp_placements.errors import PlacementError
     from dcp_placements.installation import installed
     from dcp_placements.load.planner import PlacementLoadPlanner
-    from dcp_placements.names.rename_results import Parts, Row, Rows
     from dcp_placements.names.renames import (
         Renames,
         Renumber,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         Unstack,
         contiguous,
     )
+    from dcp_placements.names.target import Parts, Row, Rows
     from dcp_placements.placements import Placements
     from dcp_placements.report import LoadReport, SaveReport
     from dcp_placements.rules.mesh import MeshCoordinate
@@ -75,7 +75,7 @@ _HOMES = {
     "IndexShard": "rules.placement",
     "LoadReport": "report",
     "MeshCoordinate": "rules.mesh",
-    "Parts": "names.rename_results",
+    "Parts": "names.target",
     "PlacementError": "errors",
     "PlacementFileSystemReader": "storage.reader",
     "PlacementFileSystemWriter": "storage.writer",
@@ -86,8 +86,8 @@ _HOMES = {
     "Renames": "names.renames",
     "Renumber": "names.renames",
     "Replace": "names.renames",
-    "Row": "names.rename_results",
-    "Rows": "names.rename_results",
+    "Row": "names.target",
+    "Rows": "names.target",
     "SaveReport": "report",
     "Split": "names.renames",
     "Stack": "names.renames",

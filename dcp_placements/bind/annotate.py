@@ -23,7 +23,7 @@ from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.bind.placing import optimizer_faults, place
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.flat import Stacked, Unstacked, checkpoint_path, rename_keys
-from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.target import Rename
 from dcp_placements.rules.options import check_declaration
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
 

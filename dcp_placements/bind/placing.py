@@ -29,7 +29,7 @@ from dcp_placements.names.optimizer_state import (
     listed_faults,
     positional_faults,
 )
-from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.target import Rename
 from dcp_placements.rules.mesh import Axis, Mesh, MeshNumbers, mesh_axes
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, shards

@@ -23,7 +23,7 @@ from dcp_placements.layout.sharding import (
     Sharding,
     unknown_kind,
 )
-from dcp_placements.names.rename_results import RenameError
+from dcp_placements.names.target import RenameError
 from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, mesh_axes
 from dcp_placements.rules.placement import (
     CheckpointPlacement,

@@ -24,10 +24,9 @@ from dcp_placements.bind.unfolded import Unfolded, equal_values, is_tensor, stat
 from dcp_placements.bind.unstacking import RowPlacer
 from dcp_placements.errors import format_names
 from dcp_placements.layout.sharding import Kind, Layout, Pick
-from dcp_placements.names.boxes import Target, row_target, stack_dims
 from dcp_placements.names.flat import Path, Stacked, StackedRow, Unstacked
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.names.rename_results import RenameError, Row
+from dcp_placements.names.target import RenameError, Row, Target, row_target, stack_dims
 from dcp_placements.rules.patterns import Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, kind_of, shard_dim, shards
 

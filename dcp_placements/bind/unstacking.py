@@ -18,10 +18,18 @@ from dcp_placements.bind.placing import place
 from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.bind.unfolded import Unfolded, is_tensor
 from dcp_placements.layout.sharding import Cut, Kind, Layout, Pick, Sharding, unknown_kind
-from dcp_placements.names.boxes import Target, part_targets, removed, replaced, row_dim
 from dcp_placements.names.flat import Unstacked
 from dcp_placements.names.optimizer_state import possible_parameters
-from dcp_placements.names.rename_results import Parts, RenameError, Rows
+from dcp_placements.names.target import (
+    Parts,
+    RenameError,
+    Rows,
+    Target,
+    part_targets,
+    removed,
+    replaced,
+    row_dim,
+)
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from dcp_placements.load.message import LoadMessage
 from dcp_placements.load.policy import Policy, compiled, optional_patterns
 from dcp_placements.load.rank_load import RankLoad
 from dcp_placements.names.flat import Path, flattened
-from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.options import (

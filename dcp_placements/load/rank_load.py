@@ -50,7 +50,7 @@ from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request, fleeting_faults
 from dcp_placements.load.resets import Resets
 from dcp_placements.names.flat import Path, put_at, rename_keys
-from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.matches import (

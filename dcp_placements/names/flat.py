@@ -16,8 +16,8 @@ import torch
 
 from dcp_placements._torch import DTensor
 from dcp_placements.errors import Fault, RankFaults
-from dcp_placements.names.rename_results import Parts, Rename, RenameError, Row, Rows
 from dcp_placements.names.renames import apply, expected, steps
+from dcp_placements.names.target import Parts, Rename, RenameError, Row, Rows
 from dcp_placements.rules.matches import Matches
 
 Path = tuple[str | int, ...]

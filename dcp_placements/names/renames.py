@@ -23,7 +23,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.names.rename_results import Parts, Rename, Renamed, RenameError, Row, Rows
+from dcp_placements.names.target import Parts, Rename, Renamed, RenameError, Row, Rows
 from dcp_placements.rules.matches import Declared
 from dcp_placements.rules.patterns import compile_pattern
 

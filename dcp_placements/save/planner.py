@@ -31,8 +31,8 @@ from dcp_placements.errors import PlacementError, RankFaults, raise_faults, rais
 from dcp_placements.lazy_items import LazyItems, items_of_run, of_run
 from dcp_placements.names.flat import Path, flattened
 from dcp_placements.names.optimizer_state import stateless_parameters
-from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import numbering
+from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.options import (

@@ -22,8 +22,8 @@ from dcp_placements.errors import Fault, PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.flat import Path, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import listed_notes
-from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Recorded, numbering, recorded
+from dcp_placements.names.target import Rename
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.matches import Matches, rule_matches
 from dcp_placements.rules.patterns import Rules

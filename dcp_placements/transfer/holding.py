@@ -16,7 +16,6 @@ import numpy as np
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.boxes import Boxes, expanded, unique_rows
 from dcp_placements.layout.sharding import Cut, Kind, LayoutError, Sharding, dim_pieces
-from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import (
     Numbers,
     Renames,
@@ -26,6 +25,7 @@ from dcp_placements.names.renames import (
     number_in,
     steps,
 )
+from dcp_placements.names.target import Rename
 from dcp_placements.offline.declared import matcher, mesh_at, rules_at
 from dcp_placements.offline.views.cutting import (
     cut_signature,

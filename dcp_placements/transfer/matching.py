@@ -11,7 +11,7 @@ import torch
 
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.boxes import as_boxes, format_box, numel, uncovered
-from dcp_placements.names.boxes import Target
+from dcp_placements.names.target import Target
 from dcp_placements.transfer.holding import Group
 from dcp_placements.transfer.names import Named
 from dcp_placements.transfer.routes import Holders, Hosts, Route

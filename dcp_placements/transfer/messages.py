@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.boxes import Target
+from dcp_placements.names.target import Target
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.routes import Holders, Messages, Route
 

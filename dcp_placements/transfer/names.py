@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from dcp_placements.errors import Fault, PlacementError
-from dcp_placements.names.boxes import Target, renamed_boxes, row_target
-from dcp_placements.names.rename_results import Rename, RenameError, Row
 from dcp_placements.names.renames import Renames, Renumber, Replace, Split, Stack, Unstack, steps
+from dcp_placements.names.target import Rename, RenameError, Row, Target, renamed_boxes, row_target
 
 Shape = tuple[int, ...]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dcp_placements.errors import Fault, PlacementError, format_faults, raise_faults
-from dcp_placements.names.rename_results import Rename
+from dcp_placements.names.target import Rename
 from dcp_placements.rules.matches import Declared, names_of, unmatched_faults
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.holding import Group, held_groups

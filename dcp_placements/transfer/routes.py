@@ -27,7 +27,7 @@ from dcp_placements.layout.boxes import (
     unique,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.boxes import Target
+from dcp_placements.names.target import Target
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.holding import HeldBoxes
 from dcp_placements.transfer.names import Named

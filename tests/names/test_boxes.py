@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from dcp_placements import Parts, Row, Rows
 from dcp_placements.layout.boxes import as_array, tile
 from dcp_placements.layout.sharding import Box, Cut, Sharding
-from dcp_placements.names.boxes import Target, renamed_boxes
-from dcp_placements.names.rename_results import RenameError
+from dcp_placements.names.target import RenameError, Target, renamed_boxes
 from tests.strategies import arange, examples
 
 

@@ -18,9 +18,16 @@ import torch
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.boxes import Target, renamed_boxes
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.names.rename_results import Parts, Renamed, RenameError, Row, Rows
+from dcp_placements.names.target import (
+    Parts,
+    Renamed,
+    RenameError,
+    Row,
+    Rows,
+    Target,
+    renamed_boxes,
+)
 from dcp_placements.offline.box_reads import BoxReader, is_run, pieces, position
 from dcp_placements.offline.checkpoint import StoredTensor
 from dcp_placements.offline.declared import Rename

@@ -24,8 +24,8 @@ from dcp_placements.load.comparison.rows import row_faults
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Group, Request
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import number_finder, numbering, recorded
+from dcp_placements.names.target import Rename
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.index.stored_entries import entries_at
 from dcp_placements.storage.metadata.provenance import stored
