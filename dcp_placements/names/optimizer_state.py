@@ -311,18 +311,14 @@ def positional_faults(state_dict: Mapping[str, Any]) -> list[Fault]:
 
 def listed_faults(state_dict: Mapping[str, Any], rename: Callable[[str], Any]) -> list[Fault]:
     """Return the parameter groups that list parameters by names which ``rename`` changes."""
+    headline = (
+        "it lists parameters by this rank's names, which rename= changes: another rank would not "
+        "find its own in it"
+    )
     return [
-        Fault(
-            fqn,
-            "it lists parameters by this rank's names, which rename= changes: another rank would "
-            "not find its own in it",
-            FLATTEN,
-        )
-        for fqn, value in state_dict.items()
-        if fqn.endswith(".params")
-        and isinstance(value, list)
-        and "param_groups." in fqn
-        and any(isinstance(name, str) and _changes(rename, name) for name in value)
+        Fault(fqn, headline, FLATTEN)
+        for fqn, names in _listed(state_dict)
+        if any(isinstance(name, str) and _changes(rename, name) for name in names)
     ]
 
 
@@ -334,18 +330,20 @@ def listed_notes(state_dict: Mapping[str, Any], patterns: Iterable[str]) -> list
         patterns: Of the numbers, as of ``Renumber``.
     """
     finders = [number_finder(pattern) for pattern in patterns]
+    headline = "it lists parameters by names with a number that is another one in another topology"
+    reason = "reason:      only a load with the same numbers on each rank has them"
     return [
-        Fault(
-            fqn,
-            "it lists parameters by names with a number that is another one in another topology",
-            ("reason:      only a load with the same numbers on each rank has them", *FLATTEN),
-        )
-        for fqn, value in state_dict.items()
-        if fqn.endswith(".params")
-        and isinstance(value, list)
-        and "param_groups." in fqn
-        and any(one.search(f".{name}") for one in finders for name in value)
+        Fault(fqn, headline, (reason, *FLATTEN))
+        for fqn, names in _listed(state_dict)
+        if any(one.search(f".{name}") for one in finders for name in names)
     ]
+
+
+def _listed(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the keys of parameter groups that list parameters, and the lists."""
+    for fqn, value in state_dict.items():
+        if fqn.endswith(".params") and isinstance(value, list) and "param_groups." in fqn:
+            yield fqn, value
 
 
 def _changes(rename: Callable[[str], Any], name: str) -> bool:

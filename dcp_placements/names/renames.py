@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.names.target import Parts, Rename, Renamed, RenameError, Row, Rows
@@ -204,16 +204,11 @@ class Renumber(ReadyRename):
 
         All of them under ``""`` if ``pattern`` (its own, after a ``Replace``) has no ``{name}``.
         """
-        if not isinstance(self.ids, Mapping):
-            return {"": frozenset(self.ids)}
-        if f"{{{self._by}}}" not in pattern:
-            return {"": frozenset().union(*self.ids.values())}
-        return {str(selector): frozenset(ids) for selector, ids in self.ids.items()}
+        by = {selector: frozenset(map(int, ids.values())) for selector, ids in self._maps.items()}
+        return by if f"{{{self._by}}}" in pattern else {"": frozenset().union(*by.values())}
 
     def __str__(self) -> str:
         of = "" if self.total is None else f" (of {self.total})"
-        if self._by is None:
-            return f"{self.pattern}: {_format_map(self._maps['']) or 'none'}{of}"
         return "\n".join(
             f"{self.pattern.replace(f'{{{self._by}}}', selector)}: {_format_map(numbers) or 'none'}"
             f"{of}"
@@ -447,6 +442,11 @@ class Step(NamedTuple):
     rename: Any
     declared: Declared | None
 
+    def replaced(self, by: Replace) -> Step:
+        """Return it where a later step replaces a part of the keys."""
+        has_pattern = isinstance(self.rename, Renumber | Stack | Unstack | Split)
+        return self._replace(pattern=by(self.pattern)) if has_pattern else self
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class Renames(ReadyRename):
@@ -462,13 +462,14 @@ class Renames(ReadyRename):
     model_pp* -> model
 
     Args:
-        steps: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, ``Split``, or any function of a
+        renames: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, ``Split``, or any function of a
             key. Steps after a ``Stack``, an ``Unstack`` or a ``Split`` rename the keys that it
             makes.
         optional: Do not warn of steps that match nothing: for the names of a family of models,
             each of which has some of them.
 
     Attributes:
+        steps: The renames, as they were given.
         flat: The steps as others see them, with those of a ``Renames`` among them one by one.
     """
 
@@ -476,10 +477,15 @@ class Renames(ReadyRename):
     optional: bool
     flat: tuple[Step, ...] = field(repr=False, compare=False)
 
-    def __init__(self, *steps: Rename, optional: bool = False) -> None:
-        object.__setattr__(self, "steps", steps)
+    def __init__(self, *renames: Rename, optional: bool = False) -> None:
+        object.__setattr__(self, "steps", renames)
         object.__setattr__(self, "optional", optional)
-        object.__setattr__(self, "flat", _viewed(list(_flattened(steps, optional))))
+        flat: list[Step] = []
+        for one in chain.from_iterable(map(steps, renames)):
+            if isinstance(one.rename, Replace):
+                flat = [step.replaced(one.rename) for step in flat]
+            flat.append(one._replace(declared=None) if optional else one)
+        object.__setattr__(self, "flat", tuple(flat))
 
     def __call__(self, key: str) -> Renamed:
         return apply(self.flat, key, {})
@@ -497,39 +503,15 @@ def steps(rename: Any) -> tuple[Step, ...]:
     """Return the steps of a rename, nested ones one by one; none of None."""
     if rename is None:
         return ()
-    return rename.flat if _is_its_steps(rename) else Renames(rename).flat
-
-
-def _flattened(steps: Iterable[Rename], optional: bool) -> Iterator[tuple[Rename, bool]]:
-    """Yield the steps, nested ones one by one, and whether each may match nothing."""
-    for step in steps:
-        if _is_its_steps(step):
-            yield from _flattened(step.steps, optional or step.optional)
-        else:
-            yield step, optional
-
-
-def _is_its_steps(rename: Any) -> TypeGuard[Renames]:
-    """Whether it does no more than its steps; a subclass with a call of its own may."""
-    return isinstance(rename, Renames) and type(rename).__call__ is Renames.__call__
-
-
-def _viewed(flat: Sequence[tuple[Any, bool]]) -> tuple[Step, ...]:
-    found = []
-    for at, (step, optional) in enumerate(flat):
-        kind, declared = type(step).__name__, None
-        if isinstance(step, Renames) or not isinstance(step, ReadyRename):
-            found.append(Step(FUNCTION, getattr(step, "__qualname__", kind), None, step, None))
-            continue
-        if not optional:
-            declared = Declared(step.pattern, kind)
-        pattern = step.pattern
-        for later, _ in flat[at + 1 :]:
-            pattern = later(pattern) if isinstance(later, Replace) else pattern
-        if isinstance(step, Replace):
-            pattern = str(step)
-        found.append(Step(kind, pattern, getattr(step, "total", None), step, declared))
-    return tuple(found)
+    kind = type(rename).__name__
+    if isinstance(rename, Renames) and type(rename).__call__ is Renames.__call__:
+        return rename.flat
+    # A subclass of ``Renames`` with a call of its own may do more than its steps.
+    if isinstance(rename, Renames) or not isinstance(rename, ReadyRename):
+        return (Step(FUNCTION, getattr(rename, "__qualname__", kind), None, rename, None),)
+    pattern = str(rename) if isinstance(rename, Replace) else rename.pattern
+    total = getattr(rename, "total", None)
+    return (Step(kind, pattern, total, rename, Declared(rename.pattern, kind)),)
 
 
 def expected(steps: Iterable[Step]) -> dict[Declared, bool]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeVar
 
 from dcp_placements.errors import Fault, PlacementError
@@ -190,24 +191,19 @@ class Target:
             at: The local offset along the dims that the source lacks.
         """
         moved = []
-        for chunk in chunks:
-            for source, target in self.boxes:
-                shared = common(chunk.box, source)
-                if shared is None:
-                    continue
-                local, offsets, sizes = [], [], []
-                for dim, origin in enumerate(self.dims):
-                    start = target.offsets[dim]
-                    if origin is None:
-                        local.append(at)
-                        offsets.append(start)
-                        sizes.append(1)
-                        continue
+        for chunk, (source, target) in product(chunks, self.boxes):
+            shared = common(chunk.box, source)
+            if shared is None:
+                continue
+            local = [at] * len(self.dims)
+            offsets, sizes = list(target.offsets), [1] * len(self.dims)
+            for dim, origin in enumerate(self.dims):
+                if origin is not None:
                     first = shared.offsets[origin]
-                    local.append(chunk.local_offsets[origin] + first - chunk.offsets[origin])
-                    offsets.append(start + first - source.offsets[origin])
-                    sizes.append(shared.sizes[origin])
-                moved.append(Chunk(tuple(local), tuple(offsets), tuple(sizes)))
+                    local[dim] = chunk.local_offsets[origin] + first - chunk.offsets[origin]
+                    offsets[dim] += first - source.offsets[origin]
+                    sizes[dim] = shared.sizes[origin]
+            moved.append(Chunk(tuple(local), tuple(offsets), tuple(sizes)))
         return tuple(moved)
 
     def of_row(self, number: int, dim: int) -> Target:
