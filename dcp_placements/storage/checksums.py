@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,17 @@ from dcp_placements.storage.tensor_record import DESCRIPTOR, LOCAL, TensorRecord
 Array = np.ndarray[Any, Any]
 
 _BEHIND = struct.Struct("<4sI")
+
+_BROKEN = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+)
+"""What the standard library raises of zip files whose headers are damaged."""
 
 _DETAILS = (
     "likely:      the file was damaged after it was written: by a disk, a copy, a transfer",
@@ -117,24 +128,27 @@ class Checksums:
             PlacementError: An entry has another checksum.
         """
         stream.seek(0)
-        damaged = None
-        if stream.read(len(LOCAL)) == LOCAL:
-            # What is no zip file, or a broken one, torch.load refuses.
-            with suppress(zipfile.BadZipFile, ValueError, NotImplementedError, struct.error):
-                file = zipfile.ZipFile(stream)
-                has_crc = any(entry.CRC for entry in file.infolist())
-                self.unchecked += not has_crc
-                damaged = file.testzip() if has_crc else None
+        problem = self._zip_problem(stream) if stream.read(len(LOCAL)) == LOCAL else None
         stream.seek(0)
-        if damaged is not None:
-            name = damaged.partition("/")[2]
+        if problem is not None:
             path, start = place
-            problem = (
-                f"its {name}, in the record at byte {start} of {path}, is not what was written: it "
-                "has another CRC-32"
-            )
-            fault = Fault(item.storage_index.fqn, problem, _DETAILS)
+            text = f"the record at byte {start} of {path} is not what was written: {problem}"
+            fault = Fault(item.storage_index.fqn, text, _DETAILS)
             raise_faults("the checkpoint is damaged", [fault])
+
+    def _zip_problem(self, stream: Any) -> str | None:
+        """Return what is wrong with a record; None where all of it is as it was written."""
+        try:
+            file = zipfile.ZipFile(stream)
+            has_crc = any(entry.CRC for entry in file.infolist())
+            for entry in file.infolist():
+                # torch.load goes by the header before an entry, which this compares.
+                file.open(entry).close()
+            damaged = file.testzip() if has_crc else None
+        except _BROKEN as error:
+            return f"{type(error).__name__}: {error}".removesuffix(": ")
+        self.unchecked += not has_crc
+        return None if damaged is None else f"{damaged.partition('/')[2]} has another CRC-32"
 
 
 def _fault(

@@ -128,7 +128,9 @@ def test_elements_in_another_order_and_objects_are_compared_too(
         data = bytearray(sound)
         data[data.index(found) + 3] ^= 2
         file.write_bytes(data)
-        with pytest.raises(CheckpointException, match=f"{key}: its data.*of {file.name}, is not"):
+        with pytest.raises(
+            CheckpointException, match=f"{key}: the record .* of {file.name} is not"
+        ):
             load(tmp_path, blank(saved), DefaultLoadPlanner)
     file.write_bytes(sound)
     loaded = load(tmp_path, blank(saved), DefaultLoadPlanner)
@@ -212,3 +214,36 @@ def test_damage_at_a_url_is_refused(tmp_path: Path) -> None:
             load(url, blank(STATE), PlacementLoadPlanner)  # type: ignore[arg-type]
         data[at + 20] ^= 1
     files.rm("/checksums", recursive=True)
+
+
+@pytest.mark.parametrize("kind", ["plain", "transposed"])
+@by_writer
+def test_damage_of_what_surrounds_the_elements_never_moves_them(
+    tmp_path: Path, writer: str, kind: str
+) -> None:
+    """A bit of the headers of a record: the right elements, or a refusal that names the key."""
+    whole = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    state = {"w": whole if kind == "plain" else whole.T}
+    storage = WRITERS[writer](tmp_path, sync_files=False)
+    dcp.save(state, storage_writer=storage, no_dist=True)
+    (path,) = tmp_path.glob("*.distcp")
+    sound = path.read_bytes()
+    elements = sound.find(whole.numpy().tobytes())
+    header = sound.rfind(b"PK\x03\x04", 0, elements)
+    entries = sound.find(b"PK\x01\x02", elements)
+    places = [*range(header, elements), *range(entries, min(entries + 92, len(sound)))]
+    for at in places:
+        for bit in (0, 3, 4, 7):
+            path.write_bytes(sound[:at] + bytes([sound[at] ^ 1 << bit]) + sound[at + 1 :])
+            blank = {"w": torch.zeros(3, 4) if kind == "plain" else torch.zeros(4, 3)}
+            reader = PlacementFileSystemReader(tmp_path)
+            text = ""
+            try:
+                dcp.load(blank, storage_reader=reader, no_dist=True)
+            except CheckpointException as error:
+                text = str(error)
+            if text:
+                assert "w: " in text, (at, bit, text)
+                assert path.name in text, (at, bit, text)
+            else:
+                assert torch.equal(blank["w"], state["w"]), (at, bit)
