@@ -7,7 +7,7 @@ items of its final plan itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -74,28 +74,38 @@ class LazyItems(Sequence[T]):
 
 
 class _Sent:
-    """Pickled it is torch's, without the save or load."""
+    """Pickled it is torch's, without the save or load; compared it equals torch's."""
+
+    def __eq__(self, other: object) -> bool:
+        plain = _PLAIN[type(self)]
+        if type(other) not in (plain, type(self)):
+            return NotImplemented
+        names = [each.name for each in fields(plain) if each.compare]
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def __hash__(self) -> int:
+        return super().__hash__()  # as torch's: that class is next in line
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = {name: value for name, value in vars(self).items() if name != "run"}
-        return partial(_PLAIN[type(self)], **fields), ()
+        values = {name: value for name, value in vars(self).items() if name != "run"}
+        return partial(_PLAIN[type(self)], **values), ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WriteItemOfRun(_Sent, WriteItem):
     """A write item that knows its save."""
 
     run: Any = field(default=None, compare=False, repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReadItemOfRun(_Sent, ReadItem):
     """A read item that knows its load."""
 
     run: Any = field(default=None, compare=False, repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class IndexOfRun(_Sent, MetadataIndex):
     """The place of an item that knows its save or load."""
 
