@@ -24,9 +24,7 @@ With --json a file of
                   "scaled", "extrapolated"), tensors, planned_tensors, cpu_s (the sum of unpickle_s,
                   plan_s and pickle_s), gathered_bytes, scattered_bytes, rss_bytes (peak above the
                   start), metadata_bytes (state_dict_metadata, pickled), warnings; of ours also
-                  digest_bytes (part of gathered_bytes) and explicit_s (what comes on top of cpu_s
-                  where a storage writer puts all items into the plans; of some ranks, multiplied
-                  up)
+                  digest_bytes (part of gathered_bytes)
     rank          one entry per workload and ranks, per side medians over some ranks in ms:
                   local_ms, flatten_ms, local_off_ms (digests="off"), finish_ms, load_ms
                   and reshard_ms (with the items made), local_bytes, load_bytes
@@ -240,10 +238,6 @@ def _ratio(ours: float | None, stock: float | None) -> str:
     return f"{three(stock / ours)}x"
 
 
-def _explicit_s(ours: dict[str, Any]) -> float | None:
-    return ours["cpu_s"] + ours["explicit_s"] if ours else None
-
-
 def show_all(bench: Bench) -> None:
     """Print the tables."""
     by_cell = {(e["workload"], e["ranks"], e["side"]): e for e in bench.coordinator}
@@ -268,7 +262,6 @@ def show_all(bench: Bench) -> None:
                     cell("cpu_s", 1, ours),
                     cell("cpu_s", 1, stock, mark),
                     _ratio(ours.get("cpu_s"), stock.get("cpu_s")),
-                    _ratio(_explicit_s(ours), stock.get("cpu_s")),
                     cell("gathered_bytes", ranks, ours),
                     cell("digest_bytes", ranks, ours),
                     cell("gathered_bytes", ranks, stock, mark),
@@ -282,8 +275,7 @@ def show_all(bench: Bench) -> None:
             )
     show(
         "Coordinator: unpickle, plan, pickle (CPU). Sent: mean bytes per rank. "
-        "Stock scaled from a part of the tensors; ~ extrapolated. Items: the ratio where a storage "
-        "writer puts all items into the plans.",
+        "Stock scaled from a part of the tensors; ~ extrapolated.",
         (
             "workload",
             "ranks",
@@ -291,7 +283,6 @@ def show_all(bench: Bench) -> None:
             "ours s",
             "stock s",
             "ratio",
-            "items",
             "up B ours",
             "digests",
             "stock",

@@ -264,9 +264,7 @@ def coordinate(
     clock.append(time.process_time())
     unpickle_s, plan_s, _, pickle_s = (b - a for a, b in pairwise(clock))
     growth = memory.growth_bytes()
-    explicit_s = None
     if ours:
-        explicit_s = explicit_items(central, workload.ranks)
         with open(results / "metadata", "wb") as file:
             pickle.dump(metadata, file)
         for rank in sample_ranks(workload.ranks, options.samples):
@@ -282,7 +280,6 @@ def coordinate(
         "unpickle_s": unpickle_s,
         "plan_s": plan_s,
         "pickle_s": pickle_s,
-        "explicit_s": explicit_s,
         "gathered_bytes": sum(map(len, gathered)),
         "digest_bytes": sum(len(plan.planner_data.digests) for plan in plans) if ours else 0,
         "largest_gathered_bytes": max(map(len, gathered)),
@@ -322,18 +319,6 @@ def written_chunks(sent: Iterable[LocalPlan], planned: Iterable[Any]) -> Iterato
     """Yield of each rank the chunks that it writes; arguments are those of ``held_chunks``."""
     for chunks in held_chunks(sent, planned):
         yield [chunk for chunk, is_written in chunks if is_written]
-
-
-def explicit_items(plans: Sequence[Any], ranks: int) -> float:
-    """Return the CPU seconds more for a storage writer that puts the items into the plans itself.
-
-    It looks at every item, and pickle sends them all. Measured for some ranks, multiplied up.
-    """
-    chosen = sample_ranks(ranks, 8)
-    start = time.process_time()
-    for rank in chosen:
-        pickle.dumps(dataclasses.replace(plans[rank], items=list(plans[rank].items)))
-    return (time.process_time() - start) * ranks / len(chosen)
 
 
 def boxes_hash(metadata: Metadata, part: set[str]) -> str:

@@ -18,7 +18,7 @@ PACKAGE = Path(dcp_placements.__file__).parent
 FAKES = Path(testing.__file__).parent
 
 FLOORS = (
-    {"errors", "report", "_torch", "quiet_gc", "lazy_items"},
+    {"errors", "report", "_torch", "quiet_gc"},
     {"layout"},
     {"rules"},
     {"names"},

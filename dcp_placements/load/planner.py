@@ -29,7 +29,6 @@ from dcp_placements.errors import (
     format_faults,
     raise_faults,
 )
-from dcp_placements.lazy_items import of_run
 from dcp_placements.load.casting import CASTS, check_quantizer
 from dcp_placements.load.exchange.shares import Verdict, verdicts
 from dcp_placements.load.message import LoadMessage
@@ -40,9 +39,11 @@ from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.options import (
+    ItemsToCome,
     Runs,
     check_choice,
     check_declaration,
+    of_run,
 )
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.metadata.checks import check_unpickled
@@ -177,9 +178,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load.restore(objects)
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what this rank reads; an empty plan with the reasons if it cannot be loaded.
+        """Plan what this rank reads; return a plan with what the ranks compare, and no items.
 
-        Called on every rank. The coordinator raises one error for all ranks.
+        Called on every rank. ``finish_plan`` returns the items. What cannot be loaded is in the
+        plan, and the coordinator raises one error for all ranks.
         """
         load, rank = self._runs.planned, global_rank()
         try:
@@ -190,8 +192,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         except RankFaults as refusal:
             load.refusal = refusal
             message = LoadMessage(rank, declared=load.declared, faults=refusal.packed())
-            return LoadPlan([], planner_data=message)
-        return LoadPlan(load.items, planner_data=message)  # type: ignore[arg-type]
+        return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
 
     def _planned(self, rank: int) -> LoadMessage | None:
         """Plan this rank's reads; return what is sent to the coordinator."""

@@ -33,7 +33,6 @@ from dcp_placements.errors import (
     raise_faults,
     raise_faults_of_ranks,
 )
-from dcp_placements.lazy_items import LazyItems, items_of_run
 from dcp_placements.load.comparison.checks import LoadChecks, asked_faults, check_load
 from dcp_placements.load.comparison.numbers import unstacked_faults
 from dcp_placements.load.exchange.exchange import Exchange
@@ -59,6 +58,7 @@ from dcp_placements.rules.matches import (
     rule_matches,
     unmatched_faults,
 )
+from dcp_placements.rules.options import items_of_run
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.metadata.provenance import saved_by, stored
@@ -106,7 +106,7 @@ class RankLoad:
     totals: Mapping[str, int] = field(default_factory=dict)
     collapsed: Mapping[str, torch.Size] = field(default_factory=dict)
     resets: Resets = field(default_factory=lambda: Resets({}, {}, Placing()))
-    items: LazyItems[ReadItem] = field(default_factory=LazyItems)
+    items: list[ReadItem] = field(default_factory=list)
     checks: LoadChecks = field(default_factory=LoadChecks)
     overlaps: Overlaps = field(default_factory=lambda: Overlaps({}))
     ids: Mapping[MetadataIndex, IdRecord] = field(default_factory=dict)
@@ -263,12 +263,9 @@ class RankLoad:
         Args:
             plan: As the coordinator sent it.
         """
-        # Lazy items stayed here: the coordinator changes nothing of what a rank reads.
-        items: Sequence[ReadItem] = plan.items
-        with quiet_gc():
-            if isinstance(items, LazyItems):
-                items = self.items.all
-            if self.active_exchange is not None:
+        items: Sequence[ReadItem] = self.items
+        if self.active_exchange is not None:
+            with quiet_gc():
                 items = self.active_exchange.share(items, self.metadata)
         if self.exchange is not None:
             self.warn(self.exchange.verdict.notes)

@@ -24,7 +24,6 @@ from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.lazy_items import LazyItems
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, narrowing_note
 from dcp_placements.load.comparison.shapes import shape_mismatch
 from dcp_placements.load.missing import MissingKeys, is_tensor
@@ -121,7 +120,7 @@ class Request:
         self._reads = Reads()
         self.groups: list[Group] = []
 
-    def items(self) -> LazyItems[ReadItem]:
+    def items(self) -> list[ReadItem]:
         """Plan all reads, and return them."""
         missing = self._group()
         report, groups = self.report, self.groups
@@ -142,16 +141,13 @@ class Request:
             self.notes.append(narrowing_note(narrowed, report.casts[narrowed[0]]))
         if matched < len(self.stored):
             report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
-        return LazyItems(self._items)
+        return read_items((fqn, filling.reads) for fqn, filling in self._by_key(groups))
 
     def _by_key(self, groups: Iterable[Group]) -> list[tuple[str, Filling]]:
         """Return what fills each key of groups, in the order of the state dict."""
         filling_of = {fqn: group.filling for group in groups for fqn in group.fqns}
         fqns = self.state_dict if filling_of else ()
         return [(fqn, filling_of[fqn]) for fqn in fqns if fqn in filling_of]
-
-    def _items(self) -> list[ReadItem]:
-        return read_items((fqn, filling.reads) for fqn, filling in self._by_key(self.groups))
 
     def _settle_missing(self, missing: list[str], *, matched: int) -> None:
         keys = MissingKeys(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+from dcp_placements._torch import MetadataIndex, ReadItem, WriteItem
 from dcp_placements.errors import PlacementError
 from dcp_placements.rules.patterns import compile_pattern
 
@@ -49,6 +52,85 @@ class Runs(Generic[Run]):
         """Return that of an item or index; where it knows none, the one that is planned."""
         run: Run | None = getattr(value, "run", None)
         return self.planned if run is None else run
+
+
+class ItemsToCome(Sequence[Any]):
+    """The items of a plan that is not finished: whoever looks at them is refused.
+
+    Raises:
+        PlacementError: At each use.
+    """
+
+    def __len__(self) -> int:
+        raise PlacementError(NOT_FINISHED)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise PlacementError(NOT_FINISHED)
+
+
+NOT_FINISHED = (
+    "a plan of this package has no items before finish_plan() of the rank that made it\n"
+    "    likely:      the coordinator uses another planner than this rank\n"
+    "    way out:     the same planner on every rank; installed() on every rank"
+)
+
+
+class _Sent:
+    """Pickled it is torch's, without the save or load; compared it equals torch's."""
+
+    def __eq__(self, other: object) -> bool:
+        plain = _PLAIN[type(self)]
+        if type(other) not in (plain, type(self)):
+            return NotImplemented
+        names = [each.name for each in fields(plain) if each.compare]
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def __hash__(self) -> int:
+        return super().__hash__()  # as torch's: that class is next in line
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {name: value for name, value in vars(self).items() if name != "run"}
+        return partial(_PLAIN[type(self)], **values), ()
+
+
+@dataclass(frozen=True, eq=False)
+class WriteItemOfRun(_Sent, WriteItem):
+    """A write item that knows its save."""
+
+    run: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadItemOfRun(_Sent, ReadItem):
+    """A read item that knows its load."""
+
+    run: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexOfRun(_Sent, MetadataIndex):
+    """The place of an item that knows its save or load."""
+
+    run: Any = field(default=None, compare=False, repr=False)
+
+
+_OF_RUN: dict[type, type] = {
+    WriteItem: WriteItemOfRun,
+    ReadItem: ReadItemOfRun,
+    MetadataIndex: IndexOfRun,
+}
+_PLAIN = {kind: plain for plain, kind in _OF_RUN.items()}
+
+
+def of_run(value: Any, run: object) -> Any:
+    """Return a write item, a read item or an index that knows its save or load."""
+    kind = type(value)
+    return _OF_RUN.get(kind, kind)(**{**vars(value), "run": run})
+
+
+def items_of_run(items: Sequence[Any], run: object) -> list[Any]:
+    """Return items that know their save or load."""
+    return [of_run(item, run) for item in items]
 
 
 def check_declaration(

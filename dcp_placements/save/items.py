@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,18 +80,9 @@ def _place_in_run(lengths: Ints) -> Ints:
     return places
 
 
-def all_items(holding: Holding) -> list[WriteItem]:
-    """Return the write items of all that a rank holds, group by group."""
-    return _items(holding, repeat(True))
-
-
 def assigned_items(holding: Holding, assignment: Assignment) -> list[WriteItem]:
-    """Return the write items that a rank was assigned, group by group."""
-    return _items(holding, iter(assignment.is_written(holding)))
-
-
-def _items(holding: Holding, is_written: Iterator[bool]) -> list[WriteItem]:
-    """Return the items of those chunks of a rank that are written; those of a group share data."""
+    """Return the write items that a rank was assigned, group by group; a group's share data."""
+    is_written = iter(assignment.is_written(holding))
     items: list[WriteItem] = []
     for held in holding.groups:
         group = held.group

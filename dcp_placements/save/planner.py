@@ -8,7 +8,6 @@ import os
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from dcp_placements._torch import (
@@ -28,7 +27,6 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.lint import lint
 from dcp_placements.errors import PlacementError, RankFaults, raise_faults, raise_faults_of_ranks
-from dcp_placements.lazy_items import LazyItems, items_of_run, of_run
 from dcp_placements.names.flat import Path, flattened
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.renames import numbering
@@ -36,12 +34,15 @@ from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.options import (
+    NOT_FINISHED,
+    ItemsToCome,
     Runs,
     check_choice,
     check_declaration,
+    items_of_run,
+    of_run,
 )
 from dcp_placements.rules.patterns import Rules, compile_pattern
-from dcp_placements.save.coordinator.cohorts import Cohorts
 from dcp_placements.save.coordinator.global_plan import Coordinator
 from dcp_placements.save.coordinator.making import (
     cuts_and_renames,
@@ -51,11 +52,7 @@ from dcp_placements.save.coordinator.making import (
 from dcp_placements.save.coordinator.owners import left_to_others, rank_in_group
 from dcp_placements.save.coordinator.summary import judged, summarise_rank
 from dcp_placements.save.held_digests import digests_by_chunk, repeat_faults, with_digests
-from dcp_placements.save.items import (
-    Assignment,
-    all_items,
-    assigned_items,
-)
+from dcp_placements.save.items import Assignment, assigned_items
 from dcp_placements.save.local_plan import (
     LocalPlan,
     foreign_plans,
@@ -215,9 +212,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
 
-        The items of the plan are there for whoever looks; sent to the coordinator the plan is its
-        key tables and boxes. If tensors and rules do not fit, it is the reasons alone, and the
-        coordinator raises one error for all ranks.
+        The plan has key tables and boxes in place of items, which ``finish_plan`` makes. If tensors
+        and rules do not fit, it is the reasons alone, and the coordinator raises one error for all
+        ranks.
         """
         save = self._runs.planned
         try:
@@ -229,9 +226,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         except RankFaults as refusal:
             save.refusal = refusal
             local_plan = LocalPlan(global_rank(), (), b"", faults=refusal.packed())
-            return SavePlan([], planner_data=local_plan)
-        items = LazyItems(partial(all_items, save.holding))
-        return SavePlan(items, planner_data=local_plan)  # type: ignore[arg-type]
+        return SavePlan(ItemsToCome(), planner_data=local_plan)  # type: ignore[arg-type]
 
     def _local_plan(self) -> LocalPlan:
         """Return what is sent to the coordinator."""
@@ -325,8 +320,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             )
             # What a writer put into a local plan stays in it: without collectives, its file names.
             save.global_plan = [
-                _assigned(plan, local_plan, assignment, coordinator.cohorts)
-                for plan, local_plan, assignment in zip(all_plans, sent, assignments, strict=True)
+                dataclasses.replace(plan, planner_data=assignment)
+                for plan, assignment in zip(all_plans, assignments, strict=True)
             ]
             data = self._planner_data(coordinator, assignments, alone)
             metadata = Metadata(coordinator.metadata, planner_data=data)
@@ -336,30 +331,29 @@ class PlacementSavePlanner(DefaultSavePlanner):
         """Return what this rank writes. Called on every rank.
 
         Raises:
-            PlacementError: The storage writer is torch's ``HuggingFaceStorageWriter``.
+            PlacementError: The storage writer is torch's ``HuggingFaceStorageWriter``; or the
+                coordinator has another planner.
         """
         save = self._runs.planned
         if save.refusal is not None:  # and the coordinator's planner is another one
             raise save.refusal
         assignment = new_plan.planner_data
-        if isinstance(assignment, Assignment):
-            if is_of_hugging_face_writer(new_plan.storage_data):
-                raise PlacementError(
-                    "HuggingFaceStorageWriter knows a tensor by its name alone, and cannot hold a "
-                    "tensor in several chunks, or an object\n"
-                    "    way out:     save with FileSystemWriter or PlacementFileSystemWriter, and "
-                    "dcp-placements export --to hf"
-                )
-            if isinstance(new_plan.items, LazyItems):
-                with quiet_gc():
-                    items: Any = save.items(assignment)
-                new_plan = dataclasses.replace(new_plan, items=items, planner_data=None)
-            # A rank that writes nothing makes no file for its id alone.
-            if new_plan.items and not is_named(new_plan.storage_data):
-                items = [*id_items(assignment.save_id, global_rank()), *new_plan.items]
-                new_plan = dataclasses.replace(new_plan, items=items)
+        if not isinstance(assignment, Assignment):
+            raise PlacementError(NOT_FINISHED)
+        if is_of_hugging_face_writer(new_plan.storage_data):
+            raise PlacementError(
+                "HuggingFaceStorageWriter knows a tensor by its name alone, and cannot hold a "
+                "tensor in several chunks, or an object\n"
+                "    way out:     save with FileSystemWriter or PlacementFileSystemWriter, and "
+                "dcp-placements export --to hf"
+            )
         with quiet_gc():
-            save.plan = dataclasses.replace(new_plan, items=items_of_run(new_plan.items, save))
+            items = assigned_items(save.holding, assignment)
+            # A rank that writes nothing makes no file for its id alone.
+            if items and not is_named(new_plan.storage_data):
+                items = [*id_items(assignment.save_id, global_rank()), *items]
+            items = items_of_run(items, save)
+        save.plan = dataclasses.replace(new_plan, items=items, planner_data=None)
         return save.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -411,13 +405,3 @@ class PlacementSavePlanner(DefaultSavePlanner):
             provenance |= making(cohorts, statements, options)
         data[RESERVED_KEY] = provenance
         return data
-
-
-def _assigned(
-    plan: SavePlan, sent: LocalPlan, assignment: Assignment, cohorts: Cohorts
-) -> SavePlan:
-    def items() -> list[WriteItem]:
-        return assigned_items(cohorts.holding(sent), assignment)
-
-    lazy = LazyItems(items)
-    return dataclasses.replace(plan, items=lazy, planner_data=assignment)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ import torch
 from dcp_placements._torch import (
     MetadataIndex,
     SavePlan,
-    WriteItem,
     global_rank,
 )
 from dcp_placements.bind.aliases import meta_faults
@@ -27,7 +26,6 @@ from dcp_placements.names.target import Rename
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.matches import Matches, rule_matches
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.save.items import Assignment, assigned_items
 from dcp_placements.save.key_table import KeyTable
 from dcp_placements.save.local_plan import Holding, chunk_data, held_chunks, holding_of
 
@@ -125,10 +123,6 @@ class RankSave:
         """Take all keys for what the rank holds, but for those that are left to other ranks."""
         without = self.placing.absent.union(left)
         self.holding = holding_of(self.state_dict, self.placing.placed, self.paths, without)
-
-    def items(self, assignment: Assignment) -> list[WriteItem]:
-        """Return what the rank writes, by the coordinator's assignment."""
-        return assigned_items(self.holding, assignment)
 
     def data(self, index: MetadataIndex) -> torch.Tensor | None:
         """Return a view of what a placed tensor has at ``index``; None for others.

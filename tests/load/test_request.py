@@ -49,7 +49,7 @@ def ask(
     )
     placing = place(state_dict, PlacementRules({"cut": placement, "padded": padded}))
     request = Request(state_dict, placing, Metadata(stored), Policy(partial=True, cast=cast))
-    items = request.items().all
+    items = request.items()
     return items, [*placing.faults, *request.faults], request.report
 
 

@@ -394,3 +394,14 @@ def test_ranks_that_count_other_ranks_than_the_coordinator_are_refused() -> None
     text = str(refused.value)
     assert "there are 2 ranks by torch.distributed here, and 4 on the coordinator" in text
     assert "rank 3" in text
+
+
+def test_a_rank_refuses_what_another_planner_assigned() -> None:
+    planner = PlacementSavePlanner()
+    planner.set_up_planner({"w": torch.ones(2)}, is_coordinator=True)
+    plan = planner.create_local_plan()
+    for looks in (len, list, lambda items: items[0]):
+        with pytest.raises(PlacementError, match="the coordinator uses another planner"):
+            looks(pickle.loads(pickle.dumps(plan)).items)
+    with pytest.raises(PlacementError, match="the coordinator uses another planner"):
+        planner.finish_plan(plan)

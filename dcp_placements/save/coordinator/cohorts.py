@@ -15,7 +15,7 @@ import numpy as np
 
 from dcp_placements.save.digest_folding import Digests, Slots, may_have_replicas
 from dcp_placements.save.key_table import KeyTable, unpacked_table
-from dcp_placements.save.local_plan import Boxes, Holding, LocalPlan, sent_holding, unpacked_boxes
+from dcp_placements.save.local_plan import Holding, LocalPlan, sent_holding, unpacked_boxes
 from dcp_placements.save.packing import Ints, unpacked_rows
 
 
@@ -101,14 +101,11 @@ class Cohorts:
         """Return the key tables of a plan, unpacked."""
         return [self.tables[self._numbers[packed]] for packed in plan.tables]
 
-    def boxes_of(self, plan: LocalPlan) -> tuple[Boxes, ...]:
-        """Return the boxes of a plan, by group, unpacked; those of replicas are the same bytes."""
-        groups = [group for table in self.tables_of(plan) for group in table.groups]
-        return self._unpacked_boxes(plan.boxes, tuple([len(group.shape) for group in groups]))
-
     def holding(self, plan: LocalPlan) -> Holding:
-        """Return what the rank of a plan holds."""
-        return sent_holding(self.tables_of(plan), self.boxes_of(plan))
+        """Return what the rank of a plan holds; replicas sent the same bytes of boxes."""
+        tables = self.tables_of(plan)
+        dims = tuple([len(group.shape) for table in tables for group in table.groups])
+        return sent_holding(tables, self._unpacked_boxes(plan.boxes, dims))
 
     def _number(self, packed: bytes) -> int:
         """Return the position of a table, unpacking it where it is new."""
