@@ -10,7 +10,6 @@ import torch
 from dcp_placements._torch import DTensor, has_hooks
 from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
-from dcp_placements.layout.sharding import ListedLayout
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _USUAL = {*_PLAIN, DTensor}
@@ -158,15 +157,17 @@ def _alias_faults(state_dict: Mapping[str, Any], placed: Mapping[str, Placed]) -
 def _lie_alike(one: Placed | None, other: Placed | None) -> bool:
     if one is None or other is None:
         placed = one or other
-        return placed is None or placed.binding.layout.is_whole
-    return one.binding.layout == other.binding.layout
+        return placed is None or (
+            placed.place.is_whole and tuple(placed.tensor.shape) == placed.global_shape
+        )
+    return (one.global_shape, one.chunks) == (other.global_shape, other.chunks)
 
 
 def _place_text(placed: Placed | None) -> str:
     if placed is None:
         return "no rule, the whole tensor"
-    axes = placed.binding.axes
-    if isinstance(placed.binding.layout, ListedLayout):
+    axes = placed.place.axes
+    if placed.rule is None and not axes:
         return f"{len(placed.chunks)} listed chunks of a {placed.global_shape} tensor"
     mesh = ", ".join(f"{axis.name or 'axis'}={axis.size}" for axis in axes)
     by = "no rule" if placed.rule is None else f"rule {placed.rule}"

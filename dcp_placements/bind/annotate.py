@@ -22,7 +22,7 @@ from dcp_placements._torch import (
 from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.bind.placing import optimizer_faults, place
 from dcp_placements.errors import Fault, PlacementError, raise_faults
-from dcp_placements.names.flat import Stacked, Unstacked, checkpoint_path, rename_keys
+from dcp_placements.names.flat import Reshaped, checkpoint_path, rename_keys
 from dcp_placements.names.target import Rename
 from dcp_placements.rules.options import check_declaration
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
@@ -68,9 +68,9 @@ def annotate(
         )
     rules = PlacementRules(rules) if isinstance(rules, Mapping) else rules
     check_declaration(rules, rename)
-    flat, paths, _ = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
+    flat, paths, reshaped, _ = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
     placing = place(flat, rules)
-    faults = [*placing.faults, *optimizer_faults(flat, placing, rename), *_reshaped(flat)]
+    faults = [*placing.faults, *optimizer_faults(flat, placing, rename), *_made_of_others(reshaped)]
     faults += [*_stateful(state_dict), *_repeated(placing)]
     raise_faults(f"rank {global_rank()} cannot be annotated", faults)
     annotated: dict[str, Any] = {}
@@ -82,15 +82,14 @@ def annotate(
     return annotated
 
 
-def _reshaped(state_dict: Mapping[str, Any]) -> list[Fault]:
+def _made_of_others(reshaped: Reshaped) -> list[Fault]:
     return [
         Fault(
             key,
             "is made of other tensors by the rename, which stock planners cannot do",
             ("way out:     Placements(rules, rename=...) and its planners",),
         )
-        for key, value in state_dict.items()
-        if isinstance(value, Stacked | Unstacked)
+        for key in (*reshaped.rows, *reshaped.wholes)
     ]
 
 

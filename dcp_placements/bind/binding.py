@@ -1,4 +1,4 @@
-"""A tensor bound to its place: what it says of itself, its layout, and why it may not fit."""
+"""What a tensor says of itself, its place in the checkpoint, and why it may not fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.layout.sharding import Layout, Sharding
+from dcp_placements.layout.sharding import Chunk, Sharding
 from dcp_placements.rules.mesh import Axis, Mesh, format_mesh
 from dcp_placements.rules.placement import format_placements, kind_of
 
@@ -63,37 +63,38 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
-    """A tensor bound to its place in the checkpoint's tensor.
+class Place:
+    """Where tensors of one layout lie in the checkpoint.
 
-    Bindings are keys of many tables, so the hash is computed once.
+    Places are keys of many tables, so the hash is computed once.
 
     Attributes:
         sharding: How the whole tensor is cut, over the axes of both sources.
         axes: Those axes seen from this rank, in the order of ``sharding.axis_sizes``.
-        layout: Where this rank's local tensor lies.
+        chunks: The non-empty boxes that this rank holds, in C order of the local tensor. A rank may
+            hold a row several times.
         homes: For each axis its mesh and its position there.
-        is_exact: Whether ``sharding`` yields the layout, except for the rows of an
-            ``IndexShard``; false for a part of a fused dim that an axis cuts.
+        is_exact: Whether ``sharding`` and the rows that are listed determine what each rank holds;
+            false for a part of a fused dim that an axis cuts.
     """
 
     sharding: Sharding
     axes: tuple[Axis, ...]
-    layout: Layout
+    chunks: tuple[Chunk, ...]
     homes: tuple[tuple[Any, int], ...] = field(default=(), repr=False)
     is_exact: bool = True
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.sharding, self.layout, self.axes)))
+        object.__setattr__(self, "_hash", hash((self.sharding, self.chunks, self.axes)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The hash of a string differs between processes.
-        args = self.sharding, self.axes, self.layout, self.homes, self.is_exact
-        return Binding, args
+        args = self.sharding, self.axes, self.chunks, self.homes, self.is_exact
+        return Place, args
 
     @property
     def is_uniform(self) -> bool:
@@ -109,3 +110,9 @@ class Binding:
     def global_shape(self) -> tuple[int, ...]:
         """Shape of the checkpoint's tensor."""
         return self.sharding.global_shape
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the whole tensor, as one chunk."""
+        shape = self.global_shape
+        return 0 in shape or (len(self.chunks) == 1 and self.chunks[0].sizes == shape)

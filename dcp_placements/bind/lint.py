@@ -51,18 +51,17 @@ def lint(
     doubtful: dict[Any, tuple[bool, bool]] = {}
     latest: tuple[Any, tuple[bool, bool]] = None, (False, False)
     for tensor in placed:
-        number = tensor.place.number
-        if number not in doubtful:
+        place = tensor.place
+        if place not in doubtful:
             # Layouts of many shapes are cut in a few ways.
-            binding = tensor.binding
-            cuts = binding.sharding.cuts, binding.axes, len(binding.global_shape)
+            cuts = place.sharding.cuts, place.axes, len(place.global_shape)
             if cuts != latest[0]:  # to hash them is slow
                 if cuts not in doubtful:
                     other = any(_findings(tensor, fused=True, expert=True))
                     doubtful[cuts] = other, any(_expert_cuts(tensor))
                 latest = cuts, doubtful[cuts]
-            doubtful[number] = latest[1]
-        is_doubtful, copied = doubtful[number]
+            doubtful[place] = latest[1]
+        is_doubtful, copied = doubtful[place]
         if copied:
             copied = "expert" not in tensor.fqn and COPIED_NAME.search(tensor.fqn) is not None
         if not (is_doubtful or copied):
@@ -73,7 +72,7 @@ def lint(
         expert = EXPERT_NAME.search(tensor.fqn) is not None
         expert = expert and not (renamed and NUMBERED_EXPERT.search(tensor.fqn))
         numbered = expert and NUMBERED_EXPERT.search(tensor.fqn) is not None
-        key = (number, tensor.rule, fused, expert, numbered, copied)
+        key = (place, tensor.rule, fused, expert, numbered, copied)
         if key not in judged:
             judged[key] = list(_findings(tensor, fused, expert, numbered))
             if copied and tensor.rule is not None:
@@ -108,11 +107,11 @@ def _findings(
 
 
 def _cuts(placed: Placed) -> list[tuple[Cut, Axis]]:
-    binding = placed.binding
+    place = placed.place
     return [
-        (cut, binding.axes[cut.axis])
-        for cut in binding.sharding.cuts
-        if isinstance(cut, Cut) and binding.axes[cut.axis].size > 1
+        (cut, place.axes[cut.axis])
+        for cut in place.sharding.cuts
+        if isinstance(cut, Cut) and place.axes[cut.axis].size > 1
     ]
 
 
@@ -140,9 +139,9 @@ def _copied_findings(placed: Placed) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _expert_findings(
     placed: Placed, cuts: list[tuple[Cut, Axis]], numbered: bool, rule: str
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    binding = placed.binding
+    place = placed.place
     # A Pick without an axis is a stack: the names of its rows are distinct.
-    if any(cut.axis < 0 for cut in binding.sharding.cuts):
+    if any(cut.axis < 0 for cut in place.sharding.cuts):
         return
     shape = placed.global_shape
     for cut, axis in cuts:
@@ -159,8 +158,8 @@ def _expert_findings(
                     rule,
                 ),
             )
-    sharded = {binding.axes[cut.axis].name for cut in binding.sharding.cuts}
-    for axis in binding.axes:
+    sharded = {place.axes[cut.axis].name for cut in place.sharding.cuts}
+    for axis in place.axes:
         if axis.size > 1 and _named(axis, EXPERT_AXIS) and axis.name not in sharded:
             shard = f'{{"{axis.name}": Shard(0)}}'
             way_out = (

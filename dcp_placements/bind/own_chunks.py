@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import has_hooks
-from dcp_placements.bind.binding import BindError, Binding
+from dcp_placements.bind.binding import BindError, Place
 from dcp_placements.layout.boxes import as_array, as_boxes, format_box, overlaps, tile
-from dcp_placements.layout.sharding import Box, Chunk, ListedLayout, Sharding
+from dcp_placements.layout.sharding import Box, Chunk, Sharding
 
 NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """The attributes; a tensor that has only some of them is a plain tensor, as torch takes it."""
@@ -36,7 +36,7 @@ def names_its_chunks(value: Any) -> bool:
     return has_hooks(value) or lists_its_chunks(value)
 
 
-def listed_binding(tensor: Any) -> Binding:
+def listed_place(tensor: Any) -> Place:
     """Return the place of a tensor that lists its chunks.
 
     Elements of the tensor that no chunk names are padding, and are neither saved nor loaded.
@@ -87,8 +87,7 @@ def listed_binding(tensor: Any) -> Binding:
     local = as_array(places, len(local_shape))
     for pair in overlaps(local, 1):
         raise _held_twice(*as_boxes(local[list(pair)]))
-    layout = ListedLayout.of(global_shape, local_shape, tuple(chunks))
-    return Binding(Sharding(global_shape), (), layout, is_exact=False)
+    return Place(Sharding(global_shape), (), tuple(chunks), is_exact=False)
 
 
 def _held_twice(one: Box, other: Box) -> BindError:
@@ -100,14 +99,13 @@ def _held_twice(one: Box, other: Box) -> BindError:
     )
 
 
-def check_equal(listed: Binding, ruled: Binding) -> None:
+def check_equal(listed: Place, ruled: Place) -> None:
     """Refuse a rule that says something else than the tensor's own list.
 
     Raises:
         BindError: The two do not have the same elements at the same places.
     """
-    by_rule = ruled.layout.chunks()
-    own = listed.layout.chunks()
+    by_rule, own = ruled.chunks, listed.chunks
     parts = [[one.box for one in own if _is_part(one, other)] for other in by_rule]
     same = listed.global_shape == ruled.global_shape and sum(map(len, parts)) == len(own)
     if not same or not all(

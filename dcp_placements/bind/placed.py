@@ -11,25 +11,9 @@ from typing import Any
 
 import torch
 
-from dcp_placements.bind.binding import Binding
+from dcp_placements.bind.binding import Place
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where tensors of one layout lie in the checkpoint.
-
-    Attributes:
-        binding: The layout, with the axes that led to it.
-        chunks: The non-empty boxes, in C order of the local tensor. A rank may hold a row several
-            times.
-        number: Of the place in its ``Placing``; equal places have one number.
-    """
-
-    binding: Binding
-    chunks: tuple[Chunk, ...]
-    number: int
 
 
 @dataclass(slots=True)
@@ -42,11 +26,10 @@ class Placed:
         place: Its place; shared by all tensors of the same layout.
         rule: The name of its rule for messages; None if no rule matches.
         mesh: The mesh of its DTensor; None for a plain tensor.
-        parts: The local tensors of a stack, or of a row that this rank holds several times; empty
-            where ``tensor`` is all.
-        dims: Of a stack, the dims of the checkpoint's tensor that its rows lie along, ascending. On
-            each of them the local offset of a chunk is the index in ``parts``. Of a row that is
-            held several times, that index is the last local offset, beyond those of the dims.
+        parts: The rows of a stack, or the copies of a row that this rank holds several times, as
+            views with the checkpoint's dims; ``Chunk.part`` is an index in it. Empty where
+            ``tensor`` is all.
+        is_stack: Whether its rows are tensors of their own on this rank.
         has_own_key: Whether other ranks of its mesh may not have the key at all: a row, or a part
             of a row, of a local tensor.
     """
@@ -57,13 +40,8 @@ class Placed:
     rule: str | None
     mesh: Any = None
     parts: Sequence[torch.Tensor] = ()
-    dims: tuple[int, ...] = ()
+    is_stack: bool = False
     has_own_key: bool = False
-
-    @property
-    def binding(self) -> Binding:
-        """The layout, with the axes that led to it."""
-        return self.place.binding
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -73,7 +51,7 @@ class Placed:
     @property
     def global_shape(self) -> tuple[int, ...]:
         """Shape of the checkpoint's tensor."""
-        return self.place.binding.global_shape
+        return self.place.global_shape
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -82,12 +60,7 @@ class Placed:
 
     def view(self, chunk: Chunk) -> torch.Tensor:
         """Return the elements of a chunk: a view of a local tensor, with the checkpoint's dims."""
-        tensor = self.tensor
-        if self.parts:
-            tensor = self.parts[chunk.local_offsets[self.dims[0] if self.dims else -1]]
-        tensor = tensor.detach()
-        for dim in self.dims:
-            tensor = tensor.unsqueeze(dim)
+        tensor = (self.parts[chunk.part] if self.parts else self.tensor).detach()
         if tensor.shape == chunk.sizes:
             return tensor
         for dim, size in enumerate(chunk.sizes):
@@ -106,34 +79,17 @@ class Placing:
         absent: Keys whose DTensor mesh does not include this rank: nothing to save or load here.
         faults: Of tensors that do not fit.
         matched: The number of keys per rule that matched.
+        stack_axes: By stack, the position of the rule's axis that shards each dim of its rows; -1
+            for none.
     """
 
     placed: dict[str, Placed] = field(default_factory=dict)
     absent: set[str] = field(default_factory=set)
     faults: list[Fault] = field(default_factory=list)
     matched: dict[str, int] = field(default_factory=dict)
-    _places: dict[tuple[Binding, tuple[Chunk, ...]], Place] = field(default_factory=dict)
+    stack_axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _places: dict[Place, Place] = field(default_factory=dict)
 
-    def place_of(self, binding: Binding, chunks: tuple[Chunk, ...]) -> Place:
-        """Return the place of tensors with this layout; a new one gets the next number."""
-        place = self._places.get((binding, chunks))
-        if place is None:
-            place = self._places[binding, chunks] = Place(binding, chunks, len(self._places))
-        return place
-
-    def place_row(
-        self, fqn: str, place: Place, rule: str | None, tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Place a row that this rank holds as each of ``tensors``, at the same place each time."""
-        if len(tensors) == 1:
-            self.placed[fqn] = Placed(fqn, tensors[0], place, rule, has_own_key=True)
-            return
-        chunks = tuple(
-            [
-                Chunk((*chunk.local_offsets, at), chunk.offsets, chunk.sizes)
-                for at in range(len(tensors))
-                for chunk in place.chunks
-            ]
-        )
-        several = self.place_of(place.binding, chunks)
-        self.placed[fqn] = Placed(fqn, tensors[0], several, rule, parts=tensors, has_own_key=True)
+    def shared(self, place: Place) -> Place:
+        """Return the one object that all tensors of equal places share."""
+        return self._places.setdefault(place, place)

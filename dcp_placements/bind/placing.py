@@ -7,35 +7,40 @@ tensor that does not fit becomes a ``Fault``, and the planner raises all of them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from dcp_placements._torch import DTensor, dtensor_facts, global_rank, has_hooks, is_dtensor_like
 from dcp_placements.bind.aliases import nested_faults, storage_faults
-from dcp_placements.bind.binding import BindError, Own
+from dcp_placements.bind.binding import BindError, Own, Place
 from dcp_placements.bind.own_chunks import (
     check_equal,
-    listed_binding,
+    listed_place,
     lists_its_chunks,
     names_its_chunks,
 )
-from dcp_placements.bind.placed import Place, Placed, Placing
+from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.bind.rule_and_dtensor import Sources, fault_of, sources_of
 from dcp_placements.errors import Fault
-from dcp_placements.layout.sharding import ListedLayout
+from dcp_placements.names.flat import RenamedValue
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
     listed_faults,
     positional_faults,
 )
-from dcp_placements.names.target import Rename
+from dcp_placements.names.target import Rename, Row, row_target, stack_dims
 from dcp_placements.rules.mesh import Axis, Mesh, MeshNumbers, mesh_axes
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, shards
+from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, shard_dim, shards
+
+RowsOfStacks = Mapping[str, Sequence[RenamedValue[Row]]]
 
 
-def place(state_dict: Mapping[str, Any], rules: Rules | None) -> Placing:
+def place(
+    state_dict: Mapping[str, Any], rules: Rules | None, rows: RowsOfStacks = MappingProxyType({})
+) -> Placing:
     """Bind every tensor of a flat state dict to its place in the checkpoint.
 
     The rules are never asked about 0-d tensors and non-tensors. Optimizer state with the layout of
@@ -44,8 +49,10 @@ def place(state_dict: Mapping[str, Any], rules: Rules | None) -> Placing:
     Args:
         state_dict: Flat, with the checkpoint's keys.
         rules: The user's; None leaves every tensor its own mesh and placements.
+        rows: By key, the rows that this rank has of a stack. The rules are asked about the stack;
+            the first row is the value, and is bound as what it is.
     """
-    placer = Placer(rules, Placing())
+    placer = Placer(rules, Placing(), rows)
     placer.add_all(state_dict)
     placer.let_states_follow(state_dict)
     placer.placing.faults += storage_faults(state_dict, placer.placing.placed)
@@ -54,9 +61,12 @@ def place(state_dict: Mapping[str, Any], rules: Rules | None) -> Placing:
 
 
 class Placer:
-    def __init__(self, rules: Rules | None, placing: Placing) -> None:
+    def __init__(self, rules: Rules | None, placing: Placing, rows: RowsOfStacks) -> None:
         self.rules = rules
         self.placing = placing
+        self.rows = rows
+        # By stack and its placement, that of a row, and the axes that shard the dims of the rows.
+        self._of_rows: dict[Any, tuple[CheckpointPlacement, tuple[int, ...]]] = {}
         # Most tensors have the layout of another one: by all arguments of the binding.
         self._bound: dict[Any, Place | None] = {}
         # Tensors of many shapes are cut in a few ways: by dims, mesh and rule the latest.
@@ -105,7 +115,7 @@ class Placer:
         if not dtensor and not isinstance(value, torch.Tensor):
             return
         try:
-            placement, rule = self.ask(fqn, value)
+            placement, rule = self._ask(fqn, value)
             if has_hooks(value):
                 if placement is not None:
                     raise BindError(
@@ -133,7 +143,8 @@ class Placer:
         ruled = any(placed.rule is not None for placed in self.placing.placed.values())
         if not ruled and all(map(self._dtensor_kinds.get, map(type, state_dict.values()))):
             return
-        states = OptimizerStates(state_dict)
+        names = [row.key for rows in self.rows.values() for row in rows]
+        states = OptimizerStates(state_dict, names=names)
         places: dict[str, Placed | None] = {}
         for fqn, value in state_dict.items():
             dtensor = self._dtensor_kinds.get(type(value), False)
@@ -149,21 +160,25 @@ class Placer:
             if state.parameter not in places:
                 places[state.parameter] = self._one_place(states.keys_of(state.parameter))
             first = places[state.parameter]
-            if first is None or not self.may_follow(fqn, first.fqn):
+            if first is None or not self._may_follow(fqn, first.fqn):
                 continue
             if not dtensor:
                 if tuple(value.shape) == tuple(first.tensor.shape):
                     self._follow(fqn, value, first)
-            elif placed is not None and self.same_own(
+            elif placed is not None and self._same_own(
                 described(value)[1], described(state_dict[first.fqn])[1]
             ):
                 self._follow(fqn, placed.tensor, first, placed.mesh)
 
-    def may_follow(self, fqn: str, parameter: str) -> bool:
+    def _may_follow(self, fqn: str, parameter: str) -> bool:
         """Whether no rule matches optimizer state itself, or the rule of its parameter does.
 
-        The same rule is the same pattern or, for a callable, an equal placement.
+        The same rule is the same pattern or, for a callable, an equal placement. Rows follow rows
+        of a stack that has as many, along the same dims.
         """
+        own_rows, rows = self.rows.get(fqn), self.rows.get(parameter)
+        if (own_rows and own_rows[0].name.axes) != (rows and rows[0].name.axes):
+            return False
         if isinstance(self.rules, PlacementRules):
             own = self.rules.pattern_of(fqn)
             return own is None or own == self.rules.pattern_of(parameter)
@@ -176,10 +191,10 @@ class Placer:
         first = places[0] if places else None
         if first is None:
             return None
-        numbers = {None if other is None else other.place.number for other in places}
-        return first if len(numbers) == 1 else None
+        different = {None if other is None else other.place for other in places}
+        return first if len(different) == 1 else None
 
-    def same_own(self, one: Own, other: Own) -> bool:
+    def _same_own(self, one: Own, other: Own) -> bool:
         """Whether two DTensors have the same shape, mesh and placements of their own."""
         if (one.shape, one.placements) != (other.shape, other.placements):
             return False
@@ -189,9 +204,11 @@ class Placer:
 
     def _follow(self, fqn: str, tensor: torch.Tensor, first: Placed, mesh: Any = None) -> None:
         self.placing.placed[fqn] = Placed(fqn, tensor, first.place, first.rule, mesh)
+        if first.fqn in self.placing.stack_axes:
+            self.placing.stack_axes[fqn] = self.placing.stack_axes[first.fqn]
         self.placing.faults = [fault for fault in self.placing.faults if fault.fqn != fqn]
 
-    def ask(self, fqn: str, value: Any) -> tuple[CheckpointPlacement | None, str | None]:
+    def _ask(self, fqn: str, value: Any) -> tuple[CheckpointPlacement | None, str | None]:
         """Return the placement of a tensor by the rules, and the name of its rule for messages."""
         if self.rules is None or not value.shape:
             return None, None
@@ -203,6 +220,8 @@ class Placer:
             pattern, placement = match
             name = self._names.setdefault(pattern, repr(pattern))
         else:
+            if fqn in self.rows:
+                value = _stack_of(self.rows[fqn], value)
             placement = asked(self.rules, fqn, value, rank=global_rank(), refusals=(BindError,))
             if placement is None:
                 return None, None
@@ -214,7 +233,24 @@ class Placer:
             name = rule_name(self.rules, fqn) or ""
             self._returned[fqn] = placement
         self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
-        return placement, None if placement is None else name
+        if placement is None:
+            return None, None
+        return self._of_row(fqn, placement), name
+
+    def _of_row(self, fqn: str, placement: CheckpointPlacement) -> CheckpointPlacement:
+        """Return the placement of each row of a stack; of other tensors that of the rule.
+
+        Raises:
+            BindError: The rule has another number of rows.
+        """
+        if fqn not in self.rows:
+            return placement
+        row, ndim = self.rows[fqn][0].name, len(self.rows[fqn][0].value.shape)
+        key = placement, row.axes, ndim
+        if key not in self._of_rows:
+            self._of_rows[key] = _of_rows(placement, row, ndim)
+        of_rows, self.placing.stack_axes[fqn] = self._of_rows[key]
+        return of_rows
 
     def _bind_dtensor(
         self, fqn: str, value: Any, placement: CheckpointPlacement | None, rule: str | None
@@ -254,15 +290,15 @@ class Placer:
         self, fqn: str, value: torch.Tensor, placement: CheckpointPlacement | None, rule: str | None
     ) -> None:
         """Bind a tensor that lists its chunks; a rule that says more has to say the same."""
-        listed = listed_binding(value)
+        listed = listed_place(value)
         if placement is None or (
             not _cuts(placement) and placement.global_shape in (None, listed.global_shape)
         ):
-            self._place(fqn, value, self.placing.place_of(listed, listed.layout.chunks()), None)
+            self._place(fqn, value, self.placing.shared(listed), None)
             return
         bound = self._bind_plain(value, placement)
         if bound is not None:
-            check_equal(listed, bound.binding)
+            check_equal(listed, bound)
         self._place(fqn, value, bound, rule)
 
     def _bind(
@@ -280,8 +316,7 @@ class Placer:
             self._sources[kind] = own.placements, sources
         place = None
         if sources is not None:
-            binding = sources.bind(own, local_shape)
-            place = self.placing.place_of(binding, binding.layout.chunks())
+            place = self.placing.shared(sources.bind(own, local_shape))
         self._bound[key] = place
         return place
 
@@ -308,6 +343,38 @@ class Placer:
         self.placing.faults.append(fault_of(error, fqn, rule_name(self.rules, fqn)))
 
 
+def _stack_of(rows: Sequence[RenamedValue[Row]], value: Any) -> torch.Tensor:
+    """Return a tensor of the local shape of a stack, for rules that are a function."""
+    dims, local = stack_dims(rows[0].name, value.shape), described(value)[0]
+    shape = list(row_target(rows[0].name, tuple(local.shape)).shape)
+    numbers = zip(*[row.name.indices for row in rows], strict=True)
+    for dim, indices in zip(dims, numbers, strict=True):
+        shape[dim] = len(indices if len(dims) == 1 else set(indices))
+    return torch.empty(shape, dtype=local.dtype, device="meta")
+
+
+def _of_rows(
+    placement: CheckpointPlacement, row: Row, ndim: int
+) -> tuple[CheckpointPlacement, tuple[int, ...]]:
+    dims = stack_dims(row, (1,) * ndim)
+    ndim += len(dims)
+    declared = placement.global_shape
+    axes = []
+    for dim, (total, _) in zip(dims, row.axes, strict=True):
+        if declared is not None and (len(declared) != ndim or declared[dim] != total):
+            raise BindError(
+                f"stacks {total} rows on dim {dim} of a tensor of {ndim} dims, but its rule "
+                f"says global_shape={declared}"
+            )
+        sharding = [
+            axis
+            for axis, entry in enumerate(placement.placements)
+            if shards(entry) and -ndim <= entry.dim < ndim and shard_dim(entry, ndim) == dim
+        ]
+        axes.append(max(sharding, default=-1))
+    return placement.of_rows(dims, ndim), tuple(axes)
+
+
 def optimizer_faults(
     state_dict: Mapping[str, Any], placing: Placing, rename: Rename | None
 ) -> list[Fault]:
@@ -319,14 +386,11 @@ def optimizer_faults(
     if rename is not None:
         return positional_faults(state_dict) + listed_faults(state_dict, rename)
     is_placed = any(
-        _is_listed(placed) or (placed.rule is not None and not placed.binding.layout.is_whole)
+        (placed.rule is None and not placed.place.axes)  # a list of chunks
+        or (placed.rule is not None and not placed.place.is_whole)
         for placed in placing.placed.values()
     )
     return positional_faults(state_dict) if is_placed else []
-
-
-def _is_listed(placed: Placed) -> bool:
-    return isinstance(placed.binding.layout, ListedLayout)
 
 
 def _cuts(placement: CheckpointPlacement) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcp_placements.bind.binding import BindError, Binding, Own
+from dcp_placements.bind.binding import BindError, Own, Place
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import (
     Cut,
@@ -58,7 +58,7 @@ class Sources:
         """Ranks along each axis."""
         return tuple([axis.size for axis in self.axes])
 
-    def bind(self, own: Own, local_shape: tuple[int, ...]) -> Binding:
+    def bind(self, own: Own, local_shape: tuple[int, ...]) -> Place:
         """Return where a local tensor lies in the checkpoint.
 
         Args:
@@ -85,7 +85,7 @@ class Sources:
             )
         sharding = Sharding(global_shape, self.axis_sizes, self.cuts, padded_shape)
         layout = _layout(sharding, self.axes, own, local_shape, placement)
-        return Binding(sharding, self.axes, layout, self.homes)
+        return Place(sharding, self.axes, layout.chunks(), self.homes)
 
 
 def sources_of(
@@ -139,7 +139,7 @@ def sources_of(
 
 def bind(
     own: Own, local_shape: tuple[int, ...], placement: CheckpointPlacement | None
-) -> Binding | None:
+) -> Place | None:
     """Return where a local tensor lies in the checkpoint, or None on a rank that holds no part.
 
     Args:

@@ -52,6 +52,7 @@ class Chunk(NamedTuple):
     local_offsets: tuple[int, ...]  # its start in the rank's local tensor
     offsets: tuple[int, ...]  # its start in the checkpoint's tensor
     sizes: tuple[int, ...]  # the same in both
+    part: int = 0  # which local tensor holds it, where a rank has the rows of a stack one by one
 
     @property
     def box(self) -> Box:
@@ -178,46 +179,6 @@ def dim_pieces(intervals: Intervals, size: int) -> list[tuple[int, int, int]]:
             pieces.append((local_offset, start, kept))
         local_offset += stop - start
     return pieces
-
-
-@dataclass(frozen=True, slots=True)
-class ListedLayout(Layout):
-    """A layout that is no product of intervals: the chunks are listed.
-
-    Attributes:
-        listed: The non-empty chunks.
-        shape: Shape of the local tensor.
-    """
-
-    listed: tuple[Chunk, ...] = ()
-    shape: tuple[int, ...] = ()
-
-    @classmethod
-    def of(
-        cls, global_shape: tuple[int, ...], shape: tuple[int, ...], listed: tuple[Chunk, ...]
-    ) -> ListedLayout:
-        """Return the layout of a local tensor of ``shape`` whose chunks are ``listed``."""
-        whole: tuple[Intervals, ...] = tuple(
-            [((0, size),) if size else () for size in global_shape]
-        )
-        return cls(global_shape, whole, listed, shape)
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of the local tensor, padding included."""
-        return self.shape
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the local tensor is the whole checkpoint tensor in its own order."""
-        origin = (0,) * len(self.shape)
-        return self.shape == self.global_shape and (
-            0 in self.shape or self.listed == (Chunk(origin, origin, self.shape),)
-        )
-
-    def chunks(self) -> tuple[Chunk, ...]:
-        """Return the chunks, as they are listed."""
-        return self.listed
 
 
 @dataclass(frozen=True, slots=True)

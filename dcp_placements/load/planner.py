@@ -199,7 +199,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load = self._runs.planned
         optional, waived = compiled(self.optional), compiled(self.waive)
         policy = Policy(self.allow_partial_load, self.cast, optional, waived)
-        load.place(self.rules, self.rename)
+        load.place(self.rules)
         load.declare(self.rules)
         load.plan(policy, rules=self.rules, rename=self.rename, rank=rank)
         load.report.waived = dict(self.waive)

@@ -21,9 +21,8 @@ from dcp_placements._torch import (
     world_size,
 )
 from dcp_placements.bind.placed import Placing
-from dcp_placements.bind.placing import optimizer_faults, place
-from dcp_placements.bind.stacking import unfold
-from dcp_placements.bind.unfolded import equal_values
+from dcp_placements.bind.placing import optimizer_faults
+from dcp_placements.bind.reshaping import equal_values, place_renamed
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -48,7 +47,7 @@ from dcp_placements.load.overlaps import Overlaps, overlaps_of, self_overlap_fau
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.request import Request, fleeting_faults
 from dcp_placements.load.resets import Resets
-from dcp_placements.names.flat import Path, put_at, rename_keys
+from dcp_placements.names.flat import Path, Reshaped, put_at, rename_keys
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
@@ -113,6 +112,7 @@ class RankLoad:
     exchange: Exchange | None = None
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
     declared: Matches | None = None
+    _reshaped: Reshaped = field(default_factory=Reshaped)
     _rename_matches: Matches = field(default_factory=dict)
     # By scalar or object, the first key whose value was read, and the value.
     _first_values: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -133,17 +133,16 @@ class RankLoad:
         """
         self.local_keys = set(self.state_dict)
         renamed = rename_keys(self.state_dict, self.mappings, rename)
-        self.state_dict, self.mappings, self._rename_matches = renamed
+        self.state_dict, self.mappings, self._reshaped, self._rename_matches = renamed
 
-    def place(self, rules: Rules | None, rename: Rename | None) -> None:
+    def place(self, rules: Rules | None) -> None:
         """Work out the places of the tensors."""
-        self.placing = place(self.state_dict, rules)
-        if rename is not None:
-            stored_keys = self.metadata.state_dict_metadata
-            unfolded = unfold(self.state_dict, self.mappings, self.placing, rules, stored_keys)
-            self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
-            self.copies, self.shared = unfolded.copies, unfolded.shared
-            self.totals = unfolded.totals
+        stored_keys = self.metadata.state_dict_metadata
+        unfolded = place_renamed(self.state_dict, self.mappings, self._reshaped, rules, stored_keys)
+        self.placing = unfolded.placing
+        self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
+        self.copies, self.shared = unfolded.copies, unfolded.shared
+        self.totals = unfolded.totals
 
     def declare(self, rules: Rules | None) -> None:
         """Note which patterns of the user's match a key. The tensors have their places."""

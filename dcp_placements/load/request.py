@@ -177,7 +177,7 @@ class Request:
             tensor = value
             if placed is not None:
                 tensor = placed.tensor
-                key = placed.place.number, tensor.dtype, placed.rule, placed.dims
+                key = placed.place, tensor.dtype, placed.rule, placed.is_stack
             elif fqn in absent:
                 continue
             elif type(value) in _PLAIN and not has_hooks(value):
@@ -239,8 +239,8 @@ class Request:
         """Return the cuts of the save and of this load, where the checkpoint records them."""
         if self._record is None or placed is None:
             return None
-        names = [axis.name for axis in placed.binding.axes]
-        return self._record.cuts(fqn), cuts_of(placed.binding.sharding, names)
+        names = [axis.name for axis in placed.place.axes]
+        return self._record.cuts(fqn), cuts_of(placed.place.sharding, names)
 
     def _tensor_filling(
         self, fqn: str, value: Any, placed: Placed | None, stored: TensorStorageMetadata
@@ -262,7 +262,7 @@ class Request:
         padded = 0
         if placed is not None:
             destinations = [chunk.box for chunk in placed.chunks]
-            if placed.binding.sharding.padded_shape is not None:
+            if placed.place.sharding.padded_shape is not None:
                 held = sum(tensor.numel() for tensor in placed.tensors)
                 padded = held - sum(box.numel for box in destinations)
         elif fqn in self.collapsed:

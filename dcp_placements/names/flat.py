@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -23,42 +23,39 @@ from dcp_placements.rules.matches import Matches
 Path = tuple[str | int, ...]
 
 
-class StackedRow(NamedTuple):
-    """A value of this rank that is a row of one of the checkpoint's.
+Name = TypeVar("Name", bound=Row | Rows | Parts, covariant=True)
+
+
+class RenamedValue(NamedTuple, Generic[Name]):
+    """A value of this rank that the rename makes another tensor of, or several.
 
     Attributes:
-        row: The answer of the rename.
+        name: The answer of the rename.
         key: This rank's key.
         value: The value.
         path: Its path in the nested dict.
     """
 
-    row: Row
+    name: Name
     key: str
     value: Any
     path: Path | None
 
 
 @dataclass(slots=True)
-class Stacked:
-    """Values of this rank that are rows of one of the checkpoint's; all have the same ``axes``."""
-
-    rows: list[StackedRow]
-
-
-@dataclass(slots=True)
-class Unstacked:
-    """A value of this rank that is one per row in the checkpoint.
+class Reshaped:
+    """The values of this rank that a rename makes other tensors of, by the name in rules.
 
     Attributes:
-        name: The answer of the rename.
-        value: The value.
-        path: Its path in the nested dict.
+        rows: Those that become rows of a stack, by its key in the checkpoint.
+        wholes: Those that become one per row, or per part.
     """
 
-    name: Rows | Parts
-    value: Any
-    path: Path | None
+    rows: dict[str, list[RenamedValue[Row]]] = field(default_factory=dict)
+    wholes: dict[str, RenamedValue[Rows | Parts]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.wholes)
 
 
 def flattened(
@@ -142,10 +139,11 @@ _LEAVES = _TENSORS | {int, float, str, bytes, bool, type(None)}
 
 def rename_keys(
     state_dict: dict[str, Any], mappings: dict[str, Path], rename: Rename | None
-) -> tuple[dict[str, Any], dict[str, Path], Matches]:
+) -> tuple[dict[str, Any], dict[str, Path], Reshaped, Matches]:
     """Return the flat state dict and its paths under the checkpoint's keys, and what matches.
 
-    A ``Row``, ``Rows`` or ``Parts`` becomes a ``Stacked`` or ``Unstacked`` value, for ``unfold``.
+    What becomes rows of a stack stands there once, under the key of the stack, and what becomes
+    rows or parts under the name of the whole: these are the names that rules ask about.
 
     Args:
         state_dict: Flat, with this rank's keys.
@@ -153,18 +151,21 @@ def rename_keys(
         rename: Maps this rank's key to the checkpoint's; None changes nothing.
 
     Returns:
-        The state dict, its paths, and whether each step of the rename matches a key.
+        The state dict, its paths, the values that become other tensors, and whether each step of
+        the rename matches a key.
 
     Raises:
         RankFaults: Two keys of this rank become one, or ``rename`` has no name for one.
     """
     if rename is None:
-        return state_dict, mappings, {}
+        return state_dict, mappings, Reshaped(), {}
     its_steps = steps(rename)
     matches = expected(its_steps)
     renamed: dict[str, Any] = {}
     paths: dict[str, Path] = {}
-    source: dict[str, str] = {}
+    reshaped = Reshaped()
+    # By name in the checkpoint or in rules, the key that has it.
+    taken: dict[str, str] = {}
     faults = []
     for key, value in state_dict.items():
         try:
@@ -176,37 +177,38 @@ def rename_keys(
             headline = f"rename() gave {new!r} for it, which is no string, Row, Rows or Parts"
             faults.append(Fault(key, headline))
             continue
-        path = mappings.get(key)
         name = new if isinstance(new, str) else new.fqn
-        if path is not None:
-            paths.setdefault(name, path)
-        if isinstance(new, Row):
-            if name not in source:
-                renamed[name] = Stacked([])
-            if isinstance(stack := renamed[name], Stacked):
-                source.setdefault(name, key)
-                stack.rows.append(StackedRow(new, key, value, path))
-                faults += _row_faults(stack)
-                continue
-        if name in source:
-            headline = f"rename() gives this one name to both {source[name]} and {key}"
+        path = mappings.get(key)
+        if isinstance(new, Row) and name in reshaped.rows:
+            row = RenamedValue(new, key, value, path)
+            faults += _row_faults(reshaped.rows[name][0], row)
+            reshaped.rows[name].append(row)
+            continue
+        label = new.stacked if isinstance(new, Rows | Parts) else name
+        if other := taken.get(name) or taken.get(label):
+            headline = f"rename() gives this one name to both {other} and {key}"
             way_out = "way out:     map every key of a rank to a key of its own"
             faults.append(Fault(name, headline, (way_out,)))
-        else:
-            source[name] = key
-            renamed[name] = Unstacked(new, value, path) if isinstance(new, Rows | Parts) else value
+            continue
+        taken[name] = taken[label] = key
+        renamed[label] = value
+        if isinstance(new, Row):
+            reshaped.rows[name] = [RenamedValue(new, key, value, path)]
+        elif isinstance(new, Rows | Parts):
+            reshaped.wholes[label] = RenamedValue(new, key, value, path)
+        if path is not None:
+            paths[label] = path
     if faults:
         raise RankFaults("keys could not be renamed", faults)
-    return renamed, paths, matches
+    return renamed, paths, reshaped, matches
 
 
-def _row_faults(stack: Stacked) -> list[Fault]:
-    """Return the fault of the last row of a stack that is a row of another stack than the first."""
-    first, last = stack.rows[0], stack.rows[-1]
-    if first.row.axes == last.row.axes:
+def _row_faults(first: RenamedValue[Row], other: RenamedValue[Row]) -> list[Fault]:
+    """Return the fault of a row that is one of another stack than the first."""
+    if first.name.axes == other.name.axes:
         return []
-    headline = f"rename() stacks {first.key} as one of {first.row.whole_text()}, and "
-    return [Fault(last.row.fqn, f"{headline}{last.key} as one of {last.row.whole_text()}")]
+    headline = f"rename() stacks {first.key} as one of {first.name.whole_text()}, and "
+    return [Fault(other.name.fqn, f"{headline}{other.key} as one of {other.name.whole_text()}")]
 
 
 def checkpoint_path(key: str, path: Path) -> Path:

@@ -183,19 +183,20 @@ class Target:
     dims: tuple[int | None, ...]
     boxes: tuple[tuple[Box, Box], ...]
 
-    def chunks(self, chunks: Iterable[Chunk], at: int = 0) -> tuple[Chunk, ...]:
+    def chunks(self, chunks: Iterable[Chunk], part: int = 0) -> tuple[Chunk, ...]:
         """Return the chunks of the source as chunks of this tensor.
 
         Args:
-            chunks: What a rank holds of the source; its local tensor has the source's dims.
-            at: The local offset along the dims that the source lacks.
+            chunks: What a rank holds of the source. The local tensor is a view of the source's,
+                with the dims of this tensor.
+            part: The number of that local tensor.
         """
         moved = []
         for chunk, (source, target) in product(chunks, self.boxes):
             shared = common(chunk.box, source)
             if shared is None:
                 continue
-            local = [at] * len(self.dims)
+            local = [0] * len(self.dims)
             offsets, sizes = list(target.offsets), [1] * len(self.dims)
             for dim, origin in enumerate(self.dims):
                 if origin is not None:
@@ -203,7 +204,7 @@ class Target:
                     local[dim] = chunk.local_offsets[origin] + first - chunk.offsets[origin]
                     offsets[dim] += first - source.offsets[origin]
                     sizes[dim] = shared.sizes[origin]
-            moved.append(Chunk(tuple(local), tuple(offsets), tuple(sizes)))
+            moved.append(Chunk(tuple(local), tuple(offsets), tuple(sizes), part))
         return tuple(moved)
 
     def of_row(self, number: int, dim: int) -> Target:

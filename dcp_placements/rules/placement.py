@@ -169,14 +169,26 @@ class CheckpointPlacement:
             if self.global_shape is not None and shards(placement):
                 shard_dim(placement, len(self.global_shape))
 
-    def without(self, dim: int, ndim: int) -> CheckpointPlacement:
-        """Return the placement with the axes that shard ``dim`` replicated instead."""
-        kept = [
-            _REPLICATED if shards(entry) and shard_dim(entry, ndim) == dim else entry
-            for entry in self.placements
+    def of_rows(self, dims: Sequence[int], ndim: int) -> CheckpointPlacement:
+        """Return the placement of each row of a tensor: axes that shard ``dims`` replicate it.
+
+        Args:
+            dims: Those that the rows lie along, from 0.
+            ndim: Dims of the tensor.
+        """
+        kept = [dim for dim in range(ndim) if dim not in dims]
+        placements = []
+        for entry in self.placements:
+            if shards(entry) and -ndim <= entry.dim < ndim:
+                dim = shard_dim(entry, ndim)
+                entry = _REPLICATED if dim in dims else _moved(entry, kept.index(dim))
+            placements.append(entry)
+        shapes = [
+            None if shape is None else [shape[dim] for dim in kept]
+            for shape in (self.global_shape, self.padded_shape)
         ]
         return CheckpointPlacement(
-            self.mesh, kept, global_shape=self.global_shape, padded_shape=self.padded_shape
+            self.mesh, placements, global_shape=shapes[0], padded_shape=shapes[1]
         )
 
     def format(self) -> str:
@@ -239,6 +251,22 @@ def shard_dim(placement: Any, ndim: int) -> int:
             f"{'dim' if ndim == 1 else 'dims'}"
         )
     return dim % ndim
+
+
+def _moved(placement: Any, dim: int) -> Any:
+    """Return a sharding placement that splits another dim."""
+    cls = type(placement)
+    match kind_of(placement):
+        case Kind.PLAIN:
+            return cls(dim)
+        case Kind.FUSED:
+            return cls(dim, placement.parts)
+        case Kind.STRIDED:
+            return cls(dim, split_factor=placement.split_factor)
+        case Kind.LISTED:
+            return cls(dim, placement.indices)
+        case None:
+            return placement
 
 
 def cut_of(placement: Any, ndim: int, axis: int) -> Cut | Pick:

@@ -143,7 +143,7 @@ def holding_of(
             value = state_dict[fqn]
             source = head, _source_of_group(fqn, value)
         else:
-            source = head, value.place.number, value.has_own_key, _LOOK(value.tensor)
+            source = head, value.place, value.has_own_key, _LOOK(value.tensor)
         held = groups.get(source)
         if held is None:
             held = _held(fqn, value)
@@ -251,10 +251,10 @@ def _source_of_group(fqn: str, value: Any) -> Any:
 def _held(fqn: str, value: Any) -> Held:
     """Return the group and the boxes of a key, as those of no key."""
     if type(value) is Placed:
-        binding = value.binding
-        names = tuple([axis.name for axis in binding.axes])
+        place = value.place
+        names = tuple([axis.name for axis in place.axes])
         look = _look_of(value.tensor)
-        group = declared_group(binding.sharding, names, *look, is_exact=binding.is_exact)
+        group = declared_group(place.sharding, names, *look, is_exact=place.is_exact)
         return Held(group, tuple([chunk.box for chunk in held_chunks(value)]))
     if has_hooks(value):
         return Held(*_of_own_chunks(fqn, value))

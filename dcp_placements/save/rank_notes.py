@@ -65,11 +65,11 @@ def named_axes_of(placing: Placing, rules: Rules | None) -> dict[str, tuple[int,
         if placed.mesh is not recent and placed.mesh is not None:
             recent = placed.mesh
             meshes[number_of(recent)] = recent
-        places[placed.place.number] = placed.place
+        places[placed.place] = placed.place
     for mesh in meshes.values():
         axes.update(named_axes(mesh))
     for place in places.values():
-        for axis in place.binding.axes:
+        for axis in place.axes:
             if axis.name is not None:
                 axes[axis.name] = (axis.position, axis.size)
     return axes

@@ -15,11 +15,11 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.aliases import meta_faults
 from dcp_placements.bind.placed import Placing
-from dcp_placements.bind.placing import optimizer_faults, place
-from dcp_placements.bind.stacking import unfold
+from dcp_placements.bind.placing import optimizer_faults
+from dcp_placements.bind.reshaping import place_renamed
 from dcp_placements.errors import Fault, PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
-from dcp_placements.names.flat import Path, checkpoint_path, rename_keys
+from dcp_placements.names.flat import Path, Reshaped, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import listed_notes
 from dcp_placements.names.renames import Recorded, numbering, recorded
 from dcp_placements.names.target import Rename
@@ -72,6 +72,7 @@ class RankSave:
     target: int = 0
     refusal: RankFaults | None = None
     notes: list[Fault] = field(default_factory=list)
+    _reshaped: Reshaped = field(default_factory=Reshaped)
     _rename_matches: Matches = field(default_factory=dict)
     _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
 
@@ -83,7 +84,7 @@ class RankSave:
         """
         local = self.state_dict
         renamed = rename_keys(local, self.mappings, rename)
-        self.state_dict, self.mappings, self._rename_matches = renamed
+        self.state_dict, self.mappings, self._reshaped, self._rename_matches = renamed
         self.renames = recorded(rename, local, self.state_dict)
 
     def place(self, rules: Rules | None, rename: Rename | None, *, flat: bool) -> None:
@@ -97,10 +98,9 @@ class RankSave:
         Raises:
             RankFaults: Tensors and rules that do not fit, all of them in one error.
         """
-        self.placing = place(self.state_dict, rules)
-        if rename is not None:
-            unfolded = unfold(self.state_dict, self.mappings, self.placing, rules)
-            self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
+        unfolded = place_renamed(self.state_dict, self.mappings, self._reshaped, rules)
+        self.placing = unfolded.placing
+        self.state_dict, self.mappings = unfolded.state_dict, unfolded.mappings
         faults = self.placing.faults
         faults += optimizer_faults(self.state_dict, self.placing, rename)
         faults += meta_faults(self.state_dict, self.placing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, MeshCoordinate
-from dcp_placements.bind.binding import Binding, Own
+from dcp_placements.bind.binding import Own, Place
 from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.layout.boxes import as_array, overlaps, tile, uncovered
-from dcp_placements.layout.sharding import Box, Chunk, Cut, Kind, Layout, Pick, Sharding
+from dcp_placements.layout.sharding import Box, Chunk, Cut, Kind, Pick, Sharding
 from dcp_placements.testing import FakeMesh, cut
 
 
@@ -51,11 +52,13 @@ def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
     return tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
 
 
-def assembled(whole: torch.Tensor, layout: Layout, chunks: tuple[Chunk, ...]) -> torch.Tensor:
+def assembled(
+    whole: torch.Tensor, local_shape: Sequence[int], chunks: tuple[Chunk, ...]
+) -> torch.Tensor:
     """Return a local tensor filled chunk by chunk; -1 where no chunk reaches."""
-    local = torch.full(layout.local_shape, -1, dtype=whole.dtype)
-    for local_offsets, offsets, sizes in chunks:
-        local[slices(local_offsets, sizes)] = whole[slices(offsets, sizes)]
+    local = torch.full(tuple(local_shape), -1, dtype=whole.dtype)
+    for chunk in chunks:
+        local[slices(chunk.local_offsets, chunk.sizes)] = whole[slices(*chunk.box)]
     return local
 
 
@@ -75,7 +78,7 @@ def test_chunks_put_every_element_where_slicing_finds_it(case: Case) -> None:
     for coordinate in coordinates(case.sizes):
         layout = sharding.at(coordinate)
         expected = cut(whole, case.placements, case.sizes, coordinate)
-        local = assembled(whole, layout, layout.chunks())
+        local = assembled(whole, layout.local_shape, layout.chunks())
         assert local.shape == expected.shape
         assert torch.equal(local, expected)
 
@@ -163,7 +166,7 @@ def test_listed_rows_are_those_that_index_select_gives(
         for position in range(fsdp):
             layout = sharding.at((0, position))
             expected = cut(whole, placements, (4, fsdp), (0, position))
-            local = assembled(whole, layout, layout.chunks())
+            local = assembled(whole, layout.local_shape, layout.chunks())
             assert local.shape == expected.shape
             assert torch.equal(local, expected)
 
@@ -182,7 +185,7 @@ def test_padding_is_in_no_chunk(case: Case, data: st.DataObject) -> None:
     for coordinate in coordinates(case.sizes):
         layout = sharding.at(coordinate)
         expected = cut(padded, case.placements, case.sizes, coordinate)
-        assert torch.equal(assembled(whole, layout, layout.chunks()), expected)
+        assert torch.equal(assembled(whole, layout.local_shape, layout.chunks()), expected)
         boxes |= {chunk.box for chunk in layout.chunks()}
     assert bool((counts(logical, boxes) == 1).all())
 
@@ -194,15 +197,15 @@ def bound(
     own_placements: tuple[Any, ...],
     local: torch.Tensor,
     placement: CheckpointPlacement | None,
-) -> Binding:
+) -> Place:
     own = (
         Own(tuple(part.shape), mesh[own_names], own_placements)
         if own_names
         else Own(tuple(part.shape))
     )
-    binding = bind(own, tuple(local.shape), placement)
-    assert binding is not None
-    return binding
+    place = bind(own, tuple(local.shape), placement)
+    assert place is not None
+    return place
 
 
 @given(st.data())
@@ -236,10 +239,9 @@ def test_rule_cuts_first_then_the_tensor_s_own_placements(data: st.DataObject) -
         placement = CheckpointPlacement(
             mesh, {**dict(zip(rule_names, rule, strict=True)), **twice}, global_shape=given_shape
         )
-        binding = bound(part, mesh, own_names, own, local, placement)
-        assert binding.global_shape == shape
-        assert binding.layout.local_shape == tuple(local.shape)
-        assert torch.equal(assembled(whole, binding.layout, binding.layout.chunks()), local)
+        place = bound(part, mesh, own_names, own, local, placement)
+        assert place.global_shape == shape
+        assert torch.equal(assembled(whole, local.shape, place.chunks), local)
 
 
 @given(cases(max_axes=3, max_ranks=32, fused=False))
@@ -250,9 +252,9 @@ def test_without_a_rule_the_tensor_s_own_placements_speak(case: Case) -> None:
     for rank in range(FakeMesh(case.sizes, names, rank=0).size()):
         mesh = FakeMesh(case.sizes, names, rank=rank)
         local = cut(whole, case.placements, case.sizes, mesh.get_coordinate() or ())
-        binding = bound(whole, mesh, names, case.placements, local, None)
-        assert binding.global_shape == case.shape
-        assert torch.equal(assembled(whole, binding.layout, binding.layout.chunks()), local)
+        place = bound(whole, mesh, names, case.placements, local, None)
+        assert place.global_shape == case.shape
+        assert torch.equal(assembled(whole, local.shape, place.chunks), local)
 
 
 @given(cases(max_axes=3, max_ranks=16))
@@ -264,16 +266,16 @@ def test_a_mesh_is_seen_alike_by_coordinate_and_by_rank(case: Case) -> None:
     for rank, coordinate in enumerate(itertools.product(*map(range, case.sizes))):
         local = cut(whole, case.placements, case.sizes, coordinate)
         own = Own(tuple(local.shape))
-        layouts = []
+        places = []
         for mesh in (
             FakeMesh(case.sizes, names, rank=rank),
             MeshCoordinate(names, case.sizes, coordinate),
         ):
             placement = CheckpointPlacement(mesh, case.placements, global_shape=case.shape)
-            binding = bind(own, tuple(local.shape), placement)
-            assert binding is not None
-            layouts.append(binding.layout)
-        assert layouts[0] == layouts[1] == sharding_of(case).at(coordinate)
+            place = bind(own, tuple(local.shape), placement)
+            assert place is not None
+            places.append(place.chunks)
+        assert places[0] == places[1] == sharding_of(case).at(coordinate).chunks()
 
 
 @given(st.data())
@@ -293,6 +295,6 @@ def test_fused_rule_makes_the_tensor_s_own_cut_of_that_axis_more_exact(data: st.
         at_fsdp, at_tp = mesh.get_coordinate() or ()
         local = cut(cut(whole, [fused], [tp], [at_tp]), [Shard(0)], [fsdp], [at_fsdp])
         placement = CheckpointPlacement(mesh, {"tp": fused})
-        binding = bound(whole, mesh, ("fsdp", "tp"), own, local, placement)
-        assert binding.global_shape == tuple(whole.shape)
-        assert torch.equal(assembled(whole, binding.layout, binding.layout.chunks()), local)
+        place = bound(whole, mesh, ("fsdp", "tp"), own, local, placement)
+        assert place.global_shape == tuple(whole.shape)
+        assert torch.equal(assembled(whole, local.shape, place.chunks), local)

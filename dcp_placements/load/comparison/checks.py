@@ -8,7 +8,7 @@ from itertools import compress
 from typing import Any
 
 from dcp_placements._torch import Metadata, TensorStorageMetadata, world_size
-from dcp_placements.bind.binding import Binding
+from dcp_placements.bind.binding import Place
 from dcp_placements.bind.lint import lint
 from dcp_placements.errors import Fault
 from dcp_placements.load.comparison.asked import AllAsked, Asked, Asking, Form
@@ -96,11 +96,11 @@ def _compare_cuts(
     for group in groups:
         if group.placed is None:
             continue
-        binding = group.placed.binding
-        key = binding.sharding.cuts, binding.axes
+        place = group.placed.place
+        key = place.sharding.cuts, place.axes
         if key != latest:  # to hash them is slow
             if key not in cuts_by:
-                cuts_by[key] = _cuts_of(binding)
+                cuts_by[key] = _cuts_of(place)
             latest, loaded = key, cuts_by[key]
         # Of equal places most keys were cut alike, too.
         numbers = list(map(record.group_of.__getitem__, group.fqns))
@@ -109,7 +109,7 @@ def _compare_cuts(
             if not saved or not loaded:
                 continue
             compared += numbers.count(number)
-            differing = tuple(differences(saved, loaded, binding.global_shape))
+            differing = tuple(differences(saved, loaded, place.global_shape))
             for fqn, other in zip(group.fqns, numbers, strict=True) if differing else ():
                 if other != number:
                     continue
@@ -125,8 +125,8 @@ def _compare_cuts(
         checks.compared += f"; {waived} differ, waived"
 
 
-def _cuts_of(binding: Binding) -> Cuts:
-    return cuts_of(binding.sharding, [axis.name for axis in binding.axes])
+def _cuts_of(place: Place) -> Cuts:
+    return cuts_of(place.sharding, [axis.name for axis in place.axes])
 
 
 def rename_faults(
@@ -185,11 +185,11 @@ def _ask(asking: Asking, groups: Iterable[Group], excused: Collection[str], *, w
         if not isinstance(group.entry, TensorStorageMetadata):
             continue
         placed = group.placed
-        if whole or placed is None or placed.binding.layout.is_whole:
+        if whole or placed is None or placed.place.is_whole:
             others += map(positions.__getitem__, group.fqns)
             continue
-        rule = None if placed.dims else placed.rule
-        form = Form.of(placed.binding.sharding, _cuts_of(placed.binding), rule)
+        rule = None if placed.is_stack else placed.rule
+        form = Form.of(placed.place.sharding, _cuts_of(placed.place), rule)
         part = asking.group(form, placed.chunks)
         if form.dims:
             states = states or OptimizerStates(dict.fromkeys(positions, UNSEEN))

@@ -22,7 +22,7 @@ from dcp_placements._torch import (
     TensorStorageMetadata,
     axis_group,
 )
-from dcp_placements.bind.binding import Binding
+from dcp_placements.bind.binding import Place
 from dcp_placements.bind.placed import Placing
 from dcp_placements.layout.sharding import Box, Cut
 from dcp_placements.load.exchange.broadcast import Line
@@ -135,7 +135,7 @@ def replica_sets(
         excluded: Whether this rank reads a key for itself alone.
     """
     sets: dict[tuple[str, tuple[Line, ...]], ReplicaSet] = {}
-    lines_of: dict[Binding, tuple[str, tuple[Line, ...]]] = {}
+    lines_of: dict[Place, tuple[str, tuple[Line, ...]]] = {}
     for fqn in sorted(state_dict):
         stored = metadata.state_dict_metadata.get(fqn)
         if not isinstance(stored, TensorStorageMetadata) or excluded(fqn):
@@ -149,11 +149,11 @@ def replica_sets(
         boxes = [Box.whole(tuple(value.shape))]
         if placed is not None:
             # A tensor of stacked rows is no single piece of memory.
-            if placed.dims or placed.has_own_key:
+            if placed.is_stack or placed.has_own_key:
                 continue
-            if placed.binding not in lines_of:
-                lines_of[placed.binding] = _replicated_lines(placed.binding)
-            label, lines = lines_of[placed.binding]
+            if placed.place not in lines_of:
+                lines_of[placed.place] = _replicated_lines(placed.place)
+            label, lines = lines_of[placed.place]
             boxes = [chunk.box for chunk in placed.chunks]
         if math.prod(len(line.ranks) for line in lines) == 1:
             continue
@@ -165,13 +165,13 @@ def replica_sets(
     return [replicas for replicas in sets.values() if replicas.targets]
 
 
-def _replicated_lines(binding: Binding) -> tuple[str, tuple[Line, ...]]:
+def _replicated_lines(place: Place) -> tuple[str, tuple[Line, ...]]:
     """Return the names of the axes that replicate a tensor, and this rank's line along each."""
     names: list[str] = []
     lines: list[Line] = []
-    if binding.is_uniform and binding.homes:
-        sharded = {cut.axis for cut in binding.sharding.cuts if isinstance(cut, Cut)}
-        for at, (axis, home) in enumerate(zip(binding.axes, binding.homes, strict=True)):
+    if place.is_uniform and place.homes:
+        sharded = {cut.axis for cut in place.sharding.cuts if isinstance(cut, Cut)}
+        for at, (axis, home) in enumerate(zip(place.axes, place.homes, strict=True)):
             if at in sharded or axis.size == 1:
                 continue
             group = axis_group(*home)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dcp_placements._torch import Metadata
 from dcp_placements.bind.binding import BindError, Own
 from dcp_placements.bind.lint import lint
-from dcp_placements.bind.placed import Place, Placed
+from dcp_placements.bind.placed import Placed
 from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.boxes import format_box
@@ -117,18 +117,17 @@ class Refusals:
             self._shape_faults[key] = None
             local = layout_at(sharding, placement, self._axes, [], coordinate).local_shape
             try:
-                binding = bind(Own(local), local, placement)
+                place = bind(Own(local), local, placement)
             except BindError as error:
                 self._shape_faults[key] = error.headline, (*error.details, f"by rule:     {rule}")
             else:
-                assert binding is not None
-                whole = binding.global_shape
+                assert place is not None
+                whole = place.global_shape
                 if whole != shape:
                     needs = f"{local} on a rank makes {whole}"
                     headline, details = shape_mismatch(shape, whole, needs, rule)
                     way = f"             global_shape={shape} in the rule, where parts are uneven"
                     self._shape_faults[key] = headline, (*details, way)
-                place = Place(binding, (), 0)
                 placed = [Placed(f, part.tensors.example, place, rule) for f in part.fqns]
                 self._notes.update(dict.fromkeys(lint(placed, renamed=renamed)))
         fault = self._shape_faults[key]

@@ -154,10 +154,10 @@ def left_to_others(placed: Iterable[Placed]) -> set[str]:
     left = set()
     for tensor in placed:
         own = () if tensor.mesh is None else mesh_axes(tensor.mesh, with_ranks=True) or ()
-        cut = {cut.axis for cut in tensor.binding.sharding.cuts}
+        cut = {cut.axis for cut in tensor.place.sharding.cuts}
         if any(
             axis.position
-            for i, axis in enumerate(tensor.binding.axes)
+            for i, axis in enumerate(tensor.place.axes)
             if i not in cut and any(axis.is_same(other) for other in own)
         ):
             left.add(tensor.fqn)
