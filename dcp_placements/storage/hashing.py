@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -91,7 +92,8 @@ def object_digest(value: Any) -> bytes | None:
     """Return a digest of 8 bytes of a pickled object; None if it cannot be pickled so.
 
     Equal objects have equal digests: the order of dicts and sets does not count, nor whether two
-    equal values inside are one object. Objects that refer to themselves are pickled as usual.
+    equal values inside are one object, nor how tensors and arrays lie in memory. Objects that refer
+    to themselves are pickled as usual.
     """
     for pickler in (_OrderlessPickler, pickle.Pickler):
         buffer = BytesIO()
@@ -106,7 +108,7 @@ def object_digest(value: Any) -> bytes | None:
 
 
 class _OrderlessPickler(pickle.Pickler):
-    """Pickles equal objects to equal bytes: no references, dicts and sets by their content."""
+    """Pickles equal objects to equal bytes: no references, containers and arrays by content."""
 
     def __init__(self, buffer: BytesIO) -> None:
         super().__init__(buffer)
@@ -114,10 +116,28 @@ class _OrderlessPickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) is dict:
-            return "dict", sorted((_pickled(k), _pickled(v)) for k, v in value.items())
+            return "dict", _orderless(value.items())
         if type(value) in (set, frozenset):
             return type(value).__name__, sorted(map(_pickled, value))
+        if isinstance(value, torch.Tensor) and (digest := full_digest(value)) is not None:
+            return "tensor", type(value), str(value.dtype), tuple(value.shape), digest
+        if type(value) is np.ndarray:
+            contents = tuple(value.flat) if value.dtype.hasobject else value.tobytes()
+            return "array", value.dtype, value.shape, contents
         return None
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a dict of another class is made; the order counts in an ``OrderedDict``."""
+        if not isinstance(value, dict) or isinstance(value, OrderedDict):
+            return NotImplemented
+        reduced: Any = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        make, arguments, *rest = reduced
+        state, listed, items = [*rest, None, None, None][:3]
+        return make, arguments, (state, listed, None if items is None else _orderless(items))
+
+
+def _orderless(items: Iterable[tuple[Any, Any]]) -> list[tuple[bytes, bytes]]:
+    return sorted((_pickled(key), _pickled(value)) for key, value in items)
 
 
 def _pickled(value: Any) -> bytes:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 
@@ -135,6 +139,58 @@ def test_equal_objects_have_equal_digests() -> None:
     assert object_digest({"lr": 0.1}) == object_digest({"lr": 0.1})
     assert object_digest({"lr": 0.1}) != object_digest({"lr": 0.2})
     assert object_digest({"rank": 0}) != object_digest({"rank": 1})
+
+
+class Settings:
+    """An object with a tensor in it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def counted(*keys: str) -> defaultdict[str, int]:
+    made: defaultdict[str, int] = defaultdict(int)
+    made.update({key: len(key) for key in keys})
+    return made
+
+
+SQUARE = np.arange(6.0).reshape(2, 3)
+OBJECTS = np.array([["a", 1], [None, 2.5]], object)
+EQUAL: dict[str, tuple[object, object, object]] = {
+    "tensor": (torch.ones(3), torch.ones(3), torch.zeros(3)),
+    "view": (torch.ones(6)[:3], torch.ones(3), torch.ones(6)[:4]),
+    "shape": (torch.ones(2, 3), torch.ones(2, 3), torch.ones(3, 2)),
+    "dtype": (torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+    "class": (torch.ones(2), torch.ones(2), torch.nn.Parameter(torch.ones(2))),
+    "transposed": (torch.ones(2, 3).t(), torch.ones(3, 2), torch.ones(2, 3)),
+    "sparse": (torch.eye(3).to_sparse(), torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()),
+    "generator": (
+        torch.Generator().manual_seed(1).get_state(),
+        torch.Generator().manual_seed(1).get_state(),
+        torch.Generator().manual_seed(2).get_state(),
+    ),
+    "instance": (Settings(torch.ones(3)), Settings(torch.ones(3)), Settings(torch.zeros(3))),
+    "array": (SQUARE, np.asfortranarray(SQUARE), SQUARE + 1),
+    "shape of an array": (SQUARE, SQUARE[:], SQUARE.reshape(3, 2)),
+    "array of objects": (OBJECTS, np.asfortranarray(OBJECTS), OBJECTS.T),
+    "defaultdict": (counted("a", "bb"), counted("bb", "a"), counted("a", "ccc")),
+    "factory": (counted("a"), counted("a"), defaultdict(float, a=1)),
+    "Counter": (Counter("abb"), Counter("bab"), Counter("aab")),
+    "OrderedDict": (OrderedDict(a=1, b=2), OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+}
+
+
+@pytest.mark.parametrize("case", EQUAL)
+@pytest.mark.parametrize(
+    "within", [lambda x: x, lambda x: (x, 1), lambda x: [{"k": x}], lambda x: defaultdict(int, k=x)]
+)
+def test_objects_are_compared_by_what_they_contain(
+    case: str, within: Callable[[object], object]
+) -> None:
+    one, same, other = (object_digest(within(value)) for value in EQUAL[case])
+    assert one is not None
+    assert one == same
+    assert other not in (one, None)
 
 
 def test_objects_that_contain_themselves_have_a_digest() -> None:
