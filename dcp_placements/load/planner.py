@@ -40,6 +40,7 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.options import (
     ItemsToCome,
+    RunAttribute,
     Runs,
     check_choice,
     check_declaration,
@@ -82,10 +83,22 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
     Attributes:
         report: After planning, this rank's ``LoadReport``; complete when the load has ended.
+        state_dict: Flat, with the checkpoint's keys; this and the following are of the load that
+            this thread plans, of a thread that plans none the latest.
+        original_state_dict: As it was given.
+        mappings: Where each key stands in that.
+        metadata: The checkpoint's.
+        is_coordinator: Whether this rank is the coordinator.
 
     Raises:
         PlacementError: An option with an unknown value.
     """
+
+    state_dict: Any = RunAttribute()
+    original_state_dict: Any = RunAttribute()
+    mappings: Any = RunAttribute()
+    metadata: Any = RunAttribute()
+    is_coordinator: Any = RunAttribute()
 
     def __init__(
         self,
@@ -121,15 +134,6 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         """What the latest load reads on this rank."""
         return self._runs.latest.report
 
-    @property
-    def state_dict(self) -> dict[str, Any]:
-        """Flat, with the checkpoint's keys: that of the load which this thread plans."""
-        return self._runs.planned.state_dict
-
-    @state_dict.setter
-    def state_dict(self, values: dict[str, Any]) -> None:
-        self._runs.planned.state_dict = values
-
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -144,6 +148,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if metadata is not None:
             check_unpickled(metadata)
         load = self._runs.begin()
+        load.is_coordinator = is_coordinator
         load.metadata = metadata if metadata is not None else Metadata({})
 
         def by_torch(part: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:

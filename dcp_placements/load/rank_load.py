@@ -75,6 +75,7 @@ class RankLoad:
         state_dict: Flat, with the checkpoint's keys.
         mappings: Where each key stands in the nested dict.
         metadata: The checkpoint's.
+        is_coordinator: Whether this rank is the coordinator.
         local_keys: The rank's own keys.
         refusal: Why the rank cannot load; the coordinator raises it for all ranks.
         placing: The tensors' places.
@@ -97,6 +98,7 @@ class RankLoad:
     state_dict: dict[str, Any] = field(default_factory=dict)
     mappings: dict[str, Path] = field(default_factory=dict)
     metadata: Metadata = field(default_factory=lambda: Metadata({}))
+    is_coordinator: bool = False
     local_keys: set[str] = field(default_factory=set)
     refusal: RankFaults | None = None
     placing: Placing = field(default_factory=Placing)

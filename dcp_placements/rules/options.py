@@ -70,8 +70,10 @@ class ItemsToCome(Sequence[Any]):
 
 NOT_FINISHED = (
     "a plan of this package has no items before finish_plan() of the rank that made it\n"
-    "    likely:      the coordinator uses another planner than this rank\n"
-    "    way out:     the same planner on every rank; installed() on every rank"
+    "    likely:      the coordinator uses another planner than this rank; or a subclass reads or "
+    "replaces the items of a plan\n"
+    "    way out:     the same planner on every rank; installed() on every rank; in a subclass the "
+    "items that super().finish_plan() returns"
 )
 
 
@@ -131,6 +133,22 @@ def of_run(value: Any, run: object) -> Any:
 def items_of_run(items: Sequence[Any], run: object) -> list[Any]:
     """Return items that know their save or load."""
     return [of_run(item, run) for item in items]
+
+
+class RunAttribute:
+    """An attribute of a planner that is one of the save or load which the thread plans.
+
+    Torch's planners have it, so that subclasses of theirs get and set it.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, planner: Any, owner: type) -> Any:
+        return self if planner is None else getattr(planner._runs.planned, self._name)
+
+    def __set__(self, planner: Any, value: Any) -> None:
+        setattr(planner._runs.planned, self._name, value)
 
 
 def check_declaration(

@@ -36,6 +36,7 @@ from dcp_placements.report import SaveReport
 from dcp_placements.rules.options import (
     NOT_FINISHED,
     ItemsToCome,
+    RunAttribute,
     Runs,
     check_choice,
     check_declaration,
@@ -103,10 +104,24 @@ class PlacementSavePlanner(DefaultSavePlanner):
     Attributes:
         report: After planning, a ``SaveReport``; of all ranks on the coordinator, of what this
             rank holds on the others.
+        state_dict: Flat, with the checkpoint's keys; this and the following are of the save that
+            this thread plans, of a thread that plans none the latest.
+        mappings: Where each key stands in the nested dict.
+        plan: What this rank writes; None before all ranks have agreed.
+        global_plan: The plans of all ranks, on the coordinator.
+        metadata: What will be in ``.metadata``, on the coordinator.
+        is_coordinator: Whether this rank is the coordinator.
 
     Raises:
         PlacementError: An option with an unknown value.
     """
+
+    state_dict: Any = RunAttribute()
+    mappings: Any = RunAttribute()
+    plan: Any = RunAttribute()
+    global_plan: Any = RunAttribute()
+    metadata: Any = RunAttribute()
+    is_coordinator: Any = RunAttribute()
 
     def __init__(
         self,
@@ -152,32 +167,23 @@ class PlacementSavePlanner(DefaultSavePlanner):
             save.report = summarise_rank(save.holding, save.placing, self.waive)
         return save.report
 
-    @property
-    def state_dict(self) -> dict[str, Any]:
-        """Flat, with the checkpoint's keys: that of the save which this thread plans."""
-        return self._runs.planned.state_dict
-
-    @state_dict.setter
-    def state_dict(self, values: dict[str, Any]) -> None:
-        self._runs.planned.state_dict = values
-
-    @property
-    def plan(self) -> SavePlan | None:  # type: ignore[override]
-        """What this rank writes in the latest save; None before all ranks have agreed."""
-        return self._runs.latest.plan
-
-    @property
-    def global_plan(self) -> list[SavePlan]:  # type: ignore[override]
-        """The plans of all ranks in the latest save, on the coordinator."""
-        return self._runs.latest.global_plan
-
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
+        storage_meta: StorageMeta | bool | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict, flat and under the checkpoint's keys. Called on every rank."""
+        """Take the state dict, flat and under the checkpoint's keys. Called on every rank.
+
+        Args:
+            state_dict: As for ``dcp.save``.
+            storage_meta: Names the directory. Where a subclass does not name this parameter,
+                torch gives ``is_coordinator`` in its place.
+            is_coordinator: Whether this rank is the coordinator.
+        """
+        if isinstance(storage_meta, bool):
+            is_coordinator = storage_meta
+            storage_meta = None
         if isinstance(storage_meta, Metadata):
             raise PlacementError(
                 "a PlacementSavePlanner cannot load: dcp.load wants a load planner"
@@ -324,21 +330,21 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 for plan, assignment in zip(all_plans, assignments, strict=True)
             ]
             data = self._planner_data(coordinator, assignments, alone)
-            metadata = Metadata(coordinator.metadata, planner_data=data)
-        return save.global_plan, metadata
+            save.metadata = Metadata(coordinator.metadata, planner_data=data)
+        return save.global_plan, save.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return what this rank writes. Called on every rank.
 
         Raises:
             PlacementError: The storage writer is torch's ``HuggingFaceStorageWriter``; or the
-                coordinator has another planner.
+                coordinator has another planner; or a subclass gave the plan items.
         """
         save = self._runs.planned
         if save.refusal is not None:  # and the coordinator's planner is another one
             raise save.refusal
         assignment = new_plan.planner_data
-        if not isinstance(assignment, Assignment):
+        if not (isinstance(assignment, Assignment) and isinstance(new_plan.items, ItemsToCome)):
             raise PlacementError(NOT_FINISHED)
         if is_of_hugging_face_writer(new_plan.storage_data):
             raise PlacementError(

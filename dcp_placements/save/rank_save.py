@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import (
+    Metadata,
     MetadataIndex,
     SavePlan,
     global_rank,
@@ -41,6 +42,7 @@ class RankSave:
         mappings: Where each key stands in the nested dict.
         plan: What the rank writes, when all ranks have agreed.
         global_plan: Coordinator only: the plans of all ranks.
+        metadata: Coordinator only: what will be in ``.metadata``.
         is_coordinator: Whether this rank is the coordinator.
         placing: Its tensors' places.
         paths: By key, where it stands in the nested dict of the checkpoint; empty where the state
@@ -60,6 +62,7 @@ class RankSave:
     mappings: dict[str, Path] = field(default_factory=dict)
     plan: SavePlan | None = None
     global_plan: list[SavePlan] = field(default_factory=list)
+    metadata: Metadata | None = None
     is_coordinator: bool = False
     placing: Placing = field(default_factory=Placing)
     paths: Mapping[str, Path] = field(default_factory=dict)

@@ -8,7 +8,16 @@ from heapq import heapify, heapreplace
 from io import BytesIO
 from typing import Any
 
-from dcp_placements._torch import SavePlanner, WriteItem, WriteItemType, cpu_tensors
+import torch
+
+from dcp_placements._torch import (
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+    cpu_tensors,
+    global_rank,
+)
+from dcp_placements.errors import PlacementError
 from dcp_placements.storage.metadata.table import RowsBuilder
 from dcp_placements.storage.record_writer import (
     batches,
@@ -45,6 +54,9 @@ class DataFile:
             builder: Takes a row for each of what is written.
             threads: That write files.
             ahead_nbytes: Bytes that may be copied to the host ahead.
+
+        Raises:
+            PlacementError: A tensor of another dtype or shape than its item says.
         """
         tensors = []
         for item in self.items:
@@ -60,9 +72,25 @@ class DataFile:
         loaded = cpu_tensors(
             tensors, nbytes, planner.resolve_data, threads=threads, ahead_nbytes=ahead_nbytes
         )
-        for batch, items in batches(loaded):
+        for batch, items in batches(map(_as_planned, loaded)):
             length = save_tensors(batch, stream)
             builder.append([item.index for item in items], path=self.name, length=length)
+
+
+def _as_planned(loaded: tuple[torch.Tensor, WriteItem]) -> tuple[torch.Tensor, WriteItem]:
+    """Return a tensor and its item, which say the same of dtype and shape."""
+    tensor, item = loaded
+    data = item.tensor_data
+    assert data is not None
+    if tensor.dtype != data.properties.dtype or tensor.shape != data.chunk.sizes:
+        raise PlacementError(
+            f"{item.index.fqn}, rank {global_rank()}: resolve_data() of the planner returned "
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}, but the metadata will say "
+            f"{data.properties.dtype} of shape {tuple(data.chunk.sizes)}\n"
+            "    likely:      the planner is a subclass that casts while it saves\n"
+            "    way out:     cast before: dcp.save() with the tensors that are to be stored"
+        )
+    return loaded
 
 
 def chunk_nbytes(item: WriteItem) -> int:
