@@ -19,14 +19,6 @@ from dcp_placements.testing import FakeMesh, World, cut, real_dtensor
 
 LAYERS, EXPERTS, HIDDEN, WIDTH, VOCAB = 2, 4, 4, 8, 130
 
-TOP = ["embed_tokens.embedding.weight", "norm.weight", "lm_head.col.linear.weight"]
-TOP += ["hc_head.hc_fn", "hc_head.hc_base", "hc_head.hc_scale"]
-BLOCK = ["input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.self_attn.wq_a"]
-BLOCK += ["attn_hc.fn", "mlp.gate.gate.weight", "mlp.gate.expert_bias"]
-BLOCK += ["mlp.shared_experts.gate_up.weight", "mlp.shared_experts.down.weight"]
-DEEPSEEK_V4 = [*BLOCK, "mlp.experts.fc1.weight{}", "mlp.experts.fc2.weight{}"]
-"""Of a layer, as ``model/deepseek_v4/lite/checkpoint.py`` names them; ``{}`` is the expert."""
-
 KIMI = ["self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight"]
 KIMI += ["self_attention.linear_q_up_proj.linear.layer_norm_weight"]
 KIMI += ["self_attention.linear_q_up_proj.linear.weight"]
@@ -39,12 +31,6 @@ KIMI += ["moe.experts.fc1.weight{}", "moe.experts.fc2.weight{}"]
 KIMI_TOP = ["embed.embedding.weight", "norm.weight", "head.col.linear.weight"]
 KIMI_TOP += ["mtp.layers.0.enorm.weight", "mtp.layers.0.eh_proj.linear.weight"]
 KIMI_TOP += ["mtp.layers.0.transformer_layer.moe.experts.fc1.weight{}"]
-QWEN = ["attn.qkv.linear.layer_norm_weight", "attn.qkv.linear.weight", "attn.proj.linear.weight"]
-QWEN += ["attn.q_norm.weight", *KIMI[-2:]]
-
-MODELS = {"deepseek_v4": (TOP, DEEPSEEK_V4), "kimi_k2": (KIMI_TOP, KIMI), "qwen3_moe": (TOP, QWEN)}
-COUNT_FROM_0 = {"kimi_k2", "qwen3_moe"}
-"""Models whose stages count their layers from 0."""
 
 
 def how(name: str) -> Any:
@@ -74,9 +60,8 @@ def shape_of(name: str) -> tuple[int, ...]:
     return (EXPERTS, HIDDEN) if "gate.weight" in name else (HIDDEN,)
 
 
-def whole_model(model: str) -> dict[str, torch.Tensor]:
-    top, block = MODELS[model]
-    names = [*top, *(f"layers.{layer}.{name}" for layer in range(LAYERS) for name in block)]
+def whole_model() -> dict[str, torch.Tensor]:
+    names = [*KIMI_TOP, *(f"layers.{layer}.{name}" for layer in range(LAYERS) for name in KIMI)]
     return filled(
         [
             name.format(expert)
@@ -110,31 +95,30 @@ class Topology:
         stage, each = (self.meshes(rank)[0].get_coordinate() or [0])[0], LAYERS // self.pp
         return range(stage * each, (stage + 1) * each)
 
-    def preset(self, model: str, rank: int) -> Placements:
+    def preset(self, rank: int) -> Placements:
         return megatron_lite(
             *self.meshes(rank),
             experts=EXPERTS,
-            layers=self.layers(rank) if model in COUNT_FROM_0 else None,
+            layers=self.layers(rank),
             num_layers=LAYERS,
             vocabulary=(VOCAB, HIDDEN),
             data_parallel="fsdp2" if self.fsdp else "ddp",
         )
 
-    def state_dict(self, model: str, rank: int) -> dict[str, Any]:
+    def state_dict(self, rank: int) -> dict[str, Any]:
         """Return what the rank holds: whole tensors cut by plain slicing, under its own names."""
         dense, expert = self.meshes(rank)
         at = dict(zip(expert.mesh_dim_names or (), expert.get_coordinate() or (), strict=True))
         each = EXPERTS // self.ep
         layers = self.layers(rank)
         held: dict[str, Any] = {}
-        for name, whole in whole_model(model).items():
+        for name, whole in whole_model().items():
             key = name
             layer = re.match(r"layers\.(\d+)", name)
             if layer is not None:
                 if int(layer[1]) not in layers:
                     continue
-                if model in COUNT_FROM_0:
-                    key = f"layers.{int(layer[1]) - layers.start}{name[layer.end() :]}"
+                key = f"layers.{int(layer[1]) - layers.start}{name[layer.end() :]}"
             elif ("embed" in name and layers.start) or (
                 "embed" not in name and layers.stop < LAYERS
             ):
@@ -170,38 +154,36 @@ TOPOLOGIES = {
 
 
 @pytest.mark.parametrize(
-    ("model", "saved", "loaded"),
+    ("saved", "loaded"),
     [
-        ("deepseek_v4", "pp2_ep2_fsdp", "ep4_etp2"),
-        ("deepseek_v4", "ep4_etp2", "one"),
-        ("kimi_k2", "tp2_pp2_ep2", "tp2_ep2_etp2_fsdp"),
-        ("kimi_k2", "tp2_ep2_etp2_fsdp", "pp2_ep2_fsdp"),
-        ("qwen3_moe", "tp2_ep2_etp2_fsdp", "tp2_pp2_ep2"),
-        ("qwen3_moe", "tp2_pp2_ep2", "one"),
+        ("tp2_pp2_ep2", "tp2_ep2_etp2_fsdp"),
+        ("tp2_ep2_etp2_fsdp", "pp2_ep2_fsdp"),
+        ("pp2_ep2_fsdp", "ep4_etp2"),
+        ("ep4_etp2", "one"),
     ],
 )
 def test_a_model_is_whole_in_the_file_and_loads_into_another_topology(
-    model: str, saved: str, loaded: str, tmp_path: Path
+    saved: str, loaded: str, tmp_path: Path
 ) -> None:
     before, after = TOPOLOGIES[saved], TOPOLOGIES[loaded]
     save(
         tmp_path,
         World(before.world),
-        lambda rank: before.state_dict(model, rank),
-        lambda rank: before.preset(model, rank),
+        lambda rank: before.state_dict(rank),
+        lambda rank: before.preset(rank),
     )
-    wanted = {f"model.{name}": whole for name, whole in whole_model(model).items()}
+    wanted = {f"model.{name}": whole for name, whole in whole_model().items()}
     assert_equal(read_whole(tmp_path), wanted)
     load(
         tmp_path,
         World(after.world),
-        lambda rank: after.state_dict(model, rank),
-        lambda rank: after.preset(model, rank),
+        lambda rank: after.state_dict(rank),
+        lambda rank: after.preset(rank),
     )
 
 
 def test_optimizer_state_has_its_parameters_number_and_place() -> None:
-    preset = TOPOLOGIES["tp2_pp2_ep2"].preset("kimi_k2", 7)
+    preset = TOPOLOGIES["tp2_pp2_ep2"].preset(7)
     assert preset.rename is not None
     for prefix in ("optim.state.", "optim.state.model_pp1.", "optimizer.state.", "model_pp1."):
         key = preset.rename(f"{prefix}layers.0.moe.experts.fc1.weight1.exp_avg")

@@ -7,19 +7,15 @@ import io
 import os
 import pickle
 import random
-import struct
 import subprocess
 import sys
 import warnings
-import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -34,7 +30,7 @@ from dcp_placements import (
 from dcp_placements.offline import CannotLook, Checkpoint, inspect, verify
 from dcp_placements.storage.index import blocks, packing
 from dcp_placements.storage.index.blocks import blocks_of
-from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
+from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries
 from dcp_placements.storage.metadata import file
@@ -113,16 +109,6 @@ def test_a_save_of_several_ranks_is_read_by_its_index(tmp_path: Path) -> None:
     # Ranks cut alike wrote alike but for the first, which wrote the shared object.
     assert len(index.templates) < len(index.writers.templates) + 1
     assert index.places[0].listed >= 0
-
-
-def test_the_text_of_a_key_is_pickled_once(tmp_path: Path) -> None:
-    whole = save(tmp_path)
-    data = (tmp_path / ".metadata").read_bytes()
-    stock = data[: pickle_nbytes(data)]
-    planner_data = pickle.loads(stock).planner_data
-    for key in whole:
-        assert planner_data[key] == (key,)
-        assert stock.count(b"X" + struct.pack("<I", len(key)) + key.encode()) == 1
 
 
 @pytest.mark.parametrize("stock_metadata", [True, False], ids=["stock", "index"])
@@ -333,66 +319,6 @@ def blocks_or_refusal(path: Path) -> None:
         blocks_of(stream)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_columns_come_back(seed: int) -> None:
-    random_ = np.random.default_rng(seed)
-    columns = [
-        np.arange(0, 700, 7),
-        np.tile(np.arange(5) * (1 << 40), 30),
-        random_.integers(-(1 << 62), 1 << 62, 50),
-        random_.integers(0, 3, int(random_.integers(0, 40))),
-        np.array([-(1 << 63), (1 << 63) - 1, 0]),
-    ]
-    texts = ["", "a.b", "\N{SNOWMAN}\udc80", "x" * 300]
-    writer = ColumnWriter()
-    for column in columns:
-        writer.ints(column)
-    writer.texts(texts)
-    writer.texts(["ascii", "only"])
-    packed = writer.packed()
-    reader = ColumnReader(packed)
-    for column in columns:
-        assert np.array_equal(reader.ints(len(column)), column)
-    assert reader.texts() == texts
-    assert reader.texts() == ["ascii", "only"]
-    # Damage is refused, or gives columns of the right length.
-    broken = bytearray(packed)
-    for at in random_.integers(0, len(packed), 20).tolist():
-        broken[at] ^= int(random_.integers(1, 256))
-    reader = ColumnReader(bytes(broken))
-    try:
-        for column in columns:
-            assert len(reader.ints(len(column))) == len(column)
-        reader.texts()
-    except IndexDamage:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("counts", "reason"),
-    [
-        ([5, 6], "runs of other lengths than their column"),
-        ([4, 5], "runs of other lengths than their column"),
-        ([0, 10], "a run of no numbers"),
-        ([11, -1], "a run of no numbers"),
-        # Modulo 2**64 they add up.
-        ([(1 << 63) - 1, (1 << 63) - 1, 12], "runs of other lengths than their column"),
-    ],
-)
-def test_runs_that_are_not_as_long_as_their_column_are_refused(
-    counts: list[int], reason: str
-) -> None:
-    def runs(lengths: list[int]) -> ColumnReader:
-        head = struct.pack("<BBQQ", 2, 0, 10, len(lengths))
-        kind, form = (0, "B") if min(lengths) >= 0 and max(lengths) < 256 else (6, "q")
-        packed = struct.pack(f"<{len(lengths)}{form}", *lengths)
-        return ColumnReader(head + bytes(len(lengths)) + bytes([kind]) + packed)
-
-    assert runs([4, 6]).ints().tolist() == [0] * 10
-    with pytest.raises(IndexDamage, match=reason):
-        runs(counts).ints()
-
-
 @pytest.mark.parametrize("where", ["head", "rows", "end"])
 def test_of_a_pickle_that_is_not_the_one_of_its_index_nothing_is_executed(
     tmp_path: Path, where: str
@@ -431,14 +357,3 @@ def test_much_stock_metadata_is_warned_of(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         save(tmp_path, stock_limit=19 * 52)
         save(tmp_path, stock_limit=0, stock_metadata=False)
-
-
-def test_an_index_of_more_blocks_than_bytes_is_refused_before_they_are_listed() -> None:
-    columns = ColumnWriter()
-    columns.ints(np.zeros(1 << 22, np.int64))  # packed as one run
-    packed = columns.packed() + bytes(1 << 20)
-    stored = zlib.compress(packed)
-    digest = xxhash.xxh3_128_digest(stored)
-    data = stored + blocks._TRAILER.pack(0, len(stored), len(packed), digest, blocks.MAGIC)
-    with pytest.raises(IndexDamage, match=r"4,194,304 numbers where"):
-        blocks_of(io.BytesIO(data))
