@@ -283,6 +283,40 @@ def test_m87_files_of_one_kind_or_of_parts_are_one_model(tmp_path: Path, names: 
     assert set(Checkpoint(tmp_path).tensors) == {"w0", "w1"}
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["model-00001-of-00002"], ["1 of 2 parts of model", "missing:     2\n"]),
+        (["model-2-of-9", "model-9-of-9"], ["2 of 9 parts", "missing:     1, 3, 4, 5 and more\n"]),
+        (["shard-00001-model-00001-of-00002"], ["1 of 2 parts of model", "missing:     2\n"]),
+        (["x-00000-of-00002"], ["1 of 2 parts of x", "missing:     1\n"]),
+        (["m-1-of-9999999999999999"], ["missing:     2, 3, 4, 5 and more\n"]),
+    ],
+)
+def test_parts_of_a_model_without_the_others_are_refused(
+    tmp_path: Path, run: Run, names: list[str], said: list[str]
+) -> None:
+    (tmp_path / "hf").mkdir()
+    for number, name in enumerate(names):
+        save_file({f"w{number}": torch.ones(3)}, tmp_path / "hf" / f"{name}.safetensors")
+    for asked in (
+        ("verify", tmp_path / "hf", "--contents"),
+        ("diff", tmp_path / "hf", tmp_path / "hf"),
+        ("import", "--from", "hf", tmp_path / "hf", tmp_path / "ckpt"),
+    ):
+        ran = run(*asked)
+        assert (ran.code, ran.out) == (2, "")
+        assert all(text in ran.err for text in said), ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_files_without_a_tensor_are_refused(tmp_path: Path, run: Run) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    ran = run("verify", tmp_path, "--contents")
+    assert (ran.code, ran.out) == (2, "")
+    assert "no tensor in model.safetensors" in ran.err
+
+
 def test_m87_where_there_is_an_index_other_files_do_not_count(tmp_path: Path) -> None:
     save_hugging_face(tmp_path, {"w": torch.ones(3), "v": torch.ones(2)})
     save_file({"w": torch.zeros(3), "u": torch.ones(2)}, tmp_path / "consolidated.safetensors")

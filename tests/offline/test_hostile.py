@@ -76,6 +76,46 @@ def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path: Path) -> None:
     assert verify(snapshot).sound
 
 
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("out", "it leads out of the directory, to "),
+        ("dangling", "it is a link to what is not there"),
+        ("fifo", "it is no plain file"),
+        ("directory", "it is no plain file"),
+    ],
+)
+def test_safetensors_that_are_not_opened_are_refused_by_name(
+    tmp_path: Path, run: Run, kind: str, why: str, indexed: bool
+) -> None:
+    path, other = tmp_path / "hf", tmp_path / "other"
+    for one in (path, other):
+        save_hugging_face(one, {"a": torch.ones(2), "b": torch.ones(3)})
+    if not indexed:
+        (path / "model.safetensors.index.json").unlink()
+    file = max(path.glob("*.safetensors"))
+    file.rename(tmp_path / "kept")
+    if kind in ("out", "dangling"):
+        file.symlink_to(tmp_path / ("kept" if kind == "out" else "nowhere"))
+    elif kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+    for asked in (
+        ("verify", path, "--contents"),
+        ("inspect", path),
+        ("diff", path, path),
+        ("diff", other, path),
+        ("import", "--from", "hf", path, tmp_path / "out"),
+    ):
+        ran = run(*asked)
+        assert (ran.code, ran.out) == (2, ""), asked
+        assert f"{file}: {why}" in ran.err
+        assert "way out:     fetch the file into the directory: cp -L" in ran.err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "doctor"])
 def test_a_fifo_does_not_hang(tmp_path: Path, run: Run, command: str) -> None:
     save_sharded(tmp_path)

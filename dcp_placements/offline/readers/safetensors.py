@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import count, islice
 from math import prod
 from typing import Any
 
@@ -24,6 +25,7 @@ WHOLE = {"model", "consolidated", "adapter_model"}
 """How files are named that hold a whole model, or a whole adapter, without their numbers."""
 
 _NUMBERING = re.compile(r"^shard-\d+-|-\d+-of-\d+$")
+_PART = re.compile(r"-(\d+)-of-(\d+)$")
 
 
 def read_safetensors_metadata(
@@ -42,7 +44,8 @@ def read_safetensors_metadata(
     Raises:
         CannotLook: The index or a header is broken, files disagree about a tensor, or the export to
             the directory has not finished. There are several indices; or, without one, the files of
-            a whole model or adapter beside files of other names.
+            a whole model or adapter beside files of other names, or some parts of a model. A file
+            leads out of the directory, nowhere, or is no plain file. There is no tensor.
     """
     index = _read_index(directory)
     if index is None and any(name.startswith(MARKER) for name in directory.names()):
@@ -52,9 +55,12 @@ def read_safetensors_metadata(
         )
     if index is None:
         _check_one_model(directory, files)
+        _check_parts(directory, files)
     entries_of: dict[str, list[tuple[str, Entry]]] = {}
     for file in files if index is None else sorted(set(index.values())):
         size = directory.size(file)
+        if size is None and file in files:
+            raise _not_opened(directory, file)
         if size is None:
             continue
         with directory.open(file) as stream:
@@ -86,6 +92,8 @@ def read_safetensors_metadata(
         for fqn, file in (index or {}).items()
         if file not in [name for name, _ in entries_of.get(fqn, ())]
     }
+    if not tensors and not absent:
+        raise CannotLook(f"{directory.path}: no tensor in {format_names(files, 4)}")
     built = build_entries(tensors)
     rows = build_index(by_file(rows_of_places(places)), built)
     return with_columns(Metadata({}), built, rows), absent
@@ -130,3 +138,40 @@ def _check_one_model(directory: Directory, files: Sequence[str]) -> None:
             "meant\n"
             "    way out:     give a directory with the files of one of them"
         )
+
+
+def _check_parts(directory: Directory, files: Sequence[str]) -> None:
+    """Refuse files of which the names say that there are more."""
+    parts: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        name = file.removesuffix(".safetensors")
+        if part := _PART.search(name):
+            model = _NUMBERING.sub("", name), int(part[2])
+            parts.setdefault(model, set()).add(int(part[1]))
+    for (name, most), numbers in parts.items():
+        if len(numbers) < most:
+            first = 0 if 0 in numbers else 1
+            lacking = (number for number in count(first) if number not in numbers)
+            named = islice(lacking, min(most - len(numbers), 4))
+            raise CannotLook(
+                f"{directory.path}: {len(numbers)} of {most} parts of {format_name(name)}, and no "
+                "index\n"
+                f"    missing:     {', '.join(map(str, named))}"
+                f"{' and more' if most - len(numbers) > 4 else ''}\n"
+                "    likely:      a download or a copy that was cut off\n"
+                "    way out:     fetch the other parts, too"
+            )
+
+
+def _not_opened(directory: Directory, file: str) -> CannotLook:
+    """Return the error of a file that is in the directory and may not be opened."""
+    why = directory.why_barred(file)
+    if why is None:
+        path = directory.local(file)
+        is_link = path is not None and path.is_symlink() and not path.exists()
+        why = "it is a link to what is not there" if is_link else "it is no plain file"
+    return CannotLook(
+        f"{directory.path}/{format_name(file)}: {why}\n"
+        "    way out:     fetch the file into the directory: cp -L copies what links lead to, and "
+        "huggingface-cli download --local-dir writes no links"
+    )
