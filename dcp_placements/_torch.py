@@ -354,3 +354,14 @@ def cpu_tensors(
         loader.add(size, item)
     loader.start_loading()
     return loader.values()  # type: ignore[no-any-return]
+
+
+def check_opens(stream: Any) -> None:
+    """Open a zip file as ``torch.load`` does, and find its entries.
+
+    Raises:
+        RuntimeError: Torch refuses it.
+    """
+    reader: Any = torch._C.PyTorchFileReader(stream)
+    for name in reader.get_all_records():
+        reader.get_record_offset(name)

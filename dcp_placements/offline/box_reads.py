@@ -18,12 +18,13 @@ from dcp_placements._torch import (
     StorageInfo,
     TensorStorageMetadata,
 )
-from dcp_placements.errors import Fault, PlacementError, format_faults
+from dcp_placements.errors import CannotLook, Fault, PlacementError, format_faults
 from dcp_placements.layout.boxes import Index
 from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import pieces_of
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
+from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.file_reads import CountedFile, FilePart, Part
 from dcp_placements.storage.merged_reads import ChunkReader
 from dcp_placements.storage.metadata.chunk_list import ChunkList
@@ -110,6 +111,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 covers stay as they are.
 
         Raises:
+            CannotLook: A file may not be read, or its service does not answer.
             PlacementError: A file is missing, too short, or holds something else.
         """
         if into is None:
@@ -132,6 +134,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 raise
             except Exception as error:
                 # Extensions undo the transforms of streams, and can raise anything.
+                if not any(record.info.transform_descriptors for record in records):
+                    self._check_readable(name, error)
                 reason = f"{type(error).__name__}: {error}"
                 raise _unread(tensor.fqn, name, reason) from error
             finally:
@@ -214,12 +218,18 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         try:
             stream = self._checkpoint.directory.open(name)
         except OSError as error:
+            self._check_readable(name, error)
             raise _unread(fqn, name, str(error)) from error
         while len(self._files) >= MAX_OPEN_FILES:
             self._files.popitem(last=False)[1][0].close()
         file = CountedFile(stream)
         self._files[name] = stream, file
         return file
+
+    def _check_readable(self, name: str, error: Exception) -> None:
+        if not shows_damage(error):
+            path = self._checkpoint.path
+            raise CannotLook(f"{path}/{name}: it cannot be read: {error}") from error
 
 
 def is_run(sizes: Sequence[int], shape: Sequence[int]) -> bool:

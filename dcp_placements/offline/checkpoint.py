@@ -245,11 +245,12 @@ class Checkpoint:
             The bytes; None where there are more, before or after the transforms.
 
         Raises:
-            OSError: The metadata name no file for it, or the file cannot be read.
+            FileNotFoundError: The metadata name no file for it, or it is not there.
+            OSError: The file cannot be read.
             Exception: A transform is not known here, or cannot be undone.
         """
         if stored.file is None:
-            raise OSError("the metadata names no file for it")
+            raise FileNotFoundError("the metadata names no file for it")
         if stored.nbytes > most:
             return None
         with self.directory.open(stored.file) as stream:

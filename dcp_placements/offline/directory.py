@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -163,6 +164,17 @@ class Directory:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
+
+
+def shows_damage(error: Exception) -> bool:
+    """Return whether an error of reading a file is about the file.
+
+    It is missing, it ends too early, or the disk is broken. That it may not be read, or that its
+    service does not answer, says nothing about it.
+    """
+    if not isinstance(error, OSError):
+        return True
+    return isinstance(error, FileNotFoundError) or error.errno == errno.EIO
 
 
 def no_checkpoint(directory: Directory) -> CannotLook:

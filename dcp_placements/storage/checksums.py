@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 _BEHIND = struct.Struct("<4sI")
 
-_BROKEN = (
+BROKEN = (
     zipfile.BadZipFile,
     zlib.error,
     struct.error,
@@ -41,6 +41,18 @@ _DETAILS = (
     "--contents lists all that is damaged",
     "             PlacementFileSystemReader(check_crc=False) reads it as it is",
 )
+
+
+def behind_elements(part: Part, tensor: TensorRecord) -> bytes:
+    """Return what is behind the elements of a record: a mark, and their CRC-32."""
+    behind = bytearray(_BEHIND.size)
+    part.read_into(memoryview(behind), tensor.start + tensor.nbytes)
+    return bytes(behind)
+
+
+def expected_behind(checksum: int) -> bytes:
+    """Return what is behind elements with this CRC-32."""
+    return _BEHIND.pack(DESCRIPTOR, checksum)
 
 
 class Checksums:
@@ -73,9 +85,8 @@ class Checksums:
         Raises:
             PlacementError: They differ.
         """
-        behind = bytearray(_BEHIND.size)
-        part.read_into(memoryview(behind), tensor.start + tensor.nbytes)
-        if behind != _BEHIND.pack(DESCRIPTOR, checksum):
+        behind = behind_elements(part, tensor)
+        if behind != expected_behind(checksum):
             raise_faults(
                 "the checkpoint is damaged", [_fault(item, tensor, place, checksum, behind)]
             )
@@ -145,7 +156,7 @@ class Checksums:
                 # torch.load goes by the header before an entry, which this compares.
                 file.open(entry).close()
             damaged = file.testzip() if has_crc else None
-        except _BROKEN as error:
+        except BROKEN as error:
             return f"{type(error).__name__}: {error}".removesuffix(": ")
         self.unchecked += not has_crc
         return None if damaged is None else f"{damaged.partition('/')[2]} has another CRC-32"
@@ -156,7 +167,7 @@ def _fault(
     tensor: TensorRecord,
     place: tuple[str, int],
     checksum: int,
-    behind: bytes | bytearray,
+    behind: bytes,
 ) -> Fault:
     path, start = place
     mark, stored = _BEHIND.unpack(behind)

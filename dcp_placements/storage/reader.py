@@ -33,6 +33,7 @@ from dcp_placements._torch import (
     logged_where_torch_drops_it,
 )
 from dcp_placements.errors import (
+    Fault,
     PlacementError,
     format_count,
     format_faults,
@@ -62,7 +63,7 @@ from dcp_placements.storage.metadata.save_ids import (
     speaking_for,
 )
 from dcp_placements.storage.protocols import AfterReads, WantsReader
-from dcp_placements.storage.record_contents import Record
+from dcp_placements.storage.record_contents import DAMAGED, Record
 from dcp_placements.storage.remote.filesystem import (
     URL_THREADS,
     RemoteFileSystem,
@@ -267,6 +268,9 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 if job.id_record is not None and job.records:
                     # Torch's writer writes into the file that is there.
                     self._check_id(file, job.id_record)
+            except EOFError as error:  # it was cut off since it was opened
+                fault = Fault(job.path, f"it cannot be read: {error}", DAMAGED)
+                raise PlacementError(format_faults("the checkpoint is damaged", [fault])) from error
             finally:
                 file.close()
                 with _COUNTING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -241,6 +242,36 @@ def test_damaged_checkpoints_are_different_and_say_why(saved: Path, tmp_path: Pa
         for pair in ((path, saved / "ep4"), (saved / "ep4", path)):
             found = diff(*pair, fqn=W1)
             assert [d.kind for d in found.differences] == [kind], harm
+
+
+def test_what_an_index_names_and_no_file_has_is_no_sameness(tmp_path: Path, run: Run) -> None:
+    save_hugging_face(tmp_path, {"a": torch.ones(2), "b": torch.ones(3)})
+    lost = max(tmp_path.glob("*.safetensors"))
+    lost.unlink()
+    (found,) = diff(tmp_path, tmp_path).differences
+    assert (found.kind, found.fqn) == ("unreadable", "b")
+    assert lost.name in found.message
+    assert run("diff", tmp_path, tmp_path).code == 1
+
+
+@pytest.mark.parametrize("key", ["w", "lr"])
+def test_a_file_that_may_not_be_read_is_no_difference(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    dcp.save({"w": torch.ones(3), "lr": 0.1}, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.save({"w": torch.ones(3), "lr": 0.1}, checkpoint_id=tmp_path / "b", no_dist=True)
+    file = tmp_path / "b" / "__0_0.distcp"
+    opened = os.open
+
+    def refusing(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path) == str(file):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refusing)
+    ran = run("diff", tmp_path / "a", tmp_path / "b", "--fqn", key)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"{file}: it cannot be read: [Errno 13] Permission denied" in ran.err
 
 
 def test_objects_are_compared_and_never_executed(tmp_path: Path) -> None:

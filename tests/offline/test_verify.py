@@ -18,7 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp_placements.offline
-from dcp_placements import PlacementSavePlanner
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementSavePlanner,
+)
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline import CannotLook, verify
 from dcp_placements.offline.checks.structure import box_faults
@@ -264,6 +268,35 @@ def test_an_object_that_no_longer_begins_as_a_zip_file(tmp_path: Path, at: int) 
     assert (fault.kind, fault.tensors) == ("wrong_record", ("step",))
 
 
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, PlacementFileSystemWriter])
+def test_what_a_load_refuses_is_not_sound(tmp_path: Path, writer: Any) -> None:
+    """One bit of what follows the elements of a tensor, or ends an object."""
+    whole = torch.arange(200.0)
+    state: dict[str, Any] = {"w": whole, "step": "one"}
+    dcp.save(state, storage_writer=writer(tmp_path), no_dist=True)
+    (file,) = tmp_path.glob("*.distcp")
+    sound = file.read_bytes()
+    behind = sound.index(whole.numpy().tobytes()) + 800
+    places = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    (end,) = [p.offset + p.length for index, p in places.items() if index.fqn == "step"]
+    refused = {"w": 0, "step": 0}
+    for key, at in [
+        *[("w", behind + byte) for byte in range(8)],
+        *[("step", at) for at in range(sound.rindex(b"PK\6\6", 0, end), end)],
+    ]:
+        file.write_bytes(sound[:at] + bytes([sound[at] ^ 2]) + sound[at + 1 :])
+        try:
+            blank: dict[str, Any] = {"w": torch.zeros(200), "step": ""}
+            dcp.load(blank, storage_reader=PlacementFileSystemReader(tmp_path), no_dist=True)
+        except dcp.CheckpointException:
+            refused[key] += 1
+            faults = verify(tmp_path, contents=True).faults
+            assert {fault.tensors for fault in faults} == {(key,)}, (key, at)
+            assert len("".join(fault.message for fault in faults)) < 300
+    assert refused["w"] == 8
+    assert refused["step"] > 20
+
+
 def test_objects_in_another_format_are_no_damage(tmp_path: Path) -> None:
     class Texts(PlacementSavePlanner):
         def transform_object(self, write_item: Any, object: Any) -> Any:
@@ -371,7 +404,7 @@ def test_a_file_that_is_cut_off_meanwhile_is_a_fault(tmp_path: Path) -> None:
     save_sharded(tmp_path, lean=False)
     cut_off = once(lambda: [os.truncate(file, 100) for file in tmp_path.glob("*.distcp")])
     faults = verify(tmp_path, contents=True, progress=cut_off).faults
-    assert {fault.kind for fault in faults} == {"missing_file"}
+    assert {fault.kind for fault in faults} == {"truncated_file"}
     assert {fault.message.partition(" at ")[0] for fault in faults} == {
         "it cannot be read: the file ends"
     }, faults

@@ -283,6 +283,19 @@ def test_records_beyond_the_end_of_a_file_are_one_fault(tmp_path: Path) -> None:
     assert message.count("way out:") == 1
 
 
+def test_a_file_that_is_cut_off_during_a_load_is_named(tmp_path: Path) -> None:
+    class Cutting(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+            os.truncate(tmp_path / "__0_0.distcp", 100)
+            return super().resolve_tensor(read_item)
+
+    saved = {name: torch.randn(500, 500) for name in ("a", "b")}
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    message = failure(tmp_path, blank(saved), Cutting())
+    assert "\n__0_0.distcp: it cannot be read: the file ends at " in message
+    assert "way out:" in message
+
+
 @pytest.mark.parametrize("place", [{"offset": -1}, {"length": -1}])
 @pytest.mark.parametrize("key", ["a", "b.0"])
 def test_a_place_that_no_file_has_is_named(tmp_path: Path, key: str, place: dict[str, int]) -> None:

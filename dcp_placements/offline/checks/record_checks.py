@@ -6,20 +6,20 @@ and dtype, and every part of it has a checksum, which ``torch.load`` does not co
 
 from __future__ import annotations
 
-import errno
 import io
-import struct
 import zipfile
 from collections.abc import Callable, Iterator
-from math import prod
 
 import numpy as np
 import torch
 
+from dcp_placements._torch import check_opens
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
 from dcp_placements.offline.checks.structure import CheckpointFault
+from dcp_placements.offline.directory import shows_damage
+from dcp_placements.storage.checksums import BROKEN, behind_elements, expected_behind
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
 from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.records.fast_zlib import crc32
@@ -27,6 +27,7 @@ from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     LOCAL,
     RecordHeads,
+    TensorRecord,
     entry_start,
     load_saved_tensor,
     stored_zip,
@@ -101,10 +102,11 @@ class RecordChecker:
                         faults.append(CheckpointFault(kind, fqns_of([record]), (file,), message))
         except (OSError, EOFError) as error:
             message = f"it cannot be read: {error}"
-            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
+            if not shows_damage(error):
                 raise CannotLook(f"{self._checkpoint.path}/{file}: {message}") from error
             # A disk is broken, or the file was removed or cut off since its size was read.
-            return [CheckpointFault("missing_file", fqns_of(records), (file,), message)]
+            kind = "truncated_file" if isinstance(error, EOFError) else "missing_file"
+            return [CheckpointFault(kind, fqns_of(records), (file,), message)]
         return faults
 
     def _suspects(self, file: CountedFile, records: FileRecords, within: Ints) -> Iterator[int]:
@@ -166,8 +168,7 @@ class RecordChecker:
         yield from _mismatch(record, head.shape, head.dtype)
         if not self._contents:
             return
-        nbytes = head.dtype.itemsize * prod(head.shape)
-        yield from self._checksums(part, (head.start, nbytes))
+        yield from self._checksums(part, head)
 
     def _check_object(self, part: FilePart, record: Record) -> Iterator[Finding]:
         nbytes = record.chunk.nbytes
@@ -224,18 +225,19 @@ class RecordChecker:
         self.nbytes += nbytes
         self._progress(self.nbytes)
 
-    def _checksums(self, part: Part, elements: tuple[int, int] | None = None) -> Iterator[Finding]:
+    def _checksums(self, part: Part, tensor: TensorRecord | None = None) -> Iterator[Finding]:
         """Yield the parts that do not match their checksums.
 
         Args:
             part: The record.
-            elements: Where those of a tensor begin, and their bytes.
+            tensor: Where its elements are, if it is plain.
         """
         try:
             file = stored_zip(part.stream())
             if file is None:
                 raise zipfile.BadZipFile("it is no zip file")
             entries = file.infolist()
+            _check_entries(file, part)
             # torch.serialization.set_crc32_options(False) writes none.
             has_sums = any(entry.CRC for entry in entries)
             self.unchecked += not has_sums
@@ -245,14 +247,35 @@ class RecordChecker:
                 for piece in _pieces(part, start, entry.file_size):
                     checksum = crc32(piece, checksum)
                     self._advance(piece.nbytes)
+                plain = tensor and (start, entry.file_size) == (tensor.start, tensor.nbytes)
                 if has_sums and checksum != entry.CRC:
-                    name = entry.filename.partition("/")[2]
-                    is_tensor = (start, entry.file_size) == elements
-                    what = "the elements" if is_tensor else f"its {name}"
+                    what = "the elements" if plain else f"its {entry.filename.partition('/')[2]}"
                     message = f"{what}: checksum {checksum:08x}, where {entry.CRC:08x} was saved"
                     yield "checksum", message
-        except (zipfile.BadZipFile, EOFError, struct.error, ValueError, NotImplementedError) as e:
-            yield "wrong_record", f"this is no whole file of torch.save: {e}"
+                elif tensor and plain and _differs_behind(part, tensor, checksum):
+                    message = f"the elements: their checksum {checksum:08x} does not follow them"
+                    yield "checksum", message
+        except BROKEN as error:
+            yield "wrong_record", f"this is no whole file of torch.save: {_first_sentence(error)}"
+
+
+def _differs_behind(part: Part, tensor: TensorRecord, checksum: int) -> bool:
+    """Whether a load, which goes by what follows the elements, would refuse them."""
+    if not tensor.has_crc or not tensor.nbytes:
+        return False
+    return behind_elements(part, tensor) != expected_behind(checksum)
+
+
+def _check_entries(file: zipfile.ZipFile, part: Part) -> None:
+    """Refuse a record that a load cannot open, whatever its checksums say.
+
+    Raises:
+        Exception: One of ``BROKEN``.
+    """
+    for entry in file.infolist():
+        file.open(entry).close()
+    if any(entry.filename.endswith("/data.pkl") for entry in file.infolist()):
+        check_opens(part.stream())
 
 
 def _mismatch(record: Record, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Finding]:
@@ -272,6 +295,11 @@ def _pieces(part: Part, start: int, nbytes: int) -> Iterator[memoryview]:
         piece = buffer[: min(PIECE_NBYTES, nbytes - at)]
         part.read_into(piece, start + at)
         yield piece
+
+
+def _first_sentence(error: Exception) -> str:
+    """Return a message of torch's without its advice."""
+    return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
 
 
 def _reason(error: Exception) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dcp_placements.errors import CannotLook, PlacementError
+from dcp_placements.errors import CannotLook, PlacementError, format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredObject, StoredTensor
@@ -19,6 +19,7 @@ from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.checks.verification import MEMORY_NBYTES
 from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.differences.comparing import Tally
+from dcp_placements.offline.directory import shows_damage
 from dcp_placements.offline.views.families import families, whole_branches
 from dcp_placements.storage.tensor_record import load_plain
 
@@ -136,13 +137,13 @@ def diff(
         progress: Called as tensors are compared.
 
     Raises:
-        CannotLook: One of them is no checkpoint, or cannot be read; or ``rename`` maps two keys to
-            one; or no key matches ``fqn``.
+        CannotLook: One of them is no checkpoint, or it or a file of it cannot be read; or
+            ``rename`` maps two keys to one; or no key matches ``fqn``.
     """
     first = one if isinstance(one, Checkpoint) else Checkpoint(one)
     second = other if isinstance(other, Checkpoint) else Checkpoint(other)
-    names = _renamed([*first.tensors, *first.objects], rename)
-    keys = sorted(matching_keys(fqn, {*names, *second.tensors, *second.objects}))
+    names = _renamed(list({**first.tensors, **first.objects, **first.absent}), rename)
+    keys = sorted(matching_keys(fqn, {*names, *second.tensors, *second.objects, *second.absent}))
     notes = []
     if SAFETENSORS in (first.format, second.format):
         objects = {k for k in keys if names.get(k) in first.objects or k in second.objects}
@@ -199,7 +200,11 @@ class _Comparison:
         """Yield what differs under a key, which the first checkpoint has as ``name``."""
         first, second = self.checkpoints
         a, b = first.tensors.get(name), second.tensors.get(key)
-        if a is not None and b is not None:
+        places = (first.absent.get(name), second.absent.get(key))
+        if lost := sorted({file for file in places if file is not None}):
+            message = f"the index names {format_names(lost)} for it, where it is not"
+            yield Difference("unreadable", key, message)
+        elif a is not None and b is not None:
             yield from self._tensor_differences(key, a, b)
             self.tensors += 1
             self.nbytes += a.nbytes
@@ -231,6 +236,8 @@ class _Comparison:
                 tally.add(one, other, box.offsets, rtol=self.rtol, atol=self.atol)
                 done += one.nbytes
                 self.progress(self.nbytes + done, self.total)
+        except CannotLook:
+            raise
         except PlacementError as error:
             # verify shows the whole message.
             headline = str(error).splitlines()[:2][-1]
@@ -238,6 +245,15 @@ class _Comparison:
             return
         if a.dtype != b.dtype or tally.differing:
             yield _difference(key, a, b, tally)
+
+    def _record(self, checkpoint: Checkpoint, stored: StoredObject, most: int) -> bytes | None:
+        try:
+            return checkpoint.read_record(stored.fqn, stored, most)
+        except OSError as error:
+            if stored.transforms or shows_damage(error):
+                raise
+            path = f"{checkpoint.path}/{stored.file}"
+            raise CannotLook(f"{path}: it cannot be read: {error}") from error
 
     def _boxes(self, a: StoredTensor, b: StoredTensor) -> Iterator[Box]:
         """Yield pieces of the whole: along the first's chunks, to read files in order."""
@@ -260,10 +276,9 @@ class _Comparison:
         """Yield whether two objects differ. Nothing that their pickles name is called."""
         most = max(self.memory // 4, OBJECT_NBYTES)
         try:
-            one, other = [
-                checkpoint.read_record(record.fqn, record, most)
-                for checkpoint, record in zip(self.checkpoints, stored, strict=True)
-            ]
+            one, other = map(self._record, self.checkpoints, stored, [most, most])
+        except CannotLook:
+            raise
         except Exception as error:
             # Extensions undo the transforms of streams, and can raise anything.
             yield Difference("unreadable", key, str(error))
