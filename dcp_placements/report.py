@@ -160,8 +160,8 @@ class LoadReport:
         read_nbytes: Bytes of the parts of stored chunks that fill them.
         items: Number of read items.
         missing: Keys that the checkpoint lacks; their values are left unchanged.
-        stateless: Parameters without any optimizer state in the checkpoint; theirs is reset to 0
-            when the load ends.
+        stateless: Parameters that are read, without any optimizer state in the checkpoint; theirs
+            is reset to 0 when the load ends.
         unread: Keys of the checkpoint that this rank does not request; other ranks may
             (pipeline stages, experts).
         padded: Keys with padding, and the number of padding elements, which are left unchanged.

@@ -7,8 +7,10 @@ where real processes matter.
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
+    LoadReport,
     PlacementFileSystemReader,
     PlacementLoadPlanner,
     PlacementRules,
@@ -678,6 +681,181 @@ def test_m78_sharded_state_is_reset_on_every_rank(tmp_path: Path) -> None:
         assert not optim["b"]["exp_avg"].to_local().any()
         assert same_bits(optim["a"]["exp_avg"].to_local(), arange(8, 3, start=5).chunk(4)[rank])
         assert any("reset to 0" in warning for warning in reports[rank].warnings)
+
+
+def optimized(*names: str, fill: float | None = None) -> dict[str, Any]:
+    """Parameters and their moments, all numbers differing; or all ``fill``."""
+    weights = {name: arange(3, 2, start=10 * at + 1) for at, name in enumerate(names)}
+    states = {
+        name: {"step": torch.tensor(4.0 + at), "exp_avg": arange(3, 2, start=100 * at + 101)}
+        for at, name in enumerate(names)
+    }
+    if fill is not None:
+        for tensor in (*weights.values(), *(t for s in states.values() for t in s.values())):
+            tensor.fill_(fill)
+    return {"model": weights, "optim": {"state": states}}
+
+
+def load_alone(path: Path, state: dict[str, Any], reader: Any, **options: Any) -> LoadReport:
+    planner = PlacementLoadPlanner(**options)
+    dcp.load(state, storage_reader=reader(path), planner=planner, no_dist=True)
+    return planner.report
+
+
+def save_tied(path: Path) -> dict[str, Any]:
+    """Save two parameters of equal contents, of which the first one has state."""
+    saved = optimized("embed")
+    saved["model"]["head"] = saved["model"]["embed"].clone()
+    save(ONE, path, lambda rank: saved)
+    return saved["optim"]["state"]["embed"]
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_m78_state_that_was_read_under_a_tied_key_is_not_reset(tmp_path: Path, reader: Any) -> None:
+    wanted = save_tied(tmp_path)
+    state = optimized("embed", fill=FILL)
+    for part in (state["model"], state["optim"]["state"]):
+        part["head"] = part["embed"]
+    with without_warning():
+        load_alone(tmp_path, state, reader)
+    assert_same(state["optim"]["state"]["embed"], wanted)
+    assert same_bits(state["model"]["embed"], arange(3, 2, start=1))
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_m78_a_step_of_all_parameters_is_not_reset(tmp_path: Path, reader: Any) -> None:
+    wanted = save_tied(tmp_path)
+    state = optimized("embed", "head", fill=FILL)
+    states = state["optim"]["state"]
+    states["head"]["step"] = states["embed"]["step"]
+    with warned():
+        load_alone(tmp_path, state, reader)
+    assert_same(states["embed"], wanted)
+    assert not states["head"]["exp_avg"].any()
+
+
+def test_m78_of_state_that_overlaps_what_was_read_the_rest_is_reset(tmp_path: Path) -> None:
+    """Its columns interleave with what was read, and one of them was."""
+    wanted = save_tied(tmp_path)
+    state = optimized("embed", "head", fill=FILL)
+    columns = torch.full((3, 4), float(FILL))
+    state["optim"]["state"]["embed"]["exp_avg"] = columns[:, 0:2]
+    state["optim"]["state"]["head"]["exp_avg"] = columns[:, 1:3]
+    with warned():
+        load_alone(tmp_path, state, PlacementFileSystemReader)
+    rest = torch.tensor([[0.0, FILL]] * 3)
+    assert same_bits(columns, torch.cat([wanted["exp_avg"], rest], dim=1))
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize(
+    "options", [{"allow_partial_load": True}, {"optional": ["*lora*"]}, {"optional": ["model"]}]
+)
+def test_m78_a_parameter_that_keeps_its_weight_keeps_its_state(
+    tmp_path: Path, reader: Any, options: dict[str, Any]
+) -> None:
+    saved = optimized("a")
+    save(ONE, tmp_path, lambda rank: saved)
+    state = optimized("a", "lora", fill=7)
+    with without_warning():
+        report = load_alone(tmp_path, state, reader, **options)
+    kept = optimized("lora", fill=7)
+    for key in ("model", "optim"):
+        inner, wanted, stays = state[key], saved[key], kept[key]
+        if key == "optim":
+            inner, wanted, stays = (each["state"] for each in (inner, wanted, stays))
+        assert_same(inner["a"], wanted["a"])
+        assert_same(inner["lora"], stays["lora"])
+    assert report.stateless == ()
+    lacking = {"model.lora", "optim.state.lora.exp_avg", "optim.state.lora.step"}
+    assert {*report.missing} == lacking
+
+
+def test_m78_optional_state_of_a_parameter_that_is_read_is_left_unchanged(tmp_path: Path) -> None:
+    save_tied(tmp_path)
+    state = optimized("embed", "head", fill=7)
+    with without_warning():
+        report = load_alone(
+            tmp_path, state, PlacementFileSystemReader, optional=["optim.state.head"]
+        )
+    assert_same(
+        state["optim"]["state"]["head"], optimized("head", fill=7)["optim"]["state"]["head"]
+    )
+    assert same_bits(state["model"]["head"], arange(3, 2, start=1))
+    assert report.stateless == ()
+
+
+def test_m78_a_parameter_that_is_read_has_its_own_name_and_not_the_end_of_another(
+    tmp_path: Path,
+) -> None:
+    """``model.block.lora`` is read, and ``model.lora`` stays."""
+    saved = optimized("block.lora")
+    save(ONE, tmp_path, lambda rank: saved)
+    state = optimized("block.lora", "lora", fill=7)
+    with without_warning():
+        load_alone(tmp_path, state, PlacementFileSystemReader, allow_partial_load=True)
+    states = state["optim"]["state"]
+    assert_same(states["block.lora"], saved["optim"]["state"]["block.lora"])
+    assert_same(states["lora"], optimized("lora", fill=7)["optim"]["state"]["lora"])
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_m78_a_load_resets_its_own_state_alone(tmp_path: Path, reader: Any) -> None:
+    """Two loads of one planner: both are planned, then the first one is read."""
+    wanted = save_tied(tmp_path)
+    planner = PlacementLoadPlanner()
+    states = [optimized("embed", "head", fill=FILL) for _ in range(2)]
+    reads = []
+    for state in states:
+        source = reader(tmp_path)
+        metadata = source.read_metadata()
+        planner.set_up_planner(state, metadata, True)
+        source.set_up_storage_reader(metadata, True)
+        plan = source.prepare_local_plan(planner.create_local_plan())
+        (plan,) = source.prepare_global_plan(planner.create_global_plan([plan]))
+        reads.append((source, planner.finish_plan(plan)))
+    untouched = optimized("embed", "head", fill=FILL)
+    for at, (source, plan) in enumerate(reads):
+        with warned():
+            source.read_data(plan, planner).wait()
+        found = states[at]["optim"]["state"]
+        assert_same(found["embed"], wanted)
+        assert not any(tensor.any() for tensor in found["head"].values())
+        if at == 0:
+            assert_same(states[1], untouched)
+
+
+RESTRICTED = {**READERS, "restricted": partial(PlacementFileSystemReader, restricted=True)}
+
+
+@pytest.mark.parametrize("reader", RESTRICTED.values(), ids=RESTRICTED)
+def test_m99_a_load_that_is_refused_after_its_last_item_has_reset_nothing(
+    tmp_path: Path, reader: Any
+) -> None:
+    """Another save begins in the file, and its id is there, when the last item was read."""
+    saved = optimized("a")
+    saved["model"]["b"] = torch.arange(30_000)  # more than a reader holds in its buffer
+    save(ONE, tmp_path, lambda rank: saved)
+    (file,) = tmp_path.glob("*.distcp")
+    (save_id,) = {*re.findall(rb"dcp_placements save (\w+)\n", file.read_bytes())}
+
+    class Interrupted(PlacementLoadPlanner):
+        commits = 0
+
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            super().commit_tensor(read_item, tensor)
+            self.commits += 1
+            if self.commits == 4:
+                with file.open("r+b") as stream:
+                    held = stream.read().replace(save_id, save_id[::-1])
+                    stream.seek(0)
+                    stream.write(held)
+
+    state = optimized("a", "b", fill=FILL)
+    state["model"]["b"] = torch.zeros(30_000, dtype=torch.int64)
+    with pytest.raises(CheckpointException, match="was written by save"):
+        dcp.load(state, storage_reader=reader(tmp_path), planner=Interrupted(), no_dist=True)
+    assert_same(state["optim"]["state"]["b"], optimized("b", fill=FILL)["optim"]["state"]["b"])
 
 
 def test_m22_no_optimizer_state_at_all_is_refused_unless_asked_for(tmp_path: Path) -> None:

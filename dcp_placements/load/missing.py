@@ -35,6 +35,8 @@ class MissingKeys:
         kept: The keys that are accepted; their values stay as they are.
         stateless: By key that is optimizer state, the parameter, where the checkpoint has no state
             of that parameter at all.
+        reset: Those of them that are reset: their parameters are read. State must not outlive the
+            weights that it belongs to, but weights that stay keep theirs.
         faults: What refuses the load.
         notes: What is accepted with a warning.
     """
@@ -46,6 +48,7 @@ class MissingKeys:
     policy: Policy
     kept: list[str] = field(default_factory=list)
     stateless: dict[str, str] = field(default_factory=dict)
+    reset: dict[str, str] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     notes: list[Fault] = field(default_factory=list)
 
@@ -63,19 +66,23 @@ class MissingKeys:
             if state is not None:
                 groups.setdefault(state.group, []).append(fqn)
         without_state = _without_state(groups, missing)
+        stays = self._parameters_that_stay(groups[group][0] for group in without_state)
         lacking: list[str] = []
         for fqn in missing:
             state = self.states.of(fqn)
             keys = [] if state is None else groups[state.group]
             partly_stored = any(key in self.stored for key in keys)
-            # Under a partial load, too, state must not outlive the weights that it belongs to.
             if state is not None and state.group in without_state:
                 self.stateless[fqn] = state.parameter
-            if self.policy.is_optional(fqn) or (self.policy.partial and not partly_stored):
+                if self.policy.is_optional(fqn) or state.parameter in stays:
+                    self.kept.append(fqn)
+                else:
+                    self.reset[fqn] = state.parameter
+            elif self.policy.is_optional(fqn) or (self.policy.partial and not partly_stored):
                 self.kept.append(fqn)
             elif partly_stored:
                 self._refuse_part_of_state(fqn, keys)
-            elif fqn not in self.stateless:
+            else:
                 lacking.append(fqn)
         if lacking:
             self._refuse_all(lacking)
@@ -91,6 +98,23 @@ class MissingKeys:
             )
         elif self.kept:
             self._note_no_tensor()
+
+    def _parameters_that_stay(self, fqns: Iterable[str]) -> set[str]:
+        """Return the parameters of optimizer state keys that are asked for, and not stored.
+
+        An optimizer that is loaded alone asks for no parameter: none stays.
+        """
+        stay = set()
+        for fqn in fqns:
+            state = self.states.of(fqn)
+            assert state is not None
+            asked = [key for key in self.states.keys_of(state.parameter) if key in self.state_dict]
+            # Of a parameter ``w``, ``model.w`` is a key, and ``model.block.w`` that of another one.
+            depth = min((key.count(".") for key in asked), default=0)
+            of_it = [key for key in asked if key.count(".") == depth]
+            if of_it and not any(key in self.stored for key in of_it):
+                stay.add(state.parameter)
+        return stay
 
     def _note_no_tensor(self) -> None:
         """Note that of the model's tensors, optimizer state left out, none is read."""

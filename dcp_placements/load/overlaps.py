@@ -129,9 +129,7 @@ def overlaps_of(groups: Iterable[Group], placing: Placing, excluded: Container[s
     # Of tensors that have no memory, or none that can be seen, both are 0.
     starts = data_pointers(tensors)
     extents = [
-        (tensor.nbytes if tensor.is_contiguous() else _extent(tensor))
-        if start and fqn not in excluded
-        else 0
+        extent(tensor) if start and fqn not in excluded else 0
         for fqn, tensor, start in zip(fqns, tensors, starts, strict=True)
     ]
     overlapping: dict[str, tuple[str, ...]] = {}
@@ -221,11 +219,13 @@ def _runs(starts: Ints, extents: Ints) -> list[list[int]]:
     return [sorted(part.tolist()) for part in parts if len(part) > 1]
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element of a tensor to the end of its last.
 
     The columns of a matrix lie within the extent of others. They are then compared without need.
     """
+    if tensor.is_contiguous():
+        return tensor.nbytes
     if not tensor.numel():
         return 0
     last = sum(

@@ -37,7 +37,7 @@ from dcp_placements.load.rank_load import RankLoad
 from dcp_placements.names.flat import Path, flattened
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.report import LoadReport
+from dcp_placements.report import LoadReport, Traffic
 from dcp_placements.rules.options import (
     ItemsToCome,
     RunAttribute,
@@ -68,7 +68,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             ``Parts``.
         optional: Patterns of keys that the checkpoint may lack; they keep their values. All
             optimizer state of a parameter may always be missing (it was never stepped): it is
-            reset to 0 once all is read.
+            reset to 0 once all is read, unless the parameter is missing, too.
         cast: What to do where the checkpoint's dtype is wider than the tensor's: ``"error"``,
             ``"warn"`` or ``"allow"``. Float into int is always an error.
         waive: ``{pattern: reason}`` of keys whose lint warnings, or differences from the save, are
@@ -246,7 +246,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 raise
             # The other ranks will ask this one whether it could read.
             load.active_exchange.failure = error
-            return LoadPlan([])
+            return cast(LoadPlan, of_run(LoadPlan([]), load))
         logger.info("load: %s", load.report.line)
         return plan
 
@@ -309,21 +309,31 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load.take_object(fqn, loaded)
         load.end_read()
 
-    def finish_reads(self, error: BaseException | None) -> None:
+    def finish_reads(
+        self, plan: LoadPlan, error: BaseException | None, *, traffic: Traffic, unchecked: int
+    ) -> None:
         """Exchange what was read, if that was agreed, and end the load of this rank.
 
-        Called by the reader, on every rank.
+        Called by the reader, on every rank, when it has read and compared all files.
 
         Args:
+            plan: What was read: another load of this planner may have been planned meanwhile.
             error: What went wrong while this rank read.
+            traffic: What the reader moved.
+            unchecked: The number of records without a checksum.
 
         Raises:
             PlacementError: On all ranks, where one could not read or is gone.
         """
-        load = self._runs.planned
+        load = self._runs.of(plan)
+        load.report.traffic, load.report.unchecked = traffic, unchecked
         exchange = load.active_exchange
         if exchange is not None:
-            exchange.finish(error, self.lookup_tensor, load.report)
+
+            def lookup(index: MetadataIndex) -> torch.Tensor:
+                return self.lookup_tensor(of_run(index, load))
+
+            exchange.finish(error, lookup, load.report)
         elif error is not None:
             raise error
         load.end_reads()

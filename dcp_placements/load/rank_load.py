@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ from dcp_placements.rules.matches import (
     rule_matches,
     unmatched_faults,
 )
-from dcp_placements.rules.options import items_of_run
+from dcp_placements.rules.options import items_of_run, of_run
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.metadata.provenance import saved_by, stored
@@ -83,7 +83,7 @@ class RankLoad:
         shared: By key, the name of the scalar or object that stands for several keys.
         totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
         collapsed: By scalar of which the checkpoint has one per row, the number of rows.
-        resets: The optimizer state of parameters of which the checkpoint has none.
+        resets: The optimizer state of parameters that are read without any.
         items: What the rank reads.
         checks: How the load compares with the save.
         overlaps: The keys that overlap in memory.
@@ -174,7 +174,7 @@ class RankLoad:
         self.items = request.items()
         self.report = report = request.report
         self.collapsed = request.collapsed
-        self.resets = Resets(request.stateless, state_dict, placing)
+        self.resets = Resets(request.reset, state_dict, placing, request.groups)
         alone = {*self.shared, *self.collapsed}
         self.overlaps = overlaps_of(request.groups, placing, alone)
         faults = [*lacking_rows(request.stateless, self.shared), *placing.faults]
@@ -273,11 +273,13 @@ class RankLoad:
         self.overlaps.expect(items)
         ids = self._id_reads(items)
         final = [*ids, *items, *ids] if ids else items
-        if self.resets:
+        # Only the reader of this package has other mappings, and it tells when it has compared the
+        # files: that is later than the last item.
+        if self.resets and type(self.metadata.storage_data) is dict:
             self.resets.expect(len(final))
             if not final and self.active_exchange is None:
                 self.end_reads()
-        return replace(plan, items=items_of_run(final, self))
+        return cast(LoadPlan, of_run(replace(plan, items=items_of_run(final, self)), self))
 
     def end_read(self) -> None:
         """Take in that an item was read, by a reader that calls the planner for every item."""

@@ -94,6 +94,7 @@ class Request:
         notes: What is accepted with a warning.
         stateless: By optimizer state key that the checkpoint lacks, the parameter, which has no
             state there at all.
+        reset: Those of them that are reset.
         collapsed: By scalar of which the checkpoint has one per row, the number of rows.
         groups: The keys that the checkpoint has, by what fills them.
     """
@@ -113,6 +114,7 @@ class Request:
         self.policy = policy
         self.report = LoadReport()
         self.stateless: dict[str, str] = {}
+        self.reset: dict[str, str] = {}
         self.collapsed: dict[str, torch.Size] = {}
         self.faults: list[Fault] = []
         self.notes: list[Fault] = []
@@ -160,9 +162,9 @@ class Request:
         keys.settle(missing, matched=matched, refused=bool(self.faults))
         self.faults += keys.faults
         self.notes += keys.notes
-        self.stateless = keys.stateless
+        self.stateless, self.reset = keys.stateless, keys.reset
         self.report.missing = tuple(keys.kept)
-        self.report.stateless = tuple(dict.fromkeys(keys.stateless.values()))
+        self.report.stateless = tuple(dict.fromkeys(keys.reset.values()))
 
     def _group(self) -> list[str]:
         """Put the keys into groups, and return those that the checkpoint lacks."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from dcp_placements._torch import MetadataIndex, ReadItem, WriteItem
+from dcp_placements._torch import LoadPlan, MetadataIndex, ReadItem, WriteItem
 from dcp_placements.errors import PlacementError
 from dcp_placements.rules.patterns import compile_pattern
 
@@ -109,6 +109,13 @@ class ReadItemOfRun(_Sent, ReadItem):
     run: Any = field(default=None, compare=False, repr=False)
 
 
+@dataclass(eq=False)
+class LoadPlanOfRun(_Sent, LoadPlan):
+    """A load plan that knows its load."""
+
+    run: Any = field(default=None, compare=False, repr=False)
+
+
 @dataclass(frozen=True, eq=False)
 class IndexOfRun(_Sent, MetadataIndex):
     """The place of an item that knows its save or load."""
@@ -119,13 +126,14 @@ class IndexOfRun(_Sent, MetadataIndex):
 _OF_RUN: dict[type, type] = {
     WriteItem: WriteItemOfRun,
     ReadItem: ReadItemOfRun,
+    LoadPlan: LoadPlanOfRun,
     MetadataIndex: IndexOfRun,
 }
 _PLAIN = {kind: plain for plain, kind in _OF_RUN.items()}
 
 
 def of_run(value: Any, run: object) -> Any:
-    """Return a write item, a read item or an index that knows its save or load."""
+    """Return an item, an index or a load plan that knows its save or load."""
     kind = type(value)
     return _OF_RUN.get(kind, kind)(**{**vars(value), "run": run})
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from dcp_placements.report import LoadReport
+from dcp_placements._torch import LoadPlan
+from dcp_placements.report import Traffic
 
 
 @runtime_checkable
@@ -18,18 +19,17 @@ class WantsReader(Protocol):
 
 @runtime_checkable
 class AfterReads(Protocol):
-    """A load planner with work to do after a rank has read its items.
+    """A load planner with work to do after a rank has read its items and compared the files."""
 
-    Attributes:
-        report: Where the reader counts what it moved.
-    """
-
-    report: LoadReport
-
-    def finish_reads(self, error: BaseException | None) -> None:
+    def finish_reads(
+        self, plan: LoadPlan, error: BaseException | None, *, traffic: Traffic, unchecked: int
+    ) -> None:
         """Finish, or raise.
 
         Args:
+            plan: What was read, as the planner finished it.
             error: The error of this rank's reads; None if they succeeded.
+            traffic: What the reader moved.
+            unchecked: The number of records that it could not compare with a checksum.
         """
         ...

@@ -186,13 +186,13 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         except BaseException as error:
             # Ranks that wait for what this one was to read have to learn of it.
             failed = error
+        unchecked = sum(one.unchecked for one in sums)
         if isinstance(planner, AfterReads):
-            planner.report.traffic = Traffic(self.opens - opens, self.bytes_read - nbytes)
-            planner.report.unchecked = sum(one.unchecked for one in sums)
-            planner.finish_reads(failed)
+            traffic = Traffic(self.opens - opens, self.bytes_read - nbytes)
+            planner.finish_reads(plan, failed, traffic=traffic, unchecked=unchecked)
         elif failed is not None:
             raise failed
-        self._warn_of_unchecked(sum(one.unchecked for one in sums))
+        self._warn_of_unchecked(unchecked)
         future: Future[None] = Future()
         future.set_result(None)
         return future

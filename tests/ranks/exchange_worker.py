@@ -428,13 +428,13 @@ class Losing(PlacementLoadPlanner):
     out = Path()
     sending = False
 
-    def finish_reads(self, error: BaseException | None) -> None:
+    def finish_reads(self, plan: Any, error: BaseException | None, **counts: Any) -> None:
         if self.how == "stuck":
             while not all((self.out / f"{rank}.json").exists() for rank in range(3)):
                 time.sleep(0.1)
             os._exit(0)
         self.sending = True
-        super().finish_reads(error)
+        super().finish_reads(plan, error, **counts)
 
     def lookup_tensor(self, index: Any) -> torch.Tensor:
         if self.how == "killed while it sends" and self.sending:
