@@ -53,7 +53,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from dcp_placements.save.key_table import OBJECT
+from dcp_placements.table.table import OBJECT
 
 CASES = ("fsdp", "hsdp", "norms")
 SIMULATED = {"w1": "w1-steps", "w4": "w4-steps"}

@@ -42,9 +42,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save import held_digests
-from dcp_placements.save.key_table import Group, KeyTable, unpacked_table
-from dcp_placements.save.local_plan import LocalPlan, sent_holding, unpacked_boxes
-from dcp_placements.save.packing import unpacked_ints
+from dcp_placements.save.local_plan import LocalPlan
+from dcp_placements.table.table import Group, Table, unpacked_ints
+from dcp_placements.table.world import World
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def derived(few: Any, template: Any) -> Any:
 
 def _box_counts(plan: LocalPlan) -> bytes:
     """Return how many boxes a rank holds of each group: as many digests it sends of each key."""
-    groups = sum(len(unpacked_table(table).groups) for table in plan.tables)
+    groups = sum(len(Table.unpacked(table).groups) for table in plan.tables)
     return unpacked_ints(plan.boxes)[:groups].tobytes()
 
 
@@ -304,14 +304,9 @@ def held_chunks(
         sent: By rank, what it sent.
         planned: By rank, the coordinator's plan.
     """
-    tables: dict[bytes, KeyTable] = {}
-    for local, plan in zip(sent, planned, strict=True):
-        for packed in local.tables:
-            if packed not in tables:
-                tables[packed] = unpacked_table(packed)
-        own = [tables[packed] for packed in local.tables]
-        dims = [len(group.shape) for table in own for group in table.groups]
-        holding = sent_holding(own, unpacked_boxes(local.boxes, tuple(dims)))
+    world = World(list(sent))
+    for rank, plan in enumerate(planned):
+        holding = world.holding(rank)
         yield list(zip(holding.chunks(), plan.planner_data.is_written(holding), strict=True))
 
 

@@ -24,6 +24,7 @@ FLOORS = (
     {"names"},
     {"bind"},
     {"storage"},
+    {"table"},
     {"save", "load"},
     {"placements"},
     {"installation"},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from dcp_placements import (
     Unstack,
 )
 from dcp_placements.offline import rehearse
-from dcp_placements.save.coordinator import faults
 from dcp_placements.testing import World
 
 TWO, FOUR = World(2), World(4)
@@ -151,28 +148,3 @@ def test_m91_rehearse_has_the_verdict_of_a_load_that_stacks(tmp_path: Path) -> N
         return True
 
     assert rehearse(tmp_path, at, {"ep": 2}).loads == loads()
-
-
-@open_hazard("M96", "an error is put together by key and rank")
-def test_m96_an_error_of_many_keys_looks_at_few_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = itertools.count()
-    each: Callable[..., Any] = faults.claims_of
-
-    def counted(*args: Any) -> Any:
-        next(calls)
-        return each(*args)
-
-    monkeypatch.setattr(faults, "claims_of", counted)
-    with refused() as refusal:
-        save(
-            TWO,
-            tmp_path,
-            lambda rank: {
-                f"layers.{i}.w": torch.ones(2, dtype=torch.float16 if rank else torch.float32)
-                for i in range(50)
-            },
-        )
-    refusal.says("the ranks do not agree on its dtype")
-    assert next(calls) <= 8

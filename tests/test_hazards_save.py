@@ -7,6 +7,7 @@ where real processes matter.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -877,3 +878,51 @@ def test_m30_m53_torchs_writer_of_safetensors_is_refused_before_writing(
         )
     refusal.says("HuggingFaceStorageWriter", "way out:", "FileSystemWriter", "export --to hf")
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+class CountingPlanner(PlacementSavePlanner):
+    """Counts the calls of Python functions while the coordinator plans."""
+
+    calls = 0
+
+    def create_global_plan(self, all_plans: list[Any]) -> Any:
+        """Plan as ever."""
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            self.calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            return super().create_global_plan(all_plans)
+        finally:
+            sys.setprofile(None)
+
+
+DIFFERENT = {
+    "the ranks do not agree on its dtype": lambda last: torch.ones(2, dtype=DTYPES[last]),
+    "different contents": lambda last: torch.full((2,), float(last)),
+}
+DTYPES = (torch.float32, torch.float16)
+
+
+@pytest.mark.parametrize("text", DIFFERENT)
+def test_m96_an_error_of_many_keys_and_ranks_is_put_together_by_group(
+    tmp_path: Path, text: str
+) -> None:
+    """One rank of 40 differs in all keys: less than one step in Python for each key and rank."""
+    ranks, few, many = 40, 5, 55
+
+    def calls(keys: int) -> int:
+        planner = CountingPlanner()
+
+        def state(rank: int) -> dict[str, Any]:
+            value = DIFFERENT[text](rank == ranks - 1)
+            return {f"layers.{i}.w": value.clone() for i in range(keys)}
+
+        others = [planner, *[PlacementSavePlanner() for _ in range(ranks - 1)]]
+        with refused_save(tmp_path) as refusal:
+            World(ranks).save(tmp_path, state, others.__getitem__)
+        refusal.says(text, "ranks 0-38", "rank 39")
+        return planner.calls
+
+    assert calls(many) - calls(few) < (many - few) * ranks

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dcp_placements.save.key_table import Group
 from dcp_placements.storage.hashing import SAMPLED_NBYTES
+from dcp_placements.table.table import Group
 
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
 

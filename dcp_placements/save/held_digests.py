@@ -15,8 +15,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.save.digest_folding import Digests, Slots, exceeds_budget, may_have_replicas
-from dcp_placements.save.key_table import OBJECT
-from dcp_placements.save.local_plan import Held, Holding, LocalPlan, chunk_data, held_chunks
+from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.storage.hashing import (
     SAMPLED_NBYTES,
     full_digest,
@@ -24,6 +23,7 @@ from dcp_placements.storage.hashing import (
     sampled_digests,
 )
 from dcp_placements.storage.metadata.provenance import StoredDigests
+from dcp_placements.table.table import OBJECT, Held, Holding, held_chunks
 
 Lookup = Callable[[MetadataIndex], Any]
 """Gives the data of a tensor that names its own chunks."""
@@ -178,3 +178,10 @@ def _as_ints(digests: Sequence[bytes | None]) -> Digests:
     """Return the first 8 bytes of digests as numbers; 0 where there is none."""
     joined = b"".join([(one or _NO_DIGEST)[:SAMPLED_NBYTES] for one in digests])
     return np.frombuffer(joined, "<u8").astype(np.uint64)
+
+
+def chunk_data(placed: Placed, chunk: Chunk) -> torch.Tensor:
+    """Return the data of a chunk: a view of the local tensor, no copy."""
+    if 0 in placed.global_shape:
+        return placed.tensor.detach().new_empty(placed.global_shape)
+    return placed.view(chunk)

@@ -16,11 +16,18 @@ from dcp_placements._torch import (
     WriteItem,
     WriteItemType,
 )
+from dcp_placements.layout.boxes import Ints
 from dcp_placements.layout.sharding import Box
-from dcp_placements.save.key_table import OBJECT, PLAIN, Group, KeyTable
-from dcp_placements.save.local_plan import Boxes, Holding
-from dcp_placements.save.packing import Ints, unpacked_ints
 from dcp_placements.storage.metadata.pickles.tensor_properties import properties_of
+from dcp_placements.table.table import (
+    OBJECT,
+    PLAIN,
+    Group,
+    HeldBoxes,
+    Holding,
+    Table,
+    unpacked_ints,
+)
 
 
 class Assignment(NamedTuple):
@@ -60,7 +67,7 @@ class Assignment(NamedTuple):
         return is_written
 
 
-def _pieces_of_keys(tables: Sequence[KeyTable], pieces: Sequence[bytes]) -> Ints:
+def _pieces_of_keys(tables: Sequence[Table], pieces: Sequence[bytes]) -> Ints:
     """Return the piece of each key of all tables; pieces are numbered through."""
     of_tables, first = [np.zeros(0, np.int64)], 0
     for at, table in enumerate(tables):
@@ -102,7 +109,7 @@ def _item_type(group: Group) -> WriteItemType:
     return WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
 
 
-def _write_data(group: Group, boxes: Boxes) -> list[TensorWriteData]:
+def _write_data(group: Group, boxes: HeldBoxes) -> list[TensorWriteData]:
     """Return what write items say of the tensors of a group, box by box; nothing of objects."""
     if group.kind == OBJECT:
         return []

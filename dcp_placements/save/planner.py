@@ -56,11 +56,11 @@ from dcp_placements.save.held_digests import digests_by_chunk, repeat_faults, wi
 from dcp_placements.save.items import Assignment, assigned_items
 from dcp_placements.save.local_plan import (
     LocalPlan,
+    Statement,
     foreign_plans,
-    packed_boxes,
+    named_axes_of,
     unlike_worlds,
 )
-from dcp_placements.save.rank_notes import Statement, named_axes_of
 from dcp_placements.save.rank_save import REFUSED, RankSave
 from dcp_placements.storage.metadata.provenance import (
     DIGESTS_OF_RANK,
@@ -70,6 +70,7 @@ from dcp_placements.storage.metadata.provenance import (
 )
 from dcp_placements.storage.metadata.rank_files import saves_before
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
+from dcp_placements.table.table import packed_boxes
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
@@ -218,7 +219,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
 
-        The plan has key tables and boxes in place of items, which ``finish_plan`` makes. If tensors
+        The plan has tables and boxes in place of items, which ``finish_plan`` makes. If tensors
         and rules do not fit, it is the reasons alone, and the coordinator raises one error for all
         ranks.
         """
@@ -303,11 +304,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 if left:
                     save.hold(left)
                     sent = [self._with_holding(sent[0])]
-            # Other ranks mostly have the key tables of this one, and send the same bytes.
+            # Other ranks mostly have the tables of this one, and send the same bytes.
             own, first = save.packed_tables, save.holding.fqns
             coordinator = Coordinator(
                 sent,
-                world=world,
+                size=world,
                 complete=not alone,
                 own=own,
                 first=first,
@@ -381,12 +382,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
     def _planner_data(
         self, coordinator: Coordinator, assignments: Sequence[Assignment], alone: bool
     ) -> dict[str, Any]:
-        save, cohorts, statements = self._runs.planned, coordinator.cohorts, coordinator.statements
+        save, world, statements = self._runs.planned, coordinator.world, coordinator.statements
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
-            data.update(paths_of_keys(cohorts, save.holding.tables, save.paths))
+            data.update(paths_of_keys(world, save.holding.tables, save.paths))
         provenance = identity(assignments[0].save_id, world_size=len(assignments), step=self.step)
-        provenance |= cuts_and_renames(cohorts, statements, coordinator.metadata)
+        provenance |= cuts_and_renames(world, statements, coordinator.metadata)
         options = {
             "digests": self.digests,
             "on_conflict": self.on_conflict,
@@ -408,6 +409,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
                     held, self.digests, self.lookup_object
                 )
         if self.digests == "full":
-            provenance |= making(cohorts, statements, options)
+            provenance |= making(world, coordinator.plans, statements, options)
         data[RESERVED_KEY] = provenance
         return data

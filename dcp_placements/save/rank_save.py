@@ -27,8 +27,8 @@ from dcp_placements.names.target import Rename
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.matches import Matches, rule_matches
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.save.key_table import KeyTable
-from dcp_placements.save.local_plan import Holding, chunk_data, held_chunks, holding_of
+from dcp_placements.save.held_digests import chunk_data
+from dcp_placements.table.table import Holding, Table, held_chunks, holding_of
 
 REFUSED = "cannot be placed in the checkpoint"
 
@@ -48,7 +48,7 @@ class RankSave:
         paths: By key, where it stands in the nested dict of the checkpoint; empty where the state
             dict was not flattened.
         holding: What it holds, by group.
-        packed_tables: The key tables of that, by their packed form.
+        packed_tables: The tables of that, by their packed form.
         report: The report on the save; None before it is made.
         renames: What the checkpoint is to keep of the rename.
         is_planned: Whether the local plan has been made.
@@ -67,7 +67,7 @@ class RankSave:
     placing: Placing = field(default_factory=Placing)
     paths: Mapping[str, Path] = field(default_factory=dict)
     holding: Holding = field(default_factory=Holding)
-    packed_tables: Mapping[bytes, KeyTable] = field(default_factory=dict)
+    packed_tables: Mapping[bytes, Table] = field(default_factory=dict)
     report: SaveReport | None = None
     renames: tuple[Recorded, ...] = ()
     is_planned: bool = False

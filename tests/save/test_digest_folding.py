@@ -14,7 +14,7 @@ from dcp_placements.save.digest_folding import (
     Slots,
     may_have_replicas,
 )
-from dcp_placements.save.key_table import declared_group
+from dcp_placements.table.table import declared_group
 
 
 def numbered(count: int) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dcp_placements.bind.lint import NUMBERED_EXPERT
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import possible_parameters
-from dcp_placements.save.key_table import Group
+from dcp_placements.table.table import Group
 
 _WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
 

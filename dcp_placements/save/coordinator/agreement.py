@@ -18,9 +18,8 @@ from typing import TypeVar
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import NUMBER, number_finder
-from dcp_placements.save.key_table import KeyTable
-from dcp_placements.save.local_plan import LocalPlan
-from dcp_placements.save.rank_notes import Statement
+from dcp_placements.save.local_plan import LocalPlan, Statement
+from dcp_placements.table.table import Table
 
 T = TypeVar("T")
 
@@ -98,7 +97,7 @@ def _shown(ranks_by: Mapping[T, Sequence[int]]) -> str:
 def numbering_faults(
     plans: Sequence[LocalPlan],
     statements: Sequence[Statement],
-    tables: Sequence[KeyTable],
+    tables: Sequence[Table],
     waived: Sequence[re.Pattern[str]] = (),
 ) -> list[Fault]:
     """Return what is missing or held twice of the numbers that the ranks' renames name.
@@ -149,7 +148,7 @@ def numbering_faults(
 
 
 def _families(
-    patterns: Sequence[str], tables: Sequence[KeyTable], waived: Sequence[re.Pattern[str]]
+    patterns: Sequence[str], tables: Sequence[Table], waived: Sequence[re.Pattern[str]]
 ) -> tuple[dict[str, dict[str, set[int]]], set[str]]:
     """Return by pattern the numbers of each of its families, and the families of waived keys."""
     finders = [(number_finder(pattern), pattern) for pattern in patterns]

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dcp_placements.errors import Fault, format_names, format_ranks
 from dcp_placements.layout.boxes import (
@@ -18,84 +23,183 @@ from dcp_placements.layout.boxes import (
 )
 from dcp_placements.layout.sharding import Box, Kind
 from dcp_placements.save.coordinator.advice import content_advice, hole_advice, renumber_of
-from dcp_placements.save.coordinator.claims import Claims, Plans, claims_of, plans_by_digest
-from dcp_placements.save.coordinator.cohorts import Cohorts
-from dcp_placements.save.coordinator.pieces import Piece
-from dcp_placements.save.key_table import OBJECT, Group
-from dcp_placements.save.local_plan import LocalPlan
-from dcp_placements.save.rank_notes import Statement
+from dcp_placements.save.coordinator.contents import Contents
+from dcp_placements.save.digest_folding import Digests
+from dcp_placements.save.local_plan import LocalPlan, Statement
+from dcp_placements.table.table import OBJECT, Group
+from dcp_placements.table.world import Piece, World
+
+Ranks = list[int]
+"""Positions of local plans."""
+
+
+@dataclass(slots=True)
+class Claims:
+    """What the ranks claim of the keys of a piece.
+
+    Attributes:
+        groups: The ranks that have them in each group.
+        boxes: The ranks that hold each box.
+    """
+
+    groups: dict[Group, Ranks] = field(default_factory=dict)
+    boxes: dict[Box, Ranks] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that have the keys."""
+        return sorted({rank for ranks in self.groups.values() for rank in ranks})
+
+    def by(self, attribute: str) -> dict[Any, Ranks]:
+        """Return the ranks by one attribute of their groups."""
+        ranks_by: dict[Any, Ranks] = {}
+        for group, ranks in self.groups.items():
+            ranks_by.setdefault(getattr(group, attribute), []).extend(ranks)
+        return {value: sorted(ranks) for value, ranks in ranks_by.items()}
 
 
 class Faults:
-    """Puts what is wrong with a piece into words."""
+    """Puts what is wrong with a piece into words: the work is that of a piece, not of a key.
 
-    def __init__(self, cohorts: Cohorts, statements: Sequence[Statement], complete: bool) -> None:
-        self.cohorts = cohorts
-        self.plans: Sequence[LocalPlan] = cohorts.plans
+    Args:
+        world: What the ranks hold.
+        contents: Their digests.
+        plans: Their plans.
+        statements: What they say beside them.
+        size: Number of ranks that there are.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        contents: Contents,
+        plans: Sequence[LocalPlan],
+        statements: Sequence[Statement],
+        size: int,
+    ) -> None:
+        self.world = world
+        self.contents = contents
+        self.plans = plans
         self.statements = statements
-        self.complete = complete
+        self.size = size
+
+    def _claims(self, piece: Piece) -> Claims:
+        claims = Claims()
+        for source in piece.sources:
+            members = self.world.members[source.table].tolist()
+            claims.groups.setdefault(source.group, []).extend(members)
+        # Rows by rows: tables may disagree on the number of dims.
+        for rows in piece.rows:
+            for rank, box in zip(rows.ranks.tolist(), as_boxes(rows.boxes), strict=True):
+                claims.boxes.setdefault(box, []).append(rank)
+        return claims
+
+    def _by_rules(self, piece: Piece) -> dict[tuple[str, ...], list[str]]:
+        """Return the keys of a piece by the names of the rules that match them on the ranks."""
+        columns = []
+        for source in piece.sources:
+            table = self.world.tables[source.table]
+            start = table.starts[source.number]
+            columns.append([table.rule(start + at) or _NO_RULE for at in source.positions])
+        keys: dict[tuple[str, ...], list[str]] = {}
+        for fqn, rules in zip(piece.fqns, zip(*columns, strict=True), strict=True):
+            keys.setdefault(tuple(sorted(set(rules))), []).append(fqn)
+        return keys
 
     def disagreement(self, piece: Piece) -> list[Fault]:
         """Return that tables say different things of the keys of a piece, if they do."""
         groups = [source.group for source in piece.sources]
         if len({(g.kind == OBJECT, g.shape, g.dtype) for g in groups}) == 1:
             return []
-        return [
-            self._disagreement(claims_of(self.cohorts, piece, at)) for at in range(len(piece.fqns))
-        ]
+        claims, found = self._claims(piece), []
+        for rules, fqns in self._by_rules(piece).items():
+            headline, details = self._disagreement(claims, rules)
+            found += [Fault(fqn, headline, details) for fqn in fqns]
+        return found
 
-    def tiling(self, piece: Piece) -> list[Fault]:
-        """Return why the boxes of a piece do not make the whole of its tensors."""
-        claims = claims_of(self.cohorts, piece, 0)
-        shape = piece.group.shape
-        whole = Box.whole(shape)
+    def tiling(self, piece: Piece, *, complete: bool) -> list[Fault]:
+        """Return why the boxes of a piece do not make the whole of its tensors.
+
+        Args:
+            piece: The piece.
+            complete: Whether the plans are all there are.
+        """
+        claims, shape = self._claims(piece), piece.group.shape
         boxes = [box for box in claims.boxes if box.numel]
         array = as_array(boxes, len(shape))
         crossing = [(boxes[one], boxes[other]) for one, other in overlaps(array)]
-        beyond = as_boxes(array[~within(whole, array)])
+        beyond = as_boxes(array[~within(Box.whole(shape), array)])
+        texts: list[tuple[str, tuple[str, ...]]] = []
+        if crossing:
+            texts.append(self._overlap(claims, shape, crossing))
+        hole = None
+        if complete and not crossing and not beyond:
+            hole = self._hole(claims, Box.whole(shape), boxes, piece.group)
+        listed = any(cut.kind is Kind.LISTED for group in claims.groups for cut in group.cuts)
         found = []
-        for fqn in piece.fqns:
-            claims.fqn = fqn
-            if crossing:
-                found.append(self._overlap(claims, shape, crossing))
-            if beyond:
-                found.append(
-                    Fault(
-                        fqn,
-                        f"{format_box(beyond[0])} lies beyond the whole tensor of shape {shape}",
-                        (f"claimed by   {self._claimants(claims, beyond[0])}",),
-                    )
-                )
-            if self.complete and not crossing and not beyond:
-                found.append(self._hole(claims, whole, boxes, piece.group))
+        for rules, fqns in self._by_rules(piece).items():
+            line = _rule_line(rules)
+            for fqn in fqns:
+                found += [Fault(fqn, text, (*details, line)) for text, details in texts]
+                if beyond:
+                    text = f"{format_box(beyond[0])} lies beyond the whole tensor of shape {shape}"
+                    by = (f"claimed by   {self._claimants(claims, beyond[0])}",)
+                    found.append(Fault(fqn, text, by))
+                if hole is not None:
+                    text = f"nobody holds all of the {shape} tensor"
+                    advice = hole_advice(fqn, listed)
+                    found.append(Fault(fqn, text, (*hole, *advice, line)))
         return found
 
-    def conflict(self, piece: Piece, position: int) -> Fault:
-        """Return that ranks hold one box of a key with different contents."""
-        claims = claims_of(self.cohorts, piece, position)
-        differing = [
-            (box, found)
-            for box, held in claims.boxes.items()
-            if len(found := plans_by_digest(held)) > 1
-        ]
+    def conflicts(self, piece: Piece, positions: Sequence[int]) -> list[Fault]:
+        """Return that ranks hold one box of keys with different contents.
+
+        Args:
+            piece: The piece.
+            positions: Of the keys that differ.
+        """
+        rules_of = {fqn: rules for rules, fqns in self._by_rules(piece).items() for fqn in fqns}
+        # Most keys that differ do so between the same ranks.
+        known: dict[bytes, _Conflict] = {}
+        found = []
+        for position, column in zip(positions, self.contents.own(piece, positions).T, strict=True):
+            kinds = np.unique(column, return_inverse=True)[1]
+            key = kinds.tobytes() + (column == 0).tobytes()
+            if key not in known:
+                known[key] = self._conflict(piece, column)
+            fqn, one = piece.fqns[position], known[key]
+            advice = content_advice(fqn, piece.group, one.differs, one.agrees)
+            details = (*one.details, *advice, _rule_line(rules_of[fqn]))
+            found.append(Fault(fqn, one.headline, details, (one.place,)))
+        return found
+
+    def _conflict(self, piece: Piece, digests: Digests) -> _Conflict:
+        cover, shape = piece.cover, piece.group.shape
+        ordered = digests[cover.order].tolist()
+        ranks = cover.ranks[cover.order].tolist()
+        differing = []
+        for box, (start, stop) in enumerate(pairwise(cover.starts.tolist())):
+            groups = _ranks_by(ordered[start:stop], ranks[start:stop])
+            if len(groups) > 1:
+                differing.append((box, groups))
         box, groups = differing[0]
-        shape, others = piece.group.shape, len(differing) - 1
-        count = len({plan for plans in groups.values() for plan in plans})
+        count = len({rank for members in groups.values() for rank in members})
+        others = len(differing) - 1
         more = f" (and {others} more place{'s' if others > 1 else ''})" if others else ""
         differs, agrees = self._along(groups)
         details = [
-            f"content {letter}:   {self._ranks(plans)}{self._positions(plans, differs)}"
-            for letter, plans in zip("ABCDEFGH", groups.values(), strict=False)
+            f"content {letter}:   {self._ranks(members)}{self._positions(members, differs)}"
+            for letter, members in zip("ABCDEFGH", groups.values(), strict=False)
         ]
         if len(groups) > 8:
             details.append(f"... {len(groups)} different contents in all")
-        details += content_advice(claims.fqn, piece.group, differs, agrees)
-        headline = f"{len(groups)} different contents on {count} ranks that claim to be replicas"
-        return Fault(
-            claims.fqn,
-            headline,
-            (*details, *self._rule_lines(claims)),
-            (f"place:       {format_box(box, shape)} of {shape}{more}",),
+        (text,) = as_boxes(cover.boxes[[box]])
+        return _Conflict(
+            f"{len(groups)} different contents on {count} ranks that claim to be replicas",
+            f"place:       {format_box(text, shape)} of {shape}{more}",
+            details,
+            differs,
+            agrees,
         )
 
     def suspicion(self, fqns: Sequence[str], plans: Sequence[int]) -> Fault:
@@ -126,7 +230,8 @@ class Faults:
 
     def same_coordinate(self, piece: Piece, box: int) -> Fault:
         """Return that ranks hold equal boxes though the mesh has a part for each of them."""
-        claims, cover = claims_of(self.cohorts, piece, 0), piece.cover
+        cover = piece.cover
+        rules = next(iter(self._by_rules(piece)))
         return Fault(
             piece.fqns[0],
             f"{self._ranks(cover.holders(box).tolist())} hold the same part, "
@@ -136,53 +241,58 @@ class Faults:
                 "likely:      these ranks give the mesh of one another: get_coordinate() is the "
                 "same on them",
                 "way out:     on every rank the mesh as that rank sees it",
-                *self._rule_lines(claims),
+                _rule_line(rules),
             ),
         )
 
     def object_note(self, piece: Piece, position: int) -> Fault:
         """Return that an object differs between ranks."""
-        claims = claims_of(self.cohorts, piece, position)
-        groups = plans_by_digest([one for held in claims.boxes.values() for one in held])
-        holders = "; ".join(self._ranks(plans) for plans in list(groups.values())[:4])
+        digests = self.contents.own(piece, [position])[:, 0].tolist()
+        groups = _ranks_by(digests, piece.ranks.tolist())
+        holders = "; ".join(self._ranks(ranks) for ranks in list(groups.values())[:4])
         more = f" and {len(groups) - 4} more groups" if len(groups) > 4 else ""
-        return _object_fault([claims.fqn], holders + more, self._ranks([min(claims.plans)]))
+        kept = self._ranks([int(piece.ranks.min())])
+        return _object_fault([piece.fqns[position]], holders + more, kept)
 
     def object_suspicion(self, fqns: Sequence[str], plans: Sequence[int]) -> Fault:
         """Return that one or more of some objects differ between ranks."""
         return _object_fault(fqns, self._ranks(plans), "the lowest rank")
 
-    def _disagreement(self, claims: Claims) -> Fault:
-        kinds: dict[bool, Plans] = {}
-        for kind, plans in claims.by("kind").items():
-            kinds.setdefault(kind == OBJECT, []).extend(plans)
+    def _disagreement(self, claims: Claims, rules: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+        kinds: dict[bool, Ranks] = {}
+        for kind, ranks in claims.by("kind").items():
+            kinds.setdefault(kind == OBJECT, []).extend(ranks)
         if len(kinds) > 1:
-            return Fault(
-                claims.fqn,
+            headline = (
                 f"is a tensor on {self._ranks(kinds[False])}, but another object on "
-                f"{self._ranks(kinds[True])}",
-                ("way out:     give the object a key of its own, or make it a tensor everywhere",),
+                f"{self._ranks(kinds[True])}"
             )
+            way_out = (
+                "way out:     give the object a key of its own, or make it a tensor everywhere"
+            )
+            return headline, (way_out,)
         shapes, dtypes = claims.by("shape"), claims.by("dtype")
         if len(shapes) > 1:
-            text = "; ".join(f"{shape} on {self._ranks(plans)}" for shape, plans in shapes.items())
+            text = "; ".join(f"{shape} on {self._ranks(by)}" for shape, by in shapes.items())
             headline = f"the ranks do not agree on the shape of the whole tensor: {text}"
-            details = self._shape_details(claims, list(shapes))
+            details = self._shape_details(claims, rules, list(shapes))
         else:
-            text = "; ".join(f"{dtype} on {self._ranks(plans)}" for dtype, plans in dtypes.items())
+            text = "; ".join(f"{dtype} on {self._ranks(by)}" for dtype, by in dtypes.items())
             headline = f"the ranks do not agree on its dtype: {text}"
             details = ["way out:     cast it to one dtype on all ranks before saving"]
-        return Fault(claims.fqn, headline, (*details, *self._rule_lines(claims)))
+        return headline, (*details, _rule_line(rules))
 
-    def _shape_details(self, claims: Claims, shapes: Sequence[tuple[int, ...]]) -> list[str]:
-        rules = self._rules_of(claims)
+    def _shape_details(
+        self, claims: Claims, rules: tuple[str, ...], shapes: Sequence[tuple[int, ...]]
+    ) -> list[str]:
+        has_rule = rules != (_NO_RULE,)
         unlike_dims = sum(len(set(sizes)) > 1 for sizes in zip(*shapes, strict=False))
-        if len(rules) > 1 or (any(rules) and unlike_dims > 1):
+        if len(rules) > 1 or (has_rule and unlike_dims > 1):
             advice = [
                 "likely:      the ranks have different rules for it",
                 "way out:     the same rules on every rank",
             ]
-        elif any(rules):
+        elif has_rule:
             advice = [
                 "likely:      a rule without global_shape= over shards of unequal size: each rank "
                 "takes its own size times the axis for the whole",
@@ -206,13 +316,12 @@ class Faults:
 
     def _overlap(
         self, claims: Claims, shape: tuple[int, ...], crossing: Sequence[tuple[Box, Box]]
-    ) -> Fault:
+    ) -> tuple[str, tuple[str, ...]]:
         claimed = [
             f"{format_box(box, shape)} by {self._claimants(claims, box)}"
             for box in dict.fromkeys(box for pair in crossing[:2] for box in pair)
         ]
-        return Fault(
-            claims.fqn,
+        return (
             f"ranks claim parts of {shape} that overlap without being the same",
             (
                 *(f"claimed:     {line}" for line in claimed),
@@ -220,14 +329,13 @@ class Faults:
                 "on others",
                 "way out:     one placement for this name on all ranks, or a name of its own for "
                 "each tensor",
-                *self._rule_lines(claims),
             ),
         )
 
-    def _hole(self, claims: Claims, whole: Box, boxes: Sequence[Box], group: Group) -> Fault:
+    def _hole(self, claims: Claims, whole: Box, boxes: Sequence[Box], group: Group) -> list[str]:
         holes = uncovered(whole, as_array(boxes, len(whole.sizes)))
         held = sum(box.numel for box in boxes)
-        having = claims.plans
+        having = claims.ranks
         details = [
             "missing:     "
             + ", ".join(format_box(hole, whole.sizes) for hole in holes[:4])
@@ -249,17 +357,11 @@ class Faults:
             axes = [name for name in axes if self._apart(name, having, lacking)] or axes
             text = f", the size of axis {' or '.join(map(repr, axes))}" if axes else ""
             details.append(f"likely:      {factor} times too little is held{text}")
-        listed = any(cut.kind is Kind.LISTED for group in claims.groups for cut in group.cuts)
-        details += hole_advice(claims.fqn, listed)
-        return Fault(
-            claims.fqn,
-            f"nobody holds all of the {whole.sizes} tensor",
-            (*details, *self._rule_lines(claims)),
-        )
+        return details
 
     def _too_few_ranks(self, group: Group) -> str | None:
         """Return that the cuts make more parts than there are ranks; None where they do not."""
-        ranks, world = len(self.plans), self.cohorts.world
+        ranks, world = len(self.plans), self.size
         axes = {cut.axis: cut.size for cut in group.cuts if cut.axis is not None}
         if prod(axes.values()) <= ranks:
             return None
@@ -273,11 +375,10 @@ class Faults:
         grown = Box(tuple([o - 1 for o in hole.offsets]), tuple([n + 2 for n in hole.sizes]))
         touching = [(box, held) for box, held in claims.boxes.items() if common(grown, box)]
         return "; ".join(
-            f"{format_box(box, None)} of {self._ranks(plan for plan, _ in held)}"
-            for box, held in touching[:2]
+            f"{format_box(box, None)} of {self._ranks(held)}" for box, held in touching[:2]
         )
 
-    def _along(self, groups: dict[int, Plans]) -> tuple[list[str], list[str]]:
+    def _along(self, groups: dict[int, Ranks]) -> tuple[list[str], list[str]]:
         """Return the axes that tell the contents apart, and those along which copies agree."""
         content = {plan: digest for digest, plans in groups.items() for plan in plans}
         names = set.intersection(*(set(self._coordinate(plan)) for plan in content))
@@ -318,18 +419,36 @@ class Faults:
         return bool(at[1]) and not at[0] & at[1]
 
     def _claimants(self, claims: Claims, box: Box) -> str:
-        return self._ranks(plan for plan, _ in claims.boxes[box])
+        return self._ranks(claims.boxes[box])
 
     def _ranks(self, plans: Iterable[int]) -> str:
         return format_ranks(self.plans[plan].rank for plan in plans)
 
-    def _rules_of(self, claims: Claims) -> set[str | None]:
-        tables = [table for table in self.cohorts.tables if claims.fqn in table.fqns]
-        return {table.rules[table.rule_of[table.fqns.index(claims.fqn)]] for table in tables}
 
-    def _rule_lines(self, claims: Claims) -> list[str]:
-        rules = sorted(rule or "no rule" for rule in self._rules_of(claims))
-        return [f"by rule:     {', '.join(rules)}"]
+class _Conflict(NamedTuple):
+    """What is said of keys with different contents."""
+
+    headline: str
+    place: str
+    details: list[str]
+    differs: list[str]
+    agrees: list[str]
+
+
+_NO_RULE = "no rule"
+
+
+def _rule_line(rules: Sequence[str]) -> str:
+    return f"by rule:     {', '.join(rules)}"
+
+
+def _ranks_by(digests: Sequence[int], ranks: Sequence[int]) -> dict[int, Ranks]:
+    """Return the ranks by the digest of what they hold, where several hold something."""
+    ranks_by: dict[int, Ranks] = {}
+    for digest, rank in zip(digests, ranks, strict=True) if len(ranks) > 1 else ():
+        if digest:
+            ranks_by.setdefault(digest, []).append(rank)
+    return ranks_by
 
 
 def _lacking(fqn: str) -> str:

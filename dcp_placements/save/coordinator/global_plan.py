@@ -19,6 +19,7 @@ import torch
 
 from dcp_placements._torch import BytesStorageMetadata, TensorStorageMetadata
 from dcp_placements.errors import Fault
+from dcp_placements.layout.boxes import Ints
 from dcp_placements.report import KeyReport, key_report
 from dcp_placements.save.coordinator.agreement import (
     numbering_faults,
@@ -26,23 +27,15 @@ from dcp_placements.save.coordinator.agreement import (
     unlike_directories,
     unlike_steps,
 )
-from dcp_placements.save.coordinator.cohorts import Cohorts
-from dcp_placements.save.coordinator.contents import (
-    differing_keys,
-    folded_conflict,
-    held_beside_its_own,
-    uncompared,
-)
-from dcp_placements.save.coordinator.cover import Covers
+from dcp_placements.save.coordinator.contents import Contents, held_beside_its_own
 from dcp_placements.save.coordinator.faults import Faults
 from dcp_placements.save.coordinator.owners import runs_of
-from dcp_placements.save.coordinator.pieces import Piece, Pieces, pieces_of
 from dcp_placements.save.items import Assignment, tensor_properties
-from dcp_placements.save.key_table import OBJECT, KeyTable
-from dcp_placements.save.local_plan import LocalPlan
-from dcp_placements.save.packing import Ints, packed_ints
-from dcp_placements.save.rank_notes import Statement
+from dcp_placements.save.local_plan import LocalPlan, Statement
 from dcp_placements.storage.metadata.chunk_list import ChunkList
+from dcp_placements.table.cover import cover_of
+from dcp_placements.table.table import OBJECT, Table, packed_ints
+from dcp_placements.table.world import Piece, World
 
 
 class Coordinator:
@@ -50,9 +43,9 @@ class Coordinator:
 
     Args:
         plans: One per rank that takes part.
-        world: Number of ranks that there are.
+        size: Number of ranks that there are.
         complete: Whether the plans are all there are.
-        own: As of ``Cohorts``.
+        own: As of ``World``.
         first: Keys of the plans that the metadata have first, in this order.
         waived: Patterns of keys whose numbers need not be complete.
 
@@ -60,8 +53,7 @@ class Coordinator:
         plans: The same.
         complete: The same.
         statements: By plan, what the rank sends beside its keys.
-        cohorts: The plans side by side.
-        pieces: The groups of all ranks.
+        world: What the ranks hold.
         faults: What cannot be saved.
         conflicts: Replicas that differ.
         notes: What is saved with a warning.
@@ -77,9 +69,9 @@ class Coordinator:
         self,
         plans: Sequence[LocalPlan],
         *,
-        world: int,
+        size: int,
         complete: bool,
-        own: Mapping[bytes, KeyTable] = MappingProxyType({}),
+        own: Mapping[bytes, Table] = MappingProxyType({}),
         first: Sequence[str] = (),
         waived: Sequence[re.Pattern[str]] = (),
     ) -> None:
@@ -87,8 +79,8 @@ class Coordinator:
         self.complete = complete
         unpacked = cache(Statement.unpacked)
         self.statements = [unpacked(plan.statement) for plan in plans]
-        self.cohorts = Cohorts(plans, world, own)
-        self.pieces = Pieces()
+        like = [(plan.digest_kind, plan.is_folded) for plan in plans]
+        self.world = World(plans, like, own)
         self.faults: list[Fault] = []
         self.conflicts: list[Fault] = []
         self.notes: list[Fault] = []
@@ -97,7 +89,7 @@ class Coordinator:
         self.keys: dict[str, KeyReport] = {}
         self.objects: list[str] = []
         self.partial: dict[str, tuple[int, ...]] = {}
-        self._covers = Covers(complete)
+        self._size = size
         self._undigested: dict[str, list[int]] = {}
         for at, plan in enumerate(plans):
             for fqn in plan.undigested:
@@ -124,49 +116,50 @@ class Coordinator:
             return
         if self.complete:
             self.faults += numbering_faults(
-                self.plans, self.statements, self.cohorts.tables, self._waived
+                self.plans, self.statements, self.world.tables, self._waived
             )
             self.faults += unlike_steps(self.plans, self.statements)
             self.notes += unlike_directories(self.plans, self.statements)
-        self.pieces = pieces_of(self.cohorts)
-        faults = Faults(self.cohorts, self.statements, self.complete)
-        for piece in self.pieces.all:
+        contents = Contents(self.world, self.plans, self._size)
+        faults = Faults(self.world, contents, self.plans, self.statements, self._size)
+        for piece in self.world.pieces:
             disagreement = faults.disagreement(piece)
             if disagreement:
                 self.faults += disagreement
                 continue
-            piece.cover, is_whole = self._covers.of(piece.plans, piece.boxes, piece.group.shape)
-            if not is_whole:
-                self.faults += faults.tiling(piece)
-            self._compare(piece, faults)
-        self._compare_folded(faults)
+            piece.cover = cover_of(piece.ranks, piece.boxes)
+            sound = piece.cover.is_whole if self.complete else piece.cover.is_apart
+            if not sound(piece.group.shape):
+                self.faults += faults.tiling(piece, complete=self.complete)
+            self._compare(piece, contents, faults)
+        self._compare_folded(contents, faults)
 
-    def _compare(self, piece: Piece, faults: Faults) -> None:
-        box = held_beside_its_own(piece, self.cohorts.world)
+    def _compare(self, piece: Piece, contents: Contents, faults: Faults) -> None:
+        box = held_beside_its_own(piece, self._size)
         if box is not None and 0 not in piece.group.shape:
             self.faults.append(faults.same_coordinate(piece, box))
             return
-        self.uncompared += uncompared(piece)
+        self.uncompared += contents.uncompared(piece)
         if piece.cover.has_replicas:
             undigested = [fqn for fqn in piece.fqns if fqn in self._undigested]
             self.notes += [faults.undigested(fqn, self._undigested[fqn]) for fqn in undigested]
-        for position in differing_keys(piece):
-            if piece.group.kind == OBJECT:
-                self.notes.append(faults.object_note(piece, position))
-            else:
-                self.conflicts.append(faults.conflict(piece, position))
+        differing = contents.differing_keys(piece)
+        if piece.group.kind == OBJECT:
+            self.notes += [faults.object_note(piece, position) for position in differing]
+        else:
+            self.conflicts += faults.conflicts(piece, differing)
 
-    def _compare_folded(self, faults: Faults) -> None:
+    def _compare_folded(self, contents: Contents, faults: Faults) -> None:
         """Compare the keys that have no digests of their own, group by group."""
-        for table, by_group in zip(self.cohorts.tables, self.cohorts.rows, strict=True):
+        for at, (table, by_group) in enumerate(
+            zip(self.world.tables, self.world.rows, strict=True)
+        ):
             for number, (group, held) in enumerate(zip(table.groups, by_group, strict=True)):
-                if not any(rows.slots is not None and rows.slots.folded for rows in held):
+                if not contents.is_folded(at, number):
                     continue
-                plans = np.concatenate([rows.plans for rows in held])
-                boxes = np.concatenate([rows.boxes for rows in held])
-                boxes = boxes.reshape(len(boxes), 2, len(group.shape))
-                cover, _ = self._covers.of(plans, boxes, group.shape)
-                fqns, holders = folded_conflict(held, table.keys(number), cover)
+                ranks = np.concatenate([rows.ranks for rows in held])
+                cover = cover_of(ranks, np.concatenate([rows.boxes for rows in held]))
+                fqns, holders = contents.folded_conflict(at, number, cover)
                 if fqns and group.kind == OBJECT:
                     self.notes.append(faults.object_suspicion(fqns, holders))
                 elif fqns:
@@ -176,7 +169,7 @@ class Coordinator:
         """Make the metadata and the report of all keys."""
         lists: dict[Hashable, ChunkList] = {}
         ranks_of = cache(self._ranks_if_partial)
-        for piece in self.pieces.all:
+        for piece in self.world.pieces:
             group, cover = piece.group, piece.cover
             ranks = ranks_of(tuple([source.table for source in piece.sources]))
             if ranks is not None:
@@ -203,7 +196,7 @@ class Coordinator:
     def _ranks_if_partial(self, tables: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the ranks that have any of some tables; None where all have."""
         # np.unique would import numpy.ma, which takes longer than all of this.
-        counts = np.bincount(np.concatenate([self.cohorts.members[table] for table in tables]))
+        counts = np.bincount(np.concatenate([self.world.members[table] for table in tables]))
         having = np.flatnonzero(counts)
         if len(having) == len(self.plans):
             return None
@@ -211,37 +204,39 @@ class Coordinator:
 
     def assign(self, *, lowest_rank: bool, save_id: bytes) -> list[Assignment]:
         """Return what each rank writes."""
-        runs = runs_of(self.pieces.all, len(self.plans), lowest_rank=lowest_rank)
+        runs = runs_of(self.world.pieces, len(self.plans), lowest_rank=lowest_rank)
         packed = self._packed_runs(runs)
-        split = [packed_ints(pieces) if pieces else b"" for pieces in self.pieces.split]
+        split = [packed_ints(pieces) if pieces else b"" for pieces in self.world.split]
         assignments: list[Any] = [None] * len(self.plans)
-        for cohort in self.cohorts.cohorts:
+        for cohort in self.world.cohorts:
             pieces = tuple([split[table] for table in cohort.tables])
             pieces = pieces if any(pieces) else ()
-            for plan in cohort.plans.tolist():
-                assignments[plan] = Assignment(packed[plan], pieces, save_id)
+            for rank in cohort.ranks.tolist():
+                assignments[rank] = Assignment(packed[rank], pieces, save_id)
         return assignments
 
     def _packed_runs(self, runs: list[Ints]) -> list[bytes]:
         """Return for each rank the runs of its tables, table after table, piece after piece."""
-        columns: dict[tuple[int, int, int], Ints] = {}
-        for piece, piece_runs in zip(self.pieces.all, runs, strict=True):
+        # By cohort and table, the column of each piece of the table.
+        columns: dict[tuple[int, int], dict[int, Ints]] = {}
+        for piece, of_piece in zip(self.world.pieces, runs, strict=True):
             start = 0
             for source in piece.sources:
                 for rows in source.rows:
-                    stop = start + len(rows.plans)
-                    columns[rows.cohort, source.table, source.number] = piece_runs[start:stop]
+                    stop = start + len(rows.ranks)
+                    of_table = columns.setdefault((rows.cohort, source.table), {})
+                    of_table[source.piece] = of_piece[start:stop]
                     start = stop
         packed = [b""] * len(self.plans)
         pack = cache(lambda row: packed_ints(np.frombuffer(row, np.int64)))
-        for cohort in self.cohorts.cohorts:
-            ranks = len(cohort.plans)
+        for at, cohort in enumerate(self.world.cohorts):
+            ranks = len(cohort.ranks)
             of_pieces = [
-                columns[cohort.number, table, number].reshape(ranks, -1)
+                column.reshape(ranks, -1)
                 for table in cohort.tables
-                for number in range(self.pieces.counts[table])
+                for _, column in sorted(columns[at, table].items())
             ]
             matrix = np.concatenate(of_pieces or [np.zeros((ranks, 0), np.int64)], axis=1)
-            for plan, row in zip(cohort.plans.tolist(), matrix, strict=True):
-                packed[plan] = pack(row.tobytes())
+            for rank, row in zip(cohort.ranks.tolist(), matrix, strict=True):
+                packed[rank] = pack(row.tobytes())
         return packed

@@ -7,38 +7,36 @@ from typing import Any
 
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.flat import Path
-from dcp_placements.save.coordinator.cohorts import Cohorts
-from dcp_placements.save.key_table import Group, KeyTable
-from dcp_placements.save.rank_notes import Statement
+from dcp_placements.save.local_plan import LocalPlan, Statement
 from dcp_placements.storage.metadata.record import Cuts, packed_record
+from dcp_placements.table.table import Group, Table
+from dcp_placements.table.world import World
 
 
-def paths_of_keys(
-    cohorts: Cohorts, own: Sequence[KeyTable], paths: Mapping[str, Path]
-) -> dict[str, Path]:
+def paths_of_keys(world: World, own: Sequence[Table], paths: Mapping[str, Path]) -> dict[str, Path]:
     """Return where each key stands in the nested state dict.
 
     Args:
-        cohorts: The plans.
-        own: The key tables of this rank.
+        world: What all ranks hold.
+        own: The tables of this rank.
         paths: Of the keys in those.
     """
     paths_of: dict[str, Path] = {}
-    for table in cohorts.tables:
+    for table in world.tables:
         if any(table is one for one in own):
             paths_of.update({fqn: paths.get(fqn) or (fqn,) for fqn in table.fqns})
         else:
-            paths_of.update(table.paths_of_keys())
+            paths_of.update(table.paths())
     return paths_of
 
 
 def cuts_and_renames(
-    cohorts: Cohorts, statements: Sequence[Statement], keys: Collection[str]
+    world: World, statements: Sequence[Statement], keys: Collection[str]
 ) -> dict[str, Any]:
     """Return what a checkpoint with these keys is to keep of cuts and renames: plain values."""
     numbers: dict[Cuts, int] = {(): 0}
     group_of: dict[str, int] = {}
-    for table in cohorts.tables:
+    for table in world.tables:
         for number, group in enumerate(table.groups):
             cuts = group.cuts if group.is_exact else ()
             here = numbers.setdefault(cuts, len(numbers))
@@ -52,7 +50,10 @@ def cuts_and_renames(
 
 
 def making(
-    cohorts: Cohorts, statements: Sequence[Statement], options: Mapping[str, Any]
+    world: World,
+    plans: Sequence[LocalPlan],
+    statements: Sequence[Statement],
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return how a checkpoint was saved, beside its identity: plain values only.
 
@@ -60,15 +61,15 @@ def making(
     to the rows that it lists as its own).
     """
     rules: dict[str, str] = {}
-    for table in cohorts.tables:
-        for fqn, at in zip(table.fqns, table.rule_of, strict=True):
-            if (rule := table.rules[at]) is not None:
+    for table in world.tables:
+        for at, fqn in enumerate(table.fqns):
+            if (rule := table.rule(at)) is not None:
                 rules[fqn] = rule
     row_maps: dict[str, dict[int, tuple[int, ...]]] = {}
-    for plan in cohorts.plans:
-        tables = cohorts.tables_of(plan)
+    for at, plan in enumerate(plans):
+        tables = world.tables_of(at)
         if any(_listed_dim(group) is not None for table in tables for group in table.groups):
-            for held in cohorts.holding(plan).groups:
+            for held in world.holding(at).groups:
                 if (dim := _listed_dim(held.group)) is not None:
                     rows = tuple(dict.fromkeys(box.offsets[dim] for box in held.boxes))
                     for fqn in held.fqns:

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from dcp_placements.bind.placed import Placed
+from dcp_placements.layout.boxes import Ints
 from dcp_placements.rules.mesh import mesh_axes
-from dcp_placements.save.coordinator.pieces import Piece
-from dcp_placements.save.key_table import OBJECT
-from dcp_placements.save.packing import Ints
+from dcp_placements.table.table import OBJECT
+from dcp_placements.table.world import Piece
 
 BALANCE = 1.05
 """What a rank may write, as a multiple of the mean, before another takes a share."""

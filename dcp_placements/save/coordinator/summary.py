@@ -13,8 +13,7 @@ from dcp_placements.errors import Fault, format_faults, format_nbytes, raise_fau
 from dcp_placements.report import SaveReport, key_report
 from dcp_placements.rules.matches import matched_nowhere, names_of, unmatched_faults
 from dcp_placements.save.coordinator.global_plan import Coordinator
-from dcp_placements.save.key_table import OBJECT
-from dcp_placements.save.local_plan import Holding
+from dcp_placements.table.table import OBJECT, Holding
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def judged(
     report.unmatched = names_of(unmatched)
     if unmatched:
         # Listed with the faults, too: a mistake in a pattern is their likely cause.
-        fqns = [fqn for table in coordinator.cohorts.tables for fqn in table.fqns]
+        fqns = [fqn for table in coordinator.world.tables for fqn in table.fqns]
         (faults or notes).extend(unmatched_faults(unmatched, list(dict.fromkeys(fqns))))
     raise_faults("the ranks' plans do not make a checkpoint", faults)
     if 1 < ranks < world:

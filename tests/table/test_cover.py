@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from dcp_placements.save.coordinator.cover import Cover, Covers
-from dcp_placements.save.packing import Ints
+from dcp_placements.layout.boxes import Ints
+from dcp_placements.table.cover import Cover, cover_of
 
 Row = tuple[int, ...]
 
@@ -22,7 +22,8 @@ def judged(
     rows: list[tuple[int, Row]], shape: tuple[int, ...], *, complete: bool = True
 ) -> tuple[Cover, bool]:
     boxes = np.array([row for _, row in rows], np.int64).reshape(len(rows), 2, len(shape))
-    return Covers(complete).of(np.array([rank for rank, _ in rows], np.int64), boxes, shape)
+    found = cover_of(np.array([rank for rank, _ in rows], np.int64), boxes)
+    return found, found.is_whole(shape) if complete else found.is_apart(shape)
 
 
 def counts(shape: tuple[int, ...], boxes: set[Row]) -> Ints:
