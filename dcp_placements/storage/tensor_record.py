@@ -24,9 +24,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from dcp_placements.errors import format_name
 from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
+    MAX_NAME_CHARS,
     ORDERED_DICT,
     Call,
     SafeUnpickler,
@@ -382,6 +384,14 @@ _OF_SUBCLASSES = {
 """What records of subclasses call beside their classes."""
 
 
+def _may_make_tensors(module: str, name: str) -> bool:
+    """Whether a user could allow a global that makes the tensor of a record."""
+    # These two call a method of a subclass.
+    indirect = {("__builtin__", "getattr"), ("builtins", "getattr"), ("functools", "partial")}
+    is_standard = module.partition(".")[0] in {"__builtin__", *sys.stdlib_module_names}
+    return not is_standard or (module, name) in indirect or (module, name) in ORDERED_DICT
+
+
 class _Instance:
     """Stands for an instance of a class that the user allowed."""
 
@@ -411,8 +421,10 @@ class _TensorUnpickler(SafeUnpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
         self.storages: list[_Storage] = []
+        self._is_first = True
 
     def find_class(self, module: str, name: str) -> Any:
+        is_outermost, self._is_first = self._is_first, False
         if module == "torch._utils" and name.startswith("_rebuild_"):
             return _REBUILDS.get(name, _REBUILD_OTHER)
         if (module, name) in _OF_SUBCLASSES or f"{module}.{name}" in _allowed_by_user():
@@ -420,6 +432,9 @@ class _TensorUnpickler(SafeUnpickler):
         if module in ("torch", "torch.storage") and name != "Tensor":
             # A dtype; or a storage type or a scheme, which a file may only mention.
             return DTYPES.get(("torch", name)) or Call(name)
+        if is_outermost and not _may_make_tensors(module, name):
+            shown = format_name(f"{module}.{name}"[:MAX_NAME_CHARS])
+            raise refusal(f"it begins with {shown}, which makes no tensor")
         return super().find_class(module, name)
 
     def fill(self, instance: Any, state: Any) -> None:

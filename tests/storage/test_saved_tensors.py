@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import pickle
 import struct
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_placements import PlacementFileSystemReader
 from dcp_placements.offline import verify
 from dcp_placements.storage.tensor_record import load_saved_tensor, parse_record, stored_zip
+from tests.offline_scenes import Run
 
 
 def saved(value: Any) -> bytes:
@@ -190,6 +193,66 @@ def test_objects_are_refused_where_an_entry_is_compressed_and_else_left_alone() 
     assert stored_zip(io.BytesIO(pickle.dumps({"lr": 0.1}))) is None
     with pytest.raises(ValueError, match="compressed"):
         stored_zip(io.BytesIO(compressed()))
+
+
+def with_record(path: Path, data: bytes) -> None:
+    """Save a tensor of two elements, and put this record in its place."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=path, no_dist=True)
+    with open(path / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    (info,) = metadata.storage_data.values()
+    (path / info.relative_path).write_bytes(data)
+    info.offset, info.length = 0, len(data)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+NO_TENSORS: dict[str, Any] = {
+    "posix.system": _Call(os.system, "exit"),
+    "__builtin__.bytearray": bytearray(b"abc"),
+    "__builtin__.set": {1, 2},
+    "collections.Counter": Counter("abc"),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="names os.system as this system does")
+@pytest.mark.parametrize("name", NO_TENSORS)
+@pytest.mark.parametrize("contents", [False, True])
+def test_what_can_be_no_tensor_is_a_wrong_record(tmp_path: Path, name: str, contents: bool) -> None:
+    with_record(tmp_path, saved(NO_TENSORS[name]))
+    found = verify(tmp_path, contents=contents)
+    assert [fault.kind for fault in found.faults] == ["wrong_record"]
+    assert f"it begins with {name}, which makes no tensor" in found.faults[0].message
+    with pytest.raises(CheckpointException, match=r"what __0_0[.]distcp holds of it is no tensor"):
+        dcp.load(
+            {"w": torch.zeros(2)},
+            storage_reader=PlacementFileSystemReader(tmp_path),
+            no_dist=True,
+        )
+
+
+class Other(torch.Tensor):
+    """A type that ``torch.load`` is not told to allow."""
+
+
+class ByMethod(torch.Tensor):
+    """Such a type, which is pickled as a call of its method."""
+
+    @classmethod
+    def made(cls) -> ByMethod:
+        return torch.ones(2).as_subclass(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return ByMethod.made, ()
+
+
+@pytest.mark.parametrize("kind", [Other, ByMethod])
+def test_what_is_of_another_type_is_not_called_sound(tmp_path: Path, run: Run, kind: Any) -> None:
+    with_record(tmp_path, saved(torch.ones(2).as_subclass(kind)))
+    found = verify(tmp_path, contents=True)
+    assert (found.faults, found.unread) == ((), 1)
+    ran = run("verify", tmp_path, "--contents")
+    assert ran.code == 0
+    assert "sound but for 1 record not read" in ran.out
 
 
 @pytest.mark.parametrize("name", ["a compressed entry", "stride 0"])

@@ -69,6 +69,8 @@ def _print(result: Verification, *, all_faults: bool, contents_read: bool) -> No
         checked += f", {format_nbytes(result.nbytes)} read"
     if not result.sound:
         verdict = f"not sound, {format_count(len(result.faults), 'fault')}"
+    elif contents_read and result.unread:
+        verdict = f"sound but for {format_count(result.unread, 'record')} not read"
     elif contents_read:
         verdict = "sound"
     else:

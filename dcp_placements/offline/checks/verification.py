@@ -39,6 +39,7 @@ class Verification:
     tensors: int  # tensors that were checked
     chunks: int  # their chunks
     nbytes: int  # bytes of records whose contents were read and compared
+    unread: int  # records that were not read; the notes name them
 
     @property
     def sound(self) -> bool:
@@ -123,6 +124,7 @@ def verify(
         tensors=len(checkpoint.tensors),
         chunks=sum([len(one.tensors) * one.tensors[0].count for one in checkpoint.alike]),
         nbytes=checker.nbytes if contents else 0,
+        unread=len(checker.skipped) + len(checker.other_types),
     )
 
 
