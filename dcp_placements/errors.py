@@ -238,6 +238,19 @@ def format_name(name: object) -> str:
     return "".join([c if c.isprintable() else ascii(c)[1:-1] for c in text])
 
 
+def format_error(error: BaseException) -> str:
+    """Return what an error says, as one line that is safe to print; what it is if it says nothing.
+
+    >>> format_error(ValueError("of another save")), format_error(EOFError())
+    ('of another save', 'EOFError without a message')
+    >>> format_error(MemoryError())
+    'it asks for more memory than there is'
+    """
+    if isinstance(error, MemoryError):
+        return "it asks for more memory than there is"
+    return format_name(error) or f"{type(error).__name__} without a message"
+
+
 def format_count(count: int, noun: str) -> str:
     """Return a number and what it counts.
 

@@ -36,6 +36,7 @@ from dcp_placements.errors import (
     Fault,
     PlacementError,
     format_count,
+    format_error,
     format_faults,
     format_name,
     raise_faults,
@@ -333,7 +334,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 raise unreadable(path, error) from error
             raise PlacementError(
                 f"{path}: refused, this is no metadata of DCP's that can be read\n"
-                f"    found:       {format_name(error)}\n"
+                f"    found:       {format_error(error)}\n"
                 "    likely:      the file was damaged or cut short, or is not from where it seems"
             ) from error
 

@@ -22,7 +22,7 @@ from dcp_placements._torch import (
     StorageInfo,
     narrow_tensor_by_index,
 )
-from dcp_placements.errors import Fault, PlacementError, format_faults
+from dcp_placements.errors import Fault, PlacementError, format_error, format_faults
 from dcp_placements.layout.byte_ranges import Gap, halves, segments
 from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import HeldPart, Part
@@ -333,7 +333,7 @@ def _load(stream: Any, item: ReadItem, path: str) -> torch.Tensor:
         raise PlacementError(format_faults("the checkpoint holds another type", [fault])) from error
     except Exception as error:
         # Only the first sentence: torch goes on with advice for other situations.
-        sentence = (str(error).splitlines() or [""])[0].partition(". ")[0]
+        sentence = (str(error).splitlines() or [format_error(error)])[0].partition(". ")[0]
         fault = Fault(
             item.storage_index.fqn,
             f"what {path} holds of it is no tensor",

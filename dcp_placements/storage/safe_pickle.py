@@ -92,6 +92,7 @@ class SafeUnpickler(pickle._Unpickler):
 
     def __init__(self, data: bytes) -> None:
         self._stream = io.BytesIO(data)
+        self._nbytes = len(data)
         super().__init__(self._stream)
         self._names: set[tuple[str, ...]] = set()
         self._by_hash: dict[int, Any] = {}
@@ -104,7 +105,6 @@ class SafeUnpickler(pickle._Unpickler):
             RefusedGlobal: It names something else than its kind of file; nothing has been called.
             pickle.UnpicklingError: It is broken, or asks for something it may not have.
         """
-        # Frames are passed over: what is read lies in memory.
         read = self.read = self._stream.read
         self.readline = self._stream.readline
         self.metastack: list[list[Any]] = []
@@ -153,7 +153,11 @@ class SafeUnpickler(pickle._Unpickler):
         return items
 
     def load_frame(self) -> None:
-        self.read(8)
+        # What is read lies in memory, but another unpickler reads a frame whole.
+        (nbytes,) = struct.unpack("<Q", self.read(8))
+        left = self._nbytes - self._stream.tell()
+        if nbytes > left:
+            raise refusal(f"it has a frame of {nbytes:,} bytes, where {left:,} are left")
 
     def load_reduce(self) -> None:
         args, called = self.stack.pop(), self.stack[-1]

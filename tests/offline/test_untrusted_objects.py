@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import io
+import os
+import pickle
 import subprocess
 import sys
 import time
@@ -15,7 +17,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_placements import PlacementFileSystemReader
+from dcp_placements import PlacementError, PlacementFileSystemReader
+from dcp_placements.cli.memory import limited_memory
 from dcp_placements.errors import CannotLook
 from dcp_placements.formats.megatron.torch_files import load_torch_file
 from dcp_placements.offline import diff, inspect, verify
@@ -131,6 +134,31 @@ def test_m101_a_command_that_takes_more_memory_than_it_may_ends_with_one_message
     )
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "more memory is needed than a command may take" in ran.stderr
+
+
+def test_a_metadata_file_that_claims_more_than_it_has_is_damaged(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    data = bytearray((tmp_path / ".metadata").read_bytes())
+    assert data[2:3] == pickle.FRAME
+    left = len(data) - 11
+    data[7] ^= 1 << 5
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(CannotLook, match=rf"a frame of 137,4.* bytes, where {left} are left"):
+        verify(tmp_path, contents=True)
+    found = r"found: .*, in \d+ bytes\n"
+    if sys.platform == "linux":
+        found = rf"found: +MemoryError: it asks for more memory than there is, in {len(data)} bytes"
+    with limited_memory(1 << 28), pytest.raises(PlacementError, match=found):
+        PlacementFileSystemReader(tmp_path).read_metadata()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
+def test_a_metadata_file_larger_than_memory_is_told_so(tmp_path: Path, run: Run) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    os.truncate(tmp_path / ".metadata", 1 << 40)
+    ran = run("--most-memory", "256MiB", "verify", tmp_path, "--contents")
+    assert (ran.code, ran.out) == (2, "")
+    assert "found:       it asks for more memory than there is\n" in ran.err
 
 
 def test_the_limit_of_memory_is_lifted_when_a_command_ends(tmp_path: Path, run: Run) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dcp_placements._torch import check_opens
-from dcp_placements.errors import CannotLook
+from dcp_placements.errors import CannotLook, format_error
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
 from dcp_placements.offline.checks.structure import CheckpointFault
@@ -310,4 +310,4 @@ def _reason(error: Exception) -> str:
         sentence = reason.partition("\n")[0].partition(". ")[0].strip()
         return f"torch.load refuses it: {sentence or 'it is broken'}"
     lines = [line.strip() for line in text.splitlines()]
-    return "; ".join(lines[1:3] or lines[:1])
+    return "; ".join(lines[1:3] or lines[:1]) or format_error(error)

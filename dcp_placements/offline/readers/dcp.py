@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dcp_placements._torch import Metadata
-from dcp_placements.errors import CannotLook, format_name
+from dcp_placements.errors import CannotLook, format_error, format_name
 from dcp_placements.offline.directory import Directory
 from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.index.storage_table import StorageTable
@@ -127,10 +127,10 @@ def check_count(path: str, count: int) -> None:
         )
 
 
-def unreadable(where: str, error: object) -> CannotLook:
+def unreadable(where: str, error: Exception) -> CannotLook:
     """Return the error of metadata that are none, or are damaged."""
     return CannotLook(
         f"{where}: this is no metadata of DCP's that can be read\n"
-        f"    found:       {format_name(error)}\n"
+        f"    found:       {format_error(error)}\n"
         "    likely:      the file was damaged or cut short"
     )

@@ -27,8 +27,8 @@ from dcp_placements.errors import (
     NoCheckpoint,
     PlacementError,
     format_count,
+    format_error,
     format_faults,
-    format_name,
     format_names,
     format_ranks,
     raise_faults,
@@ -95,7 +95,7 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> PlacementError
         nbytes = f", in {format_count(file.stat().st_size, 'byte')}"
     return PlacementError(
         f"{path}: this is no metadata of DCP's that can be read\n"
-        f"    found:       {type(error).__name__}: {format_name(error)}{nbytes}\n"
+        f"    found:       {type(error).__name__}: {format_error(error)}{nbytes}\n"
         "    likely:      the file was damaged or cut short: a copy in part, a full disk\n"
         f"    {_way_out(file.parent, [])}"
     )
