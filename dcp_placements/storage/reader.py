@@ -368,7 +368,11 @@ class _OneAtATime:
 
 
 class _Restricted:
-    """A planner that gets no object whose pickle names more than plain values."""
+    """A planner that gets no object whose pickle names more than plain values.
+
+    Planners load objects with ``weights_only=False``, by an unpickler that may read the same bytes
+    otherwise. What they get is the value that was checked, saved again.
+    """
 
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
@@ -377,9 +381,10 @@ class _Restricted:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Pass on what ``torch.load`` accepts with ``weights_only``; planners load it without."""
+        """Pass on what ``torch.load`` accepts with ``weights_only``."""
+        checked = io.BytesIO()
         try:
-            load_plain(value)
+            torch.save(load_plain(value), checked)
         except Exception as error:
             # Of any type, by what is in the pickle.
             reason = format_name((str(error).strip() or type(error).__name__).splitlines()[0])
@@ -390,8 +395,8 @@ class _Restricted:
                 "    way out:     torch.serialization.add_safe_globals for what you trust, or "
                 "leave the key out of the state dict"
             ) from error
-        value.seek(0)
-        self._planner.load_bytes(read_item, value)
+        checked.seek(0)
+        self._planner.load_bytes(read_item, checked)
 
 
 _COUNTING = threading.Lock()

@@ -90,6 +90,8 @@ class SafeUnpickler(pickle._Unpickler):
     fillable: ClassVar[Collection[type[Any]]] = ()
     """Classes of which a file may have empty instances, to be filled once."""
 
+    memo: dict[int, Any]
+
     def __init__(self, data: bytes) -> None:
         self._stream = io.BytesIO(data)
         self._nbytes = len(data)
@@ -158,6 +160,13 @@ class SafeUnpickler(pickle._Unpickler):
         left = self._nbytes - self._stream.tell()
         if nbytes > left:
             raise refusal(f"it has a frame of {nbytes:,} bytes, where {left:,} are left")
+
+    def load_long_binput(self) -> None:
+        # The unpickler in C allocates all slots up to the largest.
+        (slot,) = struct.unpack("<I", self.read(4))
+        if slot >= self._nbytes:
+            raise refusal(f"it has a memo slot {slot:,} in {self._nbytes:,} bytes")
+        self.memo[slot] = self.stack[-1]
 
     def load_reduce(self) -> None:
         args, called = self.stack.pop(), self.stack[-1]
@@ -250,7 +259,7 @@ class SafeUnpickler(pickle._Unpickler):
     # None that needs protocol 0 or 5, extensions, or allocates by a length.
     for _code in (
         *(pickle.PROTO, pickle.STOP, pickle.POP, pickle.POP_MARK, pickle.MARK, pickle.MEMOIZE),
-        *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.NONE),
+        *(pickle.BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.NONE),
         *(pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
         *(pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINUNICODE, pickle.BINUNICODE),
         *(pickle.BINUNICODE8, pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8),
@@ -261,6 +270,7 @@ class SafeUnpickler(pickle._Unpickler):
         dispatch[_code[0]] = pickle._Unpickler.dispatch[_code[0]]
     dispatch |= {
         pickle.FRAME[0]: load_frame,
+        pickle.LONG_BINPUT[0]: load_long_binput,
         pickle.REDUCE[0]: load_reduce,
         pickle.NEWOBJ[0]: load_newobj,
         pickle.BUILD[0]: load_build,

@@ -249,8 +249,12 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
     return loaded
 
 
-def load_plain(stream: Any) -> Any:
+def load_plain(stream: Any, device: str | None = None) -> Any:
     """Return the value of a seekable stream that ``torch.save`` wrote; nothing of it is called.
+
+    Args:
+        stream: The file.
+        device: Where its tensors are put; None for where each of them was.
 
     Raises:
         ValueError: It is no zip file of stored entries.
@@ -259,7 +263,7 @@ def load_plain(stream: Any) -> Any:
         Exception: Whatever else a broken file makes ``torch.load`` raise.
     """
     most = check_saved(stream)
-    loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    loaded = torch.load(stream, map_location=device, weights_only=True)
     check_unfolded([loaded], most)
     return loaded
 

@@ -290,7 +290,7 @@ class _Comparison:
         if one == other:
             return
         try:
-            values = load_plain(io.BytesIO(one)), load_plain(io.BytesIO(other))
+            values = load_plain(io.BytesIO(one), "cpu"), load_plain(io.BytesIO(other), "cpu")
         except Exception:
             # Its type depends on what is in the pickle.
             message = "other bytes; not unpickled, because torch.load takes it for unsafe"
