@@ -340,7 +340,9 @@ def test_m20_an_object_that_was_changed_is_detected(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes().replace(b"a long seed", b"a wrong one"))
     with refused() as refusal:
         load_with_crc(ONE, tmp_path, lambda rank: {"rng": None, "w": torch.zeros(3)})
-    refusal.says("rng: its data.pkl, in the record at byte ", ".distcp")
+    refusal.says(
+        "rng: the record at byte ", ".distcp is not what was written: data.pkl has another"
+    )
 
 
 class Gone:
