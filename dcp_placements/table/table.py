@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
-from itertools import accumulate, chain, product
+from itertools import accumulate, chain, islice, product
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -172,16 +173,15 @@ class Table:
         pickler = pickle.Pickler(buffer, protocol=5)
         # References are not memoised: whether two equal values are one object differs by rank.
         pickler.fast = True
-        pickler.dump((groups, "\n".join(self.lines), self.rules, *columns))
-        # Keys count up from layer to layer, and so do their compressed bytes.
-        return zlib.compress(zlib.compress(buffer.getvalue(), 9), 9)
+        pickler.dump((groups, *_packed_lines(self.lines), self.rules, *columns))
+        return zlib.compress(buffer.getvalue(), 9)
 
     @staticmethod
     def unpacked(packed: bytes) -> Table:
         """Return the table that was packed."""
-        groups, lines, rules, *columns = pickle.loads(zlib.decompress(zlib.decompress(packed)))
-        sizes, rule_of = [unpacked_ints(column).tolist() for column in columns]
-        return Table([*map(_group, groups)], sizes, lines.split("\n"), rules, rule_of)
+        groups, *lines, rules, sizes, rule_of = pickle.loads(zlib.decompress(packed))
+        numbers = [unpacked_ints(column).tolist() for column in (sizes, rule_of)]
+        return Table([*map(_group, groups)], numbers[0], _lines(*lines), rules, numbers[1])
 
 
 def _group(plain: tuple[Any, ...]) -> Group:
@@ -201,8 +201,36 @@ def line_of(path: Path) -> str:
         line = "\t".join(path)  # type: ignore[arg-type]
     except TypeError:  # an index of a list
         line = "\v"
-    is_plain = line.count("\t") == len(path) - 1 and "\n" not in line and "\v" not in line
+    is_plain = line.count("\t") == len(path) - 1 and not any(char in line for char in "\0\n\v")
     return line if is_plain else f"\v{json.dumps(path)}"
+
+
+_PLAIN_NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,17})(?![0-9])")
+
+
+def _packed_lines(lines: Sequence[str]) -> tuple[str, bytes, bytes]:
+    """Return lines as they travel: without numbers few differ, and the numbers count up."""
+    text = "\n".join(lines)
+    forms, form_of = _numbered(_PLAIN_NUMBER.sub("\0", text).split("\n"))
+    numbers = [int(number) for number in _PLAIN_NUMBER.findall(text)]
+    return "\n".join(forms), packed_ints(form_of), packed_ints(numbers)
+
+
+def _lines(forms: str, form_of: bytes, numbers: bytes) -> list[str]:
+    """Return the lines that were packed.
+
+    >>> _lines(*_packed_lines(["layers.0.w", "layers.10.w", "007%"]))
+    ['layers.0.w', 'layers.10.w', '007%']
+    """
+    values = iter(unpacked_ints(numbers).tolist())
+    made = [
+        (form.replace("%", "%%").replace("\0", "%d"), form.count("\0"))
+        for form in forms.split("\n")
+    ]
+    return [
+        form % tuple(islice(values, count))
+        for form, count in map(made.__getitem__, unpacked_ints(form_of).tolist())
+    ]
 
 
 def _path_of(line: str) -> Path:
