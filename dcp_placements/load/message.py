@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dcp_placements.errors import Fault, format_ranks, unpacked_faults
-from dcp_placements.load.comparison.asked import Asked
+from dcp_placements.load.compare import Asked
 from dcp_placements.load.exchange.shares import Claims
 from dcp_placements.rules.matches import Declared, Matches, matched_nowhere
 
@@ -43,7 +43,7 @@ class LoadMessage:
     @property
     def is_empty(self) -> bool:
         """Whether the coordinator has no use for it."""
-        others = self.asked.keys or self.declared or self.notes or self.save or self.faults
+        others = self.asked.tables or self.declared or self.notes or self.save or self.faults
         return self.claims is None and not others
 
 

@@ -199,11 +199,14 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             message = LoadMessage(rank, declared=load.declared, faults=refusal.packed())
         return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
 
+    def _policy(self) -> Policy:
+        optional, waived = compiled(self.optional), compiled(self.waive)
+        return Policy(self.allow_partial_load, self.cast, optional, waived)
+
     def _planned(self, rank: int) -> LoadMessage | None:
         """Plan this rank's reads; return what is sent to the coordinator."""
         load = self._runs.planned
-        optional, waived = compiled(self.optional), compiled(self.waive)
-        policy = Policy(self.allow_partial_load, self.cast, optional, waived)
+        policy = self._policy()
         load.place(self.rules)
         load.declare(self.rules)
         load.plan(policy, rules=self.rules, rename=self.rename, rank=rank)
@@ -223,7 +226,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         sent = [plan.planner_data for plan in plans]
         messages = [message for message in sent if isinstance(message, LoadMessage)]
         # Ranks that load by themselves have no others to compare with.
-        self._runs.planned.judge(messages, complete=len(plans) >= world_size())
+        complete = len(plans) >= world_size()
+        self._runs.planned.judge(messages, self._policy(), complete=complete)
         claims = [one.claims if isinstance(one, LoadMessage) else None for one in sent]
         answers: list[Verdict | None] = [None] * len(plans)
         if any(claims):

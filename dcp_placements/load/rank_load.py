@@ -32,8 +32,7 @@ from dcp_placements.errors import (
     raise_faults,
     raise_faults_of_ranks,
 )
-from dcp_placements.load.comparison.checks import LoadChecks, asked_faults, check_load
-from dcp_placements.load.comparison.numbers import unstacked_faults
+from dcp_placements.load.compare import LoadChecks, asked_faults, check_load, unstacked_faults
 from dcp_placements.load.exchange.exchange import Exchange
 from dcp_placements.load.exchange.shares import Verdict
 from dcp_placements.load.message import (
@@ -181,7 +180,7 @@ class RankLoad:
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
         faults += [fault for fault in request.faults if fault.fqn not in placeless]
-        self.checks = checks = check_load(request, metadata, rules=rules, rename=rename)
+        self.checks = checks = check_load(request, metadata, rename)
         report.compared = checks.compared
         faults += unstacked_faults(self.totals, metadata.state_dict_metadata, policy)
         faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
@@ -219,11 +218,12 @@ class RankLoad:
         )
         return None if message.is_empty else message
 
-    def judge(self, messages: Sequence[LoadMessage], *, complete: bool) -> None:
+    def judge(self, messages: Sequence[LoadMessage], policy: Policy, *, complete: bool) -> None:
         """Refuse, or warn of, what all ranks together show. Called on the coordinator.
 
         Args:
             messages: Of the ranks that sent one.
+            policy: What is accepted.
             complete: Whether all ranks take part in this plan.
 
         Raises:
@@ -243,7 +243,7 @@ class RankLoad:
         elif self.checks.record is not None:
             self.report.compared += ", but not with what other ranks ask for"
         asked = {message.rank: message.asked for message in messages}
-        faults = asked_faults(asked, self.checks.record, self.metadata, complete=complete)
+        faults = asked_faults(asked, self.checks.record, self.metadata, policy, complete=complete)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
         self.warn(mistakes)

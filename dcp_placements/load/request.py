@@ -25,7 +25,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, narrowing_note
-from dcp_placements.load.comparison.shapes import shape_mismatch
+from dcp_placements.load.cuts import shape_mismatch
 from dcp_placements.load.missing import MissingKeys, is_tensor
 from dcp_placements.load.policy import Policy
 from dcp_placements.load.reads import Read, Reads, read_items

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +50,18 @@ class Cover(NamedTuple):
         """Return the ranks that hold a box, ascending."""
         return self.ranks[self.order[self.starts[box] : self.starts[box + 1]]]
 
+    def parts(self) -> dict[frozenset[int], list[int]]:
+        """Return the ranks by the boxes that they hold: ``{{0}: [0, 2], {1}: [1, 3]}``."""
+        order = np.argsort(self.ranks, kind="stable")
+        ranks = self.ranks[order]
+        starts = np.flatnonzero(np.diff(ranks, prepend=-1))
+        found: dict[frozenset[int], list[int]] = {}
+        for rank, boxes in zip(
+            ranks[starts].tolist(), np.split(self.box_of[order], starts[1:]), strict=True
+        ):
+            found.setdefault(frozenset(boxes.tolist()), []).append(rank)
+        return found
+
     def is_whole(self, shape: tuple[int, ...]) -> bool:
         """Whether the boxes tile a tensor of that shape, each element once."""
         return tile(Box.whole(shape), self.boxes)
@@ -68,3 +82,31 @@ def cover_of(ranks: Ints, boxes: Boxes) -> Cover:
 
 NOTHING = cover_of(np.zeros(0, np.int64), np.zeros((0, 2, 0), np.int64))
 """The cover of no rows."""
+
+
+def repeated(parts: Mapping[frozenset[int], Sequence[int]]) -> list[frozenset[int]]:
+    """Return the parts of a whole all of which another rank holds, too.
+
+    Parts that only overlap are those of ranks with copies of some experts.
+
+    >>> repeated({frozenset({0, 1}): [0], frozenset({1, 2}): [1]})
+    []
+    >>> repeated({frozenset({0, 1}): [0, 1]})
+    [frozenset({0, 1})]
+
+    Args:
+        parts: The ranks that hold each part.
+    """
+    counts = Counter(element for part in parts for element in part)
+    return [
+        part
+        for part, ranks in parts.items()
+        if part
+        and (
+            len(ranks) > 1
+            or (
+                all(counts[element] > 1 for element in part)
+                and any(part < other for other in parts)
+            )
+        )
+    ]

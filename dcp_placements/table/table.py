@@ -312,16 +312,28 @@ def holding_of(
         held.fqns.append(fqn)
         held.values.append(value)
     by_table = [list(table.values()) for table in tables.values()]
-    made = [_table_of(members, paths) for members in by_table]
+    made = []
+    for members in by_table:
+        values = [value for held in members for value in held.values]
+        rules = [value.rule if type(value) is Placed else None for value in values]
+        made.append(table_of(members, rules, paths))
     return Holding(made, list(chain.from_iterable(by_table)), fqns)
 
 
 _LOOK = attrgetter("dtype", "layout", "requires_grad")
 
 
-def _table_of(groups: Sequence[Held], paths: Mapping[str, Path]) -> Table:
+def table_of(
+    groups: Sequence[Held], rules: Sequence[str | None], paths: Mapping[str, Path]
+) -> Table:
+    """Return the table of some groups.
+
+    Args:
+        groups: The groups.
+        rules: By key of all groups in turn, the name of its rule; None for no rule.
+        paths: By key, where it stands in the nested dict.
+    """
     fqns = [fqn for held in groups for fqn in held.fqns]
-    rules = [one.rule if type(one) is Placed else None for held in groups for one in held.values]
     lines = [line_of(paths.get(fqn, (fqn,))) for fqn in fqns]
     declared, sizes = [held.group for held in groups], [len(held.fqns) for held in groups]
     return Table(declared, sizes, lines, *_numbered(rules))

@@ -22,7 +22,7 @@ from dcp_placements import (
     transfer_plan,
 )
 from dcp_placements.layout.sharding import Cut, LayoutError, Sharding
-from dcp_placements.load.comparison.cuts import canonical
+from dcp_placements.load.cuts import canonical
 from dcp_placements.offline import rehearse, reshard
 from dcp_placements.offline.views import cutting
 from dcp_placements.storage.metadata.record import SavedCut, cuts_of

@@ -10,24 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any, NamedTuple
 
-from dcp_placements._torch import Metadata
+from dcp_placements._torch import Metadata, TensorStorageMetadata
 from dcp_placements.bind.binding import BindError, Own
 from dcp_placements.bind.lint import lint
 from dcp_placements.bind.placed import Placed
 from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.boxes import format_box
-from dcp_placements.layout.sharding import Pick
-from dcp_placements.load.comparison.asked import Asked, Asking, Form
-from dcp_placements.load.comparison.checks import (
-    asked_faults,
-    excused_families,
-    rename_faults,
-    renames_of,
-    tensor_positions,
-)
-from dcp_placements.load.comparison.cuts import differences
-from dcp_placements.load.comparison.shapes import shape_mismatch
+from dcp_placements.layout.sharding import Box, Pick
+from dcp_placements.load.compare import Asked, asked_faults, rename_faults, renames_of
+from dcp_placements.load.cuts import differences, shape_mismatch
 from dcp_placements.load.policy import Policy, compiled
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import held_numbers
@@ -35,6 +27,7 @@ from dcp_placements.offline.rehearsals.costs import Need, Part, RankPart
 from dcp_placements.offline.views.cutting import layout_at, whole_sharding
 from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import record_of
+from dcp_placements.table.table import PLAIN, SHARD, Group, Held, Holding, table_of
 
 
 class _Request(NamedTuple):
@@ -63,7 +56,6 @@ class Refusals:
         self._fqns: dict[Any, list[str]] = {}
         self._asked: dict[Any, Asked] = {}
         self._requests: dict[int, _Request] = {}
-        self._positions = tensor_positions(metadata)
         self._states = OptimizerStates(dict.fromkeys(metadata.state_dict_metadata, UNSEEN))
 
     def add(self, rank: int, fqn: str, headline: str, *details: str) -> None:
@@ -79,7 +71,8 @@ class Refusals:
             for fault, ranks in sorted(self._ranks.items(), key=lambda item: astuple(item[0]))
         ]
         asked = {rank: self._asked_by(request) for rank, request in self._requests.items()}
-        faults += asked_faults(asked, self._record, self._metadata, complete=True)
+        policy = next(iter(self._requests.values())).policy if self._requests else Policy()
+        faults += asked_faults(asked, self._record, self._metadata, policy, complete=True)
         return tuple(sorted(faults, key=lambda fault: (fault.fqn, fault.headline)))
 
     def notes(self) -> tuple[Fault, ...]:
@@ -194,20 +187,29 @@ class Refusals:
         """Return what a rank asks for."""
         if not request.lists and request.key in self._asked:
             return self._asked[request.key]
-        excused = request.policy.excused(request.fqns)
-        asking = Asking(self._positions)
-        listed: set[str] = set()
+        entries = self._metadata.state_dict_metadata
+        wanted = dict.fromkeys(request.fqns)
+        for fqn in request.policy.excused(request.fqns):
+            del wanted[fqn]
+        groups: list[Held] = []
+        rules: list[str | None] = []
         for one in request.lists:
-            mine = [f for f in one.part.fqns if f not in excused and self._states.of(f) is None]
-            positions = [self._positions[fqn] for fqn in mine if fqn in self._positions]
-            form = Form.of(one.sharding, one.declared_cuts(), one.rule)
-            asking.group(form, one.layout.chunks()).extend(positions)
-            listed.update(mine)
-        others = [fqn for fqn in request.fqns if fqn in self._positions and fqn not in listed]
-        asking.others.extend([self._positions[fqn] for fqn in others])
-        renames = renames_of(request.rename)
-        families = excused_families(self._record, renames, self._metadata, excused)
-        asked = asking.packed(families, renames)
+            mine = [f for f in one.part.fqns if f in wanted and self._states.of(f) is None]
+            group = Group(SHARD, one.sharding.global_shape, cuts=one.declared_cuts())
+            boxes = tuple([chunk.box for chunk in one.layout.chunks()])
+            groups.append(Held(group, boxes, mine))
+            rules += [one.rule] * len(mine)
+            for fqn in mine:
+                del wanted[fqn]
+        others: dict[tuple[int, ...], list[str]] = {}
+        for fqn in wanted:
+            if isinstance(entry := entries.get(fqn), TensorStorageMetadata):
+                others.setdefault(tuple(entry.size), []).append(fqn)
+        for shape, fqns in others.items():
+            groups.append(Held(Group(PLAIN, shape), (Box.whole(shape),), fqns))
+            rules += [None] * len(fqns)
+        holding = Holding([table_of(groups, rules, {})], groups)
+        asked = Asked.of(holding, renames_of(request.rename))
         if not request.lists:
             self._asked[request.key] = asked
         return asked

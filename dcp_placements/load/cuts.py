@@ -6,12 +6,15 @@ declarations mean one layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Kind, LayoutError, part_sizes, unknown_kind
-from dcp_placements.storage.metadata.record import Cuts, SavedCut
+from dcp_placements.load.policy import Policy
+from dcp_placements.storage.metadata.record import Cuts, SavedCut, SaveRecord, cuts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,62 @@ class Difference:
                 f"way out:     {self.way_out}; or waive={{pattern: reason}} where both are right",
             ),
         )
+
+
+class Alike(Protocol):
+    """Keys that are placed alike."""
+
+    @property
+    def placed(self) -> Placed | None:
+        """The first of them; None where they have no place."""
+        ...
+
+    @property
+    def fqns(self) -> Sequence[str]:
+        """The keys."""
+        ...
+
+
+def compare_cuts(
+    record: SaveRecord, groups: Iterable[Alike], policy: Policy
+) -> tuple[list[Fault], str]:
+    """Return the keys that axes shard in another way than the save had it, and the result as text.
+
+    Args:
+        record: The checkpoint's.
+        groups: What the rank reads.
+        policy: What is accepted.
+    """
+    faults: list[Fault] = []
+    compared = waived = 0
+    # Layouts of many shapes are cut in a few ways.
+    cuts_by: dict[Any, Cuts] = {}
+    for group in groups:
+        if group.placed is None:
+            continue
+        place = group.placed.place
+        key = place.sharding.cuts, place.axes
+        if key not in cuts_by:
+            cuts_by[key] = cuts_of(place.sharding, [axis.name for axis in place.axes])
+        # Of equal places most keys were cut alike, too.
+        members: dict[int, list[str]] = {}
+        for fqn in group.fqns:
+            members.setdefault(record.group_of[fqn], []).append(fqn)
+        for number, fqns in members.items():
+            saved, loaded = record.groups[number], cuts_by[key]
+            if not saved or not loaded:
+                continue
+            compared += len(fqns)
+            differing = tuple(differences(saved, loaded, place.global_shape))
+            refused = [fqn for fqn in fqns if not policy.waives(fqn)] if differing else []
+            waived += len(fqns) - len(refused) if differing else 0
+            rule = group.placed.rule
+            faults += [one.fault(fqn, rule) for fqn in refused for one in differing]
+    count = compared - waived
+    text = "declared as saved"
+    if compared:
+        text += f": {count} key{'' if count == 1 else 's'}"
+    return faults, text + (f"; {waived} differ, waived" if waived else "")
 
 
 def differences(saved: Cuts, loaded: Cuts, shape: Sequence[int]) -> Iterator[Difference]:
@@ -170,3 +229,60 @@ def _ends(sizes: Sequence[int], size: int) -> list[int]:
         at += part
         ends.append(min(at, size))
     return ends
+
+
+def shape_mismatch(
+    stored: tuple[int, ...],
+    needed: tuple[int, ...],
+    needs: str,
+    rule: str | None,
+    cuts: tuple[Cuts, Cuts] | None = None,
+) -> tuple[str, tuple[str, ...]]:
+    """Return headline and details of the fault that a tensor is stored in another shape.
+
+    Args:
+        stored: The checkpoint's shape.
+        needed: The shape of the whole tensor that a local one and its rule make.
+        needs: Who needs it, and the shape.
+        rule: The name of the rule that applies; None where none does.
+        cuts: Of the save and of the load; None where they are not recorded.
+    """
+    details = [] if cuts is None else list(_compared(*cuts))
+    differing = [d for d, (a, b) in enumerate(zip(stored, needed, strict=False)) if a != b]
+    as_saved = cuts is not None and cuts[0] == cuts[1] != ()
+    if len(stored) == len(needed) and len(differing) == 1 and not as_saved:
+        dim = differing[0]
+        small, large = sorted((stored[dim], needed[dim]))
+        if small and large % small == 0:
+            details.append(_factor_text(dim, large // small, stored[dim] < needed[dim]))
+    if rule is not None:
+        details.append(f"by rule:     {rule}")
+    details.append("way out:     build the model as it was saved, or correct the rule of this key")
+    return (
+        f"the checkpoint holds a {stored} tensor, but {needs} (torch: Size mismatch)",
+        tuple(details),
+    )
+
+
+def _compared(saved: Cuts, loaded: Cuts) -> Iterator[str]:
+    """Yield how the save and the load declare a key, and what follows from it."""
+    for label, cuts in (("saved:", saved), ("this load:", loaded)):
+        yield f"{label:<12} {', then '.join(map(str, cuts)) or 'whole, cut by no axis'}"
+    dims = {cut.axis: cut.dim for cut in loaded}
+    if any(cut.axis in dims and cut.dim != dims[cut.axis] for cut in saved):
+        yield (
+            "likely:      one of the two declares a wrong dim; if the save does, load as it was "
+            "saved, on as many ranks, and save again with the right dim"
+        )
+    elif saved and saved == loaded:
+        yield "likely:      a model of another size: the two declare the same cuts"
+
+
+def _factor_text(dim: int, factor: int, stored_is_smaller: bool) -> str:
+    larger, smaller, cause = "stored", "needed", "does this load lack a rule for it,"
+    if stored_is_smaller:
+        larger, smaller, cause = "needed", "stored", "saved without its placement"
+    return (
+        f"likely:      on dim {dim} the {larger} size is {factor} times the {smaller} one: {cause} "
+        f"on an axis of size {factor}?"
+    )
