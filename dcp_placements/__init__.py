@@ -3,102 +3,68 @@
 The user declares a mesh and placements per parameter; from these the ``SavePlanner`` and the
 ``LoadPlanner`` compute the offsets of every local tensor in the whole one.
 """
+# isort: skip_file
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcp_placements.bind.annotate import annotate
-    from dcp_placements.errors import PlacementError
-    from dcp_placements.installation import installed
-    from dcp_placements.load.planner import PlacementLoadPlanner
+    from dcp_placements.bind.annotate import annotate as annotate
+    from dcp_placements.errors import PlacementError as PlacementError
+    from dcp_placements.installation import installed as installed
+    from dcp_placements.load.planner import PlacementLoadPlanner as PlacementLoadPlanner
     from dcp_placements.names.renames import (
-        Renames,
-        Renumber,
-        Replace,
-        Split,
-        Stack,
-        Unstack,
-        contiguous,
+        Renames as Renames,
+        Renumber as Renumber,
+        Replace as Replace,
+        Split as Split,
+        Stack as Stack,
+        Unstack as Unstack,
+        contiguous as contiguous,
     )
-    from dcp_placements.names.target import Parts, Row, Rows
-    from dcp_placements.placements import Placements
-    from dcp_placements.report import LoadReport, SaveReport
-    from dcp_placements.rules.mesh import MeshCoordinate
-    from dcp_placements.rules.patterns import PlacementRules
-    from dcp_placements.rules.placement import CheckpointPlacement, FusedShard, IndexShard
-    from dcp_placements.save.check import check
-    from dcp_placements.save.planner import PlacementSavePlanner
-    from dcp_placements.storage.reader import PlacementFileSystemReader
-    from dcp_placements.storage.writer import PlacementFileSystemWriter
-    from dcp_placements.transfer.plan import transfer_plan
-    from dcp_placements.transfer.world import TransferWorld
+    from dcp_placements.names.target import Parts as Parts, Row as Row, Rows as Rows
+    from dcp_placements.placements import Placements as Placements
+    from dcp_placements.report import LoadReport as LoadReport, SaveReport as SaveReport
+    from dcp_placements.rules.mesh import MeshCoordinate as MeshCoordinate
+    from dcp_placements.rules.patterns import PlacementRules as PlacementRules
+    from dcp_placements.rules.placement import (
+        CheckpointPlacement as CheckpointPlacement,
+        FusedShard as FusedShard,
+        IndexShard as IndexShard,
+    )
+    from dcp_placements.save.check import check as check
+    from dcp_placements.save.planner import PlacementSavePlanner as PlacementSavePlanner
+    from dcp_placements.storage.reader import PlacementFileSystemReader as PlacementFileSystemReader
+    from dcp_placements.storage.writer import PlacementFileSystemWriter as PlacementFileSystemWriter
+    from dcp_placements.transfer.plan import transfer_plan as transfer_plan
+    from dcp_placements.transfer.world import TransferWorld as TransferWorld
 
 __version__ = "0.2.0"
 """That of pyproject.toml, which a save would have to search for among all installed packages."""
 
-__all__ = [
-    "CheckpointPlacement",
-    "FusedShard",
-    "IndexShard",
-    "LoadReport",
-    "MeshCoordinate",
-    "Parts",
-    "PlacementError",
-    "PlacementFileSystemReader",
-    "PlacementFileSystemWriter",
-    "PlacementLoadPlanner",
-    "PlacementRules",
-    "PlacementSavePlanner",
-    "Placements",
-    "Renames",
-    "Renumber",
-    "Replace",
-    "Row",
-    "Rows",
-    "SaveReport",
-    "Split",
-    "Stack",
-    "TransferWorld",
-    "Unstack",
-    "annotate",
-    "check",
-    "contiguous",
-    "installed",
-    "transfer_plan",
-]
-
 # Names are imported on first access, so that the layout algebra and a mesh need no torch.
-_HOMES = {
-    "CheckpointPlacement": "rules.placement",
-    "FusedShard": "rules.placement",
-    "IndexShard": "rules.placement",
-    "LoadReport": "report",
-    "MeshCoordinate": "rules.mesh",
-    "Parts": "names.target",
-    "PlacementError": "errors",
-    "PlacementFileSystemReader": "storage.reader",
-    "PlacementFileSystemWriter": "storage.writer",
-    "PlacementLoadPlanner": "load.planner",
-    "PlacementRules": "rules.patterns",
-    "PlacementSavePlanner": "save.planner",
-    "Placements": "placements",
-    "Renames": "names.renames",
-    "Renumber": "names.renames",
-    "Replace": "names.renames",
-    "Row": "names.target",
-    "Rows": "names.target",
-    "SaveReport": "report",
-    "Split": "names.renames",
-    "Stack": "names.renames",
-    "TransferWorld": "transfer.world",
-    "Unstack": "names.renames",
-    "annotate": "bind.annotate",
-    "check": "save.check",
-    "contiguous": "names.renames",
-    "installed": "installation",
-    "transfer_plan": "transfer.plan",
+_NAMES = {
+    "bind.annotate": "annotate",
+    "errors": "PlacementError",
+    "installation": "installed",
+    "load.planner": "PlacementLoadPlanner",
+    "names.renames": "Renames Renumber Replace Split Stack Unstack contiguous",
+    "names.target": "Parts Row Rows",
+    "placements": "Placements",
+    "report": "LoadReport SaveReport",
+    "rules.mesh": "MeshCoordinate",
+    "rules.patterns": "PlacementRules",
+    "rules.placement": "CheckpointPlacement FusedShard IndexShard",
+    "save.check": "check",
+    "save.planner": "PlacementSavePlanner",
+    "storage.reader": "PlacementFileSystemReader",
+    "storage.writer": "PlacementFileSystemWriter",
+    "transfer.plan": "transfer_plan",
+    "transfer.world": "TransferWorld",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)  # what is imported above
 
 
 def __getattr__(name: str) -> Any:
@@ -108,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

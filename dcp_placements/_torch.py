@@ -1,4 +1,4 @@
-"""Every name of torch that is private or may move: imported here and nowhere else.
+"""Every name of torch that is private, or is not documented: imported here and nowhere else.
 
 A new torch breaks this file only. Its functions are thin wrappers and make no decisions.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
@@ -17,137 +19,48 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    state_dict_loader,
-    state_dict_saver,
-)
+from torch.distributed.checkpoint import WriteItem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import get_element, set_element, traverse_state_dict
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-)
+from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
-    FileSystem,
-    FileSystemBase,
-    FileSystemReader,
-    FileSystemWriter,
     SerializationFormat,
     _OverlappingCpuLoader,
     _SerialCpuLoader,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as chunk_list
 from torch.distributed.checkpoint.planner_helpers import _create_write_items as default_write_items
 from torch.distributed.checkpoint.state_dict_saver import (
     _stateful_to_state_dict as state_dicts_of_statefuls,
 )
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper, find_state_dict_object
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _device_capability, _get_object_coll_device
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.serialization import _get_layout
 from torch.torch_version import TorchVersion
 
 __all__ = [
-    "ASYNC_EXECUTORS",
-    "ASYNC_THREAD",
     "CURRENT_DCP_VERSION",
     "DEFAULT_SUFFIX",
-    "LOAD",
-    "SAVE",
-    "BytesStorageMetadata",
-    "CheckpointException",
-    "ChunkStorageMetadata",
-    "DTensor",
-    "DefaultLoadPlanner",
-    "DefaultSavePlanner",
-    "FileSystem",
-    "FileSystemBase",
-    "FileSystemReader",
-    "FileSystemWriter",
-    "LoadItemType",
-    "LoadPlan",
-    "LoadPlanner",
     "MemoryFormat",
-    "Metadata",
-    "MetadataIndex",
-    "ReadItem",
-    "SavePlan",
-    "SavePlanner",
-    "Seam",
     "SerializationFormat",
     "ShardedTensor",
     "StorageInfo",
-    "StorageMeta",
     "StoragePrefix",
-    "StridedShard",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "TensorWriteData",
-    "WriteItem",
-    "WriteItemType",
-    "WriteResult",
-    "agreed",
-    "axis_group",
     "chunk_list",
-    "cpu_tensors",
-    "create_default_global_save_plan",
     "default_write_items",
-    "dtensor_facts",
-    "find_state_dict_object",
     "flatten_state_dict",
-    "get_element",
-    "global_rank",
-    "group_device",
-    "has_hooks",
-    "is_dtensor_like",
-    "is_of_hugging_face_writer",
-    "layout_named",
-    "leaves",
-    "local_tensor",
-    "logged_where_torch_drops_it",
-    "named_axes",
     "narrow_tensor_by_index",
+    "rehearsed",
     "set_element",
     "state_dicts_of_statefuls",
-    "without_class",
-    "world_size",
 ]
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-MemoryFormat = _MEM_FORMAT_ENCODING
-"""The enumeration in ``TensorProperties`` of metadata."""
 
 layout_named: Callable[[str], torch.layout] = _get_layout
 """Returns the layout of a name such as ``torch.strided``."""
@@ -244,13 +157,30 @@ def is_in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+_REHEARSED: ContextVar[tuple[int, int] | None] = ContextVar("rehearsed", default=None)
+
+
+@contextmanager
+def rehearsed(rank: int, size: int) -> Iterator[None]:
+    """Be a rank of a world that does not run, in this thread."""
+    token = _REHEARSED.set((rank, size))
+    try:
+        yield
+    finally:
+        _REHEARSED.reset(token)
+
+
 def global_rank() -> int:
     """Return this process's rank; 0 without a process group."""
+    if (one := _REHEARSED.get()) is not None:
+        return one[0]
     return dist.get_rank() if is_in_group() else 0
 
 
 def world_size() -> int:
     """Return the number of processes; 1 without a process group."""
+    if (one := _REHEARSED.get()) is not None:
+        return one[1]
     return dist.get_world_size() if is_in_group() else 1
 
 
@@ -267,25 +197,14 @@ def named_axes(mesh: Any) -> dict[str, tuple[int, int]]:
     return axes
 
 
-def axis_group(mesh: Any, axis: int) -> dist.ProcessGroup | None:
-    """Return the process group along one axis of a ``DeviceMesh``; None if it has none."""
-    if not isinstance(mesh, DeviceMesh):
-        return None
-    try:
-        group = mesh.get_group(axis)
-    except (RuntimeError, KeyError, IndexError):  # a mesh without process groups
-        return None
-    return group if dist.get_rank(group) >= 0 else None
-
-
-def group_device(group: dist.ProcessGroup | None, wanted: torch.device) -> torch.device:
-    """Return the device to send from: ``wanted``, if the group's backends support it."""
-    if wanted.type in _device_capability(group):
-        return wanted
-    device = torch.device(_get_object_coll_device(group))
-    if device.type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+def agreeing_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device whose tensors the ranks of a group send to each other."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    accelerator = torch.accelerator.current_accelerator()
+    # Gloo takes tensors of a GPU for some collectives, and not to send them to one rank.
+    if accelerator is not None and backends.get(accelerator.type, "gloo") != "gloo":
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
 
 
 def is_of_hugging_face_writer(storage_data: Any) -> bool:

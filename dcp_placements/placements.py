@@ -16,7 +16,7 @@ from dcp_placements.save.planner import PlacementSavePlanner
 P = TypeVar("P")
 
 
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, init=False)
 class Placements:
     """What a rank's tensors are in the checkpoint, declared once for saves and loads.
 
@@ -74,7 +74,7 @@ class Placements:
         Raises:
             PlacementError: ``rules=`` or ``rename=`` among the options.
         """
-        return self._planner(PlacementSavePlanner, "save_planner", options)
+        return self._planner(PlacementSavePlanner, options)
 
     def load_planner(self, **options: Any) -> PlacementLoadPlanner:
         """Return a planner for ``dcp.load``.
@@ -86,45 +86,13 @@ class Placements:
         Raises:
             PlacementError: ``rules=`` or ``rename=`` among the options.
         """
-        return self._planner(PlacementLoadPlanner, "load_planner", options)
+        return self._planner(PlacementLoadPlanner, options)
 
-    def _planner(self, planner: Callable[..., P], method: str, options: dict[str, Any]) -> P:
-        """Return a planner; refuse an option that only the declaration may set."""
-        for name in ("rules", "rename"):
-            if name in options:
-                raise PlacementError(
-                    f"{method}({name}=...): {name} is part of the Placements, so that saves and "
-                    "loads cannot differ in it\n"
-                    f"    way out:     give it to Placements(rules, rename=...); or "
-                    f"{getattr(planner, '__name__', planner)} itself"
-                )
+    def _planner(self, planner: Callable[..., P], options: dict[str, Any]) -> P:
+        for name in {"rules", "rename"} & options.keys():
+            raise PlacementError(
+                f"{name} is part of the Placements, so that saves and loads cannot differ in it\n"
+                "    way out:     give it to Placements(rules, rename=...)"
+            )
         added = check_declaration(None, None, options.pop("waive", None))
         return planner(self.rules, rename=self.rename, waive={**self.waive, **added}, **options)
-
-    def __repr__(self) -> str:
-        parts = [repr(self.rules)]
-        parts += [f"rename={self.rename!r}"] if self.rename is not None else []
-        parts += [f"waive={self.waive!r}"] if self.waive else []
-        return f"Placements({', '.join(parts)})"
-
-    def __str__(self) -> str:
-        entries = [
-            *_labelled("rules", _format_rules(self.rules)),
-            *([] if self.rename is None else _labelled("rename", str(self.rename).splitlines())),
-            *_labelled("waive", [f"{pattern}: {why}" for pattern, why in self.waive.items()]),
-        ]
-        return "\n".join(["placements", *entries])
-
-
-def _format_rules(rules: Rules | None) -> list[str]:
-    if rules is None:
-        return ["none: every tensor keeps its own mesh and placements"]
-    if isinstance(rules, PlacementRules):
-        return str(rules).splitlines() or ["an empty table"]
-    return [f"{getattr(rules, '__qualname__', type(rules).__name__)}()"]
-
-
-def _labelled(label: str, lines: list[str]) -> list[str]:
-    """Return lines with the label in front of the first."""
-    heads = [f"{label}:", *([""] * len(lines))]
-    return [f"    {head:<9}{line}" for head, line in zip(heads, lines, strict=False)]

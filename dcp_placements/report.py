@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from dcp_placements.errors import format_names, format_nbytes
+from dcp_placements.errors import format_count, format_names, format_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +34,11 @@ class KeyReport:
 def key_report(
     shape: tuple[int, ...], dtype: Any, chunks: int, unique: int, held: int
 ) -> KeyReport:
-    """Return the report on one tensor.
-
-    Args:
-        shape: Of the whole tensor.
-        dtype: Its torch dtype.
-        chunks: Distinct boxes.
-        unique: Elements in those boxes.
-        held: Elements that the ranks hold, replicas included.
-    """
-    whole = prod(shape)
-    return KeyReport(
-        shape=shape,
-        dtype=str(dtype).removeprefix("torch."),
-        chunks=chunks,
-        unique_nbytes=unique * dtype.itemsize,
-        whole_nbytes=whole * dtype.itemsize,
-        copies=held / whole if whole else 1.0,
-    )
+    """Return the report on one tensor, with the elements of its distinct boxes and those held."""
+    whole, size = prod(shape), dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    copies = held / whole if whole else 1.0
+    return KeyReport(shape, name, chunks, unique * size, whole * size, copies)
 
 
 @dataclass(slots=True)
@@ -106,28 +93,24 @@ class SaveReport:
     def __str__(self) -> str:
         if not self.planned:
             return "save: not planned yet"
-        lines = [
-            f"save of {_count(len(self.keys), 'tensor')} and {_count(len(self.objects), 'object')} "
-            f"from {_count(self.ranks, 'rank')}",
-            f"    unique:    {format_nbytes(self.unique_nbytes)} of "
-            f"{format_nbytes(self.whole_nbytes)} in the whole tensors",
-            f"    replicas:  {format_nbytes(self.replica_nbytes)} held beyond that",
-        ]
-        lines += [
-            f"    rule:      {rule} for {_count(count, 'key')}"
-            for rule, count in self.rules.items()
+        whole, held = format_nbytes(self.whole_nbytes), format_nbytes(self.replica_nbytes)
+        rows = [
+            ("unique", f"{format_nbytes(self.unique_nbytes)} of {whole} in the whole tensors"),
+            ("replicas", f"{held} held beyond that"),
+            *[("rule", f"{rule} for {format_count(n, 'key')}") for rule, n in self.rules.items()],
         ]
         if self.unmatched:
-            lines.append(f"    unmatched: {format_names(self.unmatched)}")
+            rows.append(("unmatched", format_names(self.unmatched)))
         if self.partial_keys:
-            lines.append(
-                f"    partial:   {_count(len(self.partial_keys), 'key')} on some ranks only"
-            )
+            count = format_count(len(self.partial_keys), "key")
+            rows.append(("partial", f"{count} on some ranks only"))
         if self.stateless:
-            lines.append(f"    stateless: no optimizer state for {format_names(self.stateless)}")
-        lines += [f"    waived:    {name}: {reason}" for name, reason in self.waived.items()]
-        lines += [f"    warning:   {warning.splitlines()[0]}" for warning in self.warnings]
-        return "\n".join(lines)
+            rows.append(("stateless", f"no optimizer state for {format_names(self.stateless)}"))
+        opening = (
+            f"save of {format_count(len(self.keys), 'tensor')} and "
+            f"{format_count(len(self.objects), 'object')} from {format_count(self.ranks, 'rank')}"
+        )
+        return _format(opening, rows, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +128,7 @@ class Traffic:
     exchanged_nbytes: int = 0
 
     def __str__(self) -> str:
-        text = f"{format_nbytes(self.storage_nbytes)} of {_count(self.opens, 'file')}"
+        text = f"{format_nbytes(self.storage_nbytes)} of {format_count(self.opens, 'file')}"
         if self.exchanged_nbytes:
             text += f", {format_nbytes(self.exchanged_nbytes)} from other ranks"
         return text
@@ -164,6 +147,7 @@ class LoadReport:
             is reset to 0 when the load ends.
         unread: Keys of the checkpoint that this rank does not request; other ranks may
             (pipeline stages, experts).
+        alone: With an exchange, the tensors of which this rank read by itself all that it holds.
         padded: Keys with padding, and the number of padding elements, which are left unchanged.
         casts: Keys whose dtype changes, as ``"float32 -> bfloat16"``.
         unchecked: Records that were read whole and have no checksum to compare, as
@@ -185,6 +169,7 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     stateless: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
     padded: Mapping[str, int] = field(default_factory=dict)
     casts: Mapping[str, str] = field(default_factory=dict)
     unchecked: int = 0
@@ -199,47 +184,41 @@ class LoadReport:
     def __str__(self) -> str:
         if not self.planned:
             return "load: not planned yet"
-        lines = [
-            f"load of {_count(self.items, 'item')}: {format_nbytes(self.read_nbytes)} read for "
-            f"{format_nbytes(self.wanted_nbytes)} wanted"
-        ]
+        rows = []
         for name, keys in (
             ("missing", self.missing),
             ("stateless", self.stateless),
             ("not asked", self.unread),
             ("padded", tuple(self.padded)),
+            ("alone", self.alone),
         ):
             if keys:
-                lines.append(f"    {name + ':':<12}{len(keys)}: {format_names(keys, 4)}")
-                if name == "padded":
-                    kept = sum(self.padded.values())
-                    lines[-1] += f"; {_count(kept, 'element')} of padding kept"
+                rows.append((name, f"{len(keys)}: {format_names(keys, 4)}"))
+        if self.padded:
+            kept = format_count(sum(self.padded.values()), "element")
+            rows[-1] = ("padded", f"{rows[-1][1]}; {kept} of padding kept")
         for cast in sorted(set(self.casts.values())):
             names = [key for key, of_key in self.casts.items() if of_key == cast]
-            lines.append(f"    {'cast:':<12}{cast} for {len(names)}: {format_names(names, 4)}")
-        lines.append(f"    {'compared:':<12}{self.compared}")
+            rows.append(("cast", f"{cast} for {len(names)}: {format_names(names, 4)}"))
+        rows.append(("compared", self.compared))
         if self.unmatched:
-            lines.append(f"    {'unmatched:':<12}{format_names(self.unmatched)}")
-        lines += [f"    {'waived:':<12}{name}: {reason}" for name, reason in self.waived.items()]
+            rows.append(("unmatched", format_names(self.unmatched)))
         if self.unchecked:
-            lines.append(f"    {'unchecked:':<12}{_count(self.unchecked, 'record')}, no checksums")
+            rows.append(("unchecked", f"{format_count(self.unchecked, 'record')}, no checksums"))
         if self.traffic != Traffic():
-            lines.append(f"    {'moved:':<12}{self.traffic}")
+            rows.append(("moved", str(self.traffic)))
         if self.all_traffic is not None:
-            lines.append(f"    {'all ranks:':<12}{self.all_traffic}")
-        lines += [f"    {'warning:':<12}{warning.splitlines()[0]}" for warning in self.warnings]
-        return "\n".join(lines)
-
-    @property
-    def line(self) -> str:
-        """The report in one line, as it is logged."""
-        return (
-            f"{self.items} items, {format_nbytes(self.read_nbytes)}; {len(self.missing)} missing, "
-            f"{len(self.stateless)} without optimizer state, "
-            f"{len(self.unread)} not asked for by this rank, "
-            f"{len(self.casts)} cast"
+            rows.append(("all ranks", str(self.all_traffic)))
+        opening = (
+            f"load of {format_count(self.items, 'item')}: {format_nbytes(self.read_nbytes)} read "
+            f"for {format_nbytes(self.wanted_nbytes)} wanted"
         )
+        return _format(opening, rows, self)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _format(opening: str, rows: Sequence[tuple[str, str]], report: SaveReport | LoadReport) -> str:
+    """Return the text of a report: an opening line, then labelled rows, waivers and warnings."""
+    waived = [("waived", f"{name}: {reason}") for name, reason in report.waived.items()]
+    warned = [("warning", warning.splitlines()[0]) for warning in report.warnings]
+    lines = [f"    {label + ':':<11}{text}" for label, text in (*rows, *waived, *warned)]
+    return "\n".join([opening, *lines])

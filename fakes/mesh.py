@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dcp_placements.rules.mesh import local_rank
+
 
 class FakeMesh:
     """Answers as a ``DeviceMesh`` of ranks ``0..n-1`` in C order does on one rank.
@@ -54,6 +56,10 @@ class FakeMesh:
         """Return the position of the rank along each axis; None outside the mesh."""
         found = (self.mesh == self.rank).nonzero()
         return [int(position) for position in found[0]] if len(found) else None
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return the position along an axis; a mesh of one axis needs no ``mesh_dim``."""
+        return local_rank(self, mesh_dim)
 
     def __getitem__(self, names: str | Sequence[str]) -> FakeMesh:
         """Return the sub-mesh over the named axes that this rank is in."""

@@ -122,8 +122,14 @@ class World:
 
         Raises:
             CheckpointException: An error on any rank.
+            ValueError: A planner with ``exchange=``, which needs a process group.
         """
         planners = [planner(rank) for rank in range(self.size)]
+        if any(getattr(one, "exchange", False) for one in planners):
+            raise ValueError(
+                "a simulated world has no process group, so its ranks cannot exchange what they "
+                "read: load without exchange="
+            )
         make = reader or (lambda rank: FileSystemReader(path))
         readers = [make(rank) for rank in range(self.size)]
         state_dicts = [state_dict(rank) for rank in range(self.size)]

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.save import held_digests
+from dcp_placements.save import digests
 from dcp_placements.save.local_plan import LocalPlan
-from dcp_placements.table.table import Group, Table, unpacked_ints
-from dcp_placements.table.world import World
+from dcp_placements.table.table import Group, Held, Holding, Table, unpacked_ints
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def fake_digests() -> None:
             struct.pack("<Q", index * 0x9E3779B97F4A7C15 % 2**64) for index in range(len(tensors))
         ]
 
-    vars(held_digests)["sampled_digests"] = made
+    vars(digests)["sampled_digests"] = made
 
 
 def profiled(wanted: bool, title: str, work: Callable[[], Any]) -> Any:
@@ -281,7 +281,7 @@ def coordinate(
         "plan_s": plan_s,
         "pickle_s": pickle_s,
         "gathered_bytes": sum(map(len, gathered)),
-        "digest_bytes": sum(len(plan.planner_data.digests) for plan in plans) if ours else 0,
+        "digest_bytes": sum(len(plan.planner_data.digests.packed) for plan in plans) if ours else 0,
         "largest_gathered_bytes": max(map(len, gathered)),
         "scattered_bytes": sum(map(len, scattered)),
         "rss_bytes": growth,
@@ -304,10 +304,21 @@ def held_chunks(
         sent: By rank, what it sent.
         planned: By rank, the coordinator's plan.
     """
-    world = World(list(sent))
-    for rank, plan in enumerate(planned):
-        holding = world.holding(rank)
-        yield list(zip(holding.chunks(), plan.planner_data.is_written(holding), strict=True))
+    unpacked = cache(Table.unpacked)
+    for plan, planned_of in zip(sent, planned, strict=True):
+        tables = [unpacked(packed) for packed in plan.tables]
+        groups = [group for table in tables for group in table.groups]
+        fqns = [table.keys(number) for table in tables for number in range(len(table.groups))]
+        numbers = unpacked_ints(plan.boxes)
+        held, at = [], len(groups)
+        for group, keys, count in zip(groups, fqns, numbers[: len(groups)].tolist(), strict=True):
+            boxes = numbers[at : at + count * 2 * len(group.shape)]
+            at += len(boxes)
+            of_group = as_boxes(boxes.reshape(count, 2, len(group.shape)))
+            held.append(Held(group, tuple(of_group), keys))
+        holding = Holding(tables, held)
+        chunks = [(key, one.group, box) for one in held for key in one.fqns for box in one.boxes]
+        yield list(zip(chunks, planned_of.planner_data.is_written(holding), strict=True))
 
 
 def written_chunks(sent: Iterable[LocalPlan], planned: Iterable[Any]) -> Iterator[list[HeldChunk]]:

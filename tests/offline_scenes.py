@@ -28,6 +28,7 @@ from dcp_placements import (
 )
 from dcp_placements.cli import main
 from dcp_placements.testing import FakeDTensor, World, cut
+from tests.storage_scenes import stock_metadata
 from tests.strategies import arange
 
 
@@ -187,8 +188,7 @@ def save_torch_dist(path: Path) -> dict[str, torch.Tensor]:
 
     MCoreMetadata.__module__, MCoreMetadata.__qualname__ = name, "MCoreMetadata"
     module.MCoreMetadata = MCoreMetadata  # type: ignore[attr-defined]
-    with open(path / ".metadata", "rb") as stream:
-        metadata = pickle.load(stream)
+    metadata = stock_metadata(path)
     own = MCoreMetadata(**vars(metadata), mcore_data={"embedding": {"flattened": None}})
     names = [".".join(name.split(".")[: n + 1]) for n in range(name.count(".") + 1)]
     with mock.patch.dict(sys.modules, {**{n: types.ModuleType(n) for n in names}, name: module}):

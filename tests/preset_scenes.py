@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hazard_scenes import assert_same
 
 from dcp_placements import Placements, PlacementSavePlanner
 from dcp_placements.testing import World
@@ -39,13 +40,6 @@ def save(
     return first
 
 
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(wanted)
-    for name, tensor in wanted.items():
-        assert found[name].shape == tensor.shape, name
-        assert torch.equal(found[name], tensor), name
-
-
 def load(path: Path, world: World, wanted: StateDict, preset: Callable[[int], Placements]) -> None:
     """Load into tensors of -1 in ``world`` without a warning, and compare with what is right."""
 
@@ -55,7 +49,7 @@ def load(path: Path, world: World, wanted: StateDict, preset: Callable[[int], Pl
             path, lambda rank: _emptied(wanted(rank)), lambda rank: preset(rank).load_planner()
         )
     for rank in range(world.size):
-        assert_equal(_local(found[rank]), _local(wanted(rank)))
+        assert_same(_local(found[rank]), _local(wanted(rank)))
 
 
 def _emptied(state_dict: dict[str, Any]) -> dict[str, Any]:

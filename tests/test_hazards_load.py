@@ -473,7 +473,6 @@ def test_optional_that_leaves_out_every_tensor_is_warned_of(tmp_path: Path) -> N
         load(ONE, tmp_path, lambda rank: state("module"), optional=["**"])
     (text,) = texts
     assert "asks for 2 tensors of the model, and none of them is in the checkpoint" in text
-    assert "optional=[pattern] that matches fewer keys" in text
 
 
 # M22, M23: optimizer state of a parameter that never took a step.

@@ -85,9 +85,8 @@ def test_m49_a_rename_forgotten_at_load_is_refused_on_every_rank_with_the_whole_
         "    asked for:   0-1 by ranks 0-3",
         "    likely:      rename= was forgotten in this load, so that every rank asks by its local "
         "numbers",
-        "    way out:     the rename= of the save in PlacementLoadPlanner, on each rank with its "
-        "own numbers; optional=[pattern] or waive={pattern: reason} where the rest is left out on "
-        "purpose",
+        "    way out:     rename=, rows and meshes as in the save, on each rank its own; "
+        "optional=[pattern] or waive={pattern: reason} where the rest is left out on purpose",
     ]
     assert seen.all("untouched")
     assert not any(seen.each("differing"))

@@ -367,9 +367,21 @@ def test_m8_a_plain_shard_over_tp_on_a_fused_name_is_warned_of(tmp_path: Path, n
     with warned() as texts:
         report = save(WORLD, tmp_path, lambda rank: {name: arange(4, 3, start=rank)}, rules)
     (text,) = texts
-    for part in (f"{name}: ", "'tp'", "Shard(0)", "FusedShard", "way out:"):
+    is_qkv = "qkv" in name or "c_attn" in name
+    parts = "(rows of Q, rows of K, rows of V)), or 3" if is_qkv else "2), or"
+    held = "[its Q; its K; its V] has three" if is_qkv else "[its gate; its up] has two"
+    for part in (f"{name}: ", "'tp'", "Shard(0)", held, f"way out:     FusedShard(0, {parts}"):
         assert part in text, text
     assert len(report.warnings) == 1
+
+
+@pytest.mark.parametrize("parts", [2, 3, (4, 4, 4)])
+def test_m8_qkv_as_two_parts_is_warned_of(tmp_path: Path, parts: Any) -> None:
+    name = "layers.0.attn.qkv_proj.weight"
+    rules = by_axis(tp=FusedShard(0, parts))(name, dp=2, tp=2)
+    with warned() if parts == 2 else without_warning():
+        report = save(WORLD, tmp_path, lambda rank: {name: arange(6, 3, start=rank % 2)}, rules)
+    assert ["as two parts" in str(warning) for warning in report.warnings] == [True] * (parts == 2)
 
 
 def test_m8_fused_shards_save_the_logical_tensors_and_reshard(tmp_path: Path) -> None:

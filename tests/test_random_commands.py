@@ -30,7 +30,7 @@ from dcp_placements.offline import (
     reshard,
     verify,
 )
-from dcp_placements.save import digest_folding
+from dcp_placements.save import digests
 from dcp_placements.testing import World
 from dcp_placements.transfer.names import split_rename
 from tests.differential import (
@@ -88,7 +88,7 @@ def alter(values: list[list[Value]], draw: random.Random) -> tuple[Value, int, i
 def test_a_copy_that_differs_in_one_element_refuses_the_save(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest_folding, "WORLD_BUDGET_NBYTES", budget)
+    monkeypatch.setattr(digests, "WORLD_BUDGET_NBYTES", budget)
     seen = Counter[bool]()
     for seed in ALTERED:
         pair = draw_pair(seed)

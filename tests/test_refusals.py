@@ -487,7 +487,10 @@ def test_ranks_that_write_into_different_directories_are_warned_of(tmp_path: Pat
             lambda rank: PlacementSavePlanner(),
             lambda rank: dcp.FileSystemWriter(tmp_path / ("at-59", "at-59", "at-60")[rank]),
         )
-    assert "2 different directories: ranks 0-1; rank 2" in str(caught[0].message)
+    text = str(caught[0].message)
+    assert "the ranks write into 2 different directories: " in text
+    assert "at-59' on ranks 0-1; " in text
+    assert "at-60' on rank 2" in text
 
 
 def test_a_sound_save_says_nothing_and_reports_what_it_wrote(tmp_path: Path) -> None:

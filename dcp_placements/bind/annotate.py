@@ -19,10 +19,10 @@ from dcp_placements._torch import (
     global_rank,
     set_element,
 )
-from dcp_placements.bind.placed import Placed, Placing
-from dcp_placements.bind.placing import optimizer_faults, place
+from dcp_placements.bind.place import optimizer_faults, place
+from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault, PlacementError, raise_faults
-from dcp_placements.names.flat import Reshaped, checkpoint_path, rename_keys
+from dcp_placements.names.flat import checkpoint_path, rename_keys
 from dcp_placements.names.target import Rename
 from dcp_placements.rules.options import check_declaration
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
@@ -70,8 +70,16 @@ def annotate(
     check_declaration(rules, rename)
     flat, paths, reshaped, _ = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
     placing = place(flat, rules)
-    faults = [*placing.faults, *optimizer_faults(flat, placing, rename), *_made_of_others(reshaped)]
-    faults += [*_stateful(state_dict), *_repeated(placing)]
+    faults = [*placing.faults, *optimizer_faults(flat, placing, rename)]
+    faults += [Fault(key, _RESHAPED, (_PLANNERS,)) for key in (*reshaped.rows, *reshaped.wholes)]
+    for key, value in state_dict.items():
+        if isinstance(value, Stateful):
+            headline = f"is a {type(value).__name__}, whose state dict dcp.save makes, unannotated"
+            way_out = f"way out:     its tensors: annotate({{{key!r}: value.state_dict()}}, rules)"
+            faults.append(Fault(key, headline, (way_out,)))
+    for key, one in placing.placed.items():
+        if len({chunk.offsets for chunk in one.chunks}) < len(one.chunks):
+            faults.append(Fault(key, _REPEATED, (_PLANNERS,)))
     raise_faults(f"rank {global_rank()} cannot be annotated", faults)
     annotated: dict[str, Any] = {}
     for key, value in flat.items():
@@ -82,41 +90,12 @@ def annotate(
     return annotated
 
 
-def _made_of_others(reshaped: Reshaped) -> list[Fault]:
-    return [
-        Fault(
-            key,
-            "is made of other tensors by the rename, which stock planners cannot do",
-            ("way out:     Placements(rules, rename=...) and its planners",),
-        )
-        for key in (*reshaped.rows, *reshaped.wholes)
-    ]
-
-
-def _stateful(state_dict: Mapping[str, Any]) -> list[Fault]:
-    """Return a fault per object that makes its state dict when ``dcp.save`` asks for it."""
-    return [
-        Fault(
-            key,
-            f"is a {type(value).__name__}, whose state dict is made in dcp.save, without places",
-            (f"way out:     its tensors: annotate({{{key!r}: value.state_dict()}}, rules)",),
-        )
-        for key, value in state_dict.items()
-        if isinstance(value, Stateful)
-    ]
-
-
-def _repeated(placing: Placing) -> list[Fault]:
-    return [
-        Fault(
-            key,
-            "this rank holds some of its rows several times, of which stock planners write two "
-            "copies or fill one",
-            ("way out:     Placements(rules, rename=...) and its planners",),
-        )
-        for key, placed in placing.placed.items()
-        if len({chunk.offsets for chunk in placed.chunks}) < len(placed.chunks)
-    ]
+_RESHAPED = "is made of other tensors by the rename, which stock planners cannot do"
+_REPEATED = (
+    "this rank holds some of its rows several times, of which stock planners write two copies or "
+    "fill one"
+)
+_PLANNERS = "way out:     Placements(rules, rename=...) and its planners"
 
 
 def _annotated(placed: Placed) -> torch.Tensor:

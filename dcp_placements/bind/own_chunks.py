@@ -7,15 +7,15 @@ ours do under every torch, because they are attributes and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import index
 from typing import Any
 
 import torch
 
 from dcp_placements._torch import has_hooks
-from dcp_placements.bind.binding import BindError, Place
-from dcp_placements.layout.boxes import as_array, as_boxes, format_box, overlaps, tile
+from dcp_placements.bind.binding import BindError
+from dcp_placements.bind.placed import Place
+from dcp_placements.layout.boxes import as_array, format_box, overlaps
 from dcp_placements.layout.sharding import Box, Chunk, Sharding
 
 NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -56,14 +56,11 @@ def listed_place(tensor: Any) -> Place:
             _ints(entry, f"{name}[{number}]")
             for entry, name in zip(entries, NAMES[1:], strict=True)
         )
-        if not len(global_shape) == len(offsets) == len(local_offsets) == len(sizes):
+        if len(set(map(len, (global_shape, local_shape, offsets, local_offsets, sizes)))) > 1:
             raise BindError(
-                f"lists a chunk of other dims than global_shape={global_shape}",
-                _format(offsets, local_offsets, sizes),
-            )
-        if len(local_shape) != len(global_shape):
-            raise BindError(
-                f"holds a {local_shape} tensor, and lists chunks of global_shape={global_shape}"
+                f"lists a chunk of other dims than global_shape={global_shape} and the "
+                f"local tensor {local_shape}",
+                f"offsets {offsets}, local offsets {local_offsets}, sizes {sizes}",
             )
         _check_inside(offsets, sizes, global_shape, "the whole tensor", "global_offsets")
         _check_inside(local_offsets, sizes, local_shape, "the local tensor", "local_offsets")
@@ -71,79 +68,21 @@ def listed_place(tensor: Any) -> Place:
             chunks.append(Chunk(local_offsets, offsets, sizes))
     sizes_at: dict[tuple[int, ...], tuple[int, ...]] = {}
     for chunk in chunks:
-        first = sizes_at.setdefault(chunk.offsets, chunk.sizes)
-        if first != chunk.sizes:
+        if sizes_at.setdefault(chunk.offsets, chunk.sizes) != chunk.sizes:
             raise BindError(
-                f"lists two chunks that overlap: at offsets {chunk.offsets} one of sizes {first} "
-                f"and one of {chunk.sizes}",
+                f"lists two chunks that overlap: at offsets {chunk.offsets} one of sizes "
+                f"{sizes_at[chunk.offsets]} and one of {chunk.sizes}",
                 "way out:     list each element once, or equal chunks where copies are held",
             )
     # One element cannot be loaded from two places: the last one read would win.
-    places: dict[Box, tuple[int, ...]] = {}
-    for chunk in chunks:
-        box = Box(chunk.local_offsets, chunk.sizes)
-        if places.setdefault(box, chunk.offsets) != chunk.offsets:
-            raise _held_twice(box, box)
-    local = as_array(places, len(local_shape))
-    for pair in overlaps(local, 1):
-        raise _held_twice(*as_boxes(local[list(pair)]))
-    return Place(Sharding(global_shape), (), tuple(chunks), is_exact=False)
-
-
-def _held_twice(one: Box, other: Box) -> BindError:
-    """Return the error for local boxes that share elements."""
-    return BindError(
-        f"lists elements of the local tensor for two places: {format_box(one)} and "
-        f"{format_box(other)}",
-        "way out:     local_offsets and local_sizes that name each element once",
-    )
-
-
-def check_equal(listed: Place, ruled: Place) -> None:
-    """Refuse a rule that says something else than the tensor's own list.
-
-    Raises:
-        BindError: The two do not have the same elements at the same places.
-    """
-    by_rule, own = ruled.chunks, listed.chunks
-    parts = [[one.box for one in own if _is_part(one, other)] for other in by_rule]
-    same = listed.global_shape == ruled.global_shape and sum(map(len, parts)) == len(own)
-    if not same or not all(
-        tile(other.box, as_array(boxes, len(other.sizes)))
-        for other, boxes in zip(by_rule, parts, strict=True)
-    ):
+    local = [Box(chunk.local_offsets, chunk.sizes) for chunk in dict.fromkeys(chunks)]
+    for one, other in overlaps(as_array(local, len(local_shape)), 1):
         raise BindError(
-            "lists chunks of its own that are not those of its rule",
-            *_differing("by itself", listed.global_shape, own),
-            *_differing("declared", ruled.global_shape, by_rule),
-            "way out:     let one of them speak: None for this key in the rules, or a tensor "
-            "without the attributes",
+            f"lists elements of the local tensor for two places: {format_box(local[one])} and "
+            f"{format_box(local[other])}",
+            "way out:     local_offsets and local_sizes that name each element once",
         )
-
-
-def _is_part(one: Chunk, other: Chunk) -> bool:
-    """Whether a chunk is inside another one, with the same shift from local to global."""
-    return all(
-        there <= here and here + size <= there + room and here - local == there - other_local
-        for here, local, size, there, other_local, room in zip(
-            one.offsets,
-            one.local_offsets,
-            one.sizes,
-            other.offsets,
-            other.local_offsets,
-            other.sizes,
-            strict=True,
-        )
-    )
-
-
-def _differing(label: str, global_shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[str]:
-    lines = [f"{label + ':':<12} {len(chunks)} chunks of a whole {global_shape}"]
-    return lines + [f"    {_format(c.offsets, c.local_offsets, c.sizes)}" for c in chunks[:3]]
-
-
-def _format(offsets: Any, local_offsets: Any, sizes: Any) -> str:
-    return f"offsets {offsets}, local offsets {local_offsets}, sizes {sizes}"
+    return Place(Sharding(global_shape), (), (), tuple(chunks), is_exact=False)
 
 
 def _entries(values: Any, name: str) -> list[Any]:

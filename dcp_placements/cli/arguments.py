@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcp_placements.errors import PlacementError, format_nbytes
-from dcp_placements.offline.declared import MeshAxes, parse_mesh, resolve
+from dcp_placements.offline.declared import parse_mesh, resolve
+from dcp_placements.transfer.world import MeshAxes
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""How a whole tensor is cut, whether boxes cover it, and which bytes a box is: integers only.
+"""How a whole tensor is cut, and whether boxes cover it: integers only.
 
 Imports nothing of the package, and neither torch nor numpy.
 """

@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from math import prod
 from typing import NamedTuple, Never
 
@@ -82,45 +81,57 @@ def unknown_kind(kind: Never) -> LayoutError:
     return LayoutError(f"a cut of kind {kind!s} is not supported here")
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """One mesh axis cuts one tensor dim.
+class Cut(NamedTuple):
+    """One mesh axis cuts one tensor dim, as it was declared; an axis of size 1, too.
+
+    Of expert weights as ``{"ep": Shard(0)}`` over two ranks: ``Cut(0, "ep", 2)``. It is the same on
+    every rank: where a rank stands, and which rows it lists, is its ``Position``.
 
     Attributes:
-        dim: Tensor dim, from 0.
-        axis: Position of the mesh axis in ``Sharding.axis_sizes``.
-        kind: How it cuts, any but ``Kind.LISTED``.
+        dim: Tensor dim, from 0; -1 where it is none of this tensor, which is a row of the one that
+            was cut, and ranks along the axis hold other rows.
+        axis: Name of the mesh axis; None where it has none, as the rows of a stack.
+        size: Ranks along it.
+        kind: How it cuts.
         parts: What a fused or strided cut cuts inside of: the number of parts (split as by
-            ``torch.chunk``) or their sizes. 1 of a plain cut.
+            ``torch.chunk``) or their sizes. 1 of any other.
     """
 
     dim: int
-    axis: int
+    axis: str | None
+    size: int
     kind: Kind = Kind.PLAIN
     parts: int | tuple[int, ...] = 1
 
-
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """This rank holds just these rows of a dim, in this order.
-
-    Unlike a ``Cut`` it describes one coordinate only: it does not determine the rows of other
-    ranks.
-
-    Attributes:
-        dim: Tensor dim, from 0.
-        indices: The rows, as indices into the rows that earlier cuts of the dim leave.
-        axis: Position of the mesh axis along which the ranks hold different rows; -1 if unknown.
-    """
-
-    dim: int
-    indices: tuple[int, ...]
-    axis: int = 0
-
     @property
-    def kind(self) -> Kind:
-        """``Kind.LISTED``."""
-        return Kind.LISTED
+    def placement(self) -> str:
+        """Its placement, as its user would declare it."""
+        match self.kind:
+            case Kind.PLAIN:
+                return f"Shard({self.dim})"
+            case Kind.FUSED:
+                return f"FusedShard({self.dim}, {self.parts})"
+            case Kind.STRIDED:
+                return f"_StridedShard({self.dim}, split_factor={self.parts})"
+            case Kind.LISTED:
+                rows = "one tensor per row" if self.dim < 0 else f"rows of dim {self.dim}"
+                return f"{rows}, each rank its own"
+            case _:
+                raise unknown_kind(self.kind)
+
+    def __str__(self) -> str:
+        if self.kind is Kind.LISTED and self.dim >= 0:
+            return self.placement
+        axis = "an axis" if self.axis is None else repr(self.axis)
+        return f"{self.placement} over {axis} of size {self.size}"
+
+
+Cuts = tuple[Cut, ...]
+"""In the order in which they apply."""
+
+Position = int | tuple[int, ...]
+"""Where a rank stands along the axis of a cut; of a listed cut, the rows that it lists, as indices
+into the rows that earlier cuts of the dim leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +151,6 @@ class Layout:
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the local tensor, padding included."""
         return tuple([_total(dim) for dim in self.intervals])
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the local tensor is the whole checkpoint tensor in its own order."""
-        return all(
-            dim == ((0, size),) if size else not dim
-            for dim, size in zip(self.intervals, self.global_shape, strict=True)
-        )
 
     def chunks(self) -> tuple[Chunk, ...]:
         """Return the chunks, in C order of the local tensor; empty ones and padding left out.
@@ -183,19 +186,21 @@ def dim_pieces(intervals: Intervals, size: int) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a whole tensor is cut over a mesh: the layouts of all its coordinates.
+    """How a whole tensor is cut, the same for all ranks.
+
+    Of expert weights over two ep ranks::
+
+        Sharding((4, 3), (Cut(0, "ep", 2),))
 
     Attributes:
         global_shape: Shape of the checkpoint's tensor.
-        axis_sizes: Sizes of the mesh axes that the cuts refer to.
         cuts: In the order in which they apply. The checkpoint's placements come first, the
             tensor's own (FSDP) last, because FSDP cuts the model-parallel part.
         padded_shape: The shape that was cut, where it is larger than ``global_shape``.
     """
 
     global_shape: tuple[int, ...]
-    axis_sizes: tuple[int, ...] = ()
-    cuts: tuple[Cut | Pick, ...] = ()
+    cuts: Cuts = ()
     padded_shape: tuple[int, ...] | None = None
 
     @property
@@ -205,15 +210,15 @@ class Sharding:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the same object describes every coordinate (no ``Pick``)."""
-        return not any(isinstance(cut, Pick) for cut in self.cuts)
+        """Whether the cuts alone tell what a rank at any position holds: no rows are listed."""
+        return not any(cut.kind is Kind.LISTED for cut in self.cuts)
 
-    def at(self, coordinate: Sequence[int]) -> Layout:
-        """Return the layout of one coordinate (one int per axis of ``axis_sizes``).
+    def at(self, positions: Sequence[Position]) -> Layout:
+        """Return the layout of a rank by its position along the axis of each cut.
 
         A ``(5, 3)`` tensor cut on dim 0 by both axes of mesh ``(dp=2, tp=2)``::
 
-            coordinate   rows
+            positions    rows
             (0, 0)       0 1
             (0, 1)           2
             (1, 0)             3
@@ -222,48 +227,34 @@ class Sharding:
         Raises:
             LayoutError: A cut that does not fit the rows that are left.
         """
-        return Layout(
-            self.global_shape,
-            tuple([self.dim_at(dim, coordinate) for dim in range(len(self.global_shape))]),
-        )
+        dims = range(len(self.global_shape))
+        return Layout(self.global_shape, tuple([self.dim_at(dim, positions) for dim in dims]))
 
-    def dim_at(self, dim: int, coordinate: Sequence[int]) -> Intervals:
-        """Return the intervals of one dim that one coordinate holds, padding included."""
-        steps: list[tuple[Cut | Pick, int, int]] = []
-        for cut in self.cuts:
-            if cut.dim == dim:
-                if isinstance(cut, Pick):
-                    steps.append((cut, 0, 0))
-                else:
-                    steps.append((cut, self.axis_sizes[cut.axis], coordinate[cut.axis]))
+    def dim_at(self, dim: int, positions: Sequence[Position]) -> Intervals:
+        """Return the intervals that a rank holds of one dim, padding included."""
         size = self.cut_shape[dim]
-        if not steps:
-            return ((0, size),) if size else ()
-        return _dim_intervals(size, tuple(steps))
+        intervals: Intervals = ((0, size),) if size else ()
+        for cut, position in zip(self.cuts, positions, strict=True):
+            if cut.dim == dim:
+                intervals = cut_intervals(intervals, cut, position)
+        return intervals
 
-    def coordinates(self) -> Iterator[tuple[int, ...]]:
-        """Yield every coordinate of the mesh, the last axis fastest."""
-        return itertools.product(*map(range, self.axis_sizes))
+    def positions(self) -> Iterator[tuple[int, ...]]:
+        """Yield the positions of all ranks, those of the last cut fastest; no rows are listed."""
+        return itertools.product(*[range(cut.size) for cut in self.cuts])
 
 
-# Bounded: an entry is a few hundred bytes, and one tensor dim over 16,384 coordinates fits.
-@lru_cache(maxsize=1 << 15)
-def _dim_intervals(size: int, steps: tuple[tuple[Cut | Pick, int, int], ...]) -> Intervals:
-    intervals: Intervals = ((0, size),) if size else ()
-    for cut, ranks, coordinate in steps:
-        if isinstance(cut, Pick):
-            intervals = pick_intervals(intervals, cut.indices)
-            continue
-        match cut.kind:
-            case Kind.PLAIN:
-                intervals = shard_intervals(intervals, ranks, coordinate)
-            case Kind.FUSED | Kind.STRIDED:
-                intervals = shard_intervals(intervals, ranks, coordinate, cut.parts)
-            case Kind.LISTED:
-                raise LayoutError("rows that a rank lists are a Pick, not a Cut")
-            case _:
-                raise unknown_kind(cut.kind)
-    return intervals
+def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Intervals:
+    """Return what a cut leaves of the concatenated ``intervals`` of its dim, at one position."""
+    match cut.kind:
+        case Kind.LISTED:
+            assert not isinstance(position, int)
+            return pick_intervals(intervals, position)
+        case Kind.PLAIN | Kind.FUSED | Kind.STRIDED:
+            assert isinstance(position, int)
+            return shard_intervals(intervals, cut.size, position, cut.parts)
+        case _:
+            raise unknown_kind(cut.kind)
 
 
 def shard_intervals(

@@ -6,20 +6,23 @@ declarations mean one layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault
-from dcp_placements.layout.sharding import Kind, LayoutError, part_sizes, unknown_kind
-from dcp_placements.load.policy import Policy
-from dcp_placements.storage.metadata.record import Cuts, SavedCut, SaveRecord, cuts_of
+from dcp_placements.layout.sharding import Cut, Cuts, Kind, part_sizes, unknown_kind
+from dcp_placements.storage.metadata.record import SaveRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """A cut that a load declares in another way than the save did.
+
+    A fused weight that is loaded without its rule::
+
+        Difference(("tp",), "FusedShard(0, 2) over 'tp' of size 2",
+                   "Shard(0) over 'tp' of size 2", '{"tp": FusedShard(0, 2)} in the rules ...')
 
     Attributes:
         axes: The axes: one, or several in another order.
@@ -48,70 +51,13 @@ class Difference:
                 f"saved:       {self.saved}",
                 f"this load:   {self.loaded}",
                 f"by rule:     {rule or 'no rule, its own DTensor'}",
-                "reason:      other rows of the whole would come to each rank, or in another order",
                 f"way out:     {self.way_out}; or waive={{pattern: reason}} where both are right",
             ),
         )
 
 
-class Alike(Protocol):
-    """Keys that are placed alike."""
-
-    @property
-    def placed(self) -> Placed | None:
-        """The first of them; None where they have no place."""
-        ...
-
-    @property
-    def fqns(self) -> Sequence[str]:
-        """The keys."""
-        ...
-
-
-def compare_cuts(
-    record: SaveRecord, groups: Iterable[Alike], policy: Policy
-) -> tuple[list[Fault], str]:
-    """Return the keys that axes shard in another way than the save had it, and the result as text.
-
-    Args:
-        record: The checkpoint's.
-        groups: What the rank reads.
-        policy: What is accepted.
-    """
-    faults: list[Fault] = []
-    compared = waived = 0
-    # Layouts of many shapes are cut in a few ways.
-    cuts_by: dict[Any, Cuts] = {}
-    for group in groups:
-        if group.placed is None:
-            continue
-        place = group.placed.place
-        key = place.sharding.cuts, place.axes
-        if key not in cuts_by:
-            cuts_by[key] = cuts_of(place.sharding, [axis.name for axis in place.axes])
-        # Of equal places most keys were cut alike, too.
-        members: dict[int, list[str]] = {}
-        for fqn in group.fqns:
-            members.setdefault(record.group_of[fqn], []).append(fqn)
-        for number, fqns in members.items():
-            saved, loaded = record.groups[number], cuts_by[key]
-            if not saved or not loaded:
-                continue
-            compared += len(fqns)
-            differing = tuple(differences(saved, loaded, place.global_shape))
-            refused = [fqn for fqn in fqns if not policy.waives(fqn)] if differing else []
-            waived += len(fqns) - len(refused) if differing else 0
-            rule = group.placed.rule
-            faults += [one.fault(fqn, rule) for fqn in refused for one in differing]
-    count = compared - waived
-    text = "declared as saved"
-    if compared:
-        text += f": {count} key{'' if count == 1 else 's'}"
-    return faults, text + (f"; {waived} differ, waived" if waived else "")
-
-
 def differences(saved: Cuts, loaded: Cuts, shape: Sequence[int]) -> Iterator[Difference]:
-    """Yield the cuts that a load declares in another way than the save did.
+    """Yield the cuts of equal dims that a load declares in another way than the save did.
 
     Args:
         saved: The cuts of the save.
@@ -126,13 +72,58 @@ def differences(saved: Cuts, loaded: Cuts, shape: Sequence[int]) -> Iterator[Dif
             yield from _dim_differences(canonical(one), canonical(other), shape[dim])
 
 
-def canonical(cuts: Sequence[SavedCut]) -> list[SavedCut]:
+def differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[Difference]:
+    """Yield differences that shapes cannot show, of a tensor that a rule declares.
+
+    Where one axis alone cuts another dim, or has another size, the shape of the local tensor
+    proves the rule: a checkpoint is loaded into another topology. What a DTensor says of itself is
+    so.
+
+    Args:
+        saved: The cuts of the save.
+        placed: The tensor.
+        record: The checkpoint's.
+    """
+    loaded = placed.place.sharding.cuts
+    one, other = _cutting(saved), _cutting(loaded)
+    swapped = [
+        axis
+        for axis in sorted(one.keys() & other.keys())
+        if one[axis].dim != other[axis].dim and min(one[axis].dim, other[axis].dim) >= 0
+    ]
+    if len(swapped) > 1:
+        before, now = (", then ".join(str(of[axis]) for axis in swapped) for of in (one, other))
+        yield Difference(tuple(swapped), before, now, "these axes on the dims of the save")
+    # Rows of a stack are numbered by names, and a stack may be one tensor in another model.
+    is_stacked = any(step.kind == "Stack" for step in record.renames)
+    here = {axis.name: axis.size for axis in placed.place.axes}
+    for axis, cut in one.items():
+        if cut.kind is not Kind.LISTED:
+            continue
+        if not is_stacked and other.get(axis) == Cut(cut.dim, axis, cut.size):
+            rows = f"IndexShard({cut.dim}, this rank's rows)"
+            way_out = f'{{"{axis}": {rows}}} in the rules of this load'
+            yield Difference((axis,), str(cut), str(other[axis]), way_out)
+        elif cut.dim < 0 and axis not in other and here.get(axis) == cut.size:
+            # The axis of the save is here, too, and ranks along another one hold other rows.
+            for name, another in other.items():
+                if another.dim < 0 and another.size == cut.size:
+                    way_out = f'the stacked tensor cut by "{axis}" in the rules of this load'
+                    yield Difference((axis, name), str(cut), str(another), way_out)
+
+
+def _cutting(cuts: Cuts) -> dict[str, Cut]:
+    """Return the cuts by axes of more than one rank, by name."""
+    return {cut.axis: cut for cut in cuts if cut.axis is not None and cut.size > 1}
+
+
+def canonical(cuts: Sequence[Cut]) -> list[Cut]:
     """Return the cuts of one dim as plain and fused ones.
 
     ``_StridedShard(dim, split_factor=k)`` before plain cuts into ``k`` pieces is a plain cut after
     them: torch declares FSDP over shards of ``tp`` or ``ep`` so.
     """
-    ordered: list[SavedCut] = []
+    ordered: list[Cut] = []
     for cut in reversed(cuts):
         at = 0
         match cut.kind:
@@ -146,7 +137,7 @@ def canonical(cuts: Sequence[SavedCut]) -> list[SavedCut]:
                 else:
                     cut, at = cut._replace(kind=Kind.FUSED), 0
             case Kind.FUSED:
-                if _count(cut.parts) == 1:
+                if cut.parts == 1 or (isinstance(cut.parts, tuple) and len(cut.parts) == 1):
                     cut = cut._replace(kind=Kind.PLAIN, parts=1)
             case Kind.PLAIN | Kind.LISTED:
                 pass
@@ -157,7 +148,7 @@ def canonical(cuts: Sequence[SavedCut]) -> list[SavedCut]:
 
 
 def _dim_differences(
-    saved: Sequence[SavedCut], loaded: Sequence[SavedCut], size: int
+    saved: Sequence[Cut], loaded: Sequence[Cut], size: int
 ) -> Iterator[Difference]:
     one = {cut.axis: cut for cut in saved if cut.axis is not None}
     other = {cut.axis: cut for cut in loaded if cut.axis is not None}
@@ -185,11 +176,7 @@ def _dim_differences(
         )
 
 
-def _count(parts: int | tuple[int, ...]) -> int:
-    return parts if isinstance(parts, int) else len(parts)
-
-
-def _may_be_equal(saved: SavedCut, loaded: SavedCut, size: int) -> bool:
+def _may_be_equal(saved: Cut, loaded: Cut, size: int) -> bool:
     """Whether two cuts by axes of one name may be the same declaration."""
     if saved.kind != loaded.kind:
         plain = saved if saved.kind is Kind.PLAIN else loaded
@@ -203,32 +190,20 @@ def _same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: 
     >>> _same_parts(2, (8, 8), 16), _same_parts((4, 2, 2), (2, 1, 1), 8), _same_parts(2, 3, 6)
     (True, True, False)
     """
-    if one == other:
-        return True
-    try:
-        sizes = [
-            part_sizes(parts, size if isinstance(against, int) else sum(against))
-            for parts, against in ((one, other), (other, one))
-            if isinstance(parts, int)
-        ]
-    except LayoutError:
-        return False
-    sizes += [list(parts) for parts in (one, other) if not isinstance(parts, int)]
-    first, second = sizes
+    total = next((sum(parts) for parts in (one, other) if not isinstance(parts, int)), size)
+    first, second = (part_sizes(p, total) if isinstance(p, int) else [*p] for p in (one, other))
     if len(first) != len(second):
         return False
     a, b = sum(first), sum(second)
     in_proportion = all(x * b == y * a for x, y in zip(first, second, strict=True))
-    return in_proportion or _ends(first, size) == _ends(second, size)
+    # Where the parts end in the dim, without the padding behind it.
+    ends = [[min(end, size) for end in accumulate(parts)] for parts in (first, second)]
+    return in_proportion or ends[0] == ends[1]
 
 
-def _ends(sizes: Sequence[int], size: int) -> list[int]:
-    """Return where parts end in a dim, without the padding behind it."""
-    ends, at = [], 0
-    for part in sizes:
-        at += part
-        ends.append(min(at, size))
-    return ends
+def format_cuts(cuts: Cuts) -> str:
+    """Return cuts as text, in their order."""
+    return ", then ".join(map(str, cuts)) or "whole, cut by no axis"
 
 
 def shape_mismatch(
@@ -247,42 +222,42 @@ def shape_mismatch(
         rule: The name of the rule that applies; None where none does.
         cuts: Of the save and of the load; None where they are not recorded.
     """
-    details = [] if cuts is None else list(_compared(*cuts))
+    details = []
+    if cuts is not None:
+        details += [f"saved:       {format_cuts(cuts[0])}", f"this load:   {format_cuts(cuts[1])}"]
     differing = [d for d, (a, b) in enumerate(zip(stored, needed, strict=False)) if a != b]
-    as_saved = cuts is not None and cuts[0] == cuts[1] != ()
-    if len(stored) == len(needed) and len(differing) == 1 and not as_saved:
-        dim = differing[0]
+    if len(stored) == len(needed) and len(differing) == 1:
+        (dim,) = differing
         small, large = sorted((stored[dim], needed[dim]))
-        if small and large % small == 0:
-            details.append(_factor_text(dim, large // small, stored[dim] < needed[dim]))
+        larger, smaller, cause = "stored", "needed", "does this load lack a rule for it,"
+        if stored[dim] == small:
+            larger, smaller, cause = "needed", "stored", "saved without its placement"
+        if cuts is not None and cuts[0] == cuts[1] != ():
+            details.append("likely:      a model of another size: the two declare the same cuts")
+        elif small and large % small == 0:
+            details.append(
+                f"likely:      on dim {dim} the {larger} size is {large // small} times the "
+                f"{smaller} one: {cause} on an axis of size {large // small}?"
+            )
+    # Rows beyond the stored ones, fewer than they are, on a dim that the load cuts.
+    is_padded = (
+        rule is not None
+        and len(stored) == len(needed)
+        and len(differing) == 1
+        and stored[differing[0]] < needed[differing[0]] < 2 * stored[differing[0]]
+        and (cuts is None or any(cut.dim == differing[0] for cut in cuts[1]))
+    )
+    if is_padded:
+        details = [line for line in details if "a model of another size" not in line]
+        details.append("likely:      uneven parts, or padding: rows that are not stored")
     if rule is not None:
         details.append(f"by rule:     {rule}")
+    if is_padded:
+        details.append(
+            f"way out:     global_shape={stored} in the rule, and padded_shape={needed} for padding"
+        )
     details.append("way out:     build the model as it was saved, or correct the rule of this key")
     return (
         f"the checkpoint holds a {stored} tensor, but {needs} (torch: Size mismatch)",
         tuple(details),
-    )
-
-
-def _compared(saved: Cuts, loaded: Cuts) -> Iterator[str]:
-    """Yield how the save and the load declare a key, and what follows from it."""
-    for label, cuts in (("saved:", saved), ("this load:", loaded)):
-        yield f"{label:<12} {', then '.join(map(str, cuts)) or 'whole, cut by no axis'}"
-    dims = {cut.axis: cut.dim for cut in loaded}
-    if any(cut.axis in dims and cut.dim != dims[cut.axis] for cut in saved):
-        yield (
-            "likely:      one of the two declares a wrong dim; if the save does, load as it was "
-            "saved, on as many ranks, and save again with the right dim"
-        )
-    elif saved and saved == loaded:
-        yield "likely:      a model of another size: the two declare the same cuts"
-
-
-def _factor_text(dim: int, factor: int, stored_is_smaller: bool) -> str:
-    larger, smaller, cause = "stored", "needed", "does this load lack a rule for it,"
-    if stored_is_smaller:
-        larger, smaller, cause = "needed", "stored", "saved without its placement"
-    return (
-        f"likely:      on dim {dim} the {larger} size is {factor} times the {smaller} one: {cause} "
-        f"on an axis of size {factor}?"
     )

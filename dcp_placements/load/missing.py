@@ -1,8 +1,22 @@
-"""Keys that the checkpoint lacks: which a load accepts, and what refuses the others."""
+"""Keys that the checkpoint lacks: which a load accepts, what refuses the others, what is reset.
+
+A parameter that was never stepped before the save has no optimizer state in the checkpoint. Where
+the optimizer of the load has stepped it since (a rollback in the same process), its moments are of
+another history than its weights: none of its state may stay, neither a moment nor a step count. It
+is 0 once all that is read has been read; a load that fails has reset nothing. Memory that was read
+under another key, as that of tied parameters or of one ``step`` for all, keeps what was read.
+
+A rank asks for ``w`` and its moments, ``new`` and ``rng.3``, of which the checkpoint has ``w``::
+
+    kept     ["rng.3"]                     optional=["rng.*"]
+    reset    {"exp_avg.w": "w", ...}       no state of w at all
+    faults   new: the checkpoint lacks this key
+"""
 
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -11,11 +25,75 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import TensorStorageMetadata
 
-from dcp_placements._torch import TensorStorageMetadata, has_hooks, is_dtensor_like
-from dcp_placements.errors import Fault, format_names
-from dcp_placements.load.policy import Policy
+from dcp_placements._torch import ShardedTensor, has_hooks, is_dtensor_like, local_tensor
+from dcp_placements.bind.placed import Placing
+from dcp_placements.errors import Fault, PlacementError, format_names
+from dcp_placements.load.tied import overlaps_of
+from dcp_placements.names.flat import Path, put_at
 from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
+from dcp_placements.rules.patterns import compile_pattern
+from dcp_placements.storage.hashing import full_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a load accepts.
+
+    Attributes:
+        partial: Any key may be missing, as long as one is there; but no part of the optimizer
+            state of a parameter while another part is there.
+        cast: ``"error"``, ``"warn"`` or ``"allow"``, for what loses precision.
+        optional: Patterns of keys that may be missing.
+        waived: Patterns of keys whose differences from the save are right.
+    """
+
+    partial: bool = False
+    cast: str = "warn"
+    optional: tuple[re.Pattern[str], ...] = ()
+    waived: tuple[re.Pattern[str], ...] = ()
+
+    def is_optional(self, fqn: str) -> bool:
+        """Whether a key may be missing by name."""
+        return any(pattern.search(f".{fqn}") for pattern in self.optional)
+
+    def waives(self, fqn: str) -> bool:
+        """Whether a waiver names a key."""
+        return any(pattern.search(f".{fqn}") for pattern in self.waived)
+
+    def excused(self, fqns: Iterable[str]) -> set[str]:
+        """Return the keys that are waived, or may be missing by name."""
+        if not self.optional and not self.waived:
+            return set()
+        return {fqn for fqn in fqns if self.excuses(fqn)}
+
+    def excuses(self, fqn: str) -> bool:
+        """Whether a key is waived, or may be missing by name."""
+        return self.waives(fqn) or self.is_optional(fqn)
+
+
+def optional_patterns(optional: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the patterns that ``optional=`` gives.
+
+    Raises:
+        PlacementError: They are no patterns.
+    """
+    if not isinstance(optional, Iterable):
+        raise PlacementError(f"optional={optional!r}: give patterns of keys")
+    patterns = (optional,) if isinstance(optional, str) else tuple(optional)
+    compiled(patterns)
+    return patterns
+
+
+def compiled(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    """Return patterns of keys as ``Policy`` has them.
+
+    Raises:
+        PlacementError: They are no patterns.
+    """
+    return tuple([compile_pattern(pattern) for pattern in patterns])
+
 
 MAX_COMPARED_NAMES = 10
 MAX_COMPARED_KEYS = 5000
@@ -91,10 +169,7 @@ class MissingKeys:
                 "state dict",
                 f"none of the {len(self.state_dict)} keys is in the checkpoint: nothing would be "
                 "loaded",
-                f"it asks for: {format_names(self.kept, 3)}",
-                f"there are:   {format_names(list(self.stored), 3)}",
-                "likely:      a prefix that one side has and the other has not",
-                "way out:     make the names equal, with rename= if need be",
+                *_prefix_details(self.kept, list(self.stored)),
             )
         elif self.kept:
             self._note_no_tensor()
@@ -128,33 +203,19 @@ class MissingKeys:
         ]
         if not tensors or any(fqn in self.stored for fqn in tensors):
             return
-        all_optional = all(map(self.policy.is_optional, tensors))
-        if all_optional and self.policy.partial:
+        if self.policy.partial and all(map(self.policy.is_optional, tensors)):
             return  # two declarations of the user say so
-        there = [
+        tensors_there = [
             fqn
             for fqn, stored in self.stored.items()
-            if isinstance(stored, TensorStorageMetadata)
-            and stored.size
-            and self.states.of(fqn) is None
+            if isinstance(stored, TensorStorageMetadata) and self.states.of(fqn) is None
         ]
         self.notes.append(
             Fault(
                 "state dict",
                 f"asks for {len(tensors)} tensors of the model, and none of them is in the "
                 "checkpoint: they keep their values",
-                (
-                    f"it asks for: {format_names(tensors, 3)}",
-                    f"there are:   {format_names(there, 3) or 'none of one dim or more'}",
-                    "likely:      a prefix that one side has and the other has not; the keys that "
-                    "match are scalars, objects or optimizer state",
-                    "way out:     make the names equal, with rename= if need be; "
-                    + (
-                        "optional=[pattern] that matches fewer keys"
-                        if all_optional
-                        else "optional=[pattern] for what may be missing"
-                    ),
-                ),
+                _prefix_details(tensors, tensors_there),
             )
         )
 
@@ -176,68 +237,54 @@ class MissingKeys:
                 "checkpoint",
                 "has no tensor and no object, but the state dict asks for "
                 f"{format_names(missing, 1)}",
-                "likely:      another path, or the storage reader of another format "
-                "(HuggingFaceStorageReader reads *.safetensors alone)",
-                "way out:     the directory that dcp.save wrote, with the reader that fits; "
-                "dcp-placements inspect shows what is in it",
+                "way out:     the directory that dcp.save wrote, with the storage reader of its "
+                "format; dcp-placements inspect shows what is in it",
             )
             return
         unread = [key for key in self.stored if key not in self.state_dict]
-        others = _other_names(missing, unread)
+        other_prefixes = _other_prefixes(missing, unread)
         for at, fqn in enumerate(missing):
-            details = list(others.get(fqn, ()))
+            details = [other_prefixes[fqn]] if fqn in other_prefixes else []
             if not details and at < MAX_COMPARED_NAMES and len(unread) < MAX_COMPARED_KEYS:
                 close = get_close_matches(fqn, unread, 2, 0.6)
                 details = [f"it has:      {', '.join(close)}"] if close else []
-            self._refuse(fqn, details)
-
-    def _refuse(self, fqn: str, details: list[str]) -> None:
-        if self.states.of(fqn) is not None:
-            details.append(
-                "note:        it has no state of any parameter that this rank asks for; the state "
-                "of some may be missing, of all it may not"
-            )
-        elif possible_parameters(fqn):
-            details.append(
-                "note:        it is not taken for optimizer state, of which some may be missing: "
-                "neither its parameter nor param_groups that name it are there"
-            )
-        if not any(line.startswith("way out:") for line in details):
-            details.append(
+            if "param_groups." in fqn or possible_parameters(fqn):
+                details.append(
+                    "note:        of optimizer state, that of some parameters may be missing, but "
+                    "not of all; it is known by its parameter, or by param_groups. Both sides "
+                    "need the same flatten_optimizer_state_dict= in get_state_dict"
+                )
+            self._fault(
+                fqn,
+                "the checkpoint lacks this key (torch: Missing key in checkpoint)",
+                *details,
                 "way out:     rename= where the checkpoint has it under another name; "
-                "optional=[pattern] where it may be missing"
+                "optional=[pattern] where it may be missing",
             )
-        self._fault(
-            fqn,
-            "the checkpoint lacks this key (torch: Missing key in checkpoint)",
-            *details,
-        )
 
     def _fault(self, fqn: str, headline: str, *details: str) -> None:
         self.faults.append(Fault(fqn, headline, details))
 
 
-_BY_POSITION = re.compile(r"(?:^|\.)(?:param_groups|state)\.\d+\.[^.]+$")
-_BY_NAME = re.compile(r"(?:^|\.)param_groups\.(?!\d+\.[^.]+$).+\.[^.]+$")
-_OTHER_FORM = (
-    "likely:      one side has an optimizer state dict that is flattened (by the parameters' "
-    "names), the other has not (by position)",
-    "way out:     StateDictOptions(flatten_optimizer_state_dict=True) in get_state_dict and "
-    "set_state_dict, at the save and at the load",
-)
 _LONGEST_PREFIX = 3
 
 
-def _other_names(missing: Sequence[str], unread: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return details for missing keys that the checkpoint has with another prefix or form.
+def _prefix_details(asked: Sequence[str], stored: Sequence[str]) -> tuple[str, ...]:
+    return (
+        f"it asks for: {format_names(asked, 3)}",
+        f"there are:   {format_names(stored, 3) or 'no tensors'}",
+        "likely:      a prefix that one side has and the other has not",
+        "way out:     make the names equal, with rename= if need be; optional=[pattern] for what "
+        "may be missing",
+    )
+
+
+def _other_prefixes(missing: Sequence[str], unread: Sequence[str]) -> dict[str, str]:
+    """Return a detail for each missing key that the checkpoint has with another prefix.
 
     Such a difference concerns thousands of keys, which get the same text; a table of name tails
     finds it in time linear in their number.
     """
-    details: dict[str, tuple[str, ...]] = {}
-    for asked, stored in ((_BY_POSITION, _BY_NAME), (_BY_NAME, _BY_POSITION)):
-        if any(map(stored.search, unread)):
-            details.update(dict.fromkeys(filter(asked.search, missing), _OTHER_FORM))
     prefix_of: dict[str, str] = {}
     for key in unread:
         for prefix, tail in _splits(key):
@@ -245,11 +292,14 @@ def _other_names(missing: Sequence[str], unread: Sequence[str]) -> dict[str, tup
     pairs: dict[str, tuple[str, str]] = {}
     for fqn in missing:
         found = ((prefix, prefix_of[tail]) for prefix, tail in _splits(fqn) if tail in prefix_of)
-        if fqn not in details and (pair := next(found, None)):
+        if pair := next(found, None):
             pairs[fqn] = pair
     count = Counter(pairs.values())
-    details.update({fqn: _prefix_details(*pair) for fqn, pair in pairs.items() if count[pair] > 1})
-    return details
+    return {
+        fqn: f"it has:      the same name with the prefix {stored!r} in place of {asked!r}"
+        for fqn, (asked, stored) in pairs.items()
+        if count[asked, stored] > 1
+    }
 
 
 def _splits(key: str) -> Iterator[tuple[str, str]]:
@@ -257,17 +307,6 @@ def _splits(key: str) -> Iterator[tuple[str, str]]:
     parts = key.split(".")
     for at in range(max(1, min(len(parts) - 1, _LONGEST_PREFIX + 1))):
         yield ".".join(parts[:at]), ".".join(parts[at:])
-
-
-def _prefix_details(asked: str, stored: str) -> tuple[str, ...]:
-    there = f"with {stored!r} in place of {asked!r}"
-    if not stored or not asked:
-        there = f"with the prefix {stored!r}" if stored else f"without the prefix {asked!r}"
-    return (
-        f"it has:      the same name {there}",
-        "likely:      the state dict is nested otherwise than at the save, "
-        "as in dcp.save({'model': ...})",
-    )
 
 
 def _without_state(groups: Mapping[str, Sequence[str]], missing: Sequence[str]) -> set[str]:
@@ -308,3 +347,114 @@ def lacking_rows(stateless: Iterable[str], shared: Mapping[str, str]) -> list[Fa
         for name, keys in lacking.items()
         if len(keys) < rows[name]
     ]
+
+
+MAX_PARAMETERS = 6
+"""Parameters that a message lists."""
+
+
+class Resets:
+    """The optimizer state keys of one load on one rank that the checkpoint has no values for.
+
+    Args:
+        parameters: By key, its parameter, of which the checkpoint has no state at all.
+        state_dict: Flat, with the checkpoint's keys.
+        placing: Its tensors' places.
+        read: The keys that are read.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, str],
+        state_dict: Mapping[str, Any],
+        placing: Placing,
+        read: Iterable[str] = (),
+    ) -> None:
+        self._parameters = parameters
+        self._state_dict = state_dict
+        self._placing = placing
+        self._read = read
+        self._unread = 0
+        # Readers may call from several threads.
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    def expect(self, items: int) -> None:
+        """Take how many items will be read."""
+        self._unread = items
+
+    def are_due(self) -> bool:
+        """Take in that an item was read; return whether it was the last one."""
+        with self._lock:
+            self._unread -= 1
+            return not self._unread
+
+    def apply(self, state_dict: dict[str, Any], mappings: Mapping[str, Path]) -> list[Fault]:
+        """Reset the state, once; return a note if some of it was other than 0.
+
+        Args:
+            state_dict: The user's, nested; takes in numbers.
+            mappings: Where each key stands in it.
+        """
+        with self._lock:
+            parameters, self._parameters = self._parameters, {}
+        if not parameters:
+            return []
+        named = [(fqn, t) for fqn in (*self._read, *parameters) for t in self._tensors(fqn)]
+        groups = overlaps_of(([fqn for fqn, _ in named], [tensor for _, tensor in named])).groups
+        shared = {fqn for reset in parameters for fqn in groups.get(reset, ())}
+        before = [(fqn, t, t.clone()) for fqn, t in named if fqn in shared]
+        used: dict[str, None] = {}
+        for fqn, parameter in parameters.items():
+            tensors, value = self._tensors(fqn), self._state_dict[fqn]
+            for tensor in tensors:
+                # A fresh optimizer may have counted a step, and has moments of 0.
+                if fqn not in shared and not _is_step(fqn) and bool(tensor.any()):
+                    used[parameter] = None
+                tensor.zero_()
+            if not tensors and isinstance(value, int | float):
+                put_at(state_dict, mappings.get(fqn, (fqn,)), type(value)(0))
+        for fqn, tensor, values in before:
+            if fqn not in parameters:
+                tensor.copy_(values)
+        for fqn, tensor, values in before:
+            if (
+                fqn in parameters
+                and not _is_step(fqn)
+                and full_digest(tensor) != full_digest(values)
+            ):
+                used[parameters[fqn]] = None
+        return [_note(list(used))] if used else []
+
+    def _tensors(self, fqn: str) -> list[torch.Tensor]:
+        """Return the tensors of this rank that a value consists of."""
+        value = self._state_dict[fqn]
+        placed = self._placing.placed.get(fqn)
+        if placed is not None:
+            return [tensor.detach() for tensor in placed.tensors]
+        if isinstance(value, ShardedTensor):
+            return [shard.tensor.detach() for shard in value.local_shards()]
+        if is_dtensor_like(value):
+            return [local_tensor(value).detach()]
+        return [value.detach()] if isinstance(value, torch.Tensor) else []
+
+
+def _is_step(fqn: str) -> bool:
+    return fqn.rpartition(".")[2] == "step"
+
+
+def _note(parameters: list[str]) -> Fault:
+    count = len(parameters)
+    return Fault(
+        "optimizer state",
+        f"that of {count} parameter{'' if count == 1 else 's'} was reset to 0: the checkpoint has "
+        "none",
+        (
+            f"parameters:  {format_names(parameters, MAX_PARAMETERS)}",
+            "likely:      they were stepped for the first time after the checkpoint was saved",
+            "reason:      moments and step counts of later steps do not belong to the weights that "
+            "were read",
+        ),
+    )

@@ -7,18 +7,14 @@ w}}`` becomes ``{"model.experts.3.w": w}``, with the path ``("model", "experts.0
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
-
-from dcp_placements._torch import DTensor
 from dcp_placements.errors import Fault, RankFaults
 from dcp_placements.names.renames import apply, expected, steps
 from dcp_placements.names.target import Parts, Rename, RenameError, Row, Rows
-from dcp_placements.rules.matches import Matches
+from dcp_placements.rules.unmatched import Matches
 
 Path = tuple[str | int, ...]
 
@@ -58,54 +54,6 @@ class Reshaped:
         return bool(self.rows or self.wholes)
 
 
-def flattened(
-    values: dict[str, Any],
-    rest: Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Path]]],
-    *,
-    fills_meta: bool = False,
-) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Return ``(flat state dict, mappings)`` as DCP flattens a nested dict.
-
-    Torch visits every value three times and more, which takes longer than to plan it. Here that is
-    left to lists and objects.
-
-    Args:
-        values: The state dict.
-        rest: Flattens a dict of one key by torch's functions, which may replace its value.
-        fills_meta: Whether ``rest`` replaces tensors without memory: these are left to it, too.
-
-    Raises:
-        ValueError: Two values with one key.
-    """
-    flat: dict[str, Any] = {}
-    paths: dict[str, Path] = {}
-
-    def add(values: dict[str, Any], prefix: str, path: Path) -> None:
-        for key, value in values.items():
-            kind = type(value)
-            if kind in _LEAVES and not (fills_meta and kind in _TENSORS and value.is_meta):
-                text = str(key)
-                put(prefix + text, value, (*path, text))
-            elif kind is dict or kind is OrderedDict:
-                add(value, f"{prefix}{key}.", (*path, str(key)))
-            else:
-                part = {key: value}
-                held, paths_of_held = rest(part)
-                if part[key] is not value:
-                    values[key] = part[key]
-                for fqn, one in held.items():
-                    put(prefix + fqn, one, path + paths_of_held[fqn])
-
-    def put(fqn: str, value: Any, path: Path) -> None:
-        if fqn in flat:
-            raise ValueError(f"duplicated flatten key {fqn}")
-        flat[fqn] = value
-        paths[fqn] = path
-
-    add(values, "", ())
-    return flat, paths
-
-
 def put_at(values: Any, path: Path, value: Any) -> None:
     """Replace the value at a path of a nested dict that was flattened.
 
@@ -125,16 +73,10 @@ def put_at(values: Any, path: Path, value: Any) -> None:
 def _own_key(values: Any, text: str | int) -> Any:
     if not isinstance(values, Mapping) or text in values:
         return text
-    try:
-        if (number := int(text)) in values and str(number) == text:
-            return number
-    except ValueError:
-        pass
+    number = int(text) if str(text).isdecimal() else text
+    if number in values and str(number) == text:
+        return number
     return next((key for key in values if str(key) == text), text)
-
-
-_TENSORS = frozenset((DTensor, torch.Tensor, torch.nn.Parameter))
-_LEAVES = _TENSORS | {int, float, str, bytes, bool, type(None)}
 
 
 def rename_keys(
@@ -187,7 +129,10 @@ def rename_keys(
         label = new.stacked if isinstance(new, Rows | Parts) else name
         if other := taken.get(name) or taken.get(label):
             headline = f"rename() gives this one name to both {other} and {key}"
-            way_out = "way out:     map every key of a rank to a key of its own"
+            way_out = (
+                "way out:     map every key of a rank to a key of its own; Renumber takes one id "
+                "for each, as contiguous(counts, at=...) returns, not counts"
+            )
             faults.append(Fault(name, headline, (way_out,)))
             continue
         taken[name] = taken[label] = key

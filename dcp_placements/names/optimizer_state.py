@@ -2,9 +2,10 @@
 
 Every form that torch produces is ``<head>.state.<parameter>.<name>``, nested or flattened, with
 hyperparameters in ``<head>.param_groups.<parameter>.<name>`` or, nested, in
-``<head>.param_groups.<number>``. But a model may have the key ``state`` as well, or a module of
-that name, so the word alone proves nothing: a key is optimizer state if its parameter is among the
-keys, or if there are parameter groups of the same head.
+``<head>.param_groups.<number>.<name>``, of which ``params`` lists the parameters. But a model may
+have the key ``state`` as well, or a module of that name, so the word alone proves nothing: a key is
+optimizer state if its parameter is among the keys, or if there are parameter groups of the same
+head.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.names.renames import number_finder
+
+UNSEEN: Any = object()
+"""A tensor of unknown shape."""
 
 
 def possible_parameters(fqn: str) -> list[str]:
@@ -29,11 +35,8 @@ def possible_parameters(fqn: str) -> list[str]:
 
     A parameter with a ``state`` of its own in its name makes several candidates, longest first.
     """
-    if "state." not in fqn:
-        return []
-    parts = fqn.split(".")[:-1]
-    starts = [i + 1 for i, part in enumerate(parts) if part == "state"]
-    return [".".join(parts[start:]) for start in starts if start < len(parts)]
+    parent = fqn.rpartition(".")[0]
+    return [parent[match.end() :] for match in _STATE.finditer(parent)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,6 @@ class State:
 
     parameter: str
     group: str
-
-
-class Unseen:
-    """A tensor of unknown shape."""
-
-
-UNSEEN = Unseen()
 
 
 class OptimizerStates:
@@ -79,175 +75,91 @@ class OptimizerStates:
         self._held = held
         self._names = names
         self._states: dict[str, State | None] = {}
-        self._groups: dict[str, _Named] = {}
-        self._possible: list[str] = []
-        # Names of possible parameters, reversed and sorted: names with one ending are adjacent.
-        self._reversed: list[str] | None = None
 
     def of(self, fqn: str) -> State | None:
         """Return the parameter that a key is optimizer state of; None if it is not state."""
         parent = fqn.rpartition(".")[0]
         if "state." not in parent:
             return None
-        if self._reversed is None:
-            self._learn()
         if parent not in self._states:
-            self._states[parent] = self._resolved(parent)
+            self._states[parent] = self._keys.state(parent)
         return self._states[parent]
 
     def keys_of(self, parameter: str) -> list[str]:
         """Return the keys of the tensors that an optimizer may call ``parameter``."""
-        if self._reversed is None:
-            self._learn()
-        names = dict.fromkeys(self._ending_in(parameter))
-        return [key for key in names if self._values(key)]
+        return [key for key in self._keys.ending_in(parameter) if key in self._keys.values]
 
-    def is_positional(self, fqn: str) -> bool:
-        """Whether a key names its parameter by its position, as ``optimizer.state_dict()`` does.
-
-        Parameter groups that list numbers show it; without groups, a ``step`` of a parameter that
-        is not there.
-        """
-        match = _POSITION.search(fqn)
-        if match is None:
-            return False
-        if self._reversed is None:
-            self._learn()
-        named = self._groups.get(fqn[: match.start()])
-        if named is not None and not named.is_empty:
-            return match[1] in named.numbers
-        return not self._ending_in(match[1]) and _has_step(self._members(fqn.rpartition(".")[0]))
-
-    def named_parameters(self) -> list[str]:
-        """Return the parameters that parameter groups name."""
-        if self._reversed is None:
-            self._learn()
-        return list(dict.fromkeys(name for named in self._groups.values() for name in named.names))
-
-    def _learn(self) -> None:
-        names = self._reversed = [name[::-1] for name in self._names]
-        possible = []
-        for held in self._held:
-            for fqn, value in held.items():
-                if "param_groups" in fqn:
-                    self._note_group(fqn, value)
-                if "state." in fqn and _POSSIBLE.search(fqn) is not None:
-                    possible.append(fqn)
-                elif _is_tensor(value):
-                    names.append(fqn[::-1])
-        names.sort()
-        self._possible = sorted(set(possible))
+    @cached_property
+    def _keys(self) -> _Keys:
+        """The keys as they are searched; not needed where no key has ``state`` in it."""
+        values: dict[str, Any] = {}
+        for held in reversed(self._held):
+            values.update(held.items())
+        possible = {fqn for fqn in values if "state." in fqn and _POSSIBLE.search(fqn)}
+        tensors = {fqn for fqn, value in values.items() if _is_tensor(value)}
+        keys = _Keys(values, possible, {*self._names, *(tensors - possible)})
         # A key that is not state of these is a parameter: of a model under a key ``state``.
-        more = [fqn for fqn in self._possible if self.of(fqn) is None]
-        if more:
-            names += [fqn[::-1] for fqn in more if any(map(_is_tensor, self._values(fqn)))]
-            names.sort()
+        parents = {fqn.rpartition(".")[0] for fqn in possible}
+        self._states = {parent: keys.state(parent) for parent in parents}
+        others = {fqn for fqn in tensors & possible if not self._states[fqn.rpartition(".")[0]]}
+        if others:
             self._states.clear()
+        return _Keys(values, possible, keys.parameters | others) if others else keys
 
-    def _note_group(self, fqn: str, value: Any) -> None:
-        match = _GROUPS.search(fqn)
-        if match is None:
-            return
-        head = fqn[: match.start()]
-        named = self._groups.get(head)
-        if named is None:
-            named = self._groups[head] = _Named()
-        name, _, last = match[1].rpartition(".")
-        if name.isdigit():
-            if last == "params":
-                named.add(value)
-        elif name:
-            named.names[name] = None
-        elif isinstance(value, list):
-            for group in value:
-                named.add(group.get("params") if isinstance(group, dict) else None)
 
-    def _resolved(self, parent: str) -> State | None:
+class _Keys:
+    """Keys in the order in which they are searched.
+
+    Args:
+        values: All values by key.
+        possible: Keys that may be state.
+        parameters: Names of tensors that may have state.
+    """
+
+    def __init__(self, values: dict[str, Any], possible: set[str], parameters: set[str]) -> None:
+        self.values = values
+        self.parameters = parameters
+        self._possible = sorted(possible)
+        # Reversed: names with one ending are adjacent.
+        self._reversed = sorted([f".{name}"[::-1] for name in parameters])
+        self._groups = named_by_groups(values)
+
+    def state(self, parent: str) -> State | None:
+        """Return the parameter of a key of optimizer state without its last component."""
         for match in _STATE.finditer(parent):
-            named = self._groups.get(parent[: max(match.start() - 1, 0)])
-            if named is not None and not named.is_empty:
-                for run in _runs(parent[match.end() :]):
-                    if named.has(run):
-                        return State(run, parent[: match.end()] + run)
-            for run in _runs(parent[match.end() :]):
-                if self._has_parameter(run, parent[: match.end()] + run):
-                    return State(run, parent[: match.end()] + run)
-            if named is not None and named.is_empty:
-                return State(parent[match.end() :], parent)
+            named = self._groups.get(parent[: match.start()])
+            runs = list(accumulate(parent[match.end() :].split("."), "{}.{}".format))[::-1]
+            for run in runs:
+                group = parent[: match.end()] + run
+                if (named and run in named) or self._has_state(run, group):
+                    return State(run, group)
+            if named is not None and not named:
+                return State(runs[0], parent)
         return None
 
-    def _has_parameter(self, parameter: str, group: str) -> bool:
+    def ending_in(self, parameter: str) -> list[str]:
+        """Return the names of possible parameters that equal this one or end in it."""
+        return [name[-2::-1] for name in _below(self._reversed, parameter[::-1])]
+
+    def _has_state(self, parameter: str, group: str) -> bool:
         """Whether there is such a parameter that can have the state in its group."""
-        keys = self._ending_in(parameter)
+        keys = self.ending_in(parameter)
         if not keys:
             return False
-        members = self._members(group)
-        tensors = [value for _, value in members if _is_tensor(value) and _shape(value) != ()]
-        if not tensors or _has_step(members):
+        members = [self.values[fqn] for fqn in _below(self._possible, group)]
+        tensors = [value for value in members if _is_tensor(value) and _shape(value) != ()]
+        step = f"{group}.step"
+        if not tensors or (step in self.values and not _shape(self.values[step])):
             return True
         return any(
-            _may_be_of(tensor, of)
-            for key in keys
-            for of in self._values(key) or [UNSEEN]
-            for tensor in tensors
+            _may_be_of(tensor, self.values.get(key, UNSEEN)) for key in keys for tensor in tensors
         )
 
-    def _ending_in(self, parameter: str) -> list[str]:
-        """Return the names of possible parameters that equal this one or end in it."""
-        assert self._reversed is not None
-        wanted = parameter[::-1]
-        at = bisect_left(self._reversed, wanted)
-        is_there = at < len(self._reversed) and self._reversed[at] == wanted
-        names = [parameter] if is_there else []
-        wanted += "."
-        at = bisect_left(self._reversed, wanted, at)
-        while at < len(self._reversed) and self._reversed[at].startswith(wanted):
-            names.append(self._reversed[at][::-1])
-            at += 1
-        return names
 
-    def _members(self, group: str) -> list[tuple[str, Any]]:
-        """Return the keys of a group, without its name, and their values."""
-        start = group + "."
-        members = []
-        at = bisect_left(self._possible, start)
-        while at < len(self._possible) and self._possible[at].startswith(start):
-            fqn = self._possible[at]
-            members += [(fqn.removeprefix(start), value) for value in self._values(fqn)]
-            at += 1
-        return members
-
-    def _values(self, fqn: str) -> list[Any]:
-        return [held[fqn] for held in self._held if fqn in held]
-
-
-class _Named:
-    """The parameters that the parameter groups of one optimizer list."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, None] = {}
-        self.numbers: set[str] = set()
-
-    def add(self, params: Any) -> None:
-        for param in params if isinstance(params, list) else ():
-            if isinstance(param, str):
-                self.names[param] = None
-            elif isinstance(param, int):
-                self.numbers.add(str(param))
-
-    def has(self, name: str) -> bool:
-        return name in self.names or name in self.numbers
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.names and not self.numbers
-
-
-def _runs(name: str) -> Iterator[str]:
-    """Yield a name, then the name without its last component, and so on."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
+def _below(names: list[str], head: str) -> list[str]:
+    """Return the names of a sorted list that begin with ``head.``."""
+    # "/" is the character after ".".
+    return names[bisect_left(names, f"{head}.") : bisect_left(names, f"{head}/")]
 
 
 def _is_tensor(value: Any) -> bool:
@@ -257,14 +169,8 @@ def _is_tensor(value: Any) -> bool:
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     """Return the shape of a tensor or of its metadata; None if unknown."""
-    shape = getattr(value, "shape", None)
-    if shape is None and hasattr(value, "chunks"):
-        shape = value.size
+    shape = getattr(value, "size" if hasattr(value, "chunks") else "shape", None)
     return None if shape is None else tuple(shape)
-
-
-def _has_step(members: Iterable[tuple[str, Any]]) -> bool:
-    return any(name == "step" and not _shape(value) for name, value in members)
 
 
 def _may_be_of(tensor: Any, parameter: Any) -> bool:
@@ -272,14 +178,26 @@ def _may_be_of(tensor: Any, parameter: Any) -> bool:
     one, other = _shape(tensor), _shape(parameter)
     if one is None or other is None:
         return True
-    if _seen_as(tensor) == _seen_as(parameter):
+    # Two shapes are comparable if both are whole, or both local.
+    if all(hasattr(tensor, kind) == hasattr(parameter, kind) for kind in ("chunks", "placements")):
         return one == other
     return len(one) == len(other)
 
 
-def _seen_as(value: Any) -> tuple[bool, bool]:
-    """Return the attributes by which two shapes are comparable: both whole, or both local."""
-    return hasattr(value, "chunks"), hasattr(value, "placements")
+def named_by_groups(values: Mapping[str, Any]) -> dict[str, dict[str, None]]:
+    """Return the names in parameter groups by the head of their optimizer, with its dot."""
+    groups: dict[str, dict[str, None]] = {}
+    for fqn, value in values.items():
+        match = _GROUPS.search(fqn) if "param_groups" in fqn else None
+        if match is None:
+            continue
+        named = groups.setdefault(fqn[: match.start()], {})
+        name, _, last = match[1].rpartition(".")
+        if not name.isdigit():
+            named |= {name: None} if name else {}
+        elif last == "params" and isinstance(value, list):
+            named |= dict.fromkeys(map(str, value))
+    return groups
 
 
 def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
@@ -288,25 +206,26 @@ def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
     Optimizers like Adam create the state of a parameter at its first step, so a parameter that
     never had a gradient has none.
     """
-    if "param_groups" not in "\n".join(state_dict):
+    named = [name for names in named_by_groups(state_dict).values() for name in names]
+    if not named:
         return []
     states = OptimizerStates(state_dict)
     with_state = {state.parameter for fqn in state_dict if (state := states.of(fqn)) is not None}
-    named = states.named_parameters()
-    return [name for name in named if name not in with_state] if with_state else []
+    return [name for name in dict.fromkeys(named) if name not in with_state] if with_state else []
 
 
 def positional_faults(state_dict: Mapping[str, Any]) -> list[Fault]:
     """Return the fault of optimizer state that names its parameters by their positions."""
-    # One search for all keys: most state dicts have no such key.
-    if not re.search(r"state\.\d", "\n".join(state_dict)):
-        return []
-    states = OptimizerStates(state_dict)
-    first = next(filter(states.is_positional, state_dict), None)
-    if first is None:
-        return []
-    headline = "names its parameter by its position in the optimizer, which places it nowhere"
-    return [Fault(first.rpartition(".")[0], headline, FLATTEN)]
+    listed: dict[str, set[int]] = {}
+    for fqn, names in _listed(state_dict):
+        numbers = {name for name in names if isinstance(name, int)}
+        listed.setdefault(fqn[: fqn.rindex("param_groups.")], set()).update(numbers)
+    for fqn in state_dict if any(listed.values()) else ():
+        match = _POSITION.search(fqn)
+        if match is not None and int(match[1]) in listed.get(fqn[: match.start()], ()):
+            headline = "names its parameter by its position in the optimizer, which places it "
+            return [Fault(match.string[: match.end() - 1], f"{headline}nowhere", FLATTEN)]
+    return []
 
 
 def listed_faults(state_dict: Mapping[str, Any], rename: Callable[[str], Any]) -> list[Fault]:
@@ -354,9 +273,9 @@ def _changes(rename: Callable[[str], Any], name: str) -> bool:
 
 
 _STATE = re.compile(r"(?<![^.])state\.")
-_POSSIBLE = re.compile(r"(?:\.|^)state\.[^.]+\.")
-_GROUPS = re.compile(r"(?:\.|^)param_groups(?:\.|$)(.*)", re.DOTALL)
-_POSITION = re.compile(r"(?:^|\.)state\.(\d+)\.[^.]+$")
+_POSSIBLE = re.compile(r"(?<![^.])state\.[^.]+\.")
+_POSITION = re.compile(r"(?<![^.])state\.(\d+)\.")
+_GROUPS = re.compile(r"(?<![^.])param_groups(?:\.|$)(.*)", re.DOTALL)
 
 FLATTEN = (
     "likely:      optimizer.state_dict(), or an optimizer state dict that is not flattened",

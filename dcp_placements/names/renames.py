@@ -14,18 +14,19 @@ Replace("pp*", "model"))`` these are ``("Renumber", "model.layers.{}", 4)`` and 
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.names.target import Parts, Rename, Renamed, RenameError, Row, Rows
-from dcp_placements.rules.matches import Declared
 from dcp_placements.rules.patterns import compile_pattern
+from dcp_placements.rules.unmatched import Declared
 
 Ids = Sequence[int]
 
@@ -36,11 +37,14 @@ FUNCTION = "function"
 """The kind of a step that is a function of the user's."""
 
 
+_SELECTOR = re.compile(r"\{\w+\}")
+
+
 @lru_cache(maxsize=1 << 10)
 def number_finder(pattern: str) -> re.Pattern[str]:
     """Return a regex that finds ``{}`` in ``"." + key`` as ``NUMBER``, and ``{name}`` as ``by``."""
     # The placeholders pass through compile_pattern as characters that it leaves alone.
-    plain = re.sub(r"\{\w+\}", "\1", pattern.replace("{}", "\0"), count=1)
+    plain = _SELECTOR.sub("\1", pattern.replace("{}", "\0"), count=1)
     # Beside a * of the same component the number is all of the digits.
     regex = compile_pattern(plain).pattern.replace("\0", rf"(?<!\d)(?P<{NUMBER}>\d+)(?!\d)")
     return re.compile(regex.replace("\1", "(?P<by>[^.]+)"))
@@ -72,6 +76,10 @@ def contiguous(counts: Sequence[int], at: int) -> range:
     return range(start, start + counts[at])
 
 
+Shaping = tuple[Any, ...]
+"""``(dim,)`` of rows; ``(dim, names, sizes, groups)`` of parts; empty where shapes stay."""
+
+
 class ReadyRename(ABC):
     """The base of the renames of this package."""
 
@@ -85,11 +93,24 @@ class ReadyRename(ABC):
         """Whether its pattern is in a key."""
         return self(key) != key
 
-    def table(self, keys: Iterable[str]) -> str:
-        """Return ``local key -> key in the checkpoint`` for the keys that change, one per line."""
-        changed = [(key, _format_name(new)) for key in keys if (new := self(key)) != key]
-        width = max((len(key) for key, _ in changed), default=0)
-        return "\n".join(f"{key:{width}} -> {new}" for key, new in changed)
+    @property
+    def shaping(self) -> Shaping:
+        """How it changes the shapes of tensors, as plain values; equal for equal changes."""
+        return ()
+
+
+def _selectors(pattern: str, most: int = 0) -> list[str]:
+    """Return the names in braces of a pattern; refuse more than ``most``, and not one ``{}``."""
+    placeholders = re.findall(r"\{(\w*)\}", pattern)
+    selectors = [name for name in placeholders if name]
+    if placeholders.count("") != 1 or len(selectors) > most:
+        beside = ", and at most one {name} beside it, as in 'layers.{layer}.experts.{}'"
+        raise PlacementError(
+            f"pattern {pattern!r} must have one {{}} where the number stands"
+            + (beside if most else ", as in 'experts.{}'")
+        )
+    compile_pattern(pattern)
+    return selectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,91 +149,67 @@ class Renumber(ReadyRename):
     pattern: str
     ids: Ids | Mapping[int | str, Ids] = field(hash=False)
     total: int | None
-    _by: str | None = field(init=False, repr=False, compare=False)
-    _maps: dict[str, dict[str, str]] = field(init=False, repr=False, compare=False)
+    by_selector: dict[str, Ids] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        pattern, total = self.pattern, self.total
-        placeholders = re.findall(r"\{(\w*)\}", pattern)
-        selectors = [name for name in placeholders if name]
-        if placeholders.count("") != 1 or len(selectors) > 1:
-            raise PlacementError(
-                f"pattern {pattern!r} must have one {{}} where the number stands, and at most one "
-                "{name} beside it, as in 'layers.{layer}.experts.{}'"
-            )
-        if bool(selectors) != isinstance(self.ids, Mapping):
+        pattern, total, ids = self.pattern, self.total, self.ids
+        selectors = _selectors(pattern, most=1)
+        if bool(selectors) != isinstance(ids, Mapping):
             wanted = "needs ids by what {name} stands for" if selectors else "needs ids as a list"
-            raise PlacementError(f"pattern {pattern!r} {wanted}, not {self.ids!r}")
-        ids = self.ids if isinstance(self.ids, Mapping) else {"": self.ids}
-        ids = {key: each if isinstance(each, range) else tuple(each) for key, each in ids.items()}
-        for number in [number for each in ids.values() for number in each]:
+            raise PlacementError(f"pattern {pattern!r} {wanted}, not {ids!r}")
+        by = {
+            str(selector): each if isinstance(each, range) else tuple(map(int, each))
+            for selector, each in (ids.items() if isinstance(ids, Mapping) else [("", ids)])
+        }
+        for number in chain(*by.values()):
             if number < 0 or (total is not None and number >= total):
                 among = "0 and up" if total is None else f"0 .. {total - 1}"
                 raise PlacementError(f"number {number} of {pattern!r} is not among {among}")
-        maps = {
-            str(selector): {str(local): str(number) for local, number in enumerate(each)}
-            for selector, each in ids.items()
-        }
-        object.__setattr__(self, "ids", ids if selectors else ids[""])
-        object.__setattr__(self, "_by", selectors[0] if selectors else None)
-        object.__setattr__(self, "_maps", maps)
-        number_finder(pattern)
+        object.__setattr__(self, "ids", by if selectors else by[""])
+        object.__setattr__(self, "by_selector", by)
 
     def __call__(self, key: str) -> str:
         match = number_finder(self.pattern).search("." + key)
         if match is None:
             return key
-        selector = match["by"] if self._by else ""
-        number = self._maps.get(selector, {}).get(match[NUMBER])
-        if number is None:
-            raise self._unknown(selector, match[NUMBER])
+        selector, local = match.groupdict().get("by", ""), int(match[NUMBER])
+        ids = self.by_selector.get(selector)
+        if ids is None:
+            (by,) = _selectors(self.pattern, most=1)
+            raise RenameError(
+                f"{self.pattern} has no ids where {{{by}}} is {selector}",
+                f"it has them for {', '.join(self.by_selector)}",
+                "way out:     give ids for it, an empty list where this rank has none",
+            )
+        if local >= len(ids):
+            raise RenameError(
+                f"local number {local} of {self.pattern} is none of the {len(ids)} of this rank",
+                f"ids:         {self._format(ids)}",
+                "likely:      ids= of another rank, or of a model with fewer of them",
+                "way out:     one id for every local number, in local order",
+            )
         start, stop = match.span(NUMBER)
-        return f"{key[: start - 1]}{number}{key[stop - 1 :]}"
+        return f"{key[: start - 1]}{ids[local]}{key[stop - 1 :]}"
 
     def matches(self, key: str) -> bool:
         """Whether its pattern is in a key, which may have the same number in the whole."""
         return number_finder(self.pattern).search("." + key) is not None
 
-    def _unknown(self, selector: str, local: str) -> RenameError:
-        if selector not in self._maps:
-            return RenameError(
-                f"{self.pattern} has no ids where {{{self._by}}} is {selector}",
-                f"it has them for {', '.join(self._maps)}",
-                "way out:     give ids for it, an empty list where this rank has none",
-            )
-        numbers = self._maps[selector]
-        return RenameError(
-            f"local number {local} of {self.pattern} is none of the {len(numbers)} of this rank",
-            f"ids:         {_format_map(numbers) or 'none'}"
-            + ("" if self.total is None else f" (of {self.total})"),
-            "likely:      ids= of another rank, or of a model with fewer of them",
-            "way out:     one id for every local number, in local order",
-        )
-
-    @property
-    def ranges(self) -> tuple[tuple[str, int, int], ...]:
-        """Numbers that no other rank has a part of, as ``(selector, start, stop)``."""
-        by = self.ids.items() if isinstance(self.ids, Mapping) else [("", self.ids)]
-        return tuple(
-            (str(selector), ids.start, ids.stop)
-            for selector, ids in by
-            if isinstance(ids, range) and ids.step == 1 and len(ids)
-        )
-
-    def numbers(self, pattern: str) -> dict[str, frozenset[int]]:
-        """Return this rank's numbers by the text of ``{name}`` in ``pattern``.
-
-        All of them under ``""`` if ``pattern`` (its own, after a ``Replace``) has no ``{name}``.
-        """
-        by = {selector: frozenset(map(int, ids.values())) for selector, ids in self._maps.items()}
-        return by if f"{{{self._by}}}" in pattern else {"": frozenset().union(*by.values())}
+    def _format(self, ids: Ids) -> str:
+        texts = []
+        for shift, run in groupby(enumerate(ids), lambda pair: pair[1] - pair[0]):
+            local = [number for number, _ in run]
+            first, last = local[0], local[-1]
+            one = f"{first} -> {first + shift}"
+            several = f"{first}-{last} -> {first + shift}-{last + shift}"
+            texts.append(one if first == last else several)
+        of = "" if self.total is None else f" (of {self.total})"
+        return (", ".join(texts) or "none") + of
 
     def __str__(self) -> str:
-        of = "" if self.total is None else f" (of {self.total})"
         return "\n".join(
-            f"{self.pattern.replace(f'{{{self._by}}}', selector)}: {_format_map(numbers) or 'none'}"
-            f"{of}"
-            for selector, numbers in self._maps.items()
+            _SELECTOR.sub(selector, self.pattern) + f": {self._format(ids)}"
+            for selector, ids in self.by_selector.items()
         )
 
 
@@ -277,7 +274,7 @@ class Stack(ReadyRename):
     dim: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_one_number(self.pattern)
+        _selectors(self.pattern)
 
     def __call__(self, key: str) -> Renamed:
         dotted = "." + key
@@ -295,6 +292,11 @@ class Stack(ReadyRename):
             start -= 1  # a component of its own goes with its dot
         name = dotted[:start] + dotted[stop:]
         return Row(name.removeprefix("."), number, self.total, self.dim)
+
+    @property
+    def shaping(self) -> Shaping:
+        """The dim."""
+        return (self.dim,)
 
     def __str__(self) -> str:
         return f"{self.pattern} -> one tensor of {self.total} rows on dim {self.dim}"
@@ -323,7 +325,7 @@ class Unstack(ReadyRename):
     dim: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_one_number(self.pattern)
+        _selectors(self.pattern)
 
     def __call__(self, key: str) -> Renamed:
         dotted = "." + key
@@ -334,11 +336,16 @@ class Unstack(ReadyRename):
         name = f"{dotted[:at]}{'.' if _is_component(self.pattern) else ''}{{}}{dotted[at:]}"
         return Rows(name.removeprefix("."), key, self.dim)
 
+    @property
+    def shaping(self) -> Shaping:
+        """The dim."""
+        return (self.dim,)
+
     def __str__(self) -> str:
         return f"rows of dim {self.dim} -> {self.pattern}"
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class Split(ReadyRename):
     """Stores the parts of a fused tensor as tensors of their own.
 
@@ -363,50 +370,38 @@ whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
     """
 
     pattern: str
-    names: tuple[str, ...]
-    dim: int
-    sizes: tuple[int, ...]
-    groups: int
+    names: Sequence[str]
+    _: KW_ONLY
+    dim: int = 0
+    sizes: Sequence[int] = ()
+    groups: int = 1
 
-    def __init__(
-        self,
-        pattern: str,
-        names: Sequence[str],
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        groups: int = 1,
-    ) -> None:
-        object.__setattr__(self, "pattern", pattern)
-        object.__setattr__(self, "names", tuple(names))
-        object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "sizes", (1,) * len(names) if sizes is None else tuple(sizes))
-        object.__setattr__(self, "groups", groups)
-        if not self.names or len(self.sizes) != len(self.names) or min(*self.sizes, groups) < 1:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "sizes", tuple(self.sizes or [1] * len(self.names)))
+        names, sizes = self.names, self.sizes
+        if not names or len(sizes) != len(names) or min(*sizes, self.groups) < 1:
             raise PlacementError(
-                f"parts of {pattern!r} need a name and a size from 1 on each: {self.names}, "
-                f"sizes {self.sizes}, {groups} groups"
+                f"parts of {self.pattern!r} need a name and a size from 1 on each: {names}, "
+                f"sizes {sizes}, {self.groups} groups"
             )
-        compile_pattern(pattern)
+        compile_pattern(self.pattern)
 
     def __call__(self, key: str) -> Renamed:
         match = compile_pattern(self.pattern).search("." + key)
         if match is None:
             return key
         fqns = [_replaced(key, match, name) for name in self.names]
-        return Parts(tuple(fqns), key, self.dim, self.sizes, self.groups)
+        return Parts(tuple(fqns), key, self.dim, tuple(self.sizes), self.groups)
+
+    @property
+    def shaping(self) -> Shaping:
+        """The dim, the names, the sizes without a common factor, and the groups."""
+        factor = math.gcd(*self.sizes)
+        return self.dim, self.names, tuple([size // factor for size in self.sizes]), self.groups
 
     def __str__(self) -> str:
         return f"{self.pattern} -> {' + '.join(self.names)} of dim {self.dim}"
-
-
-def _check_one_number(pattern: str) -> None:
-    """Refuse a pattern that does not have exactly one ``{}`` and no other placeholder."""
-    compile_pattern(pattern)
-    if re.findall(r"\{(\w*)\}", pattern) != [""]:
-        raise PlacementError(
-            f"pattern {pattern!r} must have one {{}} where the number stands, as in 'experts.{{}}'"
-        )
 
 
 @lru_cache(maxsize=1 << 10)
@@ -441,11 +436,6 @@ class Step(NamedTuple):
     total: int | None
     rename: Any
     declared: Declared | None
-
-    def replaced(self, by: Replace) -> Step:
-        """Return it where a later step replaces a part of the keys."""
-        has_pattern = isinstance(self.rename, Renumber | Stack | Unstack | Split)
-        return self._replace(pattern=by(self.pattern)) if has_pattern else self
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -483,7 +473,11 @@ class Renames(ReadyRename):
         flat: list[Step] = []
         for one in chain.from_iterable(map(steps, renames)):
             if isinstance(one.rename, Replace):
-                flat = [step.replaced(one.rename) for step in flat]
+                own = (FUNCTION, Replace.__name__)
+                flat = [
+                    step if step.kind in own else step._replace(pattern=one.rename(step.pattern))
+                    for step in flat
+                ]
             flat.append(one._replace(declared=None) if optional else one)
         object.__setattr__(self, "flat", tuple(flat))
 
@@ -586,11 +580,14 @@ class Numbered(NamedTuple):
 
 def numbering(rename: Any) -> tuple[Numbered, ...]:
     """Return the numbers of which a rename declares how many there are."""
-    return tuple(
-        Numbered(step.pattern, step.total, step.rename.ranges)
-        for step in steps(rename)
-        if isinstance(step.rename, Renumber) and step.total is not None
-    )
+    found = []
+    for step in steps(rename):
+        if isinstance(step.rename, Renumber) and step.total is not None:
+            by = step.rename.by_selector.items()
+            ranges = [(at, ids) for at, ids in by if isinstance(ids, range) and ids.step == 1]
+            alone = tuple([(at, ids.start, ids.stop) for at, ids in ranges if ids])
+            found.append(Numbered(step.pattern, step.total, alone))
+    return tuple(found)
 
 
 Numbers = dict[str, dict[str, frozenset[int]]]
@@ -607,26 +604,20 @@ def held_numbers(rename: Any) -> Numbers | None:
         None for a step other than ``Renumber`` and ``Replace``: after a ``Stack`` keys may have no
         number, and those of a function are not known in advance.
     """
-    found = steps(rename)
-    if not all(isinstance(step.rename, Renumber | Replace) for step in found):
-        return None
-    numbered = [(step.pattern, step.rename) for step in found]
-    return {at: one.numbers(at) for at, one in numbered if isinstance(one, Renumber)}
+    numbers: Numbers = {}
+    for step in steps(rename):
+        if isinstance(step.rename, Renumber):
+            by = {at: frozenset(ids) for at, ids in step.rename.by_selector.items()}
+            # A later Replace may have taken the selector out of the keys.
+            has_selector = _SELECTOR.search(step.pattern) is not None
+            numbers[step.pattern] = by if has_selector else {"": frozenset().union(*by.values())}
+        elif not isinstance(step.rename, Replace):
+            return None
+    return numbers
 
 
-def holds(numbers: Numbers, key: str) -> bool:
-    """Whether a rank has a key of the checkpoint, by the numbers in the key.
-
-    >>> numbers = held_numbers(Renumber("experts.{}", [6, 1], total=8))
-    >>> [holds(numbers, key) for key in ("layers.3.experts.6.w1", "experts.0.w1", "norm.weight")]
-    [True, False, True]
-    """
-    found = [(number_in(pattern, key), held) for pattern, held in numbers.items()]
-    return all(at is None or at[1] in held.get(at[0], ()) for at, held in found)
-
-
-Recorded = tuple[str, str, int | None]
-"""``kind``, ``pattern`` and ``total`` of a step, as a checkpoint keeps them."""
+Recorded = tuple[str, str, int | None, Shaping]
+"""``kind``, ``pattern``, ``total`` and ``shaping`` of a step, as a checkpoint keeps them."""
 
 
 def recorded(
@@ -647,7 +638,8 @@ def recorded(
             pairs = zip(local, renamed, strict=True)
             changed = [_renumbered(one, other) for one, other in pairs if one != other]
             patterns = set(chain.from_iterable(changed)) or patterns
-        kept.update(dict.fromkeys((step.kind, at, step.total) for at in sorted(patterns)))
+        shaping = getattr(step.rename, "shaping", ())
+        kept.update(dict.fromkeys((step.kind, at, step.total, shaping) for at in sorted(patterns)))
     return tuple(kept)
 
 
@@ -671,24 +663,3 @@ def _renumbered(local: str, renamed: str) -> Iterator[str]:
 
 
 _DIGITS = re.compile(r"(\d+)")
-
-
-def _format_name(name: object) -> str:
-    if isinstance(name, Row):
-        rows = " of ".join([f"row {row.index} of {row.total}" for row in name.rows])
-        return f"{name.fqn}, {rows}"
-    return name.fqn if isinstance(name, Rows | Parts) else str(name)
-
-
-def _format_map(numbers: Mapping[str, str]) -> str:
-    runs: list[list[int]] = []
-    for local, number in ((int(a), int(b)) for a, b in numbers.items()):
-        if runs and number == runs[-1][2] + runs[-1][1] - runs[-1][0] + 1:
-            runs[-1][1] = local
-        else:
-            runs.append([local, local, number])
-    texts = [
-        f"{a} -> {number}" if a == b else f"{a}-{b} -> {number}-{number + b - a}"
-        for a, b, number in runs
-    ]
-    return ", ".join(texts)

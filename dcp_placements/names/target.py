@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.boxes import common
@@ -26,16 +26,16 @@ class RenameError(PlacementError):
     """Why a key has no name in the checkpoint; becomes a ``Fault`` with the key."""
 
     def __init__(self, headline: str, *details: str) -> None:
-        super().__init__("\n    ".join((headline, *details)))
+        super().__init__(headline, *details)
         self.headline = headline
         self.details = details
+
+    def __str__(self) -> str:
+        return "\n    ".join(self.args)
 
     def fault(self, fqn: str) -> Fault:
         """Return it as the fault of a key."""
         return Fault(fqn, self.headline, self.details)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RenameError, (self.headline, *self.details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,29 +137,6 @@ class Parts:
     def stacked(self) -> str:
         """The name of the fused tensor in rules and messages."""
         return self.whole
-
-    def spans(self, length: int) -> list[list[tuple[int, int]]]:
-        """Return ``(start, stop)`` of every run of each part in a dim of ``length``.
-
-        >>> Parts(("q", "k"), "qk", 0, (2, 1), groups=2).spans(6)
-        [[(0, 2), (3, 5)], [(2, 3), (5, 6)]]
-
-        Raises:
-            RenameError: The parts do not fit it.
-        """
-        unit, rest = divmod(length, sum(self.sizes) * self.groups)
-        if rest:
-            raise RenameError(
-                f"cannot be split: {length} on dim {self.dim} cannot be cut into {self.groups} x "
-                f"{self.sizes}"
-            )
-        spans: list[list[tuple[int, int]]] = [[] for _ in self.sizes]
-        at = 0
-        for _ in range(self.groups):
-            for part, size in zip(spans, self.sizes, strict=True):
-                part.append((at, at + size * unit))
-                at += size * unit
-        return spans
 
 
 Renamed = str | Row | Rows | Parts
@@ -328,18 +305,25 @@ def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
     if not -len(shape) <= name.dim < len(shape):
         raise RenameError(f"cannot be split: there is no dim {name.dim}, the shape is {shape}")
     dim = name.dim % len(shape)
-    origin = (0,) * len(shape)
+    unit, rest = divmod(shape[dim], sum(name.sizes) * name.groups)
+    if rest:
+        raise RenameError(
+            f"cannot be split: {shape[dim]} on dim {name.dim} cannot be cut into {name.groups} x "
+            f"{name.sizes}"
+        )
+    origin, group = (0,) * len(shape), sum(name.sizes) * unit
     targets = []
-    for fqn, runs in zip(name.fqns, name.spans(shape[dim]), strict=True):
-        boxes = []
-        size = 0
-        for start, stop in runs:
-            sizes = replaced(shape, dim, stop - start)
-            boxes.append(
-                (Box(replaced(origin, dim, start), sizes), Box(replaced(origin, dim, size), sizes))
+    for number, fqn in enumerate(name.fqns):
+        start, size = sum(name.sizes[:number]) * unit, name.sizes[number] * unit
+        sizes = replaced(shape, dim, size)
+        boxes = [
+            (
+                Box(replaced(origin, dim, start + at * group), sizes),
+                Box(replaced(origin, dim, at * size), sizes),
             )
-            size += stop - start
-        part = replaced(shape, dim, size)
+            for at in range(name.groups)
+        ]
+        part = replaced(shape, dim, size * name.groups)
         targets.append(Target(fqn, part, tuple(range(len(shape))), tuple(boxes)))
     return targets
 

@@ -9,22 +9,19 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader, ReadItem, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements._torch import (
-    FileSystemReader,
-    LoadItemType,
-    MetadataIndex,
-    ReadItem,
-    StorageInfo,
-    TensorStorageMetadata,
-)
+from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import CannotLook, Fault, PlacementError, format_faults
 from dcp_placements.layout.boxes import Index
-from dcp_placements.layout.byte_ranges import c_strides
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import pieces_of
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.offline.directory import shows_damage
+from dcp_placements.storage.byte_ranges import c_strides
+from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import CountedFile, FilePart, Part
 from dcp_placements.storage.merged_reads import ChunkReader
 from dcp_placements.storage.metadata.chunk_list import ChunkList
@@ -69,11 +66,15 @@ def _no_transform(item: ReadItem, descriptors: Sequence[str], stream: Any) -> An
 class BoxReader(AbstractContextManager["BoxReader"]):
     """Reads boxes of a checkpoint's tensors. Keeps a few files open; close it.
 
+    Args:
+        checkpoint: The checkpoint.
+        check_crc: Whether records that are read whole are compared with their CRC-32.
+
     Attributes:
         nbytes: Bytes read so far.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, check_crc: bool = False) -> None:
         self.nbytes = 0
         self._checkpoint = checkpoint
         # The chunks of the tensor that was read last: tensors are read piece by piece.
@@ -88,7 +89,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         else:
             # Torch's reader serves to undo the transforms of streams.
             transforms = FileSystemReader(".").transforms
-            self._reader = ChunkReader(planner, stored, transforms.transform_load_stream)
+            checksums = Checksums() if check_crc else None
+            self._reader = ChunkReader(planner, stored, transforms.transform_load_stream, checksums)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -112,7 +114,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
 
         Raises:
             CannotLook: A file may not be read, or its service does not answer.
-            PlacementError: A file is missing, too short, or holds something else.
+            PlacementError: A file is missing, too short, or holds something else; with
+                ``check_crc``, a record that was read whole is not what was written.
         """
         if into is None:
             into = torch.zeros(box.sizes, dtype=tensor.dtype, device="cpu")

@@ -15,8 +15,8 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import Metadata
 
-from dcp_placements._torch import Metadata
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.readers.dcp import (
@@ -258,11 +258,13 @@ class Checkpoint:
             record = stream.read(stored.nbytes)
         if not stored.transforms:
             return record
-        from dcp_placements._torch import FileSystemReader
-        from dcp_placements.load.reads import read_object
+        from torch.distributed.checkpoint import FileSystemReader
+
+        from dcp_placements.load.reads import read_items
 
         undone = FileSystemReader(".").transforms.transform_load_stream
-        stream = undone(read_object(fqn), stored.transforms, io.BytesIO(record))
+        (item,) = read_items([(fqn, None)])
+        stream = undone(item, stored.transforms, io.BytesIO(record))
         content: bytes = stream.read(most + 1)
         return None if len(content) > most else content
 

@@ -9,20 +9,18 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-
-from dcp_placements._torch import (
-    DEFAULT_SUFFIX,
+from torch.distributed.checkpoint import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     SavePlan,
     SavePlanner,
-    TensorProperties,
     TensorStorageMetadata,
-    TensorWriteData,
     WriteItem,
-    WriteItemType,
 )
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+
+from dcp_placements._torch import DEFAULT_SUFFIX
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.remote_output import AnyOutput

@@ -10,13 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dcp_placements.errors import CannotLook, PlacementError, format_names
-from dcp_placements.rules.mesh import MeshCoordinate
-from dcp_placements.rules.patterns import PlacementRules, Rules, compile_pattern
+from dcp_placements.errors import CannotLook, format_names
+from dcp_placements.transfer.world import MeshAxes, matcher
 
 Rename = Callable[[str], Any]
-MeshAxes = dict[str, int]
-"""Axis name to size, the outermost first."""
 
 Progress = Callable[[int, int], None]
 """``(done, total)``, in bytes where nothing else is stated."""
@@ -51,44 +48,11 @@ def resolve(spec: str) -> Callable[..., Any]:
         ) from error
     for name in path.split("."):
         function = getattr(function, name, None)
-    if not callable(function):
+    if function is None:
         raise CannotLook(f"{spec}: {module_name} has no function {path}")
+    if not callable(function):
+        raise CannotLook(f"{spec} is of type {type(function).__name__}, no function")
     return function  # type: ignore[no-any-return]
-
-
-def rules_at(
-    function: Callable[..., Any], axes: MeshAxes, rank: int
-) -> tuple[Rules, Callable[[str], Any] | None, Mapping[str, str]]:
-    """Return one rank's rules, its rename if it has one, and its waivers.
-
-    Args:
-        function: ``mesh -> rules``: called with a ``MeshCoordinate`` of the rank. It returns
-            ``Placements``, or what ``Placements`` takes as rules.
-        axes: The mesh; ranks count in C order, the last axis fastest.
-        rank: From 0.
-
-    Raises:
-        CannotLook: The function fails, or returns something else.
-    """
-    from dcp_placements.placements import Placements  # imports torch
-
-    mesh = mesh_at(axes, rank)
-    name = getattr(function, "__qualname__", function)
-    try:
-        rules = function(mesh)
-    except PlacementError as error:
-        # Such as an axis that the given mesh does not have.
-        raise CannotLook(str(error)) from error
-    except Exception as error:
-        raise CannotLook(f"{name} fails for {mesh}: {type(error).__name__}: {error}") from error
-    if not (isinstance(rules, Placements | Mapping) or callable(rules)):
-        raise CannotLook(
-            f"{name} returns {rules!r}, which are no rules\n"
-            "    way out:     a function mesh -> Placements, or mesh -> PlacementRules"
-        )
-    placements = rules if isinstance(rules, Placements) else Placements(rules)
-    bound = PlacementRules({}) if placements.rules is None else placements.rules
-    return bound, placements.rename, placements.waive
 
 
 def parse_mesh(text: str) -> MeshAxes:
@@ -117,21 +81,6 @@ def format_mesh_axes(axes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in axes.items())
 
 
-def mesh_at(axes: MeshAxes, rank: int) -> MeshCoordinate:
-    """Return the mesh seen from a rank; the last axis is the fastest.
-
-    >>> mesh_at({"ep": 4, "edp": 2}, 3).get_coordinate()
-    (1, 1)
-    """
-    coordinate: list[int] = []
-    for size in reversed(axes.values()):
-        rank, position = divmod(rank, size)
-        coordinate.append(position)
-    if rank:
-        raise CannotLook(f"the mesh {axes} has no rank that high")
-    return MeshCoordinate(tuple(axes), tuple(axes.values()), tuple(reversed(coordinate)))
-
-
 def matching_keys(pattern: str | None, keys: Iterable[str]) -> set[str]:
     """Return the keys that match a pattern of ``PlacementRules``; all of them for None.
 
@@ -146,16 +95,3 @@ def matching_keys(pattern: str | None, keys: Iterable[str]) -> set[str]:
         there = format_names(sorted(keys), 3) or "none"
         raise CannotLook(f"no key matches {pattern!r}\n    there are:   {there}")
     return matching
-
-
-def matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a function that tells whether a key matches a pattern of ``PlacementRules``.
-
-    Raises:
-        CannotLook: The pattern has an empty component.
-    """
-    try:
-        compiled = compile_pattern(pattern)
-    except PlacementError as error:
-        raise CannotLook(str(error)) from error
-    return lambda fqn: fqn == pattern or compiled.search("." + fqn) is not None

@@ -19,13 +19,13 @@ from typing import ClassVar
 from dcp_placements.errors import CannotLook, format_ranks
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.declared import MeshAxes
 from dcp_placements.offline.experts import (
     ExpertFamily,
     expert_families,
     expert_key,
     recorded_experts,
 )
+from dcp_placements.transfer.world import MeshAxes
 
 EP = "ep"
 """The axis along which ranks hold different experts."""

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.layout.boxes import Index, as_array, as_boxes, intersect, overlaps, uncovered
 from dcp_placements.layout.sharding import Box, Kind
 from dcp_placements.names.renames import NUMBER, number_finder
@@ -23,6 +24,9 @@ _KEY = re.compile(
 _GROUPED = re.compile(r"^(?P<head>.*(?:weight|bias))(?P<index>\d+)(?P<state>\.[^.]+)?$")
 _LAYER_AXIS = re.compile(r"(^|\.)layers\.(?!\d)")
 _ANY_EXPERT = "123456789"
+
+MOST_EXPERTS = 1 << 20
+"""More experts than any layer has; those of a layer are listed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +103,28 @@ class ExpertFamily:
 
 
 def expert_families(tensors: Iterable[StoredTensor]) -> dict[str, ExpertFamily]:
-    """Return the tensors of experts by key, with ``{}`` for the expert if each has a key."""
+    """Return the tensors of experts by key, with ``{}`` for the expert if each has a key.
+
+    Raises:
+        CannotLook: A number, or a dim, is beyond what is listed.
+    """
     families: dict[str, ExpertFamily] = {}
     numbered: dict[str, tuple[ExpertKey, dict[int, StoredTensor]]] = {}
     for tensor in tensors:
         key = expert_key(tensor.fqn)
         if key is None:
             continue
+        is_stacked = key.index is None and len(tensor.shape) > key.dim
+        last = tensor.shape[key.dim] - 1 if is_stacked else key.index or 0
+        if last >= MOST_EXPERTS:
+            raise CannotLook(
+                f"{format_name(tensor.fqn)}: its name and shape say that a layer has an expert "
+                f"{last:,}, and the first {MOST_EXPERTS:,} are listed"
+            )
         if key.index is not None:
             _, members = numbered.setdefault(key.template, (key, {}))
             members[key.index] = tensor
-        elif len(tensor.shape) > key.dim:
+        elif is_stacked:
             families[tensor.fqn] = ExpertFamily(key.layer, key.name, key.dim, {0: tensor})
     for template, (key, members) in numbered.items():
         members = dict(sorted(members.items()))
@@ -123,14 +138,21 @@ def _flaws(boxes: tuple[Box, ...], whole: Box, dim: int | None) -> list[tuple[bo
     """Return of each row of a dim (None: of the whole) whether boxes have holes, and overlaps."""
     array = as_array(boxes, len(whole.sizes))
     rows = as_array([whole], len(whole.sizes))
+    alike = np.ones(1, int)
     if dim is not None:
-        rows = rows.repeat(whole.sizes[dim], axis=0)
-        rows[:, 0, dim], rows[:, 1, dim] = np.arange(len(rows)), 1
+        # The rows between two edges of boxes are alike, so the first of them is looked at.
+        size = whole.sizes[dim]
+        edges = np.concatenate([[0, size], array[:, 0, dim], array[:, :, dim].sum(1)])
+        edges = np.unique(edges.clip(0, size))
+        alike = np.diff(edges)
+        rows = rows.repeat(len(alike), axis=0)
+        rows[:, 0, dim], rows[:, 1, dim] = edges[:-1], 1
     row_of, met = Index(array).meeting(rows)
     flaws = []
     for number, row in enumerate(as_boxes(rows)):
         inside = intersect(array[met[row_of == number]], rows[[number]])
-        flaws.append((bool(uncovered(row, inside, 1)), bool(overlaps(inside, 1))))
+        flaw = bool(uncovered(row, inside, 1)), bool(overlaps(inside, 1))
+        flaws += [flaw] * int(alike[number])
     return flaws
 
 

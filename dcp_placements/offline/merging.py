@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 
-from dcp_placements._torch import Metadata
+from torch.distributed.checkpoint import Metadata
+
 from dcp_placements.errors import CannotLook, format_names
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.readers.dcp import (

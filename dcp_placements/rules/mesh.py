@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
 from dcp_placements.errors import PlacementError
@@ -25,7 +26,8 @@ class Mesh(Protocol):
 class MeshCoordinate:
     """A mesh seen from one coordinate, without a process group.
 
-    For rehearsals, conversions and tests: it replaces the ``DeviceMesh`` of a rank in any process.
+    For rehearsals, conversions and tests: it replaces the ``DeviceMesh`` of a rank in any process,
+    and has those of its methods that declarations call.
 
     >>> mesh = MeshCoordinate(("ep", "edp"), (4, 2), (3, 0))
     >>> mesh.shape, mesh.get_coordinate()
@@ -77,52 +79,90 @@ class MeshCoordinate:
         """Return this rank's position along each axis."""
         return tuple(self.coordinate)
 
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Return the ranks along one axis, or in all."""
+        return prod(self.sizes) if mesh_dim is None else self.sizes[mesh_dim]
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return this rank's position along an axis; a mesh of one axis needs no ``mesh_dim``."""
+        return local_rank(self, mesh_dim)
+
+    def __getitem__(self, names: str | Sequence[str]) -> MeshCoordinate:
+        """Return the sub-mesh over the named axes that this rank is in."""
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if unknown := [name for name in wanted if name not in self.names]:
+            raise PlacementError(f"no axis {unknown[0]!r} in mesh {format_mesh(self)}")
+        axes = [self.mesh_dim_names.index(name) for name in wanted]
+        sizes, coordinate = ([of[axis] for axis in axes] for of in (self.sizes, self.coordinate))
+        return MeshCoordinate(wanted, sizes, coordinate)
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a mesh, seen from this rank.
+    """One axis of a mesh, seen from this rank: ``Axis("ep", 2, 1, mesh, 0)`` on the second of two.
 
     Attributes:
         name: The axis name; None where the mesh has no names.
         size: Ranks along it.
         position: This rank's position along it.
-        group: The global ranks along it, this rank's among them, if the mesh has them.
+        mesh: The mesh.
+        number: Which axis of the mesh it is.
     """
 
     name: str | None
     size: int
     position: int
-    group: tuple[int, ...] | None = None
+    mesh: Any = field(repr=False, hash=False)
+    number: int
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """The global ranks along it, this rank's among them, if the mesh has them."""
+        ranks = getattr(self.mesh, "mesh", None)
+        if ranks is None:
+            return None
+        at: list[Any] = list(self.mesh.get_coordinate())
+        at[self.number] = slice(None)
+        return tuple([int(rank) for rank in ranks[tuple(at)].tolist()])
 
     def is_same(self, other: Axis) -> bool:
         """Whether both are one axis: by name or, without names, by their ranks."""
         if self.name is not None and other.name is not None:
             return self.name == other.name
-        return self.group is not None and self.group == other.group
+        ranks = self.ranks
+        return ranks is not None and ranks == other.ranks
+
+    def __str__(self) -> str:
+        return self.name if self.name is not None else f"of size {self.size}"
 
 
-def mesh_axes(mesh: Mesh, *, with_ranks: bool = False) -> tuple[Axis, ...] | None:
-    """Return the axes of ``mesh`` from this rank, or None if the rank is not part of the mesh.
+def local_rank(mesh: Mesh, mesh_dim: int | str | None) -> int:
+    """Return this rank's position along one axis of a mesh, as ``DeviceMesh.get_local_rank``.
 
-    Args:
-        mesh: The mesh.
-        with_ranks: Set ``Axis.group`` for axes with names, too: two axes are compared by their
-            ranks if one of them has no name.
+    Raises:
+        PlacementError: No such axis, a rank outside the mesh, or several axes without ``mesh_dim``.
     """
+    coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names or ()
+    dim = 0 if mesh_dim is None and len(mesh.shape) == 1 else mesh_dim
+    at = names.index(dim) if isinstance(dim, str) and dim in names else dim
+    if (
+        coordinate is None
+        or not isinstance(at, int)
+        or not -len(coordinate) <= at < len(coordinate)
+    ):
+        raise PlacementError(f"mesh {format_mesh(mesh)} has no local rank along {mesh_dim!r}")
+    return coordinate[at]
+
+
+def mesh_axes(mesh: Mesh) -> tuple[Axis, ...] | None:
+    """Return the axes of ``mesh`` from this rank, or None if the rank is not part of the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
     sizes = tuple(mesh.shape)
     names = mesh.mesh_dim_names or (None,) * len(sizes)
-    ranks = getattr(mesh, "mesh", None) if with_ranks or mesh.mesh_dim_names is None else None
-    axes = []
-    for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
-        group = None
-        if ranks is not None:
-            line = ranks[tuple(slice(None) if j == i else coordinate[j] for j in range(len(sizes)))]
-            group = tuple(int(rank) for rank in line.tolist())
-        axes.append(Axis(name, size, coordinate[i], group))
-    return tuple(axes)
+    seen = zip(names, sizes, coordinate, strict=True)
+    return tuple([Axis(*one, mesh, number) for number, one in enumerate(seen)])
 
 
 def mesh_state(mesh: Mesh) -> Hashable:
@@ -146,27 +186,6 @@ def mesh_state(mesh: Mesh) -> Hashable:
         None if coordinate is None else tuple(coordinate),
         ranks,
     )
-
-
-class MeshNumbers:
-    """Numbers meshes: equal meshes have one number, whichever objects they are.
-
-    The last few are compared by identity first, because nearly all tensors of a state dict are on
-    two or three meshes.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-        self._recent: list[tuple[Mesh, int]] = []
-
-    def __call__(self, mesh: Mesh) -> int:
-        """Return the number of a mesh."""
-        for recent, number in self._recent:
-            if recent is mesh:
-                return number
-        number = self._numbers.setdefault(mesh_state(mesh), len(self._numbers))
-        self._recent = [(mesh, number), *self._recent[:3]]
-        return number
 
 
 def format_mesh(mesh: Mesh) -> str:

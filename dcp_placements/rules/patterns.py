@@ -46,12 +46,7 @@ class PlacementRules:
             ``CheckpointPlacement``.
     """
 
-    def __init__(
-        self,
-        rules: RuleTable,
-        *,
-        optional: bool = False,
-    ) -> None:
+    def __init__(self, rules: RuleTable, *, optional: bool = False) -> None:
         if not isinstance(rules, Mapping):
             raise PlacementError(
                 "PlacementRules takes a mapping {pattern: CheckpointPlacement or None}, "
@@ -69,22 +64,28 @@ class PlacementRules:
                 self._rules.append((f"re:{pattern.pattern}", pattern, placement))
             else:
                 self._rules.append((pattern, compile_pattern(pattern), placement))
-        self._matched: dict[str, int | None] = {}
+        self._found: dict[str, tuple[str, CheckpointPlacement | None] | None] = {}
 
     def __call__(self, fqn: str, tensor: Any = None) -> CheckpointPlacement | None:
         """Return the placement of ``fqn``, or None if no rule matches or its rule is None."""
-        rule = self._find(fqn)
-        return None if rule is None else self._rules[rule][2]
+        found = self.find(fqn)
+        return None if found is None else found[1]
 
     def find(self, fqn: str) -> tuple[str, CheckpointPlacement | None] | None:
         """Return the first pattern that matches ``fqn`` and its placement, or None."""
-        rule = self._find(fqn)
-        return None if rule is None else (self._rules[rule][0], self._rules[rule][2])
+        if fqn not in self._found:
+            matching = (
+                (name, placement)
+                for name, regex, placement in self._rules
+                if regex.search(fqn if name.startswith("re:") else "." + fqn)
+            )
+            self._found[fqn] = next(matching, None)
+        return self._found[fqn]
 
     def pattern_of(self, fqn: str) -> str | None:
         """Return the first pattern that matches ``fqn``, or None."""
-        rule = self._find(fqn)
-        return None if rule is None else self._rules[rule][0]
+        found = self.find(fqn)
+        return None if found is None else found[0]
 
     @property
     def meshes(self) -> list[Any]:
@@ -111,19 +112,7 @@ class PlacementRules:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optional": self.optional, "_rules": self._rules, "_matched": {}}
-
-    def _find(self, fqn: str) -> int | None:
-        if fqn not in self._matched:
-            self._matched[fqn] = next(
-                (i for i, (name, regex, _) in enumerate(self._rules) if _matches(name, regex, fqn)),
-                None,
-            )
-        return self._matched[fqn]
-
-
-def _matches(name: str, regex: re.Pattern[str], fqn: str) -> bool:
-    return regex.search(fqn if name.startswith("re:") else "." + fqn) is not None
+        return {"optional": self.optional, "_rules": self._rules, "_found": {}}
 
 
 @lru_cache(maxsize=1 << 12)

@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.layout.sharding import Cut, Kind, Pick
+from dcp_placements.layout.sharding import Cut, Kind, Position
 from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
 
 
@@ -31,19 +31,13 @@ class FusedShard:
             which must add up to the size of the dim that is split.
 
     Raises:
-        PlacementError: No part, or a part without rows; strings.
+        PlacementError: No part, or a part without rows.
     """
 
     dim: int
     parts: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        are_parts = isinstance(self.parts, int | Iterable) and not isinstance(self.parts, str)
-        if not isinstance(self.dim, int) or not are_parts:
-            raise PlacementError(
-                f"FusedShard takes a dim and a number of parts, or their sizes, not {self.dim!r} "
-                f"and {self.parts!r}"
-            )
         if not isinstance(self.parts, int):
             object.__setattr__(self, "parts", tuple(int(part) for part in self.parts))
         sizes = (self.parts,) if isinstance(self.parts, int) else self.parts
@@ -63,15 +57,13 @@ class IndexShard:
         indices: Global rows, one per local row.
 
     Raises:
-        PlacementError: A negative index, or a dim that is not an int.
+        PlacementError: A negative index.
     """
 
     dim: int
     indices: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dim, int):
-            raise PlacementError(f"IndexShard takes a dim and its rows, not dim {self.dim!r}")
         object.__setattr__(self, "indices", tuple(int(index) for index in self.indices))
         if self.indices and min(self.indices) < 0:
             raise PlacementError(f"IndexShard takes rows from 0 up, not {min(self.indices)}")
@@ -132,15 +124,7 @@ class CheckpointPlacement:
         return self.mesh is other.mesh or mesh_state(self.mesh) == mesh_state(other.mesh)
 
     def __hash__(self) -> int:
-        value: int | None = self.__dict__.get("_hash")
-        if value is None:
-            # Needed for each tensor of a state dict, and an IndexShard may have many rows.
-            value = hash((tuple(self.mesh.shape), self._content()))
-            object.__setattr__(self, "_hash", value)
-        return value
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+        return hash((tuple(self.mesh.shape), self._content()))
 
     def _content(self) -> tuple[Any, ...]:
         return self.placements, self.global_shape, self.padded_shape
@@ -215,7 +199,7 @@ def kind_of(placement: Any) -> Kind | None:
     kind = _SPLITTING.get((cls.__module__.partition(".")[0], cls.__name__))
     if kind is not None:
         return kind
-    if not hasattr(placement, "is_replicate"):
+    if isinstance(placement, type) or not hasattr(placement, "is_replicate"):
         raise PlacementError(
             f"{placement!r} is no placement: use Shard(dim), Replicate(), FusedShard or IndexShard"
         )
@@ -255,27 +239,22 @@ def shard_dim(placement: Any, ndim: int) -> int:
 
 def _moved(placement: Any, dim: int) -> Any:
     """Return a sharding placement that splits another dim."""
-    cls = type(placement)
-    match kind_of(placement):
-        case Kind.PLAIN:
-            return cls(dim)
-        case Kind.FUSED:
-            return cls(dim, placement.parts)
-        case Kind.STRIDED:
-            return cls(dim, split_factor=placement.split_factor)
-        case Kind.LISTED:
-            return cls(dim, placement.indices)
-        case None:
-            return placement
+    options = {Kind.FUSED: "parts", Kind.STRIDED: "split_factor", Kind.LISTED: "indices"}
+    option = options.get(kind_of(placement) or Kind.PLAIN)
+    return type(placement)(dim, **({option: getattr(placement, option)} if option else {}))
 
 
-def cut_of(placement: Any, ndim: int, axis: int) -> Cut | Pick:
-    """Return a placement that splits a dim as a step of a layout.
+def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
+    """Return how a placement that splits a dim cuts it.
+
+    >>> cut_of(FusedShard(-2, 2), 2, "tp", 4)
+    Cut(dim=0, axis='tp', size=4, kind=<Kind.FUSED: 'fused'>, parts=2)
 
     Args:
         placement: The placement.
         ndim: Dims of the tensor.
-        axis: Position of its mesh axis.
+        axis: Name of its mesh axis.
+        size: Ranks along it.
 
     Raises:
         PlacementError: A dim that a tensor of ``ndim`` dims does not have; as ``kind_of``.
@@ -283,20 +262,26 @@ def cut_of(placement: Any, ndim: int, axis: int) -> Cut | Pick:
     dim = shard_dim(placement, ndim)
     match kind_of(placement):
         case Kind.PLAIN:
-            return Cut(dim, axis)
+            return Cut(dim, axis, size)
         case Kind.FUSED:
-            return Cut(dim, axis, Kind.FUSED, placement.parts)
+            return Cut(dim, axis, size, Kind.FUSED, placement.parts)
         case Kind.STRIDED:
-            return strided_cut(dim, axis, int(placement.split_factor))
+            return strided_cut(Cut(dim, axis, size), int(placement.split_factor))
         case Kind.LISTED:
-            return Pick(dim, placement.indices, axis)
+            return Cut(dim, axis, size, Kind.LISTED)
         case None:
             raise PlacementError(f"{format_placement(placement)} splits no dim")
 
 
-def strided_cut(dim: int, axis: int, split_factor: int) -> Cut:
-    """Return the cut of a ``_StridedShard``, which is a plain one where its factor is 1."""
-    return Cut(dim, axis, Kind.STRIDED, split_factor) if split_factor != 1 else Cut(dim, axis)
+def position_of(placement: Any, position: int) -> Position:
+    """Return where a rank stands in the cut of a placement: its position, or the rows it lists."""
+    return placement.indices if kind_of(placement) is Kind.LISTED else position
+
+
+def strided_cut(cut: Cut, split_factor: int) -> Cut:
+    """Return ``cut`` as that of a ``_StridedShard``, which is a plain one where its factor is 1."""
+    kind = Kind.PLAIN if split_factor == 1 else Kind.STRIDED
+    return cut._replace(kind=kind, parts=split_factor)
 
 
 def format_placement(placement: Any) -> str:
@@ -356,11 +341,6 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
                 f"{len(ordered)}: {ordered}"
             )
     for placement in ordered:
-        if isinstance(placement, type):
-            raise PlacementError(
-                f"{placement.__name__} is a class, not a placement\n"
-                f'    way out:     an instance, as in {{"ep": Shard(0)}}'
-            )
         if kind_of(placement) is None and placement.is_partial():
             raise PlacementError(
                 f"{placement!r} cannot be checkpointed: reduce the tensor first (redistribute to "
@@ -392,6 +372,8 @@ _REPLICATED = _Replicated()
 def _shape(name: str, shape: Sequence[int] | None) -> tuple[int, ...] | None:
     if shape is None:
         return None
+    if not isinstance(shape, Iterable):
+        raise PlacementError(f"{name}={shape!r} must be a shape, such as ({shape!r}, 3)")
     checked = tuple(int(size) for size in shape)
     if any(size < 0 for size in checked):
         raise PlacementError(f"{name}={checked} has a negative size")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException, LoadPlanner, SavePlan, SavePlanner
 
-from dcp_placements._torch import (
-    CheckpointException,
-    SavePlan,
-    agreed,
-    state_dicts_of_statefuls,
-)
+from dcp_placements._torch import agreed, state_dicts_of_statefuls
 from dcp_placements.errors import PlacementError
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.patterns import Rules
@@ -49,13 +46,9 @@ def check(
         The report on all ranks together, the same on each of them.
 
     Raises:
-        PlacementError: All that a save would refuse, on all ranks.
+        PlacementError: All that a save would refuse, on all ranks; no state dict, or no rules.
     """
-    if isinstance(state_dict, MakesPlanner):
-        raise PlacementError(
-            "the first argument is a declaration, not a state dict\n"
-            "    way out:     check(state_dict, placements)"
-        )
+    _check_arguments(state_dict, rules)
     if isinstance(rules, MakesPlanner):
         planner = rules.save_planner(**options)
     else:
@@ -76,6 +69,21 @@ def check(
         return agreed("check", process_group, on_rank, on_coordinator)
     except CheckpointException as failed:
         raise _one_error(failed) from None
+
+
+def _check_arguments(state_dict: Any, rules: Any) -> None:
+    """Refuse what is no state dict, or a planner in the place of rules."""
+    kind = type(state_dict).__name__
+    if isinstance(state_dict, MakesPlanner):
+        raise PlacementError(f"state_dict= is a {kind}: check(state_dict, placements)")
+    if not isinstance(state_dict, Mapping):
+        way_out = "model.state_dict()" if hasattr(state_dict, "state_dict") else "{key: value}"
+        raise PlacementError(f"state_dict= is a {kind}: pass {way_out}")
+    if isinstance(rules, SavePlanner | LoadPlanner):
+        raise PlacementError(
+            f"rules= is a {type(rules).__name__}\n"
+            "    way out:     check(state_dict, placements), with the Placements that made it"
+        )
 
 
 def _one_error(failed: CheckpointException) -> Exception:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+from torch.distributed.checkpoint import ChunkStorageMetadata, WriteItem
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-from dcp_placements._torch import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from dcp_placements.layout.boxes import Ints
 from dcp_placements.layout.sharding import Box
+from dcp_placements.runs import WriteItemOfSave
 from dcp_placements.storage.metadata.pickles.tensor_properties import properties_of
 from dcp_placements.table.table import (
     OBJECT,
@@ -25,7 +19,6 @@ from dcp_placements.table.table import (
     Group,
     HeldBoxes,
     Holding,
-    Table,
     unpacked_ints,
 )
 
@@ -50,45 +43,35 @@ class Assignment(NamedTuple):
     save_id: bytes = b""
 
     def is_written(self, holding: Holding) -> list[bool]:
-        """Return for each of ``Holding.chunks`` if the rank writes it."""
-        tables = holding.tables
-        sizes = np.array([size for table in tables for size in table.sizes], np.int64)
-        boxes = np.repeat(np.array(list(map(len, holding.boxes)), np.int64), sizes)
-        piece_of = _pieces_of_keys(tables, self.pieces)
-        boxes_of_piece = np.zeros(int(piece_of.max(initial=-1)) + 1, np.int64)
-        boxes_of_piece[piece_of] = boxes
-        first_run = (np.cumsum(boxes_of_piece) - boxes_of_piece)[piece_of]
-        position = np.empty_like(piece_of)
-        position[np.argsort(piece_of, kind="stable")] = _place_in_run(np.bincount(piece_of))
-        run = np.repeat(first_run, boxes) + _place_in_run(boxes)
-        start, stop = unpacked_ints(self.runs).reshape(-1, 2)[run].T
-        position = np.repeat(position, boxes)
-        is_written: list[bool] = ((start <= position) & (position < stop)).tolist()
+        """Return for each box of each key of each group of ``holding`` if the rank writes it."""
+        runs = iter(unpacked_ints(self.runs).reshape(-1, 2).tolist())
+        groups = iter(holding.groups)
+        is_written = []
+        for at, table in enumerate(holding.tables):
+            of_keys = self.pieces[at] if self.pieces else b""
+            split = iter(unpacked_ints(of_keys).tolist() if of_keys else ())
+            # By piece, the runs of its boxes, and how many of its keys have been.
+            runs_of: dict[int, list[list[int]]] = {}
+            seen: dict[int, int] = {}
+            for number, held in enumerate(islice(groups, len(table.groups))):
+                for _ in held.fqns:
+                    piece = next(split, number)
+                    if piece not in runs_of:
+                        runs_of[piece] = list(islice(runs, len(held.boxes)))
+                    position = seen.get(piece, 0)
+                    seen[piece] = position + 1
+                    is_written += [start <= position < stop for start, stop in runs_of[piece]]
         return is_written
 
 
-def _pieces_of_keys(tables: Sequence[Table], pieces: Sequence[bytes]) -> Ints:
-    """Return the piece of each key of all tables; pieces are numbered through."""
-    of_tables, first = [np.zeros(0, np.int64)], 0
-    for at, table in enumerate(tables):
-        if pieces and pieces[at]:
-            of_table = unpacked_ints(pieces[at])
-        else:
-            of_table = np.repeat(np.arange(len(table.groups)), np.array(table.sizes, np.int64))
-        of_tables.append(of_table + first)
-        first += int(of_table.max(initial=-1)) + 1
-    return np.concatenate(of_tables)
+def assigned_items(holding: Holding, assignment: Assignment, save: Any) -> list[WriteItem]:
+    """Return the write items that a rank was assigned, group by group; a group's share data.
 
-
-def _place_in_run(lengths: Ints) -> Ints:
-    """Return 0, 1, 2 ... for each of some lengths, one after another."""
-    starts = np.cumsum(lengths) - lengths
-    places: Ints = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-    return places
-
-
-def assigned_items(holding: Holding, assignment: Assignment) -> list[WriteItem]:
-    """Return the write items that a rank was assigned, group by group; a group's share data."""
+    Args:
+        holding: What the rank has.
+        assignment: What it writes of that.
+        save: The state of its save, which the items know.
+    """
     is_written = iter(assignment.is_written(holding))
     items: list[WriteItem] = []
     for held in holding.groups:
@@ -96,12 +79,15 @@ def assigned_items(holding: Holding, assignment: Assignment) -> list[WriteItem]:
         kind, data = _item_type(group), _write_data(group, held.boxes)
         for fqn in held.fqns:
             items += [
-                WriteItem(MetadataIndex(fqn, one.chunk.offsets), kind, tensor_data=one)
+                WriteItemOfSave(
+                    MetadataIndex(fqn, one.chunk.offsets), kind, tensor_data=one, run=save
+                )
                 for one in data
                 if next(is_written)
             ]
             if group.kind == OBJECT and next(is_written):
-                items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
+                index = MetadataIndex(fqn)
+                items.append(WriteItemOfSave(index, WriteItemType.BYTE_IO, run=save))
     return items
 
 

@@ -4,46 +4,43 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dcp_placements._torch import SavePlan, named_axes
-from dcp_placements.bind.placed import Placing
+from dcp_placements._torch import named_axes
+from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.names.renames import Numbered, Recorded
-from dcp_placements.rules.matches import Matches
-from dcp_placements.rules.mesh import MeshNumbers
+from dcp_placements.rules.mesh import mesh_axes, mesh_state
 from dcp_placements.rules.patterns import PlacementRules, Rules
+from dcp_placements.rules.unmatched import Matches
+from dcp_placements.save.digests import SentDigests
 
 
 class LocalPlan(NamedTuple):
     """All that one rank sends to the coordinator.
+
+    Ep rank 1 of two, of a rule that shards ``experts.w1`` of shape ``(4, 3)``::
+
+        LocalPlan(1, (b"... the packed table ...",), b"... [[2, 0], [2, 3]], packed ...", (1,))
 
     Attributes:
         rank: Its global rank.
         tables: Its tables, packed.
         boxes: The boxes that it holds of each group of each table in turn, packed.
         coordinate: Its position along each of ``Statement.axis_sizes``, in that order.
-        digest_kind: ``"sampled"``, ``"full"`` or ``"off"``.
-        digests: The digest vector (see ``digest_folding``); empty for none.
-        is_folded: Whether digests are folded.
-        undigested: Keys of tensors whose contents cannot be read, so that they have no digest.
+        digests: Of what it holds.
         statement: A packed ``Statement``.
-        world: Number of ranks, which decides of which groups there are digests.
         faults: Why the rank cannot save, packed; it has nothing else then.
     """
 
     rank: int
-    tables: tuple[bytes, ...]
-    boxes: bytes
+    tables: tuple[bytes, ...] = ()
+    boxes: bytes = b""
     coordinate: tuple[int, ...] = ()
-    digest_kind: str = "off"
-    digests: bytes = b""
-    is_folded: bool = False
-    undigested: tuple[str, ...] = ()
+    digests: SentDigests = SentDigests()
     statement: bytes = b""
-    world: int = 1
     faults: bytes = b""
 
 
@@ -59,7 +56,9 @@ class Statement:
         numbered: The numbers of experts and layers that its rename gives.
         renames: What the checkpoint is to keep of its rename.
         axis_sizes: Sizes of the named mesh axes that it knows of.
-        target: A checksum of the name of the directory that it writes into; 0 for no name.
+        digest_kind: ``"sampled"``, ``"full"`` or ``"off"``.
+        world: Number of ranks, which decides of which groups there are digests.
+        directory: That it writes into; empty for none.
         step: The training step that its planner was given; None for none.
     """
 
@@ -70,7 +69,9 @@ class Statement:
     numbered: tuple[Numbered, ...] = ()
     renames: tuple[Recorded, ...] = ()
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
-    target: int = 0
+    digest_kind: str = "off"
+    world: int = 1
+    directory: str = ""
     step: int | None = None
 
     def packed(self) -> bytes:
@@ -79,9 +80,9 @@ class Statement:
 
     @staticmethod
     def unpacked(packed: bytes) -> Statement:
-        """Return the statement that was packed; an empty one of nothing."""
-        found: Statement = pickle.loads(zlib.decompress(packed)) if packed else Statement()
-        return found
+        """Return the statement that was packed."""
+        statement: Statement = pickle.loads(zlib.decompress(packed))
+        return statement
 
 
 def named_axes_of(placing: Placing, rules: Rules | None) -> dict[str, tuple[int, int]]:
@@ -89,57 +90,31 @@ def named_axes_of(placing: Placing, rules: Rules | None) -> dict[str, tuple[int,
     axes: dict[str, tuple[int, int]] = {}
     for mesh in rules.meshes if isinstance(rules, PlacementRules) else ():
         axes.update(named_axes(mesh))
-    number_of = MeshNumbers()
-    recent = None
-    meshes, places = {}, {}
-    for placed in placing.placed.values():
-        if placed.mesh is not recent and placed.mesh is not None:
-            recent = placed.mesh
-            meshes[number_of(recent)] = recent
-        places[placed.place] = placed.place
-    for mesh in meshes.values():
+    places = dict.fromkeys([placed.place for placed in placing.placed.values()])
+    of_places = [axis for place in places for axis in place.axes]
+    for mesh in {mesh_state(axis.mesh): axis.mesh for axis in of_places}.values():
         axes.update(named_axes(mesh))
-    for place in places.values():
-        for axis in place.axes:
-            if axis.name is not None:
-                axes[axis.name] = (axis.position, axis.size)
+    axes.update({axis.name: (axis.position, axis.size) for axis in of_places if axis.name})
     return axes
 
 
-def unlike_worlds(plans: Sequence[LocalPlan], world: int) -> list[Fault]:
-    """Return that ranks count other ranks than the coordinator does, if they do.
+def left_to_others(placed: Iterable[Placed]) -> set[str]:
+    """Return the keys of this rank's tensors that another rank writes, by their axes alone.
 
-    The digests of such a rank would be compared with those of other tensors.
+    It holds where all ranks save: in a process group that lacks some, the first rank along an axis
+    may be one of those.
+
+    A DTensor is on all ranks of its own mesh, so the first along the axes that do not cut it
+    writes. Of other axes, those of a rule or of the mesh that its own was sliced from, nothing is
+    known: along ``pp`` and ``ep`` other ranks may have other keys.
     """
-    unlike = [plan for plan in plans if plan.world != world]
-    if not unlike:
-        return []
-    return [
-        Fault(
-            "this save",
-            f"there are {unlike[0].world} ranks by torch.distributed here, and {world} on the "
-            "coordinator",
-            (
-                "likely:      the default process group was made anew, or is replaced while these "
-                "ranks plan",
-                "way out:     one default process group on all ranks, for the whole save",
-            ),
-            ranks=tuple([plan.rank for plan in unlike]),
-        )
-    ]
-
-
-def foreign_plans(plans: Sequence[SavePlan]) -> list[Fault]:
-    """Return that other planners made some of the plans, if they did."""
-    ours = [isinstance(plan.planner_data, LocalPlan) for plan in plans]
-    if all(ours):
-        return []
-    others = len(ours) - sum(ours)
-    return [
-        Fault(
-            "this save",
-            f"{others} of {len(ours)} ranks planned it with another planner, the first at position "
-            f"{ours.index(False)}",
-            ("way out:     the same planner on every rank; installed() on every rank",),
-        )
-    ]
+    left = set()
+    for tensor in placed:
+        own = () if tensor.mesh is None else mesh_axes(tensor.mesh) or ()
+        if any(
+            axis.position
+            for axis in tensor.place.replicating
+            if any(axis.is_same(other) for other in own)
+        ):
+            left.add(tensor.fqn)
+    return left

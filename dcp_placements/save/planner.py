@@ -1,67 +1,60 @@
-"""The SavePlanner: torch's hooks, in the order in which a save calls them."""
+"""The SavePlanner: torch's hooks in the order in which a save calls them, and a save's state."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import os
+import re
 import uuid
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.utils import find_state_dict_object
+
 from dcp_placements._torch import (
-    DefaultSavePlanner,
-    Metadata,
-    MetadataIndex,
-    SavePlan,
     ShardedTensor,
-    StorageMeta,
-    WriteItem,
-    WriteItemType,
-    find_state_dict_object,
     global_rank,
     is_of_hugging_face_writer,
     without_class,
     world_size,
 )
-from dcp_placements.bind.lint import lint
-from dcp_placements.errors import PlacementError, RankFaults, raise_faults, raise_faults_of_ranks
-from dcp_placements.names.flat import Path, flattened
-from dcp_placements.names.optimizer_state import stateless_parameters
-from dcp_placements.names.renames import numbering
+from dcp_placements.bind.checks import lint, meta_faults
+from dcp_placements.bind.place import optimizer_faults, place
+from dcp_placements.bind.placed import Placing
+from dcp_placements.errors import Fault, PlacementError, RankFaults
+from dcp_placements.layout.sharding import Chunk
+from dcp_placements.names.flat import Path, Reshaped, checkpoint_path, rename_keys
+from dcp_placements.names.optimizer_state import listed_notes, stateless_parameters
+from dcp_placements.names.renames import Recorded, numbering, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.report import SaveReport
-from dcp_placements.rules.options import (
-    NOT_FINISHED,
-    ItemsToCome,
-    RunAttribute,
-    Runs,
-    check_choice,
-    check_declaration,
-    items_of_run,
-    of_run,
-)
+from dcp_placements.report import SaveReport, key_report
+from dcp_placements.rules.options import check_choice, check_declaration
 from dcp_placements.rules.patterns import Rules, compile_pattern
-from dcp_placements.save.coordinator.global_plan import Coordinator
-from dcp_placements.save.coordinator.making import (
-    cuts_and_renames,
-    making,
-    paths_of_keys,
+from dcp_placements.rules.unmatched import Matches, rule_matches
+from dcp_placements.runs import NOT_FINISHED, ItemsToCome, RunAttribute, Runs
+from dcp_placements.save.coordinator import REFUSED, Coordinator, sent_plans
+from dcp_placements.save.digests import (
+    chunk_data,
+    differing_repeats,
+    digests_by_chunk,
+    digests_of,
 )
-from dcp_placements.save.coordinator.owners import left_to_others, rank_in_group
-from dcp_placements.save.coordinator.summary import judged, summarise_rank
-from dcp_placements.save.held_digests import digests_by_chunk, repeat_faults, with_digests
 from dcp_placements.save.items import Assignment, assigned_items
 from dcp_placements.save.local_plan import (
     LocalPlan,
     Statement,
-    foreign_plans,
+    left_to_others,
     named_axes_of,
-    unlike_worlds,
 )
-from dcp_placements.save.rank_save import REFUSED, RankSave
+from dcp_placements.save.messages import repeat_fault
+from dcp_placements.save.record import cuts_and_renames, making, paths_of_keys
 from dcp_placements.storage.metadata.provenance import (
     DIGESTS_OF_RANK,
     REPLACED,
@@ -70,10 +63,132 @@ from dcp_placements.storage.metadata.provenance import (
 )
 from dcp_placements.storage.metadata.rank_files import saves_before
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
-from dcp_placements.table.table import packed_boxes
+from dcp_placements.table.table import OBJECT, Holding, held_chunks, holding_of, packed_boxes
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
+
+_RANK_PREFIX = re.compile(r"__(\d+)_")
+
+
+@dataclass
+class RankSave:
+    """One save, seen from one rank: all that belongs to it and to no other save.
+
+    Attributes:
+        state_dict: Flat, with the checkpoint's keys.
+        mappings: Where each key stands in the nested dict.
+        plan: What the rank writes, when all ranks have agreed.
+        global_plan: Coordinator only: the plans of all ranks.
+        metadata: Coordinator only: what will be in ``.metadata``.
+        is_coordinator: Whether this rank is the coordinator.
+        placing: Its tensors' places.
+        paths: By key, where it stands in the nested dict of the checkpoint; empty where the state
+            dict was not flattened.
+        holding: What it holds, by group.
+        report: The report on the save; on what this rank holds before all ranks have agreed.
+        renames: What the checkpoint is to keep of the rename.
+        directory: That it writes into; empty for none.
+        refusal: Why the rank cannot save; the coordinator raises it for all ranks.
+        notes: What is saved with a warning.
+        rename_matches: What the rename declares by pattern, and whether a key here matches.
+    """
+
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    mappings: dict[str, Path] = field(default_factory=dict)
+    plan: SavePlan | None = None
+    global_plan: list[SavePlan] = field(default_factory=list)
+    metadata: Metadata | None = None
+    is_coordinator: bool = False
+    placing: Placing = field(default_factory=Placing)
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    holding: Holding = field(default_factory=Holding)
+    report: SaveReport = field(default_factory=lambda: SaveReport(planned=False))
+    renames: tuple[Recorded, ...] = ()
+    directory: str = ""
+    refusal: RankFaults | None = None
+    notes: list[Fault] = field(default_factory=list)
+    rename_matches: Matches = field(default_factory=dict)
+    _reshaped: Reshaped = field(default_factory=Reshaped)
+    _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
+
+    def rename(self, rename: Rename | None) -> None:
+        """Take the checkpoint's keys for this rank's.
+
+        Raises:
+            RankFaults: Keys that cannot be renamed.
+        """
+        local = self.state_dict
+        renamed = rename_keys(local, self.mappings, rename)
+        self.state_dict, self.mappings, self._reshaped, self.rename_matches = renamed
+        self.renames = recorded(rename, local, self.state_dict)
+
+    def place(self, rules: Rules | None, rename: Rename | None, *, flat: bool) -> None:
+        """Work out where the tensors lie, and what the rank holds.
+
+        Args:
+            rules: The user's rules.
+            rename: The user's renaming.
+            flat: Whether the state dict was flattened, so that ``mappings`` holds paths.
+
+        Raises:
+            RankFaults: Tensors and rules that do not fit, all of them in one error.
+        """
+        self.placing = place(self.state_dict, rules, self.mappings, self._reshaped)
+        self.state_dict, self.mappings = self.placing.state_dict, self.placing.mappings
+        faults = self.placing.faults
+        faults += optimizer_faults(self.state_dict, self.placing, rename)
+        faults += meta_faults(self.state_dict, self.placing)
+        if faults:
+            raise RankFaults(f"rank {global_rank()} {REFUSED}", faults)
+        if flat:
+            self.paths = self.mappings
+            if rename is not None:
+                self.paths = {key: checkpoint_path(key, at) for key, at in self.mappings.items()}
+        patterns = [numbered.pattern for numbered in numbering(rename)]
+        self.notes = listed_notes(self.state_dict, patterns) if patterns else []
+        self.hold()
+
+    def hold(self, left: Collection[str] = ()) -> None:
+        """Take all keys for what the rank holds, but for those that are left to other ranks."""
+        without = self.placing.absent.union(left)
+        self.holding = holding_of(self.state_dict, self.placing.placed, self.paths, without)
+
+    def own_report(self, waived: Mapping[str, str]) -> SaveReport:
+        """Return the report on what this rank holds."""
+        report = SaveReport(rules=dict(self.placing.matched), waived=dict(waived))
+        objects = []
+        for held in self.holding.groups:
+            if held.group.kind == OBJECT:
+                objects += held.fqns
+            else:
+                boxes = set(held.boxes)
+                numel = sum(box.numel for box in boxes)
+                key = key_report(held.group.shape, held.group.dtype, len(boxes), numel, numel)
+                report.keys.update(dict.fromkeys(held.fqns, key))
+        report.objects = tuple(objects)
+        return report
+
+    def data(self, index: MetadataIndex) -> torch.Tensor | None:
+        """Return a view of what a placed tensor has at ``index``; None for others.
+
+        Raises:
+            PlacementError: The rank has no chunk there.
+        """
+        placed = self.placing.placed.get(index.fqn)
+        if placed is None:
+            return None
+        if len(placed.chunks) == 1 and placed.chunks[0].offsets == index.offset:
+            return placed.view(placed.chunks[0])
+        chunks = self._chunks.get(index.fqn)
+        if chunks is None:
+            chunks = {chunk.offsets: chunk for chunk in held_chunks(placed)}
+            if len(chunks) > 1:
+                self._chunks[index.fqn] = chunks
+        chunk = chunks.get(tuple(index.offset or ()))
+        if chunk is None:
+            raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
+        return chunk_data(placed, chunk)
 
 
 class PlacementSavePlanner(DefaultSavePlanner):
@@ -161,12 +276,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
     @property
     def report(self) -> SaveReport:
         """What the latest save comes to."""
-        save = self._runs.latest
-        if not save.is_planned:
-            return SaveReport(planned=False)
-        if save.report is None:
-            save.report = summarise_rank(save.holding, save.placing, self.waive)
-        return save.report
+        return self._runs.latest.report
 
     def set_up_planner(
         self,
@@ -191,30 +301,23 @@ class PlacementSavePlanner(DefaultSavePlanner):
             )
         save = self._runs.begin()
         save.is_coordinator = is_coordinator
-        if self.flatten_state_dict:
-            save.state_dict, save.mappings = flattened(state_dict, self._flattened_by_torch)
-        else:
-            save.state_dict, save.mappings = self._flattened_by_torch(state_dict)
+        stock = DefaultSavePlanner(
+            flatten_state_dict=self.flatten_state_dict,
+            flatten_sharded_tensors=self.flatten_sharded_tensors,
+        )
+        stock.set_up_planner(state_dict)
+        save.state_dict, save.mappings = stock.state_dict, stock.mappings
+        if not self.flatten_state_dict:
             # Torch gives the keys of nested dicts as texts, also where they are numbers.
             for key, value in state_dict.items():
                 if str(key) in save.state_dict and not isinstance(value, ShardedTensor):
                     save.state_dict[str(key)] = value
         target = None if storage_meta is None else storage_meta.checkpoint_id
-        name = b"" if target is None else str(target).encode(errors="backslashreplace")
-        save.target = zlib.crc32(name)
         save.directory = "" if target is None else os.fspath(target)
         try:
             save.rename(self.rename)
         except RankFaults as refusal:
             save.refusal = refusal
-
-    def _flattened_by_torch(self, part: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-        stock = DefaultSavePlanner(
-            flatten_state_dict=self.flatten_state_dict,
-            flatten_sharded_tensors=self.flatten_sharded_tensors,
-        )
-        stock.set_up_planner(part)
-        return stock.state_dict, stock.mappings
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
@@ -229,17 +332,18 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 raise save.refusal
             with quiet_gc():
                 save.place(self.rules, self.rename, flat=self.flatten_state_dict)
+                save.report = save.own_report(self.waive)
                 local_plan = self._local_plan()
         except RankFaults as refusal:
             save.refusal = refusal
-            local_plan = LocalPlan(global_rank(), (), b"", faults=refusal.packed())
+            local_plan = LocalPlan(global_rank(), faults=refusal.packed())
         return SavePlan(ItemsToCome(), planner_data=local_plan)  # type: ignore[arg-type]
 
     def _local_plan(self) -> LocalPlan:
         """Return what is sent to the coordinator."""
         save, rank = self._runs.planned, global_rank()
         placed = save.placing.placed.values()
-        repeats = repeat_faults(placed, self.digests)
+        repeats = [repeat_fault(*one) for one in differing_repeats(placed, self.digests)]
         if repeats and self.on_conflict == "error":
             raise RankFaults(f"rank {rank} {REFUSED}", repeats)
         waived = [compile_pattern(pattern) for pattern in self.waive]
@@ -247,36 +351,34 @@ class PlacementSavePlanner(DefaultSavePlanner):
         axes = named_axes_of(save.placing, self.rules)
         statement = Statement(
             matched=save.placing.matched,
-            declared=save.declared(self.rules),
+            declared={**rule_matches(self.rules, save.placing.matched), **save.rename_matches},
             stateless=tuple(stateless_parameters(save.state_dict)),
             notes=(*repeats, *findings, *save.notes),
             numbered=numbering(self.rename),
             renames=save.renames,
             axis_sizes={name: size for name, (_, size) in axes.items()},
-            target=save.target,
+            digest_kind=self.digests,
+            world=world_size(),
+            directory=save.directory,
             step=self.step,
         )
         coordinate = tuple([position for position, _ in axes.values()])
-        packed = statement.packed()
-        plan = LocalPlan(rank, (), b"", coordinate, statement=packed, world=world_size())
+        plan = LocalPlan(rank, coordinate=coordinate, statement=statement.packed())
         return self._with_holding(plan)
 
     def _with_holding(self, plan: LocalPlan) -> LocalPlan:
         """Return a plan with the keys, boxes and digests of what this rank holds."""
-        save = self._runs.planned
-        tables = tuple([table.packed() for table in save.holding.tables])
-        save.packed_tables = dict(zip(tables, save.holding.tables, strict=True))
-        plan = plan._replace(
-            tables=tables,
-            boxes=packed_boxes(save.holding.boxes),
-        )
-        return with_digests(
-            plan,
-            save.holding,
-            self.digests,
-            world=world_size(),
-            lookup=self.lookup_object,
-            exact=self._exact,
+        holding = self._runs.planned.holding
+        return plan._replace(
+            tables=tuple([table.packed() for table in holding.tables]),
+            boxes=packed_boxes(holding.boxes),
+            digests=digests_of(
+                holding,
+                self.digests,
+                world=world_size(),
+                lookup=self.lookup_object,
+                exact=self._exact,
+            ),
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -290,13 +392,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         save = self._runs.planned
         with quiet_gc():
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.
-            world = world_size()
-            alone = len(all_plans) == 1 and world > 1
-            raise_faults("the ranks do not save together", foreign_plans(all_plans))
-            sent: list[LocalPlan] = [plan.planner_data for plan in all_plans]
-            raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
-            raise_faults("the ranks do not save together", unlike_worlds(sent, world))
-            in_group = rank_in_group(all_plans[0].storage_data) if alone else None
+            alone = len(all_plans) == 1 and world_size() > 1
+            sent = sent_plans(all_plans)
+            in_group = _rank_in_group(all_plans[0].storage_data) if alone else None
             others_missing = in_group not in (None, global_rank())
             if alone and not save.is_coordinator and not others_missing:
                 # With a coordinator of its own (no_dist=True) a rank saves all that it has.
@@ -304,34 +402,30 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 if left:
                     save.hold(left)
                     sent = [self._with_holding(sent[0])]
-            # Other ranks mostly have the tables of this one, and send the same bytes.
-            own, first = save.packed_tables, save.holding.fqns
             coordinator = Coordinator(
                 sent,
-                size=world,
+                size=world_size(),
                 complete=not alone,
-                own=own,
-                first=first,
-                waived=[compile_pattern(pattern) for pattern in self.waive],
+                waived=self.waive,
+                strict=self.on_conflict == "error",
             )
-            assignments = coordinator.plan(
-                lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
-            )
-            merged, strict = all_plans[0].storage_data is not None, self.on_conflict == "error"
-            save.report = judged(
-                coordinator,
-                self.waive,
-                strict=strict,
-                merged_later=merged,
+            coordinator.prove()
+            metadata = coordinator.metadata(save.holding.fqns)
+            coordinator.finish_report(
                 in_group=in_group if others_missing else None,
+                merged_later=all_plans[0].storage_data is not None,
+            )
+            save.report = coordinator.report
+            assignments = coordinator.assign(
+                lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
             )
             # What a writer put into a local plan stays in it: without collectives, its file names.
             save.global_plan = [
                 dataclasses.replace(plan, planner_data=assignment)
                 for plan, assignment in zip(all_plans, assignments, strict=True)
             ]
-            data = self._planner_data(coordinator, assignments, alone)
-            save.metadata = Metadata(coordinator.metadata, planner_data=data)
+            data = self._planner_data(coordinator, metadata, assignments, alone)
+            save.metadata = Metadata(metadata, planner_data=data)
         return save.global_plan, save.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -355,11 +449,10 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 "dcp-placements export --to hf"
             )
         with quiet_gc():
-            items = assigned_items(save.holding, assignment)
+            items = assigned_items(save.holding, assignment, save)
             # A rank that writes nothing makes no file for its id alone.
             if items and not is_named(new_plan.storage_data):
                 items = [*id_items(assignment.save_id, global_rank()), *items]
-            items = items_of_run(items, save)
         save.plan = dataclasses.replace(new_plan, items=items, planner_data=None)
         return save.plan
 
@@ -370,24 +463,29 @@ class PlacementSavePlanner(DefaultSavePlanner):
             record = id_data(write_item.index)
             if record is not None:
                 return record
-        value = self.lookup_object(of_run(write_item.index, save))
+        value = self._runs.inside(save, self.lookup_object, write_item.index)
         return without_class(self.transform_object(write_item, value))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what stands at ``index``; of a placed tensor a view. Called on every rank."""
-        save = self._runs.of(index)
+        save = self._runs.planned
         data = save.data(index)
         return find_state_dict_object(save.state_dict, index) if data is None else data
 
     def _planner_data(
-        self, coordinator: Coordinator, assignments: Sequence[Assignment], alone: bool
+        self,
+        coordinator: Coordinator,
+        metadata: Mapping[str, Any],
+        assignments: Sequence[Assignment],
+        alone: bool,
     ) -> dict[str, Any]:
-        save, world, statements = self._runs.planned, coordinator.world, coordinator.statements
+        """Return what the checkpoint keeps of its save, beside the metadata of the keys."""
+        world, statements = coordinator.world, list(coordinator.statements.values())
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
-            data.update(paths_of_keys(world, save.holding.tables, save.paths))
+            data.update(paths_of_keys(world))
         provenance = identity(assignments[0].save_id, world_size=len(assignments), step=self.step)
-        provenance |= cuts_and_renames(world, statements, coordinator.metadata)
+        provenance |= cuts_and_renames(world, statements, metadata)
         options = {
             "digests": self.digests,
             "on_conflict": self.on_conflict,
@@ -396,19 +494,36 @@ class PlacementSavePlanner(DefaultSavePlanner):
             "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
         }
         if alone:
-            # Replicas are compared when the metadata of the ranks are merged.
             provenance["options"] = options
-            directory = save.directory
-            older = os.path.join(directory, f"__{global_rank()}.metadata")
-            if directory and os.path.isfile(older):
-                # A rank that is stopped before it saves again has saved here less often.
-                provenance[REPLACED] = saves_before(lambda: io.BufferedReader(io.FileIO(older)))
-            if self.digests != "off":
-                held = save.holding
-                provenance[DIGESTS_OF_RANK] = digests_by_chunk(
-                    held, self.digests, self.lookup_object
-                )
+            provenance |= self._provenance_of_rank()
         if self.digests == "full":
-            provenance |= making(world, coordinator.plans, statements, options)
+            provenance |= making(world, statements, options)
         data[RESERVED_KEY] = provenance
         return data
+
+    def _provenance_of_rank(self) -> dict[str, Any]:
+        """Return what shows when metadata of ranks that saved alone are merged: their contents."""
+        save = self._runs.planned
+        provenance: dict[str, Any] = {}
+        older = os.path.join(save.directory, f"__{global_rank()}.metadata")
+        if save.directory and os.path.isfile(older):
+            # A rank that is stopped before it saves again has saved here less often.
+            provenance[REPLACED] = saves_before(lambda: io.BufferedReader(io.FileIO(older)))
+        if self.digests != "off":
+            digests = digests_by_chunk(save.holding, self.digests, self.lookup_object)
+            provenance[DIGESTS_OF_RANK] = digests
+        return provenance
+
+
+def _rank_in_group(storage_data: Any) -> int | None:
+    """Return this rank in the process group of a save without collectives; None if not known.
+
+    Torch's writer, and those made from it, name the files of a rank by it. A process group is not
+    given to a planner.
+
+    Args:
+        storage_data: What the writer put into the local plan.
+    """
+    prefix = getattr(storage_data, "prefix", None)
+    match = _RANK_PREFIX.match(prefix) if isinstance(prefix, str) else None
+    return None if match is None else int(match[1])

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from torch.distributed.checkpoint import ReadItem
 
-from dcp_placements._torch import ReadItem
 from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.records.fast_zlib import crc32

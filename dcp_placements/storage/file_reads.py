@@ -6,13 +6,14 @@ import errno
 import io
 import os
 import stat
+import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 from dcp_placements.errors import format_name
-from dcp_placements.storage.records.fast_zlib import crc32
+from dcp_placements.storage.records.fast_zlib import crc32, crc32_combine
 
 ANNOUNCED_NBYTES = 16 << 20
 """Bytes of a file announced at once."""
@@ -20,12 +21,12 @@ ANNOUNCED_NBYTES = 16 << 20
 COPY_NBYTES = 8 << 20
 """The buffer for copying from file to file, where the system cannot do it."""
 
-
 BLOCK_NBYTES = 1 << 20
 """Bytes that are read before they are summed, while they are in the processor's cache."""
 
-THREADED_BLOCKS = 4
-"""From so many blocks on a thread sums them; to wait for it takes about as long as one block."""
+HALVED_NBYTES = 16 << 20
+"""From so many bytes on two threads read and sum one half each. Of less, where no core is idle, the
+threads cost more than they save."""
 
 
 def why_barred(root: str | os.PathLike[str], name: str) -> str | None:
@@ -67,10 +68,6 @@ def open_inside(root: str | os.PathLike[str], name: str) -> IO[bytes]:
     return open(descriptor, "rb")
 
 
-def _continued(block: memoryview, before: Future[int]) -> int:
-    return crc32(block, before.result())
-
-
 class CountedFile:
     """An open file that is read by position.
 
@@ -91,7 +88,8 @@ class CountedFile:
         plain = isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO)
         self._fd = stream.fileno() if plain and hasattr(os, "preadv") else None
         self.size = int(stream.seek(0, io.SEEK_END))
-        self._summing: ThreadPoolExecutor | None = None
+        self._second: ThreadPoolExecutor | None = None
+        self._counting = threading.Lock()
 
     def read_into(self, buffer: memoryview, position: int) -> None:
         """Fill ``buffer`` with the bytes from ``position`` on.
@@ -107,15 +105,16 @@ class CountedFile:
                 count = self._stream.readinto(buffer) or 0
             if count == 0:
                 raise EOFError(f"the file ends at {position}, {buffer.nbytes} bytes too early")
-            self.reads += 1
-            self.nbytes += count
+            with self._counting:
+                self.reads += 1
+                self.nbytes += count
             position += count
             buffer = buffer[count:]
 
     def read_summed(self, buffer: memoryview, position: int) -> int:
         """Fill ``buffer`` with the bytes from ``position`` on; return their CRC-32.
 
-        Of a large buffer another thread sums a block while the next one is read.
+        Two threads take one half each of a large buffer.
 
         Raises:
             EOFError: The file ends before.
@@ -123,27 +122,27 @@ class CountedFile:
         if self._fd is None:  # a request for each block would take longer
             self.read_into(buffer, position)
             return crc32(buffer)
-        blocks = range(0, buffer.nbytes, BLOCK_NBYTES)
-        if len(blocks) < THREADED_BLOCKS:
-            checksum = 0
-            for at in blocks:
-                block = buffer[at : at + BLOCK_NBYTES]
-                self.read_into(block, position + at)
-                checksum = crc32(block, checksum)
-            return checksum
-        if self._summing is None:
-            self._summing = ThreadPoolExecutor(1)
-        sums = self._summing.submit(int)
-        for at in blocks:
+        if buffer.nbytes < HALVED_NBYTES or crc32_combine is None:
+            return self._read_blocks(buffer, position)
+        if self._second is None:
+            self._second = ThreadPoolExecutor(1)
+        half = buffer.nbytes // 2
+        rest = self._second.submit(self._read_blocks, buffer[half:], position + half)
+        checksum = self._read_blocks(buffer[:half], position)
+        return crc32_combine(checksum, rest.result(), buffer.nbytes - half)
+
+    def _read_blocks(self, buffer: memoryview, position: int) -> int:
+        checksum = 0
+        for at in range(0, buffer.nbytes, BLOCK_NBYTES):
             block = buffer[at : at + BLOCK_NBYTES]
             self.read_into(block, position + at)
-            sums = self._summing.submit(_continued, block, sums)
-        return sums.result()
+            checksum = crc32(block, checksum)
+        return checksum
 
     def close(self) -> None:
-        """End the thread that sums."""
-        if self._summing is not None:
-            self._summing.shutdown()
+        """End the second thread."""
+        if self._second is not None:
+            self._second.shutdown()
 
     def read_each(
         self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool

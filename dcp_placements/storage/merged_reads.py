@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.distributed.checkpoint import LoadPlanner, ReadItem, TensorStorageMetadata
 
-from dcp_placements._torch import LoadPlanner, ReadItem, TensorStorageMetadata
 from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
@@ -35,6 +35,9 @@ in 500, and one call takes a quarter of the time."""
 
 SPAN_NBYTES = 2 << 20
 """Neighbours are read together up to this: it is what a load takes in memory beyond torch's."""
+
+_ALL_HEAD_NBYTES = 2 * HEADS_NBYTES[0]
+"""Of a record up to this the head alone is half."""
 
 
 def cheap_gap(run_nbytes: int) -> int:
@@ -180,19 +183,23 @@ class ChunkReader:
     def _spans(self, records: Sequence[Record]) -> Iterator[list[Record]]:
         """Yield records that are read in one call."""
         span: list[Record] = []
-        small = False
+        start = end = 0
+        kind: tuple[bool, bool] | None = None
         for record in records:
-            small, before_is_small = self._is_small(record), small
+            offset, before = record.info.offset, kind
+            kind = is_small, _ = self._is_small(record), record.is_object
             if span and not (
-                small
-                and before_is_small
-                and record.info.offset - span[-1].end <= NEIGHBOUR_NBYTES
-                and record.end - span[0].info.offset <= SPAN_NBYTES
-                and record.is_object == span[-1].is_object
+                is_small
+                and kind == before
+                and offset - end <= NEIGHBOUR_NBYTES
+                and offset + record.info.length - start <= SPAN_NBYTES
             ):
                 yield span
                 span = []
+            if not span:
+                start = offset
             span.append(record)
+            end = offset + record.info.length
         if span:
             yield span
 
@@ -200,7 +207,7 @@ class ChunkReader:
         info = record.info
         if info.length > SMALL_NBYTES or info.transform_descriptors:
             return False
-        if info.length <= 2 * HEADS_NBYTES[0] or record.is_object:
+        if info.length <= _ALL_HEAD_NBYTES or record.is_object:
             return True
         wanted = HEADS_NBYTES[0]
         for item in record.items:

@@ -19,19 +19,12 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata, ReadItem
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
-from dcp_placements._torch import (
-    FileSystem,
-    FileSystemReader,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    ReadItem,
-    StorageMeta,
-    global_rank,
-    logged_where_torch_drops_it,
-)
+from dcp_placements._torch import global_rank, logged_where_torch_drops_it
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -218,9 +211,9 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             for item, info in zip(items, places_of(items, self.storage_data), strict=True):
                 records = wanted.setdefault(info.relative_path, {})
                 place = (info.offset, info.length)
-                if place not in records:
-                    records[place] = Record(info)
-                records[place].items.append(item)
+                if (record := records.get(place)) is None:
+                    record = records[place] = Record(info)
+                record.items.append(item)
         ids = {record.file: record for record in speaking_for(wanted, self._ids)}
         if self.restricted:
             planner = cast(LoadPlanner, _Restricted(planner))

@@ -10,22 +10,19 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements._torch import (
-    LoadItemType,
-    LoadPlanner,
-    ReadItem,
-    StorageInfo,
-    narrow_tensor_by_index,
-)
+from dcp_placements._torch import StorageInfo, narrow_tensor_by_index
 from dcp_placements.errors import Fault, PlacementError, format_error, format_faults
-from dcp_placements.layout.byte_ranges import Gap, halves, segments
+from dcp_placements.storage.byte_ranges import Gap, halves, segments
 from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import HeldPart, Part
+from dcp_placements.storage.protocols import TakesMany
 from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.records.rows import fill_each, values_of
 from dcp_placements.storage.safe_pickle import RefusedGlobal
@@ -79,7 +76,7 @@ class Record:
     @property
     def is_object(self) -> bool:
         """Whether it is no tensor."""
-        return self.item.type is LoadItemType.BYTE_IO
+        return self.items[0].type is LoadItemType.BYTE_IO
 
 
 def every_gap(run_nbytes: int) -> int:
@@ -105,6 +102,9 @@ class Delivery:
         checksums: Checksums | None = None,
     ) -> None:
         self._planner = planner
+        # Of its class: what passes other calls on to a planner may have hooks of its own.
+        is_asked_once = issubclass(type(planner), TakesMany)
+        self._many = cast(TakesMany, planner) if is_asked_once else None
         self._checksums = checksums
         self._transformed = transformed
         self._stored_sizes = stored_sizes
@@ -148,31 +148,55 @@ class Delivery:
             PlacementError: They do not hold what the metadata says.
         """
         items, places, targets, is_whole = [], [], [], np.ones(len(records), bool)
+        begin = (0,) * len(tensor.shape)
         for at, record in enumerate(records):
-            item = record.item
-            if tuple(item.lengths) != tensor.shape or any(item.storage_offsets):
+            item = record.items[0]
+            if item.lengths != tensor.shape or item.storage_offsets != begin:
                 part = HeldPart(rows[at].data)
                 self.deliver(record, tensor, part, every_gap, path)
                 is_whole[at] = False
                 continue
             items.append(item)
             places.append((path, record.info.offset))
-            targets.append(self.target(item, tensor.shape, path))
-        if targets:
+        if items:
+            targets = self._targets(items, tensor.shape)
             whole = rows[is_whole]
             if self._checksums is not None:
                 self._checksums.check_alike(items, tensor, whole, places)
             fill_each(targets, values_of(whole, tensor))
+            self._commit(items, targets)
+
+    def target(self, item: ReadItem, sizes: tuple[int, ...]) -> torch.Tensor:
+        """Return the planner's tensor for an item of which elements of these sizes were read."""
+        return self._checked(item, self._planner.resolve_tensor(item), sizes)
+
+    def _targets(self, items: Sequence[ReadItem], sizes: tuple[int, ...]) -> list[torch.Tensor]:
+        """Return the planner's tensors for items of which elements of these sizes were read."""
+        if self._many is None:
+            resolved = [self._planner.resolve_tensor(item) for item in items]
+        else:
+            resolved = self._many.resolve_tensors(items)
+        return [
+            self._checked(item, target, sizes)
+            if target.requires_grad or target.shape != sizes
+            else target
+            for item, target in zip(items, resolved, strict=True)
+        ]
+
+    def _commit(self, items: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> None:
+        if self._many is not None:
+            self._many.commit_tensors(items, targets)
+            return
         for item, target in zip(items, targets, strict=True):
             self._planner.commit_tensor(item, target)
 
-    def target(self, item: ReadItem, sizes: tuple[int, ...], path: str) -> torch.Tensor:
-        """Return the planner's tensor for an item of which elements of these sizes were read."""
-        target = self._planner.resolve_tensor(item).detach()
-        if tuple(target.size()) != sizes:
-            problem = f"a {sizes} tensor was read, where {tuple(target.size())} is to be filled"
+    def _checked(
+        self, item: ReadItem, target: torch.Tensor, sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        if target.shape != sizes:
+            problem = f"a {sizes} tensor was read, where {tuple(target.shape)} is to be filled"
             raise damaged(item, problem, NOT_AS_DESCRIBED)
-        return target
+        return target.detach()
 
     def buffer(self, nbytes: int) -> memoryview:
         """Return a buffer, used again by every call."""
@@ -197,7 +221,7 @@ class Delivery:
         loaded = _load(stream, record.item, path)
         for item in record.items:
             source = narrow_tensor_by_index(loaded, item.storage_offsets, item.lengths)
-            target = self.target(item, tuple(source.size()), path)
+            target = self.target(item, tuple(source.size()))
             target.copy_(source)
             self._planner.commit_tensor(item, target)
 
@@ -226,7 +250,7 @@ class Delivery:
                 f"be read at {offsets}"
             )
             raise damaged(item, problem, NOT_AS_DESCRIBED)
-        target = self.target(item, lengths, path)
+        target = self.target(item, lengths)
         if self._checksums is None or lengths != tensor.shape or not target.numel():
             if target.numel():
                 self._fill(target, offsets, lengths, tensor, part, gap)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from dcp_placements.errors import format_name
-from dcp_placements.layout.byte_ranges import c_strides
+from dcp_placements.storage.byte_ranges import c_strides
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
     MAX_NAME_CHARS,

@@ -22,20 +22,17 @@ from io import BytesIO, UnsupportedOperation
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcp_placements._torch import (
     CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
-    FileSystem,
-    FileSystemWriter,
-    Metadata,
-    SavePlan,
-    SavePlanner,
     SerializationFormat,
     StorageInfo,
     StoragePrefix,
-    WriteResult,
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc

@@ -12,11 +12,11 @@ import json
 import pickle
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
-from itertools import accumulate, chain, islice, product
+from itertools import accumulate, chain, islice
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -27,9 +27,9 @@ import torch
 from dcp_placements._torch import default_write_items, has_hooks
 from dcp_placements.bind.placed import Placed
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.layout.sharding import Box, Chunk, Pick, Sharding
+from dcp_placements.layout.sharding import Box, Chunk, Cuts, Sharding
 from dcp_placements.names.flat import Path
-from dcp_placements.storage.metadata.record import Cuts, SavedCut, cuts_of
+from dcp_placements.storage.metadata.record import cut_of_plain, plain_cut
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Group(NamedTuple):
     ``{"ep": Shard(0)}``::
 
         Group("shard", (4, 3), torch.float32, "strided", False, ("ep",),
-              (SavedCut("ep", 2, 0, Kind.PLAIN),), None, True, 2)
+              (Cut(0, "ep", 2),), None, True, 2)
 
     Attributes:
         kind: ``OBJECT``, ``PLAIN`` or ``SHARD``.
@@ -104,8 +104,7 @@ class Held:
         group: What they have in common.
         boxes: The boxes that the rank holds of each.
         fqns: The keys.
-        values: By key, its ``Placed``, or the state dict's value where it has no place; empty on
-            the coordinator.
+        values: By key, its ``Placed``, or the state dict's value where it has no place.
     """
 
     group: Group
@@ -165,7 +164,7 @@ class Table:
     def packed(self) -> bytes:
         """Return the table as it travels; equal tables give equal bytes."""
         groups = [
-            (*group[:2], str(group.dtype), *group[3:6], [c.values for c in group.cuts], *group[7:])
+            (*group[:2], str(group.dtype), *group[3:6], [*map(plain_cut, group.cuts)], *group[7:])
             for group in self.groups
         ]
         columns = packed_ints(self.sizes), packed_ints(self.rule_of)
@@ -174,7 +173,7 @@ class Table:
         # References are not memoised: whether two equal values are one object differs by rank.
         pickler.fast = True
         pickler.dump((groups, *_packed_lines(self.lines), self.rules, *columns))
-        return zlib.compress(buffer.getvalue(), 9)
+        return zlib.compress(buffer.getvalue(), 6)
 
     @staticmethod
     def unpacked(packed: bytes) -> Table:
@@ -187,7 +186,7 @@ class Table:
 def _group(plain: tuple[Any, ...]) -> Group:
     kind, shape, dtype, layout, requires_grad, names, cuts, *rest = plain
     dtype = None if dtype == "None" else getattr(torch, dtype.removeprefix("torch."))
-    cuts = tuple([SavedCut.of(*cut) for cut in cuts])
+    cuts = tuple([cut_of_plain(*cut) for cut in cuts])
     return Group(kind, shape, dtype, layout, requires_grad, names, cuts, *rest)
 
 
@@ -205,14 +204,14 @@ def line_of(path: Path) -> str:
     return line if is_plain else f"\v{json.dumps(path)}"
 
 
-_PLAIN_NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,17})(?![0-9])")
+_PLAIN_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,17})(?![0-9])")
 
 
 def _packed_lines(lines: Sequence[str]) -> tuple[str, bytes, bytes]:
     """Return lines as they travel: without numbers few differ, and the numbers count up."""
-    text = "\n".join(lines)
-    forms, form_of = _numbered(_PLAIN_NUMBER.sub("\0", text).split("\n"))
-    numbers = [int(number) for number in _PLAIN_NUMBER.findall(text)]
+    parts = _PLAIN_NUMBER.split("\n".join(lines))
+    forms, form_of = _numbered("\0".join(parts[::2]).split("\n"))
+    numbers = [int(number) for number in parts[1::2]]
     return "\n".join(forms), packed_ints(form_of), packed_ints(numbers)
 
 
@@ -244,7 +243,7 @@ class Holding:
     Attributes:
         tables: Its tables.
         groups: The keys of each group of each table in turn.
-        fqns: All keys: on the rank in state dict order, on the coordinator in table order.
+        fqns: All keys, in the order of the state dict.
     """
 
     tables: list[Table] = field(default_factory=list)
@@ -255,20 +254,6 @@ class Holding:
     def boxes(self) -> list[HeldBoxes]:
         """The boxes of each group."""
         return [held.boxes for held in self.groups]
-
-    def chunks(self) -> Iterator[tuple[str, Group, Box]]:
-        """Yield each box of each key of each group, in the order in which chunks are numbered."""
-        for held in self.groups:
-            for fqn, box in product(held.fqns, held.boxes):
-                yield fqn, held.group, box
-
-    @staticmethod
-    def of_sent(tables: Sequence[Table], boxes: Sequence[HeldBoxes]) -> Holding:
-        """Return what the tables and boxes of a rank show of its holding, unpacked."""
-        declared = [group for table in tables for group in table.groups]
-        fqns = [table.keys(number) for table in tables for number in range(len(table.groups))]
-        groups = list(map(Held, declared, boxes, fqns))
-        return Holding(list(tables), groups, list(chain.from_iterable(fqns)))
 
 
 def holding_of(
@@ -386,9 +371,9 @@ def declared_group(
 ) -> Group:
     """Return the group of tensors cut by a sharding, without what depends on the rank."""
     parts = None
-    if is_exact and not any(isinstance(cut, Pick) for cut in sharding.cuts):
-        parts = prod([sharding.axis_sizes[axis] for axis in {cut.axis for cut in sharding.cuts}])
-    cuts = cuts_of(sharding, axis_names)
+    if is_exact and sharding.is_uniform:
+        parts = prod([cut.size for cut in sharding.cuts])
+    cuts = sharding.cuts
     look = dtype, layout, requires_grad
     padded = sharding.padded_shape
     return Group(SHARD, sharding.global_shape, *look, axis_names, cuts, padded, is_exact, parts)

@@ -12,14 +12,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from dcp_placements.layout.boxes import Boxes, Ints, as_boxes
+from dcp_placements.layout.boxes import Boxes, Ints
 from dcp_placements.table.cover import NOTHING, Cover
-from dcp_placements.table.table import Group, Holding, Table, unpacked_ints
+from dcp_placements.table.table import Group, Table, unpacked_ints
 
 
 class Sent(Protocol):
@@ -134,7 +133,6 @@ class World:
     Args:
         sent: By rank, what it sends.
         like: By rank, what else ranks of one cohort have in common.
-        own: Tables by their packed form, which need not be unpacked.
 
     Attributes:
         sent: The same.
@@ -150,7 +148,6 @@ class World:
         self,
         sent: Sequence[Sent],
         like: Sequence[Hashable] = (),
-        own: Mapping[bytes, Table] = MappingProxyType({}),
     ) -> None:
         self.sent = sent
         self.tables: list[Table] = []
@@ -158,7 +155,6 @@ class World:
         self.rows: list[list[list[Rows]]] = []
         self.pieces: list[Piece] = []
         self.split: list[list[int]] = []
-        self._own = own
         self._numbers: dict[bytes, int] = {}
         alike: dict[Hashable, list[int]] = {}
         for at, one in enumerate(sent):
@@ -173,10 +169,6 @@ class World:
         self.members: list[Ints] = [np.sort(np.concatenate(parts)) for parts in having]
         self._add_pieces()
 
-    def tables_of(self, rank: int) -> list[Table]:
-        """Return the tables of a rank."""
-        return [self.tables[self._numbers[packed]] for packed in self.sent[rank].tables]
-
     def groups_of(self, cohort: Cohort) -> list[tuple[int, int, Group]]:
         """Return table, number and group of all groups of a cohort, in the order of its boxes."""
         return [
@@ -185,24 +177,41 @@ class World:
             for number, group in enumerate(self.tables[table].groups)
         ]
 
-    def holding(self, rank: int) -> Holding:
-        """Return what a rank holds."""
-        tables, flat = self.tables_of(rank), unpacked_ints(self.sent[rank].boxes)
-        groups = [group for table in tables for group in table.groups]
-        counts, at = flat[: len(groups)].tolist(), len(groups)
-        held = []
-        for group, count in zip(groups, counts, strict=True):
-            ndim = len(group.shape)
-            boxes = flat[at : at + count * 2 * ndim].reshape(count, 2, ndim)
-            held.append(tuple(as_boxes(boxes)))
-            at += boxes.size
-        return Holding.of_sent(tables, held)
+    def by_rank(self, values: Sequence[Ints]) -> list[Ints]:
+        """Return what pieces have by row as one row per rank, cohort by cohort.
+
+        Args:
+            values: By piece, the values of its rows.
+
+        Returns:
+            By cohort, of each of its ranks the values, table after table, piece after piece.
+        """
+        # By cohort and table, the column of each piece of the table.
+        columns: dict[tuple[int, int], dict[int, Ints]] = {}
+        for piece, of_rows in zip(self.pieces, values, strict=True):
+            start = 0
+            for source in piece.sources:
+                for rows in source.rows:
+                    stop = start + len(rows.ranks)
+                    of_table = columns.setdefault((rows.cohort, source.table), {})
+                    of_table[source.piece] = of_rows[start:stop]
+                    start = stop
+        found = []
+        for at, cohort in enumerate(self.cohorts):
+            ranks = len(cohort.ranks)
+            in_order = [
+                column.reshape(ranks, -1)
+                for table in cohort.tables
+                for _, column in sorted(columns[at, table].items())
+            ]
+            found.append(np.concatenate(in_order or [np.zeros((ranks, 0), np.int64)], axis=1))
+        return found
 
     def _number(self, packed: bytes) -> int:
         """Return the position of a table, unpacking it where it is new."""
         number = self._numbers.setdefault(packed, len(self.tables))
         if number == len(self.tables):
-            self.tables.append(self._own.get(packed) or Table.unpacked(packed))
+            self.tables.append(Table.unpacked(packed))
             self.rows.append([[] for _ in self.tables[-1].groups])
         return number
 

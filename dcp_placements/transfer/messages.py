@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.target import Target
 from dcp_placements.storage.metadata.table import Array
-from dcp_placements.transfer.routes import Holders, Messages, Route
+from dcp_placements.transfer.routes import Messages, Route
 
 Slices = tuple[slice, ...]
 
@@ -107,10 +105,7 @@ class Transfers:
         """Yield the messages in columns, by tensors that lie alike."""
         for route, messages in self._blocks:
             piece = messages.piece
-            source = _local(route, route.source, route.source_as, piece, messages.sender, route.of)
-            target = _local(
-                route, route.target, route.target_as, piece, messages.receiver, route.to
-            )
+            boxes = route.boxes[piece]
             yield TransferArrays(
                 [(one.key, other.key, fqn) for one, other, fqn in route.members],
                 route.dtype,
@@ -118,10 +113,10 @@ class Transfers:
                 messages.step,
                 route.source.rank[messages.sender],
                 route.target.rank[messages.receiver],
-                route.boxes[piece, 0],
-                route.boxes[piece, 1],
-                *source,
-                *target,
+                boxes[:, 0],
+                boxes[:, 1],
+                *route.source.slices(messages.sender, boxes),
+                *route.target.slices(messages.receiver, boxes),
             )
 
     def __iter__(self) -> Iterator[Transfer]:
@@ -140,17 +135,3 @@ class Transfers:
 
 def _slices(start: Sequence[int], sizes: Sequence[int]) -> Slices:
     return tuple([slice(a, a + size) for a, size in zip(start, sizes, strict=True)])
-
-
-def _local(
-    route: Route, holders: Holders, common: Target, piece: Array, holder: Array, box_of: Array
-) -> tuple[Array, Array]:
-    """Return start and sizes of messages in local tensors."""
-    start = holders.local[holder].copy()
-    sizes = np.ones_like(start)
-    moved = route.boxes[piece, 0] - holders.boxes[box_of[piece], 0]
-    for dim, origin in enumerate(common.dims):
-        if origin is not None:
-            start[:, origin] += moved[:, dim]
-            sizes[:, origin] = route.boxes[piece, 1, dim]
-    return start, sizes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,9 +12,9 @@ import torch
 
 from dcp_placements.errors import Fault, PlacementError, format_faults, raise_faults
 from dcp_placements.names.target import Rename
-from dcp_placements.rules.matches import Declared, names_of, unmatched_faults
+from dcp_placements.rules.unmatched import names_of, unmatched_faults
 from dcp_placements.storage.metadata.table import Array
-from dcp_placements.transfer.holding import Group, held_groups
+from dcp_placements.transfer.holding import held_groups
 from dcp_placements.transfer.matching import Matcher
 from dcp_placements.transfer.messages import Transfers
 from dcp_placements.transfer.routes import Hosts, Route
@@ -40,6 +40,7 @@ class Pairs(NamedTuple):
     messages: Array  # how many boxes of single tensors
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class TransferPlan:
     """Which rank sends which box to which, between two worlds.
 
@@ -56,24 +57,12 @@ class TransferPlan:
             ``"source: "`` or ``"target: "``; each is also warned of.
     """
 
-    def __init__(
-        self,
-        source: TransferWorld,
-        target: TransferWorld,
-        *,
-        routes: list[Route],
-        unused: list[str],
-        casts: Mapping[str, tuple[torch.dtype, torch.dtype]],
-        unmatched: tuple[str, ...] = (),
-    ) -> None:
-        self.source = source
-        self.target = target
-        self.unused = unused
-        self.casts = casts
-        self.unmatched = unmatched
-        self._routes = routes
-        self._sent_by = _by_rank([np.unique(route.source.rank) for route in routes])
-        self._sent_to = _by_rank([np.unique(route.target.rank) for route in routes])
+    source: TransferWorld
+    target: TransferWorld
+    unused: list[str]
+    casts: Mapping[str, tuple[torch.dtype, torch.dtype]]
+    unmatched: tuple[str, ...]
+    _routes: list[Route]
 
     def part(self, rank: int) -> TransferPart:
         """Return what one rank does. The parts of other ranks are not computed.
@@ -82,16 +71,15 @@ class TransferPlan:
             rank: A global rank; one that is in neither world does nothing.
         """
         sends, receives, copies = [], [], []
-        for number in _routes_of(self._sent_by, rank):
-            route = self._routes[number]
-            sent = route.from_rank(rank)
-            sends.append((route, sent.kept(route.target.rank[sent.receiver] != rank)))
-        for number in _routes_of(self._sent_to, rank):
-            route = self._routes[number]
-            received = route.to_rank(rank)
-            own = route.source.rank[received.sender] == rank
-            receives.append((route, received.kept(~own)))
-            copies.append((route, received.kept(own)))
+        for route in self._routes:
+            if route.source.holds(rank):
+                sent = route.from_rank(rank)
+                sends.append((route, sent.kept(route.target.rank[sent.receiver] != rank)))
+            if route.target.holds(rank):
+                received = route.to_rank(rank)
+                own = route.source.rank[received.sender] == rank
+                receives.append((route, received.kept(~own)))
+                copies.append((route, received.kept(own)))
         return TransferPart(rank, Transfers(sends), Transfers(receives), Transfers(copies))
 
     def everything(self) -> Transfers:
@@ -115,21 +103,6 @@ class TransferPlan:
                 totals = _summed(*map(np.concatenate, zip(totals, more, strict=True)))
         pair, nbytes, count = totals
         return Pairs(pair // size, pair % size, nbytes, count)
-
-
-def _by_rank(ranks_of: list[Array]) -> tuple[Array, Array]:
-    """Return ``(ranks, route numbers)``, sorted, of the ranks of each route."""
-    ranks = np.concatenate([np.zeros(0, np.int64), *ranks_of])
-    routes = np.repeat(np.arange(len(ranks_of)), [len(ranks) for ranks in ranks_of])
-    order = np.argsort(ranks, kind="stable")
-    return ranks[order], routes[order]
-
-
-def _routes_of(by_rank: tuple[Array, Array], rank: int) -> list[int]:
-    """Return the numbers of the routes of one rank."""
-    first, last = np.searchsorted(by_rank[0], [rank, rank + 1])
-    numbers: list[int] = by_rank[1][first:last].tolist()
-    return numbers
 
 
 def _summed(key: Array, nbytes: Array, counts: Array) -> tuple[Array, Array, Array]:
@@ -184,41 +157,37 @@ def transfer_plan(
     faults: list[Fault] = []
     if source.tensors is None:
         raise PlacementError("the source of a transfer needs tensors=, its whole tensors by key")
-    sources, of_source = held_groups(source, source.tensors, rename, faults)
-    wanted = _made(sources) if target.tensors is None else target.tensors
-    targets, of_target = held_groups(target, wanted, None, faults)
+    hosts = Hosts(source, target)
+    sources, of_source = held_groups(source, source.tensors, rename, hosts, faults)
+    wanted = target.tensors
+    if wanted is None:  # what the source's tensors make
+        wanted = {
+            part.target.fqn: _Whole(part.target.shape, tensor.dtype)
+            for group in sources
+            for tensor in group.tensors
+            for part in group.parts_of(tensor)
+        }
+    targets, of_target = held_groups(target, wanted, None, hosts, faults)
     raise_faults("the transfer cannot be planned", faults)
-    matcher = Matcher(sources, targets, Hosts(source, target))
-    routes = matcher.routes()
+    matcher = Matcher(sources, targets, hosts)
     raise_faults("the transfer cannot be planned", matcher.faults)
-    unused = [one.key for group in sources for one in group.tensors if one.key not in matcher.used]
-    unmatched = *_unmatched("source", of_source, sources), *_unmatched("target", of_target, targets)
-    return TransferPlan(
-        source, target, routes=routes, unused=unused, casts=matcher.casts, unmatched=unmatched
-    )
+    unmatched: list[str] = []
+    for side, declared, groups in (
+        ("source", of_source, sources),
+        ("target", of_target, targets),
+    ):
+        keys = [tensor.key for group in groups for tensor in group.tensors]
+        if notes := unmatched_faults(declared, keys):
+            warnings.warn(format_faults(f"look at the {side}", notes, "note"), stacklevel=2)
+        unmatched += [f"{side}: {name}" for name in names_of(declared)]
+    keys = [tensor.key for group in sources for tensor in group.tensors]
+    unused = [key for key in keys if key not in matcher.used]
+    routes = list(matcher.routes.values())
+    return TransferPlan(source, target, unused, matcher.casts, tuple(unmatched), routes)
 
 
-def _unmatched(side: str, declared: Sequence[Declared], groups: Sequence[Group]) -> list[str]:
-    """Return what one world declares and no key matches, after a warning."""
-    keys = [tensor.key for group in groups for tensor in group.tensors]
-    if notes := unmatched_faults(declared, keys):
-        warnings.warn(format_faults(f"look at the {side}", notes, "note"), stacklevel=3)
-    return [f"{side}: {name}" for name in names_of(declared)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
+class _Whole(NamedTuple):
     """A whole tensor without data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def _made(groups: list[Group]) -> Mapping[str, _Whole]:
-    """Return the common tensors that the source's tensors make."""
-    return {
-        target.fqn: _Whole(target.shape, tensor.dtype)
-        for group in groups
-        for tensor in group.tensors
-        for target in tensor.targets
-    }

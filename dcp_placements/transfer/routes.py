@@ -8,7 +8,7 @@ Senders follow from numbers alone, so each rank computes the same plan without t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from dcp_placements.layout.boxes import (
+    Boxes,
     Index,
     as_array,
     as_boxes,
@@ -24,12 +25,12 @@ from dcp_placements.layout.boxes import (
     intersect,
     numel,
     overlaps,
-    unique,
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.target import Target
 from dcp_placements.storage.metadata.table import Array
-from dcp_placements.transfer.holding import HeldBoxes
+from dcp_placements.table.cover import cover_of
+from dcp_placements.transfer.cutting import HeldBoxes
 from dcp_placements.transfer.names import Named
 from dcp_placements.transfer.world import TransferWorld
 
@@ -38,67 +39,102 @@ ROWS = 1 << 20
 
 
 class Hosts:
-    """The host of every global rank, for the choice of a near sender.
+    """The order of ranks as senders: by host, then by rank.
 
     Attributes:
-        size: One more than the highest global rank of both.
-        count: The number of hosts of the source; 1 if hosts are unknown.
-        source: The number of the host of each global rank; -1 of a rank that is not in the source.
-        target: The number of the host of each global rank; -1 where the source has no such host.
+        size: One more than the highest global rank of both worlds.
+        number: The number of each global rank in this order, from 1 up; 0 if it is not in the
+            source.
+        near: For each global rank the numbers ``first .. stop`` of the source's ranks on its host,
+            ``[size, 2]``; an empty range where there are none, or hosts are unknown.
     """
 
     def __init__(self, source: TransferWorld, target: TransferWorld) -> None:
-        ranks = source.global_ranks
-        self.size = 1 + max(*ranks, *target.global_ranks)
-        self.source = np.full(self.size, -1)
-        self.source[ranks] = 0
-        self.target = np.full(self.size, -1)
-        self.count = 1
-        near, far = source.host_names, target.host_names
-        if near is not None and far is not None:
-            numbers = {host: number for number, host in enumerate(dict.fromkeys(near))}
-            self.source[ranks] = [numbers[host] for host in near]
-            self.target[target.global_ranks] = [numbers.get(host, -1) for host in far]
-            self.count = len(numbers)
-
-    def key(self, box: Array, host: Array, rank: Array | int) -> Array:
-        """Return numbers that sort holders by box, then host, then rank."""
-        return (box * (self.count + 1) + host + 1) * self.size + rank
+        self.size = 1 + max(*source.global_ranks, *target.global_ranks)
+        self.number = np.zeros(self.size, np.int64)
+        self.near = np.zeros((self.size, 2), np.int64)
+        names, far = source.host_names, target.host_names
+        if names is None or far is None:
+            names, far = [0] * source.size, [None] * target.size
+        on_host: dict[Hashable, list[int]] = {host: [] for host in names}
+        for rank, host in zip(source.global_ranks, names, strict=True):
+            on_host[host].append(rank)
+        ranges: dict[Hashable, tuple[int, int]] = {}
+        stop = 1
+        for host, ranks in on_host.items():
+            first, stop = stop, stop + len(ranks)
+            self.number[sorted(ranks)] = np.arange(first, stop)
+            ranges[host] = first, stop
+        self.near[target.global_ranks] = [ranges.get(host, (0, 0)) for host in far]
 
 
 class Holders:
-    """The distinct boxes of a common tensor, and who holds them.
+    """Who holds which box of a common tensor, in the order of ``Hosts`` for each box.
 
     Attributes:
-        boxes: The distinct boxes, in the common tensor.
-        box: The box of each holder, sorted.
-        rank: Its global rank.
-        local: The start of the box in its local tensor, ``[holders, dims of the local tensor]``.
-        first: The first holder of each box, and the number of holders.
-        key: ``Hosts.key`` of each holder, sorted.
+        shape: Of the common tensor.
+        dims: For each of its dims that of the local tensor; None if that has none.
+        boxes: The different boxes, in the common tensor.
+        numel: Their elements.
+        first: By box, its first holder; the number of holders last.
+        box: By holder, the box, ascending.
+        rank: By holder, the global rank.
+        local: By holder, the start of the box in its local tensor.
+        key: By holder, box and number of the rank as one number, ascending.
     """
 
     def __init__(self, held: HeldBoxes, target: Target, hosts: Hosts) -> None:
-        ranks, local, boxes = _as_common(held, target)
-        first, box = unique(boxes)
-        self.boxes = boxes[first]
-        key = hosts.key(box, hosts.source[ranks], ranks)
-        order = np.argsort(key, kind="stable")
-        self.box, self.rank, self.local, self.key = (
-            box[order],
-            ranks[order],
-            local[order],
-            key[order],
-        )
-        self.first = np.searchsorted(self.box, np.arange(len(self.boxes) + 1))
+        self.shape, self.dims = target.shape, target.dims
+        ranks, local, boxes = as_common(held, target)
+        cover = cover_of(hosts.number[ranks], boxes)
+        self.boxes, self.numel, self.first = cover.boxes, cover.numel, cover.starts
+        self.box, self.rank = cover.box_of[cover.order], ranks[cover.order]
+        self.local = local[cover.order]
+        self.key = self.box * (hosts.size + 1) + cover.ranks[cover.order]
+        self._has = np.zeros(hosts.size, bool)
+        self._has[ranks] = True
 
     @cached_property
     def counts(self) -> Array:
         """The number of holders of each box."""
         return np.diff(self.first)
 
+    @cached_property
+    def overlap(self) -> tuple[Box, Box] | None:
+        """Two of the boxes that share elements; None if there are none."""
+        for pair in overlaps(self.boxes, 1):
+            one, other = as_boxes(self.boxes[list(pair)])
+            return one, other
+        return None
 
-def _as_common(held: HeldBoxes, target: Target) -> HeldBoxes:
+    def holds(self, rank: int) -> bool:
+        """Whether a global rank holds a box."""
+        return 0 <= rank < len(self._has) and bool(self._has[rank])
+
+    def by_rank(self, numel: Array) -> Array:
+        """Return sums by global rank of what each box has."""
+        sums = np.zeros(len(self._has), np.int64)
+        np.add.at(sums, self.rank, numel[self.box])
+        return sums
+
+    def slices(self, holder: Array, boxes: Boxes) -> tuple[Array, Array]:
+        """Return start and sizes in local tensors of parts of what holders have.
+
+        Args:
+            holder: By row, the holder.
+            boxes: By row, the part of its box, in the common tensor.
+        """
+        start = self.local[holder]
+        sizes = np.ones_like(start)
+        moved = boxes[:, 0] - self.boxes[self.box[holder], 0]
+        for dim, origin in enumerate(self.dims):
+            if origin is not None:
+                start[:, origin] += moved[:, dim]
+                sizes[:, origin] = boxes[:, 1, dim]
+        return start, sizes
+
+
+def as_common(held: HeldBoxes, target: Target) -> HeldBoxes:
     """Return the boxes of a tensor as boxes of the common tensor; ``local`` keeps its dims."""
     found = []
     for source, common in target.boxes:
@@ -140,8 +176,6 @@ class Route:
 
     source: Holders  # who holds what of the source tensors
     target: Holders  # the same of the target tensors
-    source_as: Target  # a source tensor as the common tensor, for the dims
-    target_as: Target  # a target tensor as the common tensor
     hosts: Hosts  # for the choice of near senders
     start: int  # where the rotation over replicas begins
     # The pairs of tensors and the key of the common one
@@ -169,23 +203,11 @@ class Route:
         """Return how many pairs of tensors each row of ``messages`` has."""
         return -(-(len(self.members) - messages.first) // messages.step)
 
-    def overlap(self) -> tuple[Box, Box] | None:
-        """Return two source boxes that share elements; None if there are none.
-
-        Without any, no element comes to a target twice.
-        """
-        for pair in overlaps(self.source.boxes, 1):
-            one, other = as_boxes(self.source.boxes[list(pair)])
-            return one, other
-        return None
-
     def received(self) -> Array:
         """Return the elements that come to each global rank, of one pair of tensors."""
         by_box = np.zeros(len(self.target.boxes), np.int64)
         np.add.at(by_box, self.to, self.numel)
-        by_rank = np.zeros(self.hosts.size, np.int64)
-        np.add.at(by_rank, self.target.rank, by_box[self.target.box])
-        return by_rank
+        return self.target.by_rank(by_box)
 
     def to_rank(self, rank: int) -> Messages:
         """Return what a rank receives, with what it has itself."""
@@ -239,14 +261,14 @@ class Route:
         A receiver that holds the box is the only one. Otherwise they are the holders on its host,
         or all holders if there are none.
         """
-        source, target, hosts = self.source, self.target, self.hosts
-        box, rank = self.of[piece], target.rank[receiver]
-        low = np.searchsorted(source.key, hosts.key(box, hosts.target[rank], 0))
-        high = np.searchsorted(source.key, hosts.key(box, hosts.target[rank], hosts.size))
+        source, hosts = self.source, self.hosts
+        box, rank = self.of[piece], self.target.rank[receiver]
+        key = box * (hosts.size + 1)
+        low, high = [np.searchsorted(source.key, key + near) for near in hosts.near[rank].T]
         far = low == high
         low = np.where(far, source.first[box], low)
         high = np.where(far, source.first[box + 1], high)
-        own_key = hosts.key(box, hosts.source[rank], rank)
+        own_key = key + hosts.number[rank]
         own = np.minimum(np.searchsorted(source.key, own_key), len(source.key) - 1)
         is_own = source.key[own] == own_key
         low = np.where(is_own, own, low)
@@ -270,11 +292,9 @@ class Route:
             return None
         piece, receiver = self._receivers(np.arange(len(self.to)))
         low, count = self._candidates(piece, receiver)
-        order = np.lexsort((-self.numel[piece], count, low))
-        low, count = low[order], count[order]
-        is_first = np.ones(len(order), bool)
-        is_first[1:] = (low[1:] != low[:-1]) | (count[1:] != count[:-1])
-        starts = np.flatnonzero(is_first)
+        candidates = low * (len(self.source.rank) + 1) + count
+        order = np.lexsort((-self.numel[piece], candidates))
+        candidates = candidates[order]
         turns = np.empty(len(order), np.int64)
-        turns[order] = np.arange(len(order)) - starts[np.cumsum(is_first) - 1]
+        turns[order] = np.arange(len(order)) - np.searchsorted(candidates, candidates)
         return turns

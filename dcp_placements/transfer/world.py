@@ -1,4 +1,4 @@
-"""What a user declares of one of the two worlds of a transfer."""
+"""What a user declares of a world that does not run: for a transfer, a rehearsal, a rewriting."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from dcp_placements.errors import PlacementError
+from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.patterns import PlacementRules, Rules, compile_pattern
+
+MeshAxes = dict[str, int]
+"""Axis name to size, the outermost first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,3 +84,67 @@ class TransferWorld:
         if isinstance(self.hosts, int):
             return [rank // self.hosts for rank in self.global_ranks]
         return None if self.hosts is None else list(self.hosts)
+
+
+def rules_at(
+    function: Callable[..., Any], axes: MeshAxes, rank: int
+) -> tuple[Rules, Callable[[str], Any] | None, Mapping[str, str]]:
+    """Return one rank's rules, its rename if it has one, and its waivers.
+
+    Args:
+        function: ``mesh -> rules``: called with a ``MeshCoordinate`` of the rank. It returns
+            ``Placements``, or what ``Placements`` takes as rules.
+        axes: The mesh; ranks count in C order, the last axis fastest.
+        rank: From 0.
+
+    Raises:
+        CannotLook: The function fails, or returns something else.
+    """
+    from dcp_placements.placements import Placements  # imports torch
+
+    mesh = mesh_at(axes, rank)
+    name = getattr(function, "__qualname__", function)
+    try:
+        rules = function(mesh)
+    except PlacementError as error:
+        # Such as an axis that the given mesh does not have.
+        raise CannotLook(str(error)) from error
+    except Exception as error:
+        raise CannotLook(f"{name} fails for {mesh}: {type(error).__name__}: {error}") from error
+    if not (isinstance(rules, Placements | Mapping) or callable(rules)):
+        raise CannotLook(
+            f"{name} returns {rules!r}, which are no rules\n"
+            "    way out:     a function mesh -> Placements, or mesh -> PlacementRules"
+        )
+    try:
+        placements = rules if isinstance(rules, Placements) else Placements(rules)
+    except PlacementError as error:
+        raise CannotLook(f"{name} returns rules that cannot be used: {error}") from error
+    bound = PlacementRules({}) if placements.rules is None else placements.rules
+    return bound, placements.rename, placements.waive
+
+
+def mesh_at(axes: MeshAxes, rank: int) -> MeshCoordinate:
+    """Return the mesh seen from a rank; the last axis is the fastest.
+
+    >>> mesh_at({"ep": 4, "edp": 2}, 3).get_coordinate()
+    (1, 1)
+    """
+    coordinate: list[int] = []
+    for size in reversed(axes.values()):
+        rank, position = divmod(rank, size)
+        coordinate.append(position)
+    return MeshCoordinate(tuple(axes), tuple(axes.values()), tuple(reversed(coordinate)))
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a key matches a pattern of ``PlacementRules``.
+
+    Raises:
+        CannotLook: The pattern has an empty component.
+    """
+    try:
+        compiled = compile_pattern(pattern)
+    except PlacementError as error:
+        raise CannotLook(str(error)) from error
+    return lambda fqn: fqn == pattern or compiled.search("." + fqn) is not None

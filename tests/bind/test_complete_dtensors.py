@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hazard_scenes import read_whole
-from preset_scenes import assert_equal, load, save
+from hazard_scenes import assert_same, read_whole
+from preset_scenes import load, save
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -81,8 +81,8 @@ def test_complete_dtensors_need_no_rule_and_a_rule_changes_nothing(
         "layers.1.moe.expert_bias_E": bias,
         f"optimizer.state.{name}.exp_avg": whole,
     }
-    assert_equal(read_whole(tmp_path / "ours"), truth)
-    assert_equal(read_whole(tmp_path / "stock"), truth)
+    assert_same(read_whole(tmp_path / "ours"), truth)
+    assert_same(read_whole(tmp_path / "stock"), truth)
     chunks = [
         {
             key: sorted((tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks if all(c.sizes))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hazard_scenes import read_whole
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
@@ -58,12 +59,6 @@ def refusal(path: Path, *ranks: dict[str, Any], **options: Any) -> str:
     return str(caught.value)
 
 
-def stock(path: Path) -> torch.Tensor:
-    found = {"w": torch.full((8, 6), -1.0)}
-    dcp.load(found, checkpoint_id=path, no_dist=True)
-    return found["w"]
-
-
 def test_holes_overlaps_and_replicas_that_differ_are_refused(tmp_path: Path) -> None:
     assert "w" in refusal(tmp_path, {"w": rows(0, 3)}, {"w": rows(4, 8)})
     assert "w" in refusal(tmp_path, {"w": rows(0, 5)}, {"w": rows(4, 8)})
@@ -86,16 +81,16 @@ def test_a_rule_has_to_say_the_same(tmp_path: Path) -> None:
         return lambda rank: PlacementSavePlanner(lambda fqn, _: placement(rank, *entries))
 
     World(4).save(tmp_path, ranks.__getitem__, by(Shard(0), Replicate()))
-    assert torch.equal(stock(tmp_path), WHOLE)
+    assert torch.equal(read_whole(tmp_path)["w"], WHOLE)
     with pytest.raises(dcp.CheckpointException) as caught:
         World(4).save(tmp_path / "other", ranks.__getitem__, by(Replicate(), Shard(0)))
     text = str(caught.value)
     assert "w: lists chunks of its own that are not those of its rule" in text
-    assert "offsets (0, 0), local offsets (0, 0), sizes (4, 6)" in text
-    assert "offsets (4, 0), local offsets (0, 0), sizes (4, 6)" in text
+    assert "by itself:   [0:4, :] of (8, 6)" in text
+    assert "declared:    [4:8, :] of (8, 6)" in text
     # A rule that shards nothing leaves the tensor what it says itself.
     World(4).save(tmp_path, ranks.__getitem__, by(Replicate(), Replicate()))
-    assert torch.equal(stock(tmp_path), WHOLE)
+    assert torch.equal(read_whole(tmp_path)["w"], WHOLE)
 
 
 def test_a_rule_that_cuts_over_one_rank_leaves_the_tensor_what_it_lists(tmp_path: Path) -> None:
@@ -105,7 +100,7 @@ def test_a_rule_that_cuts_over_one_rank_leaves_the_tensor_what_it_lists(tmp_path
 
     ranks = [{"w": rows(0, 4)}, {"w": rows(4, 8)}]
     World(2).save(tmp_path, ranks.__getitem__, lambda rank: PlacementSavePlanner(rules(rank)))
-    assert torch.equal(stock(tmp_path), WHOLE)
+    assert torch.equal(read_whole(tmp_path)["w"], WHOLE)
 
 
 def test_a_rule_of_another_whole_shape_is_refused(tmp_path: Path) -> None:
@@ -188,17 +183,17 @@ def test_attributes_that_do_not_fit_are_refused(
     assert f"w: {text}" in found
 
 
-def test_lists_of_unequal_length_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((), "lists 1 global_offsets, 1 local_offsets, 0 local_sizes"),
+        (8, "w: has local_sizes=8, which is no list"),
+    ],
+)
+def test_lists_that_do_not_go_together_are_refused(tmp_path: Path, sizes: Any, text: str) -> None:
     tensor: Any = rows(0, 8)
-    tensor.local_sizes = ()
-    text = refusal(tmp_path, {"w": tensor})
-    assert "lists 1 global_offsets, 1 local_offsets, 0 local_sizes" in text
-
-
-def test_an_attribute_that_is_no_list_is_refused(tmp_path: Path) -> None:
-    tensor: Any = rows(0, 8)
-    tensor.local_sizes = 8
-    assert "w: has local_sizes=8, which is no list" in refusal(tmp_path, {"w": tensor})
+    tensor.local_sizes = sizes
+    assert text in refusal(tmp_path, {"w": tensor})
 
 
 def test_a_view_that_lost_the_attributes_is_named(tmp_path: Path) -> None:
@@ -214,7 +209,7 @@ def test_a_tensor_with_some_of_the_attributes_is_a_plain_tensor(tmp_path: Path) 
     tensor: Any = WHOLE.clone()
     tensor.global_shape = (80, 6)
     save(tmp_path, {"w": tensor})
-    assert torch.equal(stock(tmp_path), WHOLE)
+    assert torch.equal(read_whole(tmp_path)["w"], WHOLE)
 
 
 def test_what_lists_its_chunks_is_neither_stacked_nor_unstacked(tmp_path: Path) -> None:

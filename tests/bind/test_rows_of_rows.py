@@ -59,15 +59,13 @@ def test_names_tell_both_rows_and_keys_must_have_both(tmp_path: Path) -> None:
     rename = Renames(Stack("experts.{}", 8), Stack("layers.{}", 4))
     row = rename("layers.3.experts.5.w")
     assert row == Row("layers.experts.w", 5, 8, within=(Row("layers.experts.w", 3, 4),))
-    expected = rename.table(["layers.3.experts.5.w"])
-    assert expected == "layers.3.experts.5.w -> layers.experts.w, row 5 of 8 of row 3 of 4"
     held = {"layers.0.experts.1.w": torch.zeros(2), "layers.0.experts.w": torch.zeros(2)}
-    expected = refusal(
+    text = refusal(
         lambda: dcp.save(
             held, checkpoint_id=tmp_path, planner=PlacementSavePlanner(rename=rename), no_dist=True
         )
     )
-    assert "one of 8 rows on dim 0 within 4 rows on dim 0, and" in expected
+    assert "one of 8 rows on dim 0 within 4 rows on dim 0, and" in text
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (1, 2), (2, 0)])

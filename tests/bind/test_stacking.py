@@ -27,7 +27,7 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
-from dcp_placements.testing import World
+from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
 
 def adam(experts: Sequence[int], *, sign: int = 1, steps: Sequence[int] = ()) -> dict[str, Any]:
@@ -80,41 +80,37 @@ def test_steps_of_their_own_are_kept_row_by_row(tmp_path: Path) -> None:
     assert re.search(r"the checkpoint has (5|6|15)\.0 and (5|6|15)\.0", message)
 
 
-def test_one_step_for_all_rows_is_read_from_rows_that_agree(tmp_path: Path) -> None:
-    save_alone(tmp_path, adam([0, 1, 2], steps=[4, 4, 4]), stack([0, 1, 2], 3))
-    whole = {
+def three_rows() -> dict[str, torch.Tensor]:
+    """Return the template of three experts in one tensor, with one step for all of them."""
+    return {
         "experts.w1": torch.zeros(3, 2),
         "optim.state.experts.w1.exp_avg": torch.zeros(3, 2),
         "optim.state.experts.w1.step": torch.tensor(0.0),
     }
+
+
+def test_one_step_for_all_rows_is_read_from_rows_that_agree(tmp_path: Path) -> None:
+    save_alone(tmp_path, adam([0, 1, 2], steps=[4, 4, 4]), stack([0, 1, 2], 3))
+    whole = three_rows()
     planner = load_alone(tmp_path, whole, None)
     assert whole["optim.state.experts.w1.step"] == 4
     assert torch.equal(whole["experts.w1"], torch.tensor([[1.0] * 2, [2.0] * 2, [3.0] * 2]))
     assert planner.report.missing == ()
 
 
-def test_rows_by_name_that_do_not_agree_are_no_one_step(tmp_path: Path) -> None:
-    save_alone(tmp_path, adam([0, 1, 2], steps=[4, 4, 7]), None)
-    whole = {
-        "experts.w1": torch.zeros(3, 2),
-        "optim.state.experts.w1.exp_avg": torch.zeros(3, 2),
-        "optim.state.experts.w1.step": torch.tensor(0.0),
-    }
-    message = refusal(lambda: load_alone(tmp_path, whole, Unstack("experts.{}")))
-    assert "4.0 for optim.state.experts.0.w1.step and 7.0 for optim.state.experts.2.w1" in message
-
-
-def test_rows_of_which_some_were_never_stepped_are_no_one_step(tmp_path: Path) -> None:
-    save_alone(tmp_path, adam([0, 1, 2], steps=[4, 4]), None)
-    whole = {
-        "experts.w1": torch.zeros(3, 2),
-        "optim.state.experts.w1.exp_avg": torch.zeros(3, 2),
-        "optim.state.experts.w1.step": torch.tensor(0.0),
-    }
-    message = refusal(lambda: load_alone(tmp_path, whole, Unstack("experts.{}")))
-    assert "optim.state.experts.w1.step: the checkpoint has optimizer state of 2 rows" in message
-    assert "none of 1" in message
-    assert "never stepped" in message
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ([4, 4, 7], "4.0 for optim.state.experts.0.w1.step and 7.0 for optim.state.experts.2.w1"),
+        ([4, 4], "step: the checkpoint has optimizer state of 2 rows"),
+    ],
+    ids=["do not agree", "never stepped"],
+)
+def test_rows_by_name_without_a_step_of_all_are_no_one_step(
+    tmp_path: Path, steps: list[int], text: str
+) -> None:
+    save_alone(tmp_path, adam([0, 1, 2], steps=steps), None)
+    assert text in refusal(lambda: load_alone(tmp_path, three_rows(), Unstack("experts.{}")))
 
 
 def test_a_stack_with_a_row_that_nobody_holds_is_refused(tmp_path: Path) -> None:
@@ -185,6 +181,46 @@ def test_a_row_that_a_rank_holds_twice_is_written_once_and_read_twice(tmp_path: 
     )
     for rank in range(2):
         assert_same(loaded[rank], adam(ids[rank], steps=[3] * 3))
+
+
+def of_meshes(rank: int, *ranks: Sequence[int]) -> dict[str, Any]:
+    """Return a row of eight numbers for each mesh, sharded over its ranks."""
+    meshes = [FakeMesh((2,), ("fsdp",), rank=rank, ranks=torch.tensor(one)) for one in ranks]
+    return {
+        f"experts.{row}.w": FakeDTensor.distribute(torch.arange(8.0), mesh, [Shard(0)])
+        for row, mesh in enumerate(meshes)
+    }
+
+
+@pytest.mark.parametrize("other", [(1, 0), (2, 3)])
+def test_rows_on_meshes_in_which_a_rank_stands_elsewhere_are_refused(
+    tmp_path: Path, other: tuple[int, int]
+) -> None:
+    world, rename = World(4), Stack("experts.{}", 2)
+    path = tmp_path / "whole"
+    dcp.save({"experts.w": torch.zeros(2, 8)}, checkpoint_id=path, no_dist=True)
+    expected = "cannot stack rows of different dtypes, shapes or placements"
+
+    def held(rank: int) -> dict[str, Any]:
+        return of_meshes(rank, (0, 1), other) if rank in other else {}
+
+    def saver(rank: int) -> PlacementSavePlanner:
+        return PlacementSavePlanner(rename=rename)
+
+    def loader(rank: int) -> PlacementLoadPlanner:
+        return PlacementLoadPlanner(rename=rename)
+
+    assert expected in refusal(lambda: world.save(tmp_path / "new", held, saver))
+    assert expected in refusal(lambda: world.load(path, held, loader))
+
+
+def test_rows_on_equal_places_of_several_meshes_are_stacked(tmp_path: Path) -> None:
+    World(2).save(
+        tmp_path,
+        lambda rank: of_meshes(rank, (0, 1), (0, 1)),
+        lambda rank: PlacementSavePlanner(rename=Stack("experts.{}", 2)),
+    )
+    assert torch.equal(read_whole(tmp_path)["experts.w"], torch.arange(8.0).expand(2, 8))
 
 
 @pytest.mark.parametrize(
@@ -284,3 +320,21 @@ def test_objects_with_elements_are_compared_when_one_stands_for_all_rows(
         return
     load_alone(tmp_path, held, Unstack("experts.{}"))
     assert np.array_equal(held["optim.state.experts.w1.extra"], np.ones((2, 2)))
+
+
+def test_steps_of_two_optimizers_have_the_rows_of_their_own_moments(tmp_path: Path) -> None:
+    def held(rank: int) -> dict[str, Any]:
+        mine = {"exp_avg": torch.full((2, 3), 1.0 * rank), "step": torch.tensor(3.0)}
+        both = {"exp_avg": torch.ones(3, 3), "step": torch.tensor(7.0)}
+        return {"a.state.layers.w": mine, "b.state.layers.w": both}
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        over_ep = CheckpointPlacement(World(2).mesh(rank, ep=2), {"ep": Shard(0)})
+        rules = PlacementRules({"a.state": over_ep})
+        return PlacementSavePlanner(rules, rename=Unstack("layers.{}.w"))
+
+    World(2).save(tmp_path, held, planner)
+    keys = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    steps = sorted(key for key in keys if key.endswith("step"))
+    rows = [("a", row) for row in range(4)] + [("b", row) for row in range(3)]
+    assert steps == [f"{model}.state.layers.{row}.w.step" for model, row in rows]

@@ -21,12 +21,12 @@ from dcp_placements import (
     TransferWorld,
     transfer_plan,
 )
+from dcp_placements.bind import binding
 from dcp_placements.layout.sharding import Cut, LayoutError, Sharding
 from dcp_placements.load.cuts import canonical
 from dcp_placements.offline import rehearse, reshard
-from dcp_placements.offline.views import cutting
-from dcp_placements.storage.metadata.record import SavedCut, cuts_of
 from dcp_placements.testing import FakeDTensor, World
+from dcp_placements.transfer import cutting
 
 WORLD = World(2)
 MESH = MeshCoordinate(("ep",), (2,), (0,))
@@ -76,17 +76,17 @@ class NewKind(StrEnum):
 
 
 NEW: Any = NewKind.CYCLIC
+CYCLIC = Cut(0, "ep", 2, NEW)
 
 
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda: Sharding((8, 3), (2,), (Cut(0, 0, NEW),)).at((0,)),
-        lambda: cuts_of(Sharding((8, 3), (2,), (Cut(0, 0, NEW),)), ("ep",)),
-        lambda: str(SavedCut("ep", 2, 0, NEW)),
-        lambda: canonical([SavedCut("ep", 2, 0, NEW)]),
+        lambda: Sharding((8, 3), (CYCLIC,)).at((0,)),
+        lambda: str(CYCLIC),
+        lambda: canonical([CYCLIC]),
     ],
-    ids=["layout", "record", "message", "comparison"],
+    ids=["layout", "message", "comparison"],
 )
 def test_m97_a_kind_of_cut_that_a_place_does_not_handle_is_refused_there(
     ask: Callable[[], Any],
@@ -128,7 +128,8 @@ def test_m97_worlds_of_an_unknown_kind_of_cut_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     save(WORLD, tmp_path / "saved", lambda rank: {"w": arange(8, 3)})
-    monkeypatch.setattr(cutting, "cut_of", lambda entry, ndim, axis: Cut(0, axis, NEW))
+    for module in (binding, cutting):
+        monkeypatch.setattr(module, "cut_of", lambda entry, ndim, *axis: Cut(0, *axis, NEW))
     message = "w: a cut of kind cyclic is not supported here"
     if kind == "rehearse":
         assert message in str(WORLDS[kind](tmp_path, SHARD).faults[0])

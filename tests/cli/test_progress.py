@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,34 +82,6 @@ def test_every_command_has_a_bar_that_ends_at_all_of_it(
     assert all(done <= total for done, total in steps)
     if steps and command != "verify":  # which has read more than what it counts
         assert steps[-1][0] == steps[-1][1] > 0
-
-
-def test_a_shell_that_completes_words_is_not_drawn_over(terminal: Any) -> None:
-    stream, reader = terminal
-    completing = {"_DCP_PLACEMENTS_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={
-            **os.environ,
-            **completing,
-            "COMP_WORDS": "dcp-placements verify --con",
-            "TERM": "xterm",
-        },
-        stdout=subprocess.PIPE,
-        stderr=stream,
-        check=False,
-        timeout=100,
-    )
-    assert done.stdout.split() == [b"--contents"]
-    stream.write("end")
-    stream.flush()
-    assert os.read(reader, 1 << 16) == b"end"
-
-
-PROGRAM = (
-    "from dcp_placements.cli import main, progress\nprogress.DELAY_S = 0.0\n"
-    "import sys; sys.exit(main(['verify', '--con']))"
-)
 
 
 @pytest.mark.parametrize(

@@ -365,13 +365,6 @@ def test_tensors_beside_the_model_are_no_weights(head: str, tmp_path: Path) -> N
     assert len(read(tmp_path / "all")) == 5
 
 
-def test_parts_of_which_none_is_the_model_keep_their_names(tmp_path: Path) -> None:
-    saved = {"teacher": {"w": torch.ones(2)}, "student": {"w": torch.zeros(3)}}
-    dcp.save(saved, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    result = export_safetensors(tmp_path / "ckpt", tmp_path / "out")
-    assert (result.prefix, sorted(read(tmp_path / "out"))) == ("", ["student.w", "teacher.w"])
-
-
 def test_optimizer_state_comes_along_when_asked_for(tmp_path: Path) -> None:
     whole = save(tmp_path / "ckpt")
     export_safetensors(tmp_path / "ckpt", tmp_path / "out", optimizer=True, rename=hub.mixtral)
@@ -551,14 +544,6 @@ def test_a_warning_of_a_command_names_no_place_in_the_source(tmp_path: Path, run
     assert ran.err.startswith("dcp-placements: look at this export (1 note)\n'head': exclude= ")
     assert "UserWarning" not in ran.err
     assert ".py" not in ran.err
-
-
-def test_a_run_of_components_can_be_renamed_too(tmp_path: Path) -> None:
-    save(tmp_path / "ckpt")
-    export_safetensors(
-        tmp_path / "ckpt", tmp_path / "out", prefix="", rename=Replace("model", "net")
-    )
-    assert all(name.startswith("net.") for name in read(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("shard_size", [500, 1 << 30])

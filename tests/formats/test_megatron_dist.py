@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.testing import World, cut
 from dcp_placements.testing.megatron import MegatronModel
 from dcp_placements.testing.megatron_dist import write_torch_dist
+from tests.formats.hostile import Hostile
 from tests.offline_scenes import Run
 
 ALIKE = MegatronModel(dense_layers=0)
@@ -41,16 +41,6 @@ def test_the_tools_look_into_it_and_execute_nothing(tmp_path: Path, run: Run) ->
     result = json.loads(run("inspect", source, "--json").out)
     weight = result["tensors"]["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
     assert weight["shape"] == [ALIKE.layers, ALIKE.experts, ALIKE.hidden, ALIKE.moe_ffn]
-
-
-class Hostile:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 def test_hostile_metadata_is_refused_and_nothing_runs(tmp_path: Path, run: Run) -> None:

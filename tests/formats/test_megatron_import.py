@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
-from strategies import examples
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_placements import (
@@ -38,6 +35,7 @@ from dcp_placements.testing.megatron import (
     padded,
     write_legacy,
 )
+from tests.formats.hostile import Hostile
 from tests.offline_scenes import Run, overwriting
 
 MOE = MegatronModel()
@@ -124,27 +122,6 @@ def test_every_layout_becomes_the_whole_model(run: str, name: str, tmp_path: Pat
     assert same(read(tmp_path / "out", truth), truth) == []
     assert verify(tmp_path / "out").sound
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "out"]
-
-
-@settings(examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_sizes_become_the_whole_model(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    tp, etp, ep = (data.draw(st.sampled_from([1, 2, 4])) for _ in range(3))
-    pp, vpp = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([None, 2]))
-    cp = data.draw(st.sampled_from([1, 2]))
-    assume(tp % etp == 0 and (vpp is None or pp > 1))
-    run = MegatronRun(tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, vpp=vpp)
-    model = data.draw(st.sampled_from([*MODELS.values(), DENSE] if ep == 1 else [*MODELS.values()]))
-    model = replace(model, dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
-    tmp_path = tmp_path_factory.mktemp("sizes")
-    write_legacy(tmp_path / "megatron", model, run)
-    report = import_megatron(tmp_path / "megatron", tmp_path / "out")
-    truth = model.truth()
-    assert keys_of(tmp_path / "out") == set(truth)
-    assert same(read(tmp_path / "out", truth), truth) == []
-    assert report.nbytes == sum(whole.nbytes for whole in truth.values())
 
 
 @pytest.mark.parametrize("name", ["tp2 ep4 etp1", "pp2 vpp2"])
@@ -357,13 +334,6 @@ def test_a_mapped_file_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert same(read(tmp_path / "out", truth), truth) == []
 
 
-def test_other_files_of_a_rank_are_listed(tmp_path: Path) -> None:
-    folder = write_legacy(tmp_path / "m", MOE, MegatronRun())
-    (folder / "mp_rank_00" / "layer_wise_optimizer_0.pt").write_bytes(b"12345")
-    report = import_megatron(folder, tmp_path / "out")
-    assert {p.what: p.nbytes for p in report.left_out}["layer_wise_optimizer_0.pt"] == 5
-
-
 @pytest.mark.parametrize("optimizer", ["float16", "distributed"])
 def test_an_optimizer_is_left_out_with_the_reason(tmp_path: Path, optimizer: str) -> None:
     write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2), optimizer=optimizer)
@@ -412,26 +382,6 @@ def test_an_interrupted_import_leaves_no_checkpoint_and_starts_anew(tmp_path: Pa
     truth = MOE.truth()
     assert same(read(tmp_path / "out", truth), truth) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
-
-
-def test_progress_ends_at_all_bytes(tmp_path: Path) -> None:
-    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2))
-    seen: list[tuple[int, int]] = []
-    report = import_megatron(
-        tmp_path / "m", tmp_path / "out", progress=lambda done, total: seen.append((done, total))
-    )
-    assert seen[-1] == (report.nbytes, report.nbytes)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-
-
-class Hostile:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 def test_a_hostile_file_is_refused_and_nothing_runs(tmp_path: Path, run: Run) -> None:

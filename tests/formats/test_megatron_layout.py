@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ from dcp_placements import PlacementError
 from dcp_placements.formats.megatron.torch_files import RefusedFile, load_torch_file
 from dcp_placements.offline import CannotLook, import_megatron, megatron_layout
 from dcp_placements.testing.megatron import MegatronModel, MegatronRun, write_legacy
+from tests.formats.hostile import Hostile
 from tests.offline_scenes import Run
 
 SMALL = MegatronModel(layers=4, dense_layers=1)
@@ -100,6 +102,24 @@ def test_names_alone_are_ambiguous_and_the_expert_size_settles_it(tmp_path: Path
     assert "--pipeline-parallel-size 2, but on disk 1" in both.mismatches
 
 
+@pytest.mark.parametrize("names", ["9" * 200, "99999999_000", "00_99999999_000"])
+def test_more_ranks_than_any_run_has_are_one_message(names: str, tmp_path: Path, run: Run) -> None:
+    (tmp_path / f"mp_rank_{names}").mkdir()
+    for arguments in (["megatron", tmp_path], ["import", tmp_path, "out", "--from", "megatron"]):
+        ran = run(*arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert "more ranks wrote files than any run has" in ran.err
+
+
+def test_arguments_of_more_ranks_than_any_run_has_are_one_message(tmp_path: Path) -> None:
+    sizes = {"tensor_model_parallel_size": 10**12, "pipeline_model_parallel_size": 1}
+    (tmp_path / "mp_rank_00").mkdir()
+    held = {"args": argparse.Namespace(**sizes), "model": {"w": torch.ones(2)}}
+    torch.save(held, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(CannotLook, match="more ranks wrote files than any run has"):
+        megatron_layout(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("names", "etp"),
     [("00_000 01_001", 1), ("00_000 01_001 02_002 03_003", 1), ("00_000 01_000 02_001 03_001", 2)],
@@ -133,14 +153,6 @@ def test_where_experts_take_part_it_is_3d_though_a_name_lacks_a_field(
     assert found.fields == (1 if run.pp == 1 else 2)
     assert f"names of such a run have {found.fields + 1} fields" in found.reason
     assert any("incomplete: 0 of" in expected for expected in found.mismatches)
-
-
-def test_without_experts_it_is_never_3d(tmp_path: Path) -> None:
-    for number, megatron in enumerate([MegatronRun(tp=2), MegatronRun(tp=2, pp=2)]):
-        write_legacy(tmp_path / str(number), SMALL, megatron)
-        found = megatron_layout(tmp_path / str(number))
-        assert (found.layout, found.fields) == (f"{number + 1}D", number + 1)
-        assert (found.loader, "3D" in found.reason) == ("non-EP", False)
 
 
 def test_every_size_that_does_not_fit_is_told(tmp_path: Path) -> None:
@@ -263,16 +275,6 @@ def test_dcp_directories_of_megatron_are_known(tmp_path: Path) -> None:
     assert "no .metadata" in megatron_layout(tmp_path).mismatches[0]
 
 
-class Hostile:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
-
-
 @pytest.mark.parametrize("form", ["protocol 2", "protocol 4", "plain pickle", "old format"])
 def test_a_hostile_pickle_is_refused_and_nothing_runs(form: str, tmp_path: Path, run: Run) -> None:
     folder = write_legacy(tmp_path / "ckpt", SMALL, MegatronRun())
@@ -289,12 +291,6 @@ def test_a_hostile_pickle_is_refused_and_nothing_runs(form: str, tmp_path: Path,
     ran = run("megatron", folder)
     assert ran.code == (2 if "protocol" in form else 1)
     assert not (tmp_path / "ran").exists()
-
-
-def test_the_refusal_names_what_is_asked_for(tmp_path: Path) -> None:
-    torch.save({"args": Hostile(tmp_path / "ran")}, tmp_path / "file.pt")
-    with pytest.raises(RefusedFile, match=r"asks for: +posix\.system"):
-        load_torch_file(tmp_path / "file.pt")
 
 
 @pytest.mark.parametrize("made", [{"tp": 2}, {"tp": 2, "ep": 2}, {"pp": 3}, {"ep": 3, "etp": 1}])

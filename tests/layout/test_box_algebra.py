@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
+from strategies import count
 
 from dcp_placements.layout.boxes import (
     Index,
@@ -54,14 +54,6 @@ def drawn(seed: int) -> tuple[Shape, list[Box]]:
     return shape, boxes
 
 
-def painted(shape: Shape, boxes: list[Box]) -> np.ndarray:
-    """Return how often each element lies in a box."""
-    count = np.zeros(shape, int)
-    for box in boxes:
-        count[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] += 1
-    return count
-
-
 def share(one: Box, other: Box) -> bool:
     return all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
 
@@ -70,12 +62,12 @@ def test_boxes_against_painted_arrays() -> None:
     for seed in range(1500):
         shape, boxes = drawn(seed)
         whole, array = Box((0,) * len(shape), shape), as_array(boxes, len(shape))
-        count = painted(shape, boxes)
+        painted = count(shape, boxes)
         assert as_boxes(array) == boxes
-        assert tile(whole, array) == bool((count == 1).all()), seed
-        assert apart(whole, array) == bool((count <= 1).all()), seed
+        assert tile(whole, array) == bool((painted == 1).all()), seed
+        assert apart(whole, array) == bool((painted <= 1).all()), seed
         holes = uncovered(whole, array, 1000)
-        assert (painted(shape, holes) == (count == 0)).all(), seed
+        assert (count(shape, holes) == (painted == 0)).all(), seed
         meet = [
             (i, j)
             for i, one in enumerate(boxes)
@@ -92,8 +84,8 @@ def test_boxes_against_painted_arrays() -> None:
         for i, j in meet:
             assert [common(boxes[i], boxes[j])] == as_boxes(intersect(array[[i]], array[[j]]))
             shared = as_boxes(intersect(array[[i]], array[[j]]))
-            both = painted(shape, [boxes[i]]) + painted(shape, [boxes[j]]) == 2
-            assert (painted(shape, shared) == both).all()
+            both = count(shape, [boxes[i], boxes[j]]) == 2
+            assert (count(shape, shared) == both).all()
         first, number = unique(array)
         assert [boxes[at] for at in first] == sorted(set(boxes))
         assert [boxes[first[at]] for at in number] == boxes

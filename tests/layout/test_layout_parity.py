@@ -21,11 +21,16 @@ from dcp_placements.layout.sharding import Cut, Kind, Sharding
 
 def sharding_of(case: Case) -> Sharding:
     cuts = [
-        Cut(placement.dim, axis, Kind.STRIDED, getattr(placement, "split_factor", 1))
-        for axis, placement in enumerate(case.placements)
+        Cut(placement.dim, None, size, Kind.STRIDED, getattr(placement, "split_factor", 1))
+        for size, placement in zip(case.sizes, case.placements, strict=True)
         if not isinstance(placement, Replicate)
     ]
-    return Sharding(case.shape, case.sizes, tuple(cuts))
+    return Sharding(case.shape, tuple(cuts))
+
+
+def positions(case: Case, coordinate: tuple[int, ...]) -> list[int]:
+    pairs = zip(coordinate, case.placements, strict=True)
+    return [at for at, placement in pairs if not isinstance(placement, Replicate)]
 
 
 def torch_says(case: Case, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -40,7 +45,7 @@ def assert_parity(case: Case) -> int:
     compared = 0
     sharding = sharding_of(case)
     for coordinate in coordinates(case.sizes):
-        layout = sharding.at(coordinate)
+        layout = sharding.at(positions(case, coordinate))
         shape, offset = torch_says(case, coordinate)
         assert layout.local_shape == shape
         chunks = layout.chunks()

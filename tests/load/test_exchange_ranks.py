@@ -82,7 +82,8 @@ def test_each_byte_is_read_once_and_evenly(outcomes: Ranks, name: str) -> None:
 
 
 def test_the_ranks_that_saved_open_their_own_file_and_the_shared_one(outcomes: Ranks) -> None:
-    assert all(rank["opens"] <= 2 for rank in seen(outcomes, "hsdp"))
+    # Its own file, the end of what its replica wrote, and that of the first rank with the objects.
+    assert all(rank["opens"] <= 3 for rank in seen(outcomes, "hsdp"))
     # Two replicas of each expert and of what all share: its own file and those of two writers.
     assert all(rank["opens"] <= 3 for rank in seen(outcomes, "experts"))
 
@@ -112,6 +113,13 @@ def test_what_ranks_do_not_want_alike_each_reads(outcomes: Ranks) -> None:
     assert {rank["exchanged"] for rank in found} == {1400 * 800 * 4 // 4}
 
 
+def test_a_rank_that_needs_no_tensor_keeps_none_from_the_exchange(outcomes: Ranks) -> None:
+    found = seen(outcomes, "one_rank_needs_no_tensor")
+    assert_right(found)
+    assert found[2]["exchanged"] == 0
+    assert sum(rank["read"] for rank in found) <= 1.03 * found[0]["unique"]
+
+
 def test_a_reader_without_the_hook_is_told_of_once(outcomes: Ranks) -> None:
     for rank in seen(outcomes, "stock_reader"):
         assert rank["same"]
@@ -126,12 +134,12 @@ def test_a_planner_without_it_keeps_all_from_it(outcomes: Ranks) -> None:
     assert "the planner of rank 2 was not given exchange=True" in found[0]["warnings"][0]
 
 
-@pytest.mark.xfail(strict=True, reason="M79: one key that not all ranks have ends the exchange")
 def test_m79_a_plain_tensor_per_rank_leaves_the_others_to_the_exchange(outcomes: Ranks) -> None:
     found = seen(outcomes, "a_plain_key_per_rank")
     assert_right(found)
     assert all(rank["exchanged"] for rank in found)
-    assert sum(rank["read"] for rank in found) < 2 * 1024 * 700 * 4
+    assert sum(rank["read"] for rank in found) < 1.05 * (1024 * 700 * 4 + 4 * 700 * 3 * 4)
+    assert [rank["alone"] for rank in found] == [[f"rng.{rank}"] for rank in RANKS]
 
 
 def test_a_load_on_another_process_group(outcomes: Ranks) -> None:

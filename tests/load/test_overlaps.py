@@ -236,10 +236,6 @@ def test_rows_of_a_stack_in_one_memory(tmp_path: Path) -> None:
     assert torch.equal(row, torch.ones(3))
 
 
-def ramp(*shape: int) -> torch.Tensor:
-    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-
-
 SELF_OVERLAPPING = {
     "expand": lambda: torch.zeros(3).expand(4, 3),
     "expand of columns": lambda: torch.zeros(4, 1).expand(4, 3),
@@ -255,7 +251,7 @@ def test_m70_a_destination_that_overlaps_itself_is_refused_by_name(
     kind: str, reader: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     view = SELF_OVERLAPPING[kind]()
-    stored(tmp_path, {"w": ramp(*view.shape) + 1, "b": ramp(2) + 1})
+    stored(tmp_path, {"w": arange(*view.shape) + 1, "b": arange(2) + 1})
     state = {"w": view, "b": torch.zeros(2)}
     text = refused(tmp_path, state, reader(tmp_path))
     assert "w: several elements of this (4, 3) tensor are one memory" in text
@@ -265,7 +261,7 @@ def test_m70_a_destination_that_overlaps_itself_is_refused_by_name(
 
 
 def test_m70_a_local_tensor_that_overlaps_itself_is_refused_on_its_rank(tmp_path: Path) -> None:
-    stored(tmp_path, {"w": ramp(8, 3)})
+    stored(tmp_path, {"w": arange(8, 3)})
     world = World(2)
 
     def state(rank: int) -> State:
@@ -314,7 +310,7 @@ APART = {
 @pytest.mark.parametrize("kind", APART)
 def test_m70_views_whose_elements_lie_apart_are_loaded(kind: str, tmp_path: Path) -> None:
     view = APART[kind]()
-    whole = ramp(*view.shape) + 1
+    whole = arange(*view.shape) + 1
     stored(tmp_path, {"w": whole})
     dcp.load({"w": view}, checkpoint_id=tmp_path, planner=PlacementLoadPlanner())
     assert torch.equal(view, whole)

@@ -6,14 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import SMALL_SHAPES, arange, boxes_in, count, examples, tilings
+from torch.distributed.checkpoint import ChunkStorageMetadata, ReadItem, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements._torch import (
-    ChunkStorageMetadata,
-    LoadItemType,
-    ReadItem,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from dcp_placements.layout.boxes import Index, as_array, common
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import Reads, pieces_of, read_items

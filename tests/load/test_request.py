@@ -11,22 +11,22 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import examples, tilings
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.tensor import Replicate, Shard
-
-from dcp_placements import CheckpointPlacement, PlacementLoadPlanner, PlacementRules
-from dcp_placements._torch import (
+from torch.distributed.checkpoint import (
+    CheckpointException,
     ChunkStorageMetadata,
     Metadata,
     ReadItem,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from dcp_placements.bind.placing import place
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import CheckpointPlacement, PlacementLoadPlanner, PlacementRules
+from dcp_placements.bind.place import place
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
-from dcp_placements.load.policy import Policy
-from dcp_placements.load.request import Request
+from dcp_placements.load.missing import Policy
+from dcp_placements.load.reads import Request
 from dcp_placements.report import LoadReport
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 

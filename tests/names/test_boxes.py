@@ -105,7 +105,7 @@ def test_chunks_of_a_rank_are_moved_with_the_boxes(
     shape, name = case
     whole = arange(shape)
     dim = data.draw(st.integers(0, len(shape) - 1))
-    layouts = [Sharding(shape, (ranks,), (Cut(dim, 0),)).at([rank]) for rank in range(ranks)]
+    layouts = [Sharding(shape, (Cut(dim, "ep", ranks),)).at([rank]) for rank in range(ranks)]
     for target in renamed_boxes(name, shape):
         tensor = torch.full(target.shape, -1, dtype=whole.dtype)
         for layout in layouts:

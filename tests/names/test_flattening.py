@@ -10,7 +10,6 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.names.flat import flattened
 
 
 class Opaque:
@@ -30,23 +29,6 @@ def nested() -> dict[str, Any]:
         "tuple": (w, w),
         "flag": True,
     }
-
-
-def test_it_is_flat_as_torch_makes_it() -> None:
-    values = nested()
-    flat, paths = flattened(values, flatten_state_dict)
-    wanted, wanted_paths = flatten_state_dict(values)
-    assert list(flat) == list(wanted)
-    assert all(flat[key] is wanted[key] for key in wanted)
-    assert paths == wanted_paths
-
-
-def test_two_values_of_one_name_are_refused() -> None:
-    for values in ({"a": {"b": 1}, "a.b": 2}, {"a.b": [torch.ones(1)], "a": {"b.0": 2}}):
-        with pytest.raises(ValueError, match=r"duplicated flatten key a\.b"):
-            flatten_state_dict(values)
-        with pytest.raises(ValueError, match=r"duplicated flatten key a\.b"):
-            flattened(values, flatten_state_dict)
 
 
 @pytest.mark.parametrize("flat", [True, False])

@@ -26,6 +26,7 @@ from dcp_placements import (
 )
 from dcp_placements.offline import Checkpoint, verify
 from tests.offline_scenes import Run, save_hugging_face, save_sharded
+from tests.storage_scenes import stock_metadata
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,8 +195,7 @@ def test_the_restricted_reader_runs_no_metadata(
 ) -> None:
     marker = tmp_path / "executed"
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    with open(tmp_path / "ckpt" / ".metadata", "rb") as stream:
-        metadata = pickle.load(stream)
+    metadata = stock_metadata(tmp_path / "ckpt")
     metadata.planner_data = Marks(marker)
     (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
     # Torch 2.10 drops the message, which is logged then.
@@ -223,8 +223,7 @@ def test_the_restricted_reader_refuses_what_is_no_metadata_in_one_message(
     tmp_path: Path, broken: Any, found: str, run: Run
 ) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
-    with open(tmp_path / ".metadata", "rb") as stream:
-        metadata = pickle.load(stream)
+    metadata = stock_metadata(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(broken(metadata) or metadata))
     before = (tmp_path / ".metadata").read_bytes()
     reader = PlacementFileSystemReader(tmp_path, restricted=True)
@@ -252,8 +251,7 @@ def test_the_restricted_reader_stays_in_its_directory(
         replaced_by_link(path, tmp_path / "outside")
     else:
         (path / "__0_0.distcp").rename(tmp_path / "outside")
-        with open(path / ".metadata", "rb") as stream:
-            metadata = pickle.load(stream)
+        metadata = stock_metadata(path)
         for info in metadata.storage_data.values():
             info.relative_path = "../outside"
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -268,11 +266,6 @@ def test_the_restricted_reader_stays_in_its_directory(
 FORGED = "w\nall: sound (5 tensors)\x1b[2K\u202e\udc80"
 
 
-def metadata_of(path: Path) -> Any:
-    with open(path / ".metadata", "rb") as stream:
-        return pickle.load(stream)
-
-
 def rewritten(path: Path, metadata: Any) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
@@ -280,7 +273,7 @@ def rewritten(path: Path, metadata: Any) -> None:
 def save_stock(path: Path, **held: Any) -> Any:
     """Save with torch's own writer; return the metadata."""
     dcp.save(held or {"w": torch.ones(3, 4)}, checkpoint_id=path, no_dist=True)
-    return metadata_of(path)
+    return stock_metadata(path)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +336,7 @@ def test_broken_provenance_is_one_message(tmp_path: Path, run: Run, name: str) -
         assert "its provenance is broken" in ran.err
 
 
-@pytest.mark.parametrize("file", ["\ud800", "a\0b"])
+@pytest.mark.parametrize("file", ["\ud800", "a\0b", ""])
 def test_names_that_no_file_has_are_one_message(tmp_path: Path, run: Run, file: str) -> None:
     metadata = save_stock(tmp_path)
     for info in metadata.storage_data.values():
@@ -553,7 +546,7 @@ def test_chunks_without_a_place_are_one_message(
     """As after one flipped bit in a key of ``storage_data``, where no index is read."""
     whole = save_sharded(tmp_path, lean=lean)
     keys = ("layers.0.experts.w1", "layers.1.attention")
-    metadata = metadata_of(tmp_path)
+    metadata = stock_metadata(tmp_path)
     for index in [at for at in metadata.storage_data if at.fqn in keys]:
         del metadata.storage_data[index]
     rewritten(tmp_path, metadata)

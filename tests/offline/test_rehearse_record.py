@@ -17,7 +17,9 @@ from dcp_placements import (
     IndexShard,
     Placements,
     PlacementSavePlanner,
+    Renames,
     Renumber,
+    Stack,
 )
 from dcp_placements.offline import rehearse
 from dcp_placements.testing import World
@@ -159,10 +161,38 @@ def test_rows_of_another_rank_are_refused_as_by_a_load(
     found = assert_verdict(tmp_path, at, "ep", lambda rank: {"w": torch.zeros(2, 3)}, right=right)
     if not right:
         (fault,) = found.faults
-        assert "several ranks ask for rows 0-1 of dim 0, and none for rows 2-3" in str(fault)
+        assert "several ranks ask for [0:2, :] of (4, 3), and none for [2:4, :]" in str(fault)
         assert rehearse(tmp_path, by_rows(second, waive={"w": "half of it"}), {"ep": 2}).loads
 
 
 def test_a_checkpoint_without_a_record_is_not_compared(tmp_path: Path) -> None:
     torch.distributed.checkpoint.save({KEY: arange(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
     assert rehearse(tmp_path, by_tp(Shard(0)), {"tp": 2}).loads
+
+
+def test_m91_rows_that_nobody_asks_for_are_refused_as_by_a_load_that_stacks(tmp_path: Path) -> None:
+    """Both ranks give their experts the numbers 0 and 1, so nobody asks for 2 and 3."""
+    save(TWO, tmp_path, lambda rank: {"experts": arange(4, 3)})
+
+    def at(mesh: Any) -> Placements:
+        rename = Renames(Renumber("experts.{}", [0, 1], total=4), Stack("experts.{}", 4))
+        return Placements(None, rename=rename)
+
+    def state(rank: int) -> dict[str, Any]:
+        return {f"experts.{i}": torch.zeros(3) for i in range(2)}
+
+    assert_verdict(tmp_path, at, "ep", state, right=False)
+
+
+def test_a_number_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path) -> None:
+    save(TWO, tmp_path, lambda rank: {"experts.0.w": arange(2), "experts.1.w": arange(2)})
+
+    def at(mesh: Any) -> Placements:
+        first = 2 * mesh.get_coordinate()[0]
+        return Placements(None, rename=Renumber("experts.{}", [first, first + 1], total=4))
+
+    def state(rank: int) -> dict[str, Any]:
+        return {key: torch.zeros(2) for key in experts([0, 1])}
+
+    found = assert_verdict(tmp_path, at, "ep", state, right=False)
+    assert {fault.fqn for fault in found.faults} == {"experts.2.w", "experts.3.w"}

@@ -336,22 +336,6 @@ def test_files_of_an_attempt_whose_marker_was_removed_are_not_kept(
     assert all(same(held_at(out)[key], value) for key, value in tensors.items())
 
 
-def test_a_stopped_import_leaves_no_checkpoint_at_a_url(tmp_path: Path, memory: str) -> None:
-    from dcp_placements.offline import import_safetensors
-
-    save_hugging_face(tmp_path, {f"w{n}": torch.arange(1000.0) + n for n in range(20)})
-
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        import_safetensors(tmp_path, f"{memory}/out", progress=stop)
-    assert names(memory) == []
-    import_safetensors(tmp_path, f"{memory}/out")
-    assert len(Checkpoint(f"{memory}/out").tensors) == 20
-
-
 def test_metadata_of_ranks_are_merged_at_a_url(tmp_path: Path, memory: str, run: Run) -> None:
     save_sharded(tmp_path, collectives=False)
     upload(tmp_path, memory)

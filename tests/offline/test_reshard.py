@@ -156,10 +156,10 @@ def test_a_load_opens_one_file_per_rank_and_reads_most_of_it(tmp_path: Path) -> 
         lambda rank: PlacementSavePlanner(),
     )
     before = rehearse(tmp_path / "rows", columns, {"tp": 4})
-    assert {(rank.files, rank.resharded_files) for rank in before.ranks} == {(3, 1)}
+    assert {rank.files for rank in before.ranks} == {3}
     reshard(tmp_path / "rows", tmp_path / "out", columns, {"tp": 4})
     after = rehearse(tmp_path / "out", columns, {"tp": 4})
-    assert {(rank.files, rank.resharded_files) for rank in after.ranks} == {(1, 1)}
+    assert {rank.files for rank in after.ranks} == {1}
     for rank in range(4):
         reader = PlacementFileSystemReader(tmp_path / "out")
         local = {key: torch.zeros(t.shape[0], 100) for key, t in whole.items()}
@@ -333,6 +333,14 @@ def test_records_that_stay_as_they_are_are_copied(tmp_path: Path) -> None:
     assert diff(tmp_path / "source", tmp_path / "out").same
 
 
+def test_damage_of_a_record_that_is_read_whole_gets_no_new_checksum(tmp_path: Path) -> None:
+    save_sharded(tmp_path / "source")
+    damage.flip_bit(tmp_path / "source", "layers.0.experts.w1")
+    with pytest.raises(PlacementError, match=r"layers\.0\.experts\.w1: .*not what was written"):
+        reshard(tmp_path / "source", tmp_path / "out", rules_by_ep, {"ep": 4})
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.usefixtures("flipped_is_known")
 def test_m88_objects_keep_the_transforms_of_their_records(tmp_path: Path) -> None:
     state = {"w": arange((8, 3)), "step": 7, "scheduler": {"lr": [0.1, 0.2]}}
@@ -389,7 +397,7 @@ def test_what_a_load_would_be_refused_for_is_refused(
 ) -> None:
     save_sharded(tmp_path / "source")
     source = tmp_path / "source"
-    with pytest.raises(PlacementError, match=r"experts.w1.*makes \(9, 5, 3\)"):
+    with pytest.raises(PlacementError, match=r"experts.w1.*\(9, 5, 3\) is needed"):
         reshard(source, tmp_path / "out", rules_by_ep, {"ep": 3})
     with pytest.raises(CannotLook, match="no axis 'ep'"):
         reshard(source, tmp_path / "out", rules_by_ep, {"tp": 2})

@@ -165,17 +165,6 @@ def test_many_faults_fit_a_screen(tmp_path: Path, run: Run) -> None:
     assert every.index("__2_0.distcp") < every.index("__10_0.distcp")
 
 
-def test_faults_of_one_kind_in_one_file_are_one_entry(copy: Path, run: Run) -> None:
-    metadata = damage._read(copy)
-    for fqn in ("layers.0.experts.w1", "layers.0.experts.w2"):
-        metadata.state_dict_metadata[fqn].properties.dtype = torch.int32
-    damage._write(copy, metadata)
-    text = run("verify", copy).out
-    name = data_file(copy, 0).name
-    (number,) = re.findall(rf"{name}\n    wrong_record: (\d+) faults, ", text)
-    assert int(number) >= 2
-
-
 def test_a_half_overwritten_step_of_torch_s_writer_is_seen_by_its_ids(tmp_path: Path) -> None:
     save_sharded(tmp_path / "step", lean=False)
     save_sharded(tmp_path / "later", lean=False, step=1, add=0.5)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_scenes import read_whole
-from preset_scenes import assert_equal, filled, load, save
+from hazard_scenes import assert_same, read_whole
+from preset_scenes import filled, load, save
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import FusedShard, PlacementError, Placements
@@ -166,20 +166,10 @@ def test_a_model_is_whole_in_the_file_and_loads_into_another_topology(
     saved: str, loaded: str, tmp_path: Path
 ) -> None:
     before, after = TOPOLOGIES[saved], TOPOLOGIES[loaded]
-    save(
-        tmp_path,
-        World(before.world),
-        lambda rank: before.state_dict(rank),
-        lambda rank: before.preset(rank),
-    )
+    save(tmp_path, World(before.world), before.state_dict, before.preset)
     wanted = {f"model.{name}": whole for name, whole in whole_model().items()}
-    assert_equal(read_whole(tmp_path), wanted)
-    load(
-        tmp_path,
-        World(after.world),
-        lambda rank: after.state_dict(rank),
-        lambda rank: after.preset(rank),
-    )
+    assert_same(read_whole(tmp_path), wanted)
+    load(tmp_path, World(after.world), after.state_dict, after.preset)
 
 
 def test_optimizer_state_has_its_parameters_number_and_place() -> None:

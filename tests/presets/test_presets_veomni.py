@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_scenes import read_whole
-from preset_scenes import assert_equal, load, save
+from hazard_scenes import assert_same, read_whole
+from preset_scenes import load, save
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Replicate, Shard
@@ -92,7 +92,7 @@ def test_experts_are_in_order_on_whatever_dim_fsdp_cuts_them(
 ) -> None:
     before, after = Job(MESHES[saved], fsdp_dim), Job(MESHES[loaded], 1 - fsdp_dim)
     save(tmp_path, before.world, before.state_dict, before.preset)
-    assert_equal(read_whole(tmp_path), {f"model.{name}": whole for name, whole in WHOLE.items()})
+    assert_same(read_whole(tmp_path), {f"model.{name}": whole for name, whole in WHOLE.items()})
     load(tmp_path, after.world, after.state_dict, after.preset)
 
 

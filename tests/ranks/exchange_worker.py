@@ -92,6 +92,7 @@ def facts(planner: PlacementLoadPlanner, reader: Any, state: State, wanted: Stat
         "all": None if report.all_traffic is None else report.all_traffic.storage_nbytes,
         "wanted": report.wanted_nbytes,
         "text": str(report),
+        "alone": list(report.alone),
     }
 
 
@@ -201,7 +202,7 @@ def two_replica_axes(path: Path) -> Facts:
 
 @scenario
 def two_meshes(path: Path) -> Facts:
-    """A rule's axis and a DTensor's, both replicating: no rank knows the others' lines."""
+    """Axes of a rule and of a DTensor, and of a DTensor alone: all ranks need the whole."""
     mesh = two_by_two("pod", "edp")
     rules = PlacementRules({"w": CheckpointPlacement(mesh["pod"], [Replicate()])})
     wholes = {"w": arange(1500, 900), "v": arange(1000, 700)}
@@ -211,7 +212,7 @@ def two_meshes(path: Path) -> Facts:
     }
     saved(wholes, path)
     found = load(path, state, wholes, rules)
-    return found | {"unique": wholes["w"].nbytes + 2 * wholes["v"].nbytes}
+    return found | {"unique": sum(whole.nbytes for whole in wholes.values())}
 
 
 @scenario
@@ -296,6 +297,19 @@ def many_small(path: Path) -> Facts:
     dist.barrier()
     found = load(path, state, wholes)
     return found | {"unique": sum(whole.nbytes for whole in wholes.values())}
+
+
+@scenario
+def one_rank_needs_no_tensor(path: Path) -> Facts:
+    """A rank that asks for objects alone, beside others that need the same tensors."""
+    wholes: State = {"w": arange(900, 700), "epoch": 4}
+    saved(wholes, path)
+    asked = ["epoch"] if dist.get_rank() == 2 else ["w", "epoch"]
+    state = {"w": torch.zeros(900, 700), "epoch": 0}
+    found = load(
+        path, {name: state[name] for name in asked}, {name: wholes[name] for name in asked}
+    )
+    return found | {"unique": wholes["w"].nbytes}
 
 
 @scenario

@@ -206,7 +206,6 @@ def seen(models: dict[str, Model], saved: str, loaded: str, out: Path) -> dict[s
             for d in differing(found[rank], after.held[rank])
         ],
         "same_ranks": before.same_ranks and after.same_ranks,
-        "patterns": [sorted(p.rules.patterns) for p in before.presets],
     }
 
 

@@ -62,7 +62,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     *((on_mesh({"ep": what}), f"{what!r} is no placement") for what in ("Shard(0)", 0, None)),
     *(
-        (on_mesh({"ep": kind}), f"{kind.__name__} is a class, not a placement")
+        (on_mesh({"ep": kind}), f"{kind!r} is no placement")
         for kind in (Shard, Replicate, FusedShard, IndexShard)
     ),
     (on_mesh({"ep": Partial()}), "redistribute"),
@@ -72,11 +72,12 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         for padded in ((4, 3), (8, 2), (8,), (8, 3, 1))
     ),
     (on_mesh(BY_EP, global_shape=(-1, 3)), "global_shape=(-1, 3) has a negative size"),
+    *(
+        (on_mesh(BY_EP, **{"global_shape": (50, 3), name: 50}), f"{name}=50 must be a shape")
+        for name in ("global_shape", "padded_shape")
+    ),
     (on_mesh({"ep": IndexShard(0, (1, 2))}), "needs global_shape="),
     *((lambda n=n: FusedShard(0, n), f"not {n}") for n in (0, -1, (), (3, 0), (4, -1))),
-    (lambda: FusedShard("0", 2), "takes a dim and a number of parts"),  # type: ignore[arg-type]
-    (lambda: FusedShard(0, "2"), "takes a dim and a number of parts"),  # type: ignore[arg-type]
-    (lambda: IndexShard("0", (1,)), "not dim '0'"),  # type: ignore[arg-type]
     (lambda: IndexShard(0, (3, -2)), "not -2"),
 ]
 

@@ -17,7 +17,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.bind.placing import place
+from dcp_placements.bind.place import place
 from dcp_placements.rules.patterns import compile_pattern, rule_name
 from dcp_placements.testing import World
 
@@ -96,19 +96,6 @@ def test_first_match_wins() -> None:
     )
 
 
-def test_order_of_the_mapping_is_the_order_of_the_rules() -> None:
-    fqn = "model.head.weight"
-    assert PlacementRules({"head": ROWS, "weight": COLUMNS})(fqn) is ROWS
-    assert PlacementRules({"weight": COLUMNS, "head": ROWS})(fqn) is COLUMNS
-
-
-def test_a_key_that_nothing_matches_has_no_placement() -> None:
-    rules = PlacementRules({"experts.w1": ROWS})
-    assert rules("layers.0.norm") is None
-    assert rules.pattern_of("layers.0.norm") is None
-    assert PlacementRules({})("w") is None
-
-
 def test_compiled_patterns_are_searched_in_the_key() -> None:
     rules = PlacementRules({re.compile(r"experts\.\d+\.w[13]"): ROWS, "experts": COLUMNS})
     assert rules("shared_experts.0.w3") is ROWS
@@ -182,23 +169,6 @@ def test_scalars_and_objects_are_never_asked_about() -> None:
     assert asked == [("w", (4, 3)), ("empty", (0, 3))]
     assert not placing.placed
     assert not placing.faults
-
-
-def test_any_callable_of_that_signature_does() -> None:
-    def rules(fqn: str, tensor: torch.Tensor) -> CheckpointPlacement | None:
-        return ROWS if fqn.endswith("w1") and tensor.dim() == 2 else None
-
-    state_dict = {"w1": torch.zeros(4, 3), "b.w1": torch.zeros(4), "w2": torch.zeros(4, 3)}
-    placing = place(state_dict, rules)
-    assert list(placing.placed) == ["w1"]
-    assert placing.placed["w1"].global_shape == (8, 3)
-    assert sum(placing.matched.values()) == 1
-
-
-def test_a_pattern_that_says_none_has_spoken() -> None:
-    placing = place({"w": torch.zeros(4)}, PlacementRules({"w": None, "v": None}))
-    assert placing.matched == {"'w'": 1}
-    assert not placing.placed
 
 
 def test_patterns_for_several_models_may_match_nothing() -> None:

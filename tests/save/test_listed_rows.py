@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from hazard_scenes import read_whole, refusal
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
@@ -29,21 +28,6 @@ from dcp_placements.testing import FakeDTensor, FakeMesh, World
 COLUMNS = 5
 
 
-def outcome(work: Callable[[], Any]) -> str | None:
-    """Return why a save was refused; None where it was not."""
-    try:
-        work()
-    except CheckpointException as error:
-        return "\n".join(str(failure[0]) for failure in error.failures.values())
-    return None
-
-
-def read_plainly(path: Path, truth: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    read = {fqn: torch.full_like(whole, 77) for fqn, whole in truth.items()}
-    dcp.load(read, checkpoint_id=path, no_dist=True)
-    return read
-
-
 def listed(rank: int, rows: Sequence[Sequence[int]], dim: int = 0) -> PlacementSavePlanner:
     """Return the planner of a rank that names its rows of the whole tensor."""
     mesh, shape = World(len(rows)).mesh(rank, ep=len(rows)), [(4, 5), (5, 4)][dim]
@@ -52,12 +36,12 @@ def listed(rank: int, rows: Sequence[Sequence[int]], dim: int = 0) -> PlacementS
 
 
 def test_a_key_of_which_every_rank_names_no_row_is_refused(tmp_path: Path) -> None:
-    message = outcome(
+    message = refusal(
         lambda: World(2).save(
             tmp_path, lambda rank: {"w": torch.zeros(0, 5)}, lambda rank: listed(rank, [(), ()])
         )
     )
-    assert "w: nobody holds all of the (4, 5) tensor" in (message or "")
+    assert "w: nobody holds all of the (4, 5) tensor" in message
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -70,7 +54,7 @@ def test_m39_a_rank_that_plans_alone_may_hold_no_row(tmp_path: Path, dim: int) -
         use_collectives=False,
     )
     merge_metadata(tmp_path)
-    assert torch.equal(read_plainly(tmp_path, {"w": whole})["w"], whole)
+    assert torch.equal(read_whole(tmp_path)["w"], whole)
 
 
 def test_a_cached_plan_is_not_used_for_other_rows(tmp_path: Path) -> None:
@@ -84,7 +68,7 @@ def test_a_cached_plan_is_not_used_for_other_rows(tmp_path: Path) -> None:
             lambda rank, rows=rows: {"w": whole[list(rows[rank])]},
             planners.__getitem__,
         )
-        assert torch.equal(read_plainly(tmp_path / str(turn), {"w": whole})["w"], whole)
+        assert torch.equal(read_whole(tmp_path / str(turn))["w"], whole)
 
 
 def test_rows_of_an_axis_of_one_rank_may_be_named_where_a_dtensor_shards_it(
@@ -100,7 +84,7 @@ def test_rows_of_an_axis_of_one_rank_may_be_named_where_a_dtensor_shards_it(
         path = tmp_path / str(names)
         planner = PlacementSavePlanner(PlacementRules({"w": by}))
         World(1).save(path, lambda rank, held=tensor: {"w": held}, lambda rank, by=planner: by)
-        assert torch.equal(read_plainly(path, {"w": whole})["w"], whole)
+        assert torch.equal(read_whole(path)["w"], whole)
 
 
 def repeated(rank: int, *, of: str, drift: float, part: int = 0) -> dict[str, Any]:
@@ -132,14 +116,13 @@ def repeated_planner(rank: int, of: str, **options: Any) -> PlacementSavePlanner
 def test_m38_a_row_that_one_rank_holds_twice_with_different_contents_is_refused(
     tmp_path: Path, of: str, digests: str, part: int
 ) -> None:
-    message = outcome(
+    message = refusal(
         lambda: World(2).save(
             tmp_path,
             lambda rank: repeated(rank, of=of, drift=0.5, part=part),
             lambda rank: repeated_planner(rank, of, digests=digests),
         )
     )
-    assert message is not None
     key = "layers.0.w1" if of == "index" else "layers.0.experts.w1"
     assert f"{key}: 2 copies of [1:2, :] of (4, 5) on one rank have different contents" in message
     assert "way out:" in message
@@ -163,7 +146,7 @@ def test_m38_a_row_that_one_rank_holds_twice_is_saved_once_where_that_is_let_pas
         )
     key = "layers.0.w1" if of == "index" else "layers.0.experts.w1"
     whole = torch.arange(1.0, 1 + 4 * COLUMNS).reshape(4, COLUMNS)
-    read = read_plainly(tmp_path, {key: whole})[key]
+    read = read_whole(tmp_path)[key]
     either = [whole[1], whole[1].clone()]
     either[1][COLUMNS // 2] += drift
     assert torch.equal(read[[0, 2, 3]], whole[[0, 2, 3]])

@@ -55,6 +55,15 @@ def save(path: Path, state_dict: Any, rules: Any = lambda rank: None) -> Counter
     return written
 
 
+def replicated(rank: int) -> dict[str, Any]:
+    """Return what a rank of HSDP holds: a tensor over four ranks, and one that is on all eight."""
+    mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
+    return {
+        "w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)]),
+        "norm": FakeDTensor.distribute(WHOLE[0], mesh, [Replicate(), Replicate()]),
+    }
+
+
 def save_without_others(
     rank: int, path: Path, state_dict: dict[str, Any], planner: PlacementSavePlanner
 ) -> None:
@@ -131,14 +140,7 @@ def save_in_group(path: Path, ranks: Sequence[int], state_dict: Any) -> list[str
 def test_m71_a_group_without_the_first_replica_saves_what_it_holds(
     tmp_path: Path, ranks: tuple[int, ...]
 ) -> None:
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
-        return {
-            "w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)]),
-            "norm": FakeDTensor.distribute(WHOLE[0], mesh, [Replicate(), Replicate()]),
-        }
-
-    texts = save_in_group(tmp_path, ranks, state_dict)
+    texts = save_in_group(tmp_path, ranks, replicated)
     for number, rank in enumerate(ranks):
         if rank != number:
             assert any(
@@ -150,11 +152,7 @@ def test_m71_a_group_without_the_first_replica_saves_what_it_holds(
 
 
 def test_m71_a_save_by_all_ranks_is_not_warned_of(tmp_path: Path) -> None:
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
-        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
-
-    assert not save_in_group(tmp_path, range(8), state_dict)
+    assert not save_in_group(tmp_path, range(8), replicated)
 
 
 def test_along_axes_beside_the_tensor_s_own_mesh_all_write(tmp_path: Path) -> None:
@@ -204,43 +202,19 @@ def test_what_no_mesh_speaks_of_is_written_by_all_that_hold_it(tmp_path: Path) -
     assert sum(count for (key, _), count in written.items() if key.startswith("own.")) == 8
 
 
-def test_a_planner_that_keeps_its_plan_saves_again(tmp_path: Path) -> None:
-    """A rank that plans alone does not miss what the others hold, at the second save either."""
-
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
-        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
-
-    planners = [PlacementSavePlanner(enable_plan_caching=True) for _ in range(8)]
-    for name in ("first", "second"):
-        WORLD.save(tmp_path / name, state_dict, planners.__getitem__, use_collectives=False)
-        merge_metadata(tmp_path / name)
-        assert_holds(tmp_path / name, {"w": WHOLE})
-
-
 @pytest.mark.parametrize("caching", [False, True])
 def test_m36_one_planner_with_and_without_a_coordinator_keeps_every_tensor(
     tmp_path: Path, caching: bool
 ) -> None:
     """What a rank leaves to others without collectives it writes itself with ``no_dist=True``."""
-
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
-        return {
-            "w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)]),
-            "norm": FakeDTensor.distribute(WHOLE[0], mesh, [Replicate(), Replicate()]),
-        }
-
-    planner = PlacementSavePlanner(enable_plan_caching=caching)
-    planners = [PlacementSavePlanner() for _ in range(8)]
-    planners[5] = planner
+    planners = [PlacementSavePlanner(enable_plan_caching=caching) for _ in range(8)]
     for step in range(2):
-        WORLD.save(tmp_path / f"{step}", state_dict, planners.__getitem__, use_collectives=False)
+        WORLD.save(tmp_path / f"{step}", replicated, planners.__getitem__, use_collectives=False)
         merge_metadata(tmp_path / f"{step}")
         assert_holds(tmp_path / f"{step}", {"w": WHOLE, "norm": WHOLE[0]})
         alone = tmp_path / f"{step}.alone"
         with pytest.warns(UserWarning, match="rank 5 of 8 ranks saves by itself"):
-            save_without_others(5, alone, state_dict(5), planner)
+            save_without_others(5, alone, replicated(5), planners[5])
         stored = dcp.FileSystemReader(alone).read_metadata()
         chunks = {
             (index.fqn, tuple(index.offset))
@@ -355,14 +329,10 @@ def test_copies_of_tensors_of_every_kind_are_compared_when_merged(tmp_path: Path
 
 
 def test_a_later_save_that_was_cut_off_is_told_by_its_step(tmp_path: Path) -> None:
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)
-        return {"w": FakeDTensor.distribute(WHOLE, mesh, [Replicate(), Shard(0)])}
-
     for name, step in (("first", 10), ("second", 20)):
         WORLD.save(
             tmp_path / name,
-            state_dict,
+            replicated,
             lambda rank, step=step: PlacementSavePlanner(digests="full", step=step),
             use_collectives=False,
         )

@@ -57,19 +57,6 @@ def offers(state_dict: Callable[[int], dict[str, Any]]) -> list[Any]:
 
 
 @pytest.mark.usefixtures("few_digests")
-def test_folded_digests_let_equal_replicas_pass(tmp_path: Path) -> None:
-    wholes = {f"layers.{i}.w": arange(13 + i % 2, 3, start=i) for i in range(90)}
-    WORLD.save(
-        tmp_path,
-        lambda rank: {key: hsdp(rank, whole) for key, whole in wholes.items()} | {"step": 7},
-        planners(),
-    )
-    read: dict[str, Any] = {key: torch.zeros_like(whole) for key, whole in wholes.items()}
-    dcp.load(read | {"step": 0}, checkpoint_id=tmp_path, no_dist=True)
-    assert all(torch.equal(read[key], whole) for key, whole in wholes.items())
-
-
-@pytest.mark.usefixtures("few_digests")
 def test_folded_digests_tell_one_key_that_differs(tmp_path: Path) -> None:
     def state_dict(rank: int) -> dict[str, Any]:
         drift = 1 if rank == 5 else 0
@@ -97,7 +84,7 @@ def test_folded_digests_tell_one_object_that_differs(count: int, tmp_path: Path)
     assert (f"one or more of {count} keys" in str(caught[0].message)) is not exact
     assert len(made(0).report.warnings) == 1
     sent = offers(state_dict)[1].planner_data
-    assert len(sent.digests) <= 40 * 8
+    assert len(sent.digests.packed) <= 40 * 8
 
 
 @pytest.mark.usefixtures("few_digests")
@@ -161,7 +148,7 @@ def test_the_digests_of_a_rank_of_thousands_fit_into_their_budget(drift: int) ->
             planner = PlacementSavePlanner() if rank else made
             planner.set_up_planner(state_dict(rank), is_coordinator=rank == 0)
             plans.append(pickle.loads(pickle.dumps(planner.create_local_plan())))
-    assert all(0 < len(plan.planner_data.digests) <= 4 << 10 for plan in plans)
+    assert all(0 < len(plan.planner_data.digests.packed) <= 4 << 10 for plan in plans)
     with world._as(0):
         if not drift:
             with pytest.warns(UserWarning, match="8 of 20000 ranks take part"):
@@ -196,19 +183,6 @@ def test_keys_that_some_ranks_have_beside_those_of_their_mesh_are_saved(tmp_path
 
 class TestStages:
     """Two pipeline stages of four ranks each; the embedding is on both."""
-
-    @staticmethod
-    def state_dict(rank: int, drift: int = 0) -> dict[str, Any]:
-        stage = rank // 4
-        mesh = WORLD.mesh(rank, pp=2, fsdp=4)["fsdp"]
-        embed = arange(9, 3, start=drift if stage else 0)
-        return {
-            f"layers.{stage}.w": FakeDTensor.distribute(
-                arange(7, 3, start=stage), mesh, [Shard(0)]
-            ),
-            "embed": FakeDTensor.distribute(embed, mesh, [Shard(0)]),
-            f"layers.{stage}.norm": arange(3, start=stage),
-        }
 
     @staticmethod
     def deep(rank: int, drift: tuple[str, int] | None = None) -> dict[str, Any]:
@@ -392,8 +366,7 @@ def test_ranks_that_count_other_ranks_than_the_coordinator_are_refused() -> None
     with World(4)._as(0), pytest.raises(PlacementError) as refused:
         planners[0].create_global_plan(plans)
     text = str(refused.value)
-    assert "there are 2 ranks by torch.distributed here, and 4 on the coordinator" in text
-    assert "rank 3" in text
+    assert "how many ranks torch.distributed has: 4 on ranks 0-2; 2 on rank 3" in text
 
 
 def test_a_rank_refuses_what_another_planner_assigned() -> None:

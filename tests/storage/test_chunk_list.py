@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import SMALL_SHAPES, boxes_in, examples, tilings
+from torch.distributed.checkpoint import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_placements._torch import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from dcp_placements.layout.sharding import Box
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 
@@ -58,14 +59,6 @@ def test_a_chunk_list_is_the_list_in_every_respect(
     for chunk in chunks:
         assert type(chunk.offsets) is type(chunk.sizes) is torch.Size
         assert all(type(number) is int for number in (*chunk.offsets, *chunk.sizes))
-
-
-def test_pickles_name_no_class_of_this_package() -> None:
-    chunks = ChunkList([[[0, 0], [2, 3]], [[2, 0], [2, 3]]])
-    entry = TensorStorageMetadata(TensorProperties(), torch.Size((4, 3)), chunks)  # type: ignore[arg-type]
-    data = pickle.dumps(entry)
-    assert b"dcp_placements" not in data
-    assert type(pickle.loads(data).chunks) is list
 
 
 @pytest.mark.parametrize(

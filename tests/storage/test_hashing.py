@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dcp_placements.storage.hashing import (
-    SAMPLE_NBYTES,
     full_digest,
     object_digest,
     sampled_digests,
@@ -62,16 +61,6 @@ def test_equal_elements_have_equal_digests_however_they_lie(
         assert full_digest(other) == full_digest(tensor)
 
 
-def test_one_changed_element_of_a_small_tensor_changes_both_digests() -> None:
-    """Up to the sample's size, all elements are sampled."""
-    tensor = contents((SAMPLE_NBYTES // 4,))
-    for position in range(0, tensor.numel(), 37):
-        changed = tensor.clone()
-        changed[position] += 1
-        assert sampled(changed) != sampled(tensor)
-        assert full_digest(changed) != full_digest(tensor)
-
-
 @pytest.mark.parametrize("position", [0, 63, -1, -64])
 def test_a_changed_end_of_a_large_tensor_changes_the_sampled_digest(position: int) -> None:
     tensor = contents((100_003,))
@@ -91,19 +80,6 @@ def test_full_digest_sees_every_element(shape: tuple[int, ...]) -> None:
         assert full_digest(changed) != whole
         missed += sampled(changed) == sampled(tensor)
     assert missed, "every one of these was sampled: the test looks at nothing"
-
-
-def test_full_digest_of_a_large_non_contiguous_tensor_is_made_in_slabs() -> None:
-    """Over 8 MiB, where it is not copied in one piece; rows beyond that size, too."""
-    for shape in ((3, 1_100_000), (1_200_000, 3), (2, 2, 1_050_000)):
-        tensor = contents(shape)
-        assert tensor.nbytes > 8 << 20
-        other = tensor.transpose(0, -1).contiguous().transpose(0, -1)
-        assert not other.is_contiguous()
-        assert full_digest(other) == full_digest(tensor)
-        assert sampled(other) == sampled(tensor)
-        other[-1, -1] += 1
-        assert full_digest(other) != full_digest(tensor)
 
 
 def test_bits_count_not_values() -> None:
@@ -129,16 +105,6 @@ def test_what_has_no_memory_has_no_digest() -> None:
     assert sampled_digests([meta, torch.ones(3), sparse]) == [None, sampled(torch.ones(3)), None]
     assert full_digest(meta) is None
     assert full_digest(sparse) is None
-
-
-def test_equal_objects_have_equal_digests() -> None:
-    name = "adam"
-    shared = [name, name]
-    apart = [name, "".join(["a", "dam"])]
-    assert object_digest(shared) == object_digest(apart)
-    assert object_digest({"lr": 0.1}) == object_digest({"lr": 0.1})
-    assert object_digest({"lr": 0.1}) != object_digest({"lr": 0.2})
-    assert object_digest({"rank": 0}) != object_digest({"rank": 1})
 
 
 class Settings:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import os
 import pickle
 import random
 import subprocess
@@ -28,12 +26,10 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import CannotLook, Checkpoint, inspect, verify
-from dcp_placements.storage.index import blocks, packing
 from dcp_placements.storage.index.blocks import blocks_of
 from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries
-from dcp_placements.storage.metadata import file
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.pickles.stock_body import MARKER_NBYTES
 from dcp_placements.storage.metadata.table import place_of, rows_of_places
@@ -105,10 +101,6 @@ def test_a_save_of_several_ranks_is_read_by_its_index(tmp_path: Path) -> None:
     assert_index_agrees(tmp_path)
     metadata = read(tmp_path)
     assert isinstance(metadata.state_dict_metadata, StoredEntries)
-    index = metadata.storage_data.index
-    # Ranks cut alike wrote alike but for the first, which wrote the shared object.
-    assert len(index.templates) < len(index.writers.templates) + 1
-    assert index.places[0].listed >= 0
 
 
 @pytest.mark.parametrize("stock_metadata", [True, False], ids=["stock", "index"])
@@ -177,25 +169,6 @@ def test_without_stock_metadata_our_reader_loads_and_plain_dcp_is_refused(tmp_pa
     assert len(inspect(tmp_path / "lean").tensors) == 5
 
 
-def test_a_save_that_is_not_all_written_leaves_the_older_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path)
-    before = (tmp_path / ".metadata").read_bytes()
-    replaced = []
-
-    def killed(source: Any, target: Any) -> None:
-        replaced.append((source, target))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        save(tmp_path)
-    assert len(replaced) == 1
-    assert (tmp_path / ".metadata").read_bytes() == before
-    assert_index_agrees(tmp_path)
-
-
 @pytest.mark.parametrize("part", ["block", "directory", "trailer", "cut"])
 def test_of_a_damaged_index_the_pickle_serves_with_a_note(tmp_path: Path, part: str) -> None:
     whole = save(tmp_path)
@@ -214,50 +187,6 @@ def test_of_a_damaged_index_the_pickle_serves_with_a_note(tmp_path: Path, part: 
     into = {key: torch.zeros_like(value) for key, value in whole.items()}
     load(tmp_path, into, PlacementFileSystemReader(tmp_path))
     assert all(same(into[key], value) for key, value in whole.items())
-
-
-@pytest.mark.parametrize("stock_metadata", [True, False])
-def test_a_save_over_an_older_one_reads_the_names_of_its_files_and_no_pickle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stock_metadata: bool
-) -> None:
-    save(tmp_path, ranks=4, stock_metadata=stock_metadata)
-    older = {path.name for path in tmp_path.glob("*.distcp")}
-    # Reading any pickle of metadata fails.
-    monkeypatch.setattr(file, "load_safely", None)
-    save(tmp_path)
-    rows = pickle.loads((tmp_path / ".metadata").read_bytes()).storage_data
-    assert len(older) == 4
-    assert {path.name for path in tmp_path.glob("*.distcp")} - older == {
-        info.relative_path for info in rows.values()
-    }
-    assert not any((tmp_path / name).exists() for name in older)
-
-
-def test_whichever_block_is_damaged_the_pickle_serves_with_one_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "_BLOCK_ROWS", 1)
-    monkeypatch.setattr(blocks, "_TAIL_NBYTES", blocks._TRAILER.size)
-    whole = save(tmp_path)
-    data = (tmp_path / ".metadata").read_bytes()
-    plain = pickle.loads(data)
-    index = blocks_of(io.BytesIO(data))
-    assert index is not None
-    start = pickle_nbytes(data)
-    assert len(index._stored) > 8
-    for number, block in enumerate(index._stored):
-        edit(tmp_path, 0, data)
-        edit(tmp_path, start + 3, bytes([data[start + 3] ^ 0x41]))
-        start += len(block)
-        note = rf"index of \.metadata cannot be used: block {number} is not what was written"
-        with pytest.warns(UserWarning, match=note) as caught:
-            metadata = read(tmp_path, restricted=bool(number % 2))
-        assert len(caught) == 1
-        assert dict(metadata.storage_data) == plain.storage_data
-        assert dict(metadata.state_dict_metadata) == plain.state_dict_metadata
-        assert copy.deepcopy(metadata) == pickle.loads(pickle.dumps(metadata)) == metadata
-        with pytest.warns(UserWarning, match=note):
-            assert_resharded_load(tmp_path, whole)
 
 
 def assert_resharded_load(path: Path, whole: dict[str, torch.Tensor]) -> None:
@@ -294,8 +223,11 @@ def test_without_stock_metadata_a_damaged_index_is_an_error(tmp_path: Path) -> N
     edit(tmp_path, len(data) - 90, bytes([data[-90] ^ 1]))
     with pytest.raises(PlacementError, match="stock_metadata=False"):
         read(tmp_path)
-    with pytest.raises(CannotLook, match="cannot be used: its directory"):
+    with pytest.raises(CannotLook, match="cannot be used: its directory") as refused:
         Checkpoint(tmp_path)
+    lines = str(refused.value).splitlines()
+    assert lines[1].startswith("    why:")
+    assert lines[2].startswith("    way out:")
 
 
 def test_an_index_of_another_save_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -27,6 +29,7 @@ from tests.storage_scenes import (
     stock_metadata,
     wholes,
 )
+from tests.strategies import examples
 
 
 def many_kinds() -> dict[str, Any]:
@@ -114,37 +117,6 @@ def test_a_planner_with_its_own_data_is_asked_for_every_tensor(tmp_path: Path) -
         assert all(torch.equal(loaded[key], factor * saved[key]) for key in saved)
 
 
-class Around:
-    """A planner around another one, which changes tensors on their way."""
-
-    def __init__(self, planner: Any) -> None:
-        self.planner = planner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.planner, name)
-
-    def resolve_data(self, write_item: Any) -> Any:
-        return self.planner.resolve_data(write_item) * 2
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        tensor.add_(1)
-        self.planner.commit_tensor(read_item, tensor)
-
-
-def test_a_planner_around_another_one_is_asked_for_every_tensor(tmp_path: Path) -> None:
-    saved = {f"w.{at}": torch.full((2, 3), at + 1.0) for at in range(20)}
-    around: Any = Around(PlacementSavePlanner())
-    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path), planner=around)
-    around = Around(PlacementLoadPlanner())
-    for reader, planner, more in (
-        (dcp.FileSystemReader(tmp_path), DefaultLoadPlanner(), 0),
-        (PlacementFileSystemReader(tmp_path), around, 1),
-    ):
-        loaded = blank(saved)
-        dcp.load(loaded, storage_reader=reader, planner=planner)
-        assert all(torch.equal(loaded[key], 2 * saved[key] + more) for key in saved)
-
-
 def inference_zeros(*sizes: int) -> torch.Tensor:
     with torch.inference_mode():
         return torch.zeros(*sizes)
@@ -190,40 +162,6 @@ def test_records_without_bytes_are_damage(tmp_path: Path) -> None:
         dcp.load(blank(saved), storage_reader=reader, planner=PlacementLoadPlanner())
 
 
-@pytest.mark.parametrize("hook", ["create_local_plan", "create_global_plan", "finish_plan"])
-def test_values_that_a_planner_replaces_in_a_hook_are_written_and_filled(
-    hook: str, tmp_path: Path
-) -> None:
-    class Doubled(PlacementSavePlanner):
-        def replace(self, *given: Any) -> Any:
-            plan = getattr(super(), hook)(*given)
-            self.state_dict = {key: 2 * value for key, value in self.state_dict.items()}
-            return plan
-
-    class Apart(PlacementLoadPlanner):
-        def replace(self, *given: Any) -> Any:
-            plan = getattr(super(), hook)(*given)
-            self.state_dict = held
-            return plan
-
-    setattr(Doubled, hook, Doubled.replace)
-    setattr(Apart, hook, Apart.replace)
-    saved = {f"m.w{at:02}": torch.full((2, 3), at + 1.0) for at in range(20)}
-    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path), planner=Doubled())
-    held, loaded = blank(saved), blank(saved)
-    dcp.load(loaded, storage_reader=PlacementFileSystemReader(tmp_path), planner=Apart())
-    assert all(torch.equal(held[key], 2 * saved[key]) for key in saved)
-    assert all(torch.equal(loaded[key], blank(saved)[key]) for key in saved)
-
-
-def test_threads_have_nothing_to_do_where_nothing_is_read(tmp_path: Path) -> None:
-    """As on a rank that holds no tensors."""
-    dcp.save({"w": torch.ones(2)}, storage_writer=PlacementFileSystemWriter(tmp_path))
-    reader = PlacementFileSystemReader(tmp_path, thread_count=3)
-    dcp.load({}, storage_reader=reader, planner=PlacementLoadPlanner(allow_partial_load=True))
-    assert reader.opens == 0
-
-
 @pytest.mark.parametrize("damage", [b"x" * 100, None])
 def test_a_damaged_or_missing_record_is_named(damage: bytes | None, tmp_path: Path) -> None:
     saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
@@ -243,3 +181,72 @@ def test_a_damaged_or_missing_record_is_named(damage: bytes | None, tmp_path: Pa
             storage_reader=PlacementFileSystemReader(tmp_path),
             planner=PlacementLoadPlanner(),
         )
+
+
+def norms(count: int = 500, numel: int = 1024) -> dict[str, Any]:
+    return {f"norm{n}": torch.randn(numel) for n in range(count)}
+
+
+def test_replicated_small_tensors_are_read_together(tmp_path: Path) -> None:
+    saved = norms() | {"step": 3, "lr": 0.1}
+    world = World(4)
+    world.save(
+        tmp_path,
+        lambda rank: {k: v.clone() if k.startswith("norm") else v for k, v in saved.items()},
+        lambda rank: PlacementSavePlanner(dedup_save_to_lowest_rank=True),
+        lambda rank: PlacementFileSystemWriter(tmp_path),
+    )
+    readers = [PlacementFileSystemReader(tmp_path) for _ in range(4)]
+    loaded = world.load(
+        tmp_path,
+        lambda rank: blank(saved),
+        lambda rank: PlacementLoadPlanner(),
+        readers.__getitem__,
+    )
+    for state, reader in zip(loaded, readers, strict=True):
+        assert all(same(state[key], saved[key]) for key in saved)
+        assert reader.reads <= 10
+        assert 500 * 4096 <= reader.bytes_read <= 1.5 * 500 * 4096
+        assert reader.opens == 1
+
+
+@pytest.mark.parametrize("numel", [64, 1024, 8000])
+def test_neighbours_come_in_one_call(numel: int, tmp_path: Path) -> None:
+    saved = norms(40, numel)
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
+    reader = PlacementFileSystemReader(tmp_path)
+    loaded = load(tmp_path, blank(saved), reader)
+    assert all(same(saved[key], loaded[key]) for key in saved)
+    assert reader.reads == 1
+
+
+@examples(40)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([(300,), (17, 31), (64, 8), (512, 1), (2, 0), ()]),
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+            st.sampled_from(["plain", "turned", "part", "grad"]),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_any_small_tensors_come_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    expected: list[tuple[tuple[int, ...], torch.dtype, str]],
+) -> None:
+    saved: dict[str, Any] = {}
+    for number, (shape, dtype, kind) in enumerate(expected):
+        tensor = (torch.randn(shape) * 100).to(dtype)
+        if kind == "turned" and len(shape) == 2:
+            tensor = (torch.randn(shape[::-1]) * 100).to(dtype).t()
+        elif kind == "part":
+            tensor = torch.stack([tensor, tensor])[1]
+        elif kind == "grad" and dtype.is_floating_point:
+            tensor = torch.nn.Parameter(tensor)
+        saved[f"t{number}"] = tensor
+    path = tmp_path_factory.mktemp("small")
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(path))
+    loaded = load(path, blank(saved), PlacementFileSystemReader(path))
+    assert all(same(saved[key], loaded[key]) for key in saved)

@@ -28,7 +28,7 @@ from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.pickles.metadata_pickle import load_safely
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from tests.offline_scenes import Run, save_sharded
-from tests.storage_scenes import all_kinds, pickle_nbytes
+from tests.storage_scenes import all_kinds, pickle_nbytes, stock_metadata
 
 
 def of_global(module: str, name: str, *, protocol: int = 2) -> bytes:
@@ -53,23 +53,6 @@ def test_what_dcp_writes_is_read_as_pickle_reads_it(tmp_path: Path, lean: bool) 
     assert dict(found.storage_data) == plain.storage_data
     assert str(found.storage_meta.checkpoint_id) == str(plain.storage_meta.checkpoint_id)
     assert found.version == plain.version
-
-
-def test_names_of_data_files_in_planner_data_are_not_those_of_the_rows(tmp_path: Path) -> None:
-    class Writer(PlacementFileSystemWriter):
-        def finish(self, metadata: Metadata, results: Any) -> None:
-            names = sorted(file.name for file in tmp_path.glob("*.distcp"))
-            metadata.planner_data = {**(metadata.planner_data or {}), "files": ("of", (*names,))}
-            super().finish(metadata, results)
-
-    dcp.save(all_kinds(), storage_writer=Writer(tmp_path))
-    with open(tmp_path / ".metadata", "rb") as stream:
-        plain = pickle.load(stream)
-    _, names = plain.planner_data["files"]
-    assert {row.relative_path for row in plain.storage_data.values()} == {*names}
-    assert Checkpoint(tmp_path).tensors.keys() == {
-        fqn for fqn, value in all_kinds().items() if isinstance(value, torch.Tensor)
-    }
 
 
 @pytest.mark.parametrize(
@@ -272,8 +255,7 @@ def test_provenance_that_unfolds_is_refused(
 ) -> None:
     """A file can refer to one value again and again, and whoever prints it writes for ever."""
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
-    with open(tmp_path / ".metadata", "rb") as stream:
-        metadata = pickle.load(stream)
+    metadata = stock_metadata(tmp_path)
     metadata.planner_data = {"dcp_placements": {"save_id": "x", **UNFOLDING[name]}}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     refusal = r"far more of itself|its provenance is broken"
@@ -306,8 +288,7 @@ def test_provenance_of_an_index_that_unfolds_is_refused(
 def test_more_chunks_than_places_are_refused(tmp_path: Path) -> None:
     """Keys that share one list of chunks: each key would be looked at with all of them."""
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
-    with open(tmp_path / ".metadata", "rb") as stream:
-        metadata = pickle.load(stream)
+    metadata = stock_metadata(tmp_path)
     tensor = metadata.state_dict_metadata["w"]
     tensor.chunks = tensor.chunks * 5000
     metadata.state_dict_metadata = {f"w{n}": tensor for n in range(5000)}
@@ -353,8 +334,7 @@ def test_every_cut_of_a_lean_file_is_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["/etc/passwd", "../elsewhere.distcp"])
 def test_files_outside_of_the_checkpoint_are_refused(tmp_path: Path, file: str) -> None:
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
-    with open(tmp_path / ".metadata", "rb") as stream:
-        metadata = pickle.load(stream)
+    metadata = stock_metadata(tmp_path)
     for info in metadata.storage_data.values():
         info.relative_path = file
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))

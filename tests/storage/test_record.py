@@ -105,10 +105,10 @@ def test_renames_are_kept_as_their_classes_with_the_checkpoint_s_pattern() -> No
         Unstack("experts.{}.w2"),
     )
     assert recorded(rename) == (
-        ("Renumber", "model.layers.{}", 4),
-        ("Replace", "stage -> model", None),
-        ("Stack", "experts.{}.w1", 8),
-        ("Unstack", "experts.{}.w2", None),
+        ("Renumber", "model.layers.{}", 4, ()),
+        ("Replace", "stage -> model", None, ()),
+        ("Stack", "experts.{}.w1", 8, (0,)),
+        ("Unstack", "experts.{}.w2", None, (0,)),
     )
     assert recorded(None) == ()
 
@@ -121,8 +121,8 @@ def test_of_a_function_the_numbers_are_kept_that_it_changed() -> None:
     renamed = ["m.layers.4.experts.8.w1", "m.layers.4.mlp.w1", "block.w6", "norm"]
     name = shifted.__qualname__
     assert recorded(shifted, local, renamed) == (
-        ("function", "experts.{}", None),
-        ("function", "layers.{}", None),
-        ("function", "w{}", None),
+        ("function", "experts.{}", None, ()),
+        ("function", "layers.{}", None, ()),
+        ("function", "w{}", None, ()),
     )
-    assert recorded(shifted, local, local) == (("function", name, None),)
+    assert recorded(shifted, local, local) == (("function", name, None, ()),)

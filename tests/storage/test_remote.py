@@ -30,7 +30,7 @@ from dcp_placements.storage.remote.filesystem import (
 from dcp_placements.storage.remote.requests import TRIES, RangeReader
 from dcp_placements.storage.remote.urls import default_options
 from tests.remote_scenes import Flaky, FsspecReader, failures_of, flaky, memory, names, save
-from tests.storage_scenes import Flipped, all_kinds, blank, flipped_registry, load, same
+from tests.storage_scenes import all_kinds, blank, load, same
 
 __all__ = ["flaky", "memory"]
 
@@ -79,18 +79,6 @@ def test_metadata_is_the_last_and_is_put_directly(
     save(memory, {"w": torch.arange(4), "step": 3}, thread_count=2)
     assert done == ["pipe_file .metadata"]
     assert all(name.endswith(".distcp") for name in names(memory))
-
-
-def test_torchs_way_of_writing_syncs_nothing_either(
-    memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sync", lambda: pytest.fail("all file systems of the machine"))
-    state = {"w": torch.arange(4.0), "step": 3}
-    save(memory, state, _extensions=[Flipped()])
-    assert names(memory)[0] == ".metadata"
-    reader = PlacementFileSystemReader(memory, flipped_registry())
-    read = load(Path("none"), {"w": torch.zeros(4), "step": 0}, reader)
-    assert torch.equal(read["w"], state["w"])
 
 
 def test_an_interrupted_save_leaves_the_older_checkpoint(

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,11 +23,11 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from dcp_placements.offline import Checkpoint, diff
+from dcp_placements.offline import diff
 from dcp_placements.offline.directory import Directory
 from dcp_placements.testing import World, cut
 from tests.offline_scenes import Run, rules_by_ep, wholes
-from tests.remote_scenes import FsspecReader, contents, names, s3, s3_server
+from tests.remote_scenes import FsspecReader, names, s3, s3_server
 from tests.storage_scenes import load, same
 
 __all__ = ["s3", "s3_server"]
@@ -192,27 +191,6 @@ def test_what_another_process_wrote_is_there_at_once(s3: str, tmp_path: Path, ru
         read = load(Path("none"), {"w": torch.zeros(10 + step)}, reader)
         assert torch.equal(read["w"], state["w"])
         assert run("verify", s3, "--contents").code == 0
-
-
-def test_what_arrives_is_what_a_local_writer_writes(
-    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=7))
-    world = World(4)
-    for url in (str(tmp_path), s3):
-        world.save(
-            url,
-            lambda rank: state_of(world, rank, 4),
-            lambda rank: PlacementSavePlanner(rules_by_ep(world.mesh(rank, ep=4))),
-            lambda rank, url=url: PlacementFileSystemWriter(url, thread_count=2),
-        )
-    local = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    remote = contents(s3)
-    assert len(local) >= 6
-    assert remote.keys() == local.keys()
-    assert [name for name in local if remote[name] != local[name] and name != ".metadata"] == []
-    metadata = [Checkpoint(path).metadata for path in (tmp_path, s3)]
-    assert metadata[0].state_dict_metadata == metadata[1].state_dict_metadata
 
 
 def test_threads_of_one_process_load_at_once(s3: str) -> None:

@@ -23,6 +23,7 @@ from dcp_placements import PlacementFileSystemReader
 from dcp_placements.offline import verify
 from dcp_placements.storage.tensor_record import load_saved_tensor, parse_record, stored_zip
 from tests.offline_scenes import Run
+from tests.storage_scenes import stock_metadata
 
 
 def saved(value: Any) -> bytes:
@@ -198,8 +199,7 @@ def test_objects_are_refused_where_an_entry_is_compressed_and_else_left_alone() 
 def with_record(path: Path, data: bytes) -> None:
     """Save a tensor of two elements, and put this record in its place."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=path, no_dist=True)
-    with open(path / ".metadata", "rb") as stream:
-        metadata = pickle.load(stream)
+    metadata = stock_metadata(path)
     (info,) = metadata.storage_data.values()
     (path / info.relative_path).write_bytes(data)
     info.offset, info.length = 0, len(data)
@@ -260,8 +260,7 @@ def test_a_load_and_verify_refuse_such_a_record(tmp_path: Path, name: str) -> No
     shape = (4 << 20,) if name == "a compressed entry" else (1 << 19, 1 << 19)
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
     data = HOSTILE[name]()
-    with open(tmp_path / ".metadata", "rb") as stream:
-        metadata = pickle.load(stream)
+    metadata = stock_metadata(tmp_path)
     ((index, info),) = metadata.storage_data.items()
     (tmp_path / info.relative_path).write_bytes(data)
     info.offset, info.length = 0, len(data)

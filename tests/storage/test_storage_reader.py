@@ -343,25 +343,6 @@ def test_elements_beyond_the_end_of_a_record_are_not_read(tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("like", ["small", "large"])
-def test_records_of_one_length_are_told_apart(tmp_path: Path, like: str) -> None:
-    """Tensors whose files differ in the strides, the dtype or the shape alone."""
-    side = 300 if like == "large" else 8
-    saved = {
-        "rows": torch.randn(side, side),
-        "columns": torch.randn(side, side).t(),
-        "ints": torch.randint(0, 1 << 30, (side, side), dtype=torch.int32),
-        "flat": torch.randn(side * side // 2, 2),
-        "again": torch.randn(side, side),
-        "turned": torch.randn(side, side).t(),
-    }
-    for writer in (dcp.FileSystemWriter, PlacementFileSystemWriter):
-        dcp.save(saved, storage_writer=writer(tmp_path / writer.__name__))
-        path = tmp_path / writer.__name__
-        loaded = load(path, blank(saved), PlacementFileSystemReader(path))
-        assert [key for key in saved if not same(saved[key], loaded[key])] == []
-
-
 # Ranks that described their parts each for itself.
 
 

@@ -35,8 +35,7 @@ from dcp_placements import PlacementError, PlacementSavePlanner
 from dcp_placements.storage import record_writer
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
-from dcp_placements.storage.metadata.table import StoredPlace, join, place_of, rows_of_places
-from dcp_placements.storage.metadata.write_results import WriteResults
+from dcp_placements.storage.metadata.table import place_of, rows_of_places
 from dcp_placements.storage.record_writer import save_tensors
 from dcp_placements.storage.records import template as templates
 from dcp_placements.storage.writer import PlacementFileSystemWriter
@@ -115,36 +114,6 @@ def test_records_without_checksums_are_written_as_torch_does(
         assert ours.getvalue() == saved_by_torch(torch.arange(5.0))
     finally:
         torch.serialization.set_crc32_options(True)
-
-
-def run_writer(writer: Any, state_dict: dict[str, Any]) -> list[Any]:
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state_dict, writer.storage_meta(), True)
-    writer.set_up_storage_writer(True, rank=0)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, _ = planner.create_global_plan([plan])
-    final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    results: list[Any] = writer.write_data(final, planner).wait()
-    return results
-
-
-def test_write_results_are_torchs_and_small_to_send(tmp_path: Path) -> None:
-    saved = {f"layers.{n}.attention.weight": torch.randn(3, 5) for n in range(500)}
-    saved["lr"] = 0.1  # type: ignore[assignment]
-    ours = run_writer(PlacementFileSystemWriter(tmp_path / "a"), saved)
-    stock = run_writer(dcp.FileSystemWriter(tmp_path / "b"), saved)
-    assert isinstance(ours, WriteResults)
-    assert len(ours) == 501
-    for result in stock:
-        result.storage_data.relative_path = ours[0].storage_data.relative_path
-    assert sorted(ours, key=repr) == sorted(stock, key=repr)
-    sent = pickle.dumps(ours)
-    assert len(sent) * 8 < len(pickle.dumps(stock))
-    arrived = pickle.loads(sent)
-    assert pickle.dumps(arrived) == sent  # sent on unopened
-    assert arrived == ours
-    assert arrived[:2] == [ours[0], ours[1]]
-    assert arrived[-1] == list(ours)[-1]
 
 
 def test_a_failure_in_a_thread_is_a_failure(tmp_path: Path) -> None:
@@ -266,35 +235,6 @@ def test_what_a_save_returns_can_be_looked_at_like_torchs(tmp_path: Path) -> Non
     assert pickle.loads(pickle.dumps(ours.storage_data)) == ours.storage_data
 
 
-def test_what_a_save_returns_is_sent_as_its_index_and_read_when_it_is_used(tmp_path: Path) -> None:
-    saved: dict[str, Any] = {
-        "lr": 0.1,
-        "model": {f"layers.{n}.w": torch.rand(2) for n in range(500)},
-    }
-    ours = dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
-    expected = stock_metadata(tmp_path)
-    sent = pickle.dumps(ours)
-    assert len(sent) < len(pickle.dumps(expected)) / 4
-    arrived = pickle.loads(sent)
-    assert type(arrived) is Metadata
-    index = arrived.storage_data._sent
-    assert "metadata" not in vars(index)
-    again = pickle.loads(pickle.dumps(arrived))
-    assert "metadata" not in vars(index)
-    for found in (ours, arrived, again):
-        assert dict(found.state_dict_metadata) == expected.state_dict_metadata
-        assert list(found.state_dict_metadata) == list(expected.state_dict_metadata)
-        assert dict(found.storage_data) == expected.storage_data
-        assert found.planner_data == expected.planner_data
-        assert found.planner_data["model.layers.7.w"] == ("model", "layers.7.w")
-        assert "layers.7.w" not in found.planner_data
-        assert found.storage_meta.checkpoint_id == tmp_path
-        written = io.BytesIO()
-        write_metadata(found, written)
-        assert b"dcp_placements.storage" not in written.getvalue()
-        assert pickle.loads(written.getvalue()) == expected
-
-
 @pytest.mark.parametrize("start", [0, (1 << 31) - 1, 1 << 31, 1 << 40])
 @pytest.mark.parametrize("transforms", [None, ["zstd"], []])
 def test_every_kind_of_record_comes_back(start: int, transforms: list[str] | None) -> None:
@@ -328,14 +268,6 @@ def test_an_empty_checkpoint_has_metadata(tmp_path: Path) -> None:
     dcp.save({}, storage_writer=PlacementFileSystemWriter(tmp_path))
     assert stock_metadata(tmp_path).storage_data == {}
     assert len(read_metadata(partial(open, tmp_path / ".metadata", "rb")).storage_data) == 0
-
-
-def test_of_two_results_for_one_chunk_the_later_holds() -> None:
-    index = MetadataIndex("w", (0,))
-    parts = [rows_of_places([StoredPlace("w", (0,), f"f{n}", n, 5)]) for n in range(3)]
-    table = StorageTable(join(parts))
-    assert dict(table) == {index: _StorageInfo("f2", 2, 5)}
-    assert len(table) == 1
 
 
 @pytest.mark.parametrize("kind", ["small", "large", "object"])

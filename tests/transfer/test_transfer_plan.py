@@ -1,13 +1,16 @@
-"""``transfer_plan`` against plain slicing: kinds of cuts, names, replicas, hosts, and refusals."""
+"""``transfer_plan`` against plain slicing: cuts, names, replicas, hosts, rare worlds, refusals."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
@@ -22,6 +25,7 @@ from dcp_placements import (
     Renumber,
     Replace,
     Split,
+    Stack,
     TransferWorld,
     Unstack,
     transfer_plan,
@@ -270,3 +274,140 @@ def test_a_source_needs_shapes() -> None:
 def test_ranks_and_hosts_must_be_those_of_the_mesh(options: dict[str, Any]) -> None:
     with pytest.raises(PlacementError):
         world({"tp": 2}, {}, **options)
+
+
+@given(
+    replicas=st.integers(1, 6),
+    rows=st.integers(1, 40),
+    receivers=st.integers(1, 7),
+    tensors=st.integers(1, 5),
+    together=st.booleans(),
+)
+@examples(25)
+def test_replicas_send_equal_bytes_but_for_one_box(
+    replicas: int, rows: int, receivers: int, tensors: int, together: bool
+) -> None:
+    shapes = meta(**{f"layers.{index}.w": (rows, 3) for index in range(tensors)})
+    sender = world({"dp": replicas}, {}, shapes)
+    ranks = range(replicas, replicas + receivers)
+    if together:  # those that have it already take no turn
+        ranks = range(1, 1 + receivers)
+    receiver = world({"tp": receivers}, {"layers.*.w": {"tp": Shard(0)}}, shapes, ranks=ranks)
+    plan = transfer_plan(sender, receiver)
+    sent = [plan.part(rank).sends.nbytes for rank in range(replicas)]
+    assert max(sent) - min(sent) <= -(-rows // receivers) * 3 * 4
+
+
+def test_ranks_that_hold_a_part_share_the_work_for_those_that_do_not() -> None:
+    """All eight ranks gather what is cut in two: of every box four are holders, four lack it."""
+    sender = world({"dp": 4, "tp": 2}, {"w": {"tp": Shard(0)}}, meta(w=(8, 4)))
+    plan = transfer_plan(sender, world({"dp": 8}, {}, meta(w=(8, 4))))
+    assert [plan.part(rank).sends.nbytes for rank in range(8)] == [4 * 4 * 4] * 8
+
+
+def test_padding_is_never_sent() -> None:
+    def padded(mesh: MeshCoordinate) -> dict[str, CheckpointPlacement]:
+        cuts = {"tp": Shard(0)}
+        made = CheckpointPlacement(mesh, cuts, global_shape=(5, 2), padded_shape=(8, 2))
+        return {"w": made}
+
+    sender = TransferWorld({"tp": 4}, padded, meta(w=(5, 2)))
+    plan = transfer_plan(sender, world({"tp": 1}, {}, ranks=[9]))
+    sent = {rank: [one.source_slices[0] for one in plan.part(rank).sends] for rank in range(4)}
+    assert sent == {0: [slice(0, 2)], 1: [slice(0, 2)], 2: [slice(0, 1)], 3: []}
+
+
+def test_sizes_that_64_bits_do_not_hold_are_refused() -> None:
+    with pytest.raises(PlacementError, match="has more than 9,223,372,036,854,775,807 bytes"):
+        transfer_plan(world({"tp": 1}, {}, {"w": Sized(2**40, 2**30)}), world({"tp": 1}, {}))
+
+
+class Sized:
+    """What a world needs of a tensor."""
+
+    dtype = torch.int8
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+
+class _NoPart(MeshCoordinate):
+    """A mesh that the rank is no part of."""
+
+    def __init__(self) -> None:
+        super().__init__(("tp",), (2,), (0,))
+
+    def get_coordinate(self) -> None:  # type: ignore[override]
+        return None
+
+
+def test_ranks_outside_of_the_mesh_of_a_rule_hold_nothing() -> None:
+    """A mesh of ranks 0, 1 and 3 of four: rank 2 neither sends nor receives."""
+
+    def rules(mesh: MeshCoordinate) -> dict[str, CheckpointPlacement]:
+        (rank,) = mesh.get_coordinate()
+        at = {0: 0, 1: 1, 3: 2}.get(rank)
+        inner = _NoPart() if at is None else MeshCoordinate(("tp",), (3,), (at,))
+        return {"w": CheckpointPlacement(inner, {"tp": Shard(0)})}
+
+    shape = (7, 2)
+    sender = TransferWorld({"all": 4}, rules, meta(w=shape))
+    receiver = world({"tp": 2}, {"w": {"tp": Shard(0)}}, meta(w=shape), ranks=[2, 4])
+    whole = numbered(shape)
+    sources = {rank: {"w": whole.chunk(3)[at]} for at, rank in enumerate((0, 1, 3))}
+    targets = {2: {"w": whole[:4]}, 4: {"w": whole[4:]}}
+    plan = transfer_plan(sender, receiver)
+    filled(plan, sources, targets)
+    assert len(plan.part(2).sends) == 0
+    back = transfer_plan(receiver, sender)
+    filled(back, targets, sources)
+
+
+def test_another_dtype_is_listed_and_sent_as_it_is() -> None:
+    sender = world({"tp": 1}, {}, {"w": torch.empty(4, dtype=torch.bfloat16, device="meta")})
+    plan = transfer_plan(sender, world({"tp": 1}, {}, meta(w=(4,)), ranks=[1]))
+    assert plan.casts == {"w": (torch.bfloat16, torch.float32)}
+    (one,) = plan.part(1).receives
+    assert (one.dtype, one.nbytes) == (torch.bfloat16, 8)
+
+
+def test_both_sides_per_expert_under_the_name_of_their_stack() -> None:
+    """Neither side has the stack itself: only rows of one index meet."""
+    tensors = meta(**{f"e.{index}.w": (2, 3) for index in range(6)})
+    contents = {key: numbered((2, 3)) + 6 * index for index, key in enumerate(tensors)}
+
+    def rename(ids: Sequence[Sequence[int]]) -> Any:
+        return lambda mesh: Renames(
+            Renumber("e.{}", ids[mesh.get_coordinate()[0]], total=6), Stack("e.{}.w", total=6)
+        )
+
+    def states(first: int, ids: Sequence[Sequence[int]]) -> dict[int, dict[str, torch.Tensor]]:
+        return {
+            first + rank: {f"e.{one}.w": contents[f"e.{one}.w"] for one in held}
+            for rank, held in enumerate(ids)
+        }
+
+    two, three = ([0, 1, 2], [3, 4, 5]), ([5, 0], [1, 4], [2, 3])
+    sender = world({"ep": 2}, {}, tensors, rename=rename(two))
+    receiver = world({"ep": 3}, {}, tensors, rename=rename(three), ranks=[2, 3, 4])
+    filled(transfer_plan(sender, receiver), states(0, two), states(2, three))
+    filled(transfer_plan(receiver, sender), states(2, three), states(0, two))
+
+
+def test_holes_of_a_stack_are_refused_with_the_rank() -> None:
+    tensors = meta(**{f"e.{index}.w": (2, 3) for index in (0, 2)})
+    sender = world({"tp": 1}, {}, tensors, rename=lambda mesh: Stack("e.{}.w", total=3))
+    receiver = world({"tp": 1}, {}, meta(**{"e.w": (3, 2, 3)}), ranks=[7])
+    with pytest.raises(PlacementError) as caught:
+        transfer_plan(sender, receiver)
+    text = str(caught.value)
+    assert "e.w: no source rank holds all of it" in text
+    assert "rank 7 receives 12 of 18 elements" in text
+    assert "nobody has:  [1:2, :, :]" in text
+
+
+def test_an_unstacked_key_beyond_the_rows_is_named() -> None:
+    sender = world({"tp": 1}, {}, meta(**{"e.w": (2, 3)}))
+    receiver = world({"tp": 1}, {}, meta(**{"e.0.w": (3,), "e.2.w": (3,)}))
+    with pytest.raises(PlacementError, match=r"e\.2\.w: the source has no such tensor"):
+        transfer_plan(sender, receiver, rename=Unstack("e.{}.w"))

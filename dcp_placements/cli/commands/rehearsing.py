@@ -14,7 +14,8 @@ from dcp_placements.cli.arguments import MESH, RULES, CheckpointPath, Fsdp, Json
 from dcp_placements.cli.printing import print_lines, print_table, print_text, ranges, short, show
 from dcp_placements.cli.progress import progress
 from dcp_placements.errors import CannotLook, format_count, format_faults, format_nbytes
-from dcp_placements.offline.declared import MeshAxes, format_mesh_axes, resolve
+from dcp_placements.offline.declared import format_mesh_axes, resolve
+from dcp_placements.transfer.world import MeshAxes
 
 if TYPE_CHECKING:
     from dcp_placements.offline.rehearsals.rehearsal import RankRehearsal, Rehearsal
@@ -92,7 +93,6 @@ def _print(rehearsal: Rehearsal) -> None:
         f"memory:    {format_nbytes(memory)} at most, on a rank",
         f"in all:    {ours} read of {format_nbytes(rehearsal.unique_nbytes)}, stock {stock}",
         f"exchange:  {exchanged} read with exchange=True",
-        f"resharded: {_resharded(rehearsal.ranks)}",
         f"whole:     {format_count(rehearsal.replicated, 'tensor')} that no rule cuts",
     )
     for label, keys in (("unread", rehearsal.unread), ("missing", rehearsal.missing)):
@@ -116,13 +116,6 @@ def _rows(ranks: Sequence[RankRehearsal]) -> list[tuple[str, ...]]:
     ordered = sorted(ranks, key=lambda rank: (rank.slices_nbytes, rank.rank))
     extremes = {"least": ordered[0], "median": ordered[len(ordered) // 2], "most": ordered[-1]}
     return [(f"{label}: {rank.rank}", *_costs(rank)) for label, rank in extremes.items()]
-
-
-def _resharded(ranks: Sequence[RankRehearsal]) -> str:
-    """Return what each rank would read of the checkpoint that ``reshard`` writes for them."""
-    files = max(rank.resharded_files for rank in ranks)
-    nbytes = format_nbytes(sum(rank.wanted_nbytes for rank in ranks))
-    return f"{format_count(files, 'file')} a rank at most, {nbytes} in all"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

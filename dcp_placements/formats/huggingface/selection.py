@@ -11,7 +11,7 @@ from dcp_placements.names.optimizer_state import OptimizerStates, possible_param
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.checks.records import records_by_file
 from dcp_placements.offline.checks.structure import structural_faults
-from dcp_placements.offline.declared import matcher
+from dcp_placements.transfer.world import matcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,17 @@ A name may have a pipeline or an expert coordinate as its second number, and doe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from dcp_placements.errors import format_names
-from dcp_placements.formats.megatron.files import ARGUMENTS, EMBEDDING, RankFile, Sizes, writers
+from dcp_placements.formats.megatron.files import (
+    ARGUMENTS,
+    EMBEDDING,
+    RankFile,
+    Sizes,
+    check_writers,
+    writers,
+)
 
 Axes = tuple[str | None, ...]
 """The axis of each number in the directories' names; None if it is not known."""
@@ -100,8 +108,14 @@ def _resolve_second(
 
 
 def extents(ranks: Sequence[RankFile]) -> list[int]:
-    """Return how many values each number in the names has, from 0 up."""
-    return [1 + max(numbers) for numbers in zip(*(rank.fields for rank in ranks), strict=True)]
+    """Return how many values each number in the names has, from 0 up.
+
+    Raises:
+        CannotLook: They make more ranks than any run has.
+    """
+    counts = [1 + max(numbers) for numbers in zip(*(rank.fields for rank in ranks), strict=True)]
+    check_writers(prod(counts))
+    return counts
 
 
 def _expert_tensor_size(ranks: Sequence[RankFile]) -> int | None:

@@ -29,6 +29,9 @@ DISTRIBUTED = "distrib_optim.pt"
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
+MOST_WRITERS = 1 << 16
+"""More ranks than any run has that write files of their own."""
+
 _RANK_DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d*)")
 
@@ -130,9 +133,13 @@ def writers(sizes: Sizes, *, early: bool = False) -> dict[str, Coordinate]:
     Args:
         sizes: Of the run; ``etp`` defaults to ``tp`` and ``cp`` to 1.
         early: As Megatron-Core 0.12 to 0.18: only the first of each expert-data-parallel group.
+
+    Raises:
+        CannotLook: They are more than any run has.
     """
     etp = sizes.etp or sizes.tp
     ranks = etp * sizes.ep if early else max(sizes.tp * (sizes.cp or 1), etp * sizes.ep)
+    check_writers(ranks * sizes.pp)
     by_directory: dict[str, Coordinate] = {}
     for stage in range(sizes.pp):
         for rank in range(ranks):
@@ -142,6 +149,20 @@ def writers(sizes: Sizes, *, early: bool = False) -> dict[str, Coordinate]:
             name += f"_{at.ep:03d}" if sizes.ep > 1 else ""
             by_directory.setdefault(name, at)
     return by_directory
+
+
+def check_writers(count: int) -> None:
+    """Refuse more ranks than can be listed one by one; a name or an argument may be any number.
+
+    Raises:
+        CannotLook: There are more.
+    """
+    if count > MOST_WRITERS:
+        raise CannotLook(
+            "names of directories, or args inside the files, say that more ranks wrote files than "
+            f"any run has ({MOST_WRITERS:,})\n"
+            "    likely:      the files are damaged, or are not from where they seem"
+        )
 
 
 def rank_fields(name: str) -> tuple[int, ...] | None:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dcp_placements._torch import Metadata
-from dcp_placements.errors import CannotLook, format_error, format_name
+from torch.distributed.checkpoint import Metadata
+
+from dcp_placements.errors import CannotLook, PlacementError, format_error, format_name
 from dcp_placements.offline.directory import Directory
 from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.index.storage_table import StorageTable
@@ -103,6 +104,9 @@ def _read(directory: Directory, name: str, read: Callable[[], T]) -> T:
         ) from error
     except OSError as error:
         raise CannotLook(f"{where}: cannot be read: {format_name(error)}") from error
+    except PlacementError as error:
+        # Its lines are those of this package, and nothing of the file's.
+        raise CannotLook(f"{where}: {error}") from error
     except Exception as error:
         # A broken or hostile pickle can raise anything.
         raise unreadable(where, error) from error

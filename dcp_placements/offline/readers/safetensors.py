@@ -10,8 +10,9 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_placements._torch import Metadata, TensorProperties, TensorStorageMetadata
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.offline.directory import MARKER, Directory
 from dcp_placements.storage.index.building import build_index, by_file

@@ -1,226 +1,156 @@
-"""What the parts of a rank cost to read: bytes, read items and files.
+"""What ranks read of a checkpoint for the boxes that they need: bytes, read items and files.
 
-Tensors of one shape and dtype that are stored alike are one class, and all ranks that hold the same
-box of a class have the same need. So costs are computed once per need, not per tensor and rank.
+Costs are computed once for each different box of tensors that are stored alike, and then added to
+the ranks that hold the box.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 
-from dcp_placements._torch import TensorStorageMetadata
-from dcp_placements.layout.boxes import Index
-from dcp_placements.layout.byte_ranges import segments
-from dcp_placements.layout.sharding import Box, Intervals, Layout, Sharding
-from dcp_placements.load.reads import holes_of, pieces_of
-from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.names.renames import Numbers, holds
+from dcp_placements.layout.boxes import Boxes, Index, Ints, expanded, intersect, numel
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.storage.byte_ranges import segments
 from dcp_placements.storage.merged_reads import SMALL_NBYTES, cheap_gap
-from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.metadata.record import Cuts, cuts_of
-from dcp_placements.storage.metadata.table import Array
 from dcp_placements.storage.tensor_record import HEADS_NBYTES
+from dcp_placements.table.cover import Cover
+
+COLUMNS = ("wanted", "slices", "chunks", "exchange", "reads")
+"""Of the elements; of what this package's reader reads, and torch's; with an exchange; items."""
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What the tensors of a part cost every rank that holds one box of them."""
+class Costs:
+    """The costs of all ranks.
 
-    wanted: int  # bytes of the elements
-    memory: int  # bytes of the local tensors, padding included
-    slices: int  # bytes that ``PlacementFileSystemReader`` reads
-    chunks: int  # bytes that torch's ``FileSystemReader`` reads
-    reads: int  # read items
-    files: Array  # numbers of the files
-    holes: tuple[Box, ...]  # boxes of each tensor that no chunk covers
-    placeless: tuple[str, ...]  # keys of tensors with a chunk that has no file
+    Attributes:
+        of_rank: By column, one number per rank.
+        placeless: The ranks that need a chunk for which the metadata name no file, by key.
+    """
 
+    def __init__(self, checkpoint: Checkpoint, size: int) -> None:
+        self.of_rank = {name: np.zeros(size, np.int64) for name in COLUMNS}
+        self.placeless: dict[str, list[int]] = {}
+        self._checkpoint = checkpoint
+        self._numbers = {name: number for number, name in enumerate(checkpoint.files)}
+        self._indices: dict[int, Index] = {}
+        self._places: dict[str, tuple[list[int], list[int]]] = {}
+        self._opened: list[Ints] = []  # rank and file, as one number
 
-@dataclass(slots=True, eq=False)
-class TensorClass:
-    """Tensors of one shape and dtype that are stored as the same boxes."""
+    def add_objects(self, ranks: Sequence[int], fqns: Sequence[str]) -> None:
+        """Add the objects that some ranks read, each of them all."""
+        for fqn in fqns:
+            stored = self._checkpoint.objects[fqn]
+            if stored.file is not None:
+                for name in ("slices", "chunks", "exchange"):
+                    self.of_rank[name][ranks] += stored.nbytes
+                self.of_rank["reads"][ranks] += 1
+                self._open(np.array(ranks, np.int64), self._numbers[stored.file])
 
-    shape: tuple[int, ...]  # of the whole tensors
-    dtype: torch.dtype  # of their elements
-    stored: Index  # their chunks
-    fqns: list[str]  # their keys
-    files: Array  # the file's number, by tensor and chunk; -1 where the metadata name no file
-    nbytes: Array  # the length of the record, by tensor and chunk
-    example: torch.Tensor  # a meta tensor of that shape and dtype
-    are_steps: bool  # whether they are stacked optimizer steps, of which the ranks have scalars
-    _needs: dict[tuple[tuple[Intervals, ...], bytes], Need] = field(default_factory=dict)
+    def add(self, fqns: Sequence[str], cover: Cover) -> None:
+        """Add tensors that the same ranks hold in the same boxes."""
+        alike: dict[Any, list[StoredTensor]] = {}
+        for fqn in fqns:
+            if (one := self._checkpoint.tensors.get(fqn)) is not None:
+                alike.setdefault((one.cut, one.dtype), []).append(one)
+        for tensors in alike.values():
+            if len(tensors[0].shape) == cover.boxes.shape[2]:
+                self._add(tensors, cover)
 
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes of all whole tensors."""
-        return len(self.fqns) * prod(self.shape) * self.dtype.itemsize
+    def files(self) -> Ints:
+        """Return the files that ranks open, ``[pairs, 2]``: rank and number, sorted."""
+        pairs = np.unique(np.concatenate([np.zeros(0, np.int64), *self._opened]))
+        return np.stack(np.divmod(pairs, max(len(self._numbers), 1)), axis=1)
 
+    def _open(self, ranks: Ints, files: Ints | int) -> None:
+        self._opened.append(np.unique(ranks * len(self._numbers) + files))
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Tensors of one class under one rule, by their positions in the class."""
+    def _add(self, tensors: Sequence[StoredTensor], cover: Cover) -> None:
+        first, count, boxes = tensors[0], len(tensors), cover.boxes
+        itemsize = first.dtype.itemsize
+        if first.cut not in self._indices:
+            self._indices[first.cut] = Index(_array(first))
+        stored = self._indices[first.cut]
+        box, chunk = stored.meeting(boxes)
+        shared = intersect(boxes[box], stored.boxes[chunk])
+        exact = numel(shared) * itemsize
+        places = [self._places_of(one) for one in tensors]
+        nbytes, times = np.unique([one[1] for one in places], axis=0, return_counts=True)
+        by_pair = np.array(list(_slices(stored.boxes[chunk], shared, itemsize)), np.int64)
+        slices = np.zeros(len(boxes), np.int64)
+        chunks, reads = slices.copy(), slices.copy()
+        for lengths, number in zip(nbytes.reshape(len(times), -1)[:, chunk], times, strict=True):
+            # The reader reads a small record whole if it needs most of it.
+            whole = (lengths <= SMALL_NBYTES) & (2 * (exact + HEADS_NBYTES[0]) >= lengths)
+            np.add.at(slices, box, np.where(whole, lengths, by_pair) * number)
+            np.add.at(chunks, box, lengths * number)
+        np.add.at(reads, box, count)
+        holders = np.maximum(np.diff(cover.starts), 1)
+        of_box = {
+            "wanted": cover.numel * itemsize * count,
+            "slices": slices,
+            "chunks": chunks,
+            "exchange": -(-slices // holders),
+            "reads": reads,
+        }
+        for name, values in of_box.items():
+            np.add.at(self.of_rank[name], cover.ranks, values[cover.box_of])
+        self._add_files(tensors, np.array([one[0] for one in places], np.int64), box, chunk, cover)
 
-    tensors: TensorClass
-    members: Array
+    def _add_files(
+        self, tensors: Sequence[StoredTensor], files: Ints, box: Ints, chunk: Ints, cover: Cover
+    ) -> None:
+        """Add the files of the pairs of boxes and stored chunks that meet.
 
-    @property
-    def key(self) -> Hashable:
-        """Equal for equal parts."""
-        return self.tensors, self.members.tobytes()
+        Args:
+            tensors: The tensors.
+            files: By tensor and chunk, the number of the file; -1 for none.
+            box: Of each pair, the box.
+            chunk: Of each pair, the chunk.
+            cover: Who holds the boxes.
+        """
+        files = files.reshape(len(tensors), -1)
+        used, of_used = np.unique(chunk, return_inverse=True)
+        of_chunk = [np.unique(files[:, at]) for at in used]
+        counts = np.array([len(one) for one in of_chunk], np.int64)
+        starts = np.cumsum(counts) - counts
+        pair, at = expanded(starts[of_used], counts[of_used])
+        file = np.concatenate([np.zeros(0, np.int64), *of_chunk])[at]
+        row, place = expanded(cover.starts[box[pair]], np.diff(cover.starts)[box[pair]])
+        ranks = cover.ranks[cover.order[place]]
+        has_file = file[row] >= 0
+        self._open(ranks[has_file], file[row][has_file])
+        if not has_file.all():
+            for number in np.flatnonzero((files[:, used] < 0).any(axis=1)).tolist():
+                self.placeless[tensors[number].fqn] = np.unique(ranks[~has_file]).tolist()
 
-    @property
-    def fqn(self) -> str:
-        """The first key, which stands for all."""
-        return self.tensors.fqns[int(self.members[0])]
-
-    @property
-    def fqns(self) -> list[str]:
-        """All keys."""
-        return [self.tensors.fqns[member] for member in self.members.tolist()]
-
-    def need(self, layout: Layout) -> Need:
-        """Return what a rank with this layout needs."""
-        key = (layout.intervals, self.members.tobytes())
-        needs = self.tensors._needs
-        if key not in needs:
-            needs[key] = _need(self, layout)
-        return needs[key]
-
-
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """The tensors of a part, as one rank holds them."""
-
-    part: Part  # the tensors
-    placement: CheckpointPlacement | None  # by the rank's rule; None without a rule
-    rule: str | None  # the rule's name; None without a rule
-    # Of all that decides how the tensors are cut, equal on all ranks that cut them alike
-    key: Hashable
-    # The axes over which FSDP cuts them, flattened into the last axis of ``sharding``
-    own: Sequence[str]
-    sharding: Sharding  # how they are cut
-    layout: Layout  # where the rank's local tensors lie
-
-    @property
-    def content(self) -> Hashable:
-        """Equal for ranks that hold the same boxes of the same tensors."""
-        return self.part.key, self.layout.intervals
-
-    def declared_cuts(self) -> Cuts:
-        """Return the cuts of the tensors as a save in that world would record them."""
-        names: list[str | None] = []
-        if self.placement is not None:
-            mesh = self.placement.mesh
-            names += mesh.mesh_dim_names or [None] * len(mesh.shape)
-        # Several axes flattened into one have no name that a save could have recorded.
-        names.append(self.own[0] if len(self.own) == 1 else None)
-        return cuts_of(self.sharding, names)
-
-
-def tensor_classes(
-    checkpoint: Checkpoint, expected: set[str] | None, file_numbers: Mapping[str, int]
-) -> list[TensorClass]:
-    """Return the tensors of a checkpoint by class."""
-    by_kind: dict[Any, list[StoredTensor]] = {}
-    states = OptimizerStates(checkpoint.metadata.state_dict_metadata)
-    for fqn, tensor in checkpoint.tensors.items():
-        if expected is None or fqn in expected:
-            is_step = fqn.endswith(".step") and states.of(fqn) is not None
-            kind = tensor.shape, tensor.dtype, tensor.cut, is_step
-            by_kind.setdefault(kind, []).append(tensor)
-    classes = []
-    for (*_, are_steps), tensors in by_kind.items():
-        first = tensors[0]
-        chunks = [tensor.chunks for tensor in tensors]
-        files = [[-1 if c.file is None else file_numbers[c.file] for c in row] for row in chunks]
-        nbytes = [[chunk.nbytes for chunk in row] for row in chunks]
-        shape = (len(tensors), len(first.boxes))  # also of tensors without chunks
-        stored = checkpoint.metadata.state_dict_metadata[first.fqn]
-        assert isinstance(stored, TensorStorageMetadata)
-        classes.append(
-            TensorClass(
-                first.shape,
-                first.dtype,
-                Index(ChunkList.of(stored.chunks, len(stored.size)).array),
-                [tensor.fqn for tensor in tensors],
-                np.array(files, np.int64).reshape(shape),
-                np.array(nbytes, np.int64).reshape(shape),
-                torch.empty(first.shape, dtype=first.dtype, device="meta"),
-                are_steps,
-            )
-        )
-    return classes
+    def _places_of(self, tensor: StoredTensor) -> tuple[list[int], list[int]]:
+        """Return the number of the file of each chunk, -1 for none, and the record's length."""
+        if tensor.fqn not in self._places:
+            chunks = tensor.chunks
+            files = [-1 if one.file is None else self._numbers[one.file] for one in chunks]
+            self._places[tensor.fqn] = files, [one.nbytes for one in chunks]
+        return self._places[tensor.fqn]
 
 
-def parts_by_rule(
-    classes: Sequence[TensorClass],
-    rule_of: Callable[[str, TensorClass], Any],
-    numbers: Numbers | None,
-) -> list[Part]:
-    """Return the tensors of each class that a rank has, by rule."""
-    parts = []
-    for tensors in classes:
-        by_rule: dict[Any, list[int]] = {}
-        for member, fqn in enumerate(tensors.fqns):
-            if numbers is None or holds(numbers, fqn):
-                rule = rule_of(fqn, tensors) if tensors.shape else None
-                by_rule.setdefault(rule, []).append(member)
-        parts += [Part(tensors, np.array(members, np.int64)) for members in by_rule.values()]
-    return parts
+def _array(tensor: StoredTensor) -> Boxes:
+    return np.array(tensor.boxes, np.int64).reshape(tensor.count, 2, len(tensor.shape))
 
 
-def _need(part: Part, layout: Layout) -> Need:
-    tensors, itemsize = part.tensors, part.tensors.dtype.itemsize
-    members = len(part.members)
-    of_chunk: dict[int, tuple[Box, list[Box]]] = {}  # by chunk: its box, and what is read of it
-    holes: list[Box] = []
-    destinations = [chunk.box for chunk in layout.chunks()]
-    for box in destinations:
-        met = pieces_of(box, tensors.stored)
-        for index, chunk, piece in met:
-            of_chunk.setdefault(index, (chunk, []))[1].append(piece)
-        holes += holes_of(box, met)
-    indices = np.array(list(of_chunk), np.int64)
-    files = tensors.files[part.members][:, indices]
-    nbytes = tensors.nbytes[part.members][:, indices]
-    items = np.array([len(pieces) for _, pieces in of_chunk.values()], np.int64)
-    slices = 0
-    for column, (chunk, pieces) in enumerate(of_chunk.values()):
-        exact = sum(piece.numel for piece in pieces) * itemsize
-        lengths = nbytes[:, column]
-        # The reader reads a small record whole if it needs most of it.
-        whole = (lengths <= SMALL_NBYTES) & (2 * (exact + HEADS_NBYTES[0]) >= lengths)
-        slices += int(np.where(whole, lengths, _slices_nbytes(chunk, pieces, itemsize)).sum())
-    placeless = np.flatnonzero((files < 0).any(axis=1)).tolist()
-    return Need(
-        wanted=sum(box.numel for box in destinations) * itemsize * members,
-        memory=prod(layout.local_shape) * itemsize * members,
-        slices=slices,
-        chunks=int((nbytes * items).sum()),
-        reads=int(items.sum()) * members,
-        files=np.unique(files[files >= 0]),
-        holes=tuple(holes),
-        placeless=tuple(tensors.fqns[int(part.members[row])] for row in placeless),
-    )
+def _slices(stored: Boxes, shared: Boxes, itemsize: int) -> Iterator[int]:
+    """Yield the bytes that are read for each part of a stored chunk."""
+    offsets = shared[:, 0] - stored[:, 0]
+    columns = stored[:, 1], offsets, shared[:, 1]
+    for shape, start, sizes in zip(*[column.tolist() for column in columns], strict=True):
+        yield _slice_nbytes(tuple(shape), tuple(start), tuple(sizes), itemsize)
 
 
-def _slices_nbytes(stored: Box, pieces: Sequence[Box], itemsize: int) -> int:
-    """Return the bytes that are read for pieces of a stored chunk, one after another."""
-    return sum(
-        segments(
-            stored.sizes,
-            offsets=[a - b for a, b in zip(piece.offsets, stored.offsets, strict=True)],
-            lengths=piece.sizes,
-            itemsize=itemsize,
-            gap=cheap_gap,
-        ).total_nbytes
-        for piece in pieces
-    )
+@lru_cache(maxsize=1 << 14)
+def _slice_nbytes(
+    shape: tuple[int, ...], start: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
+) -> int:
+    found = segments(shape, offsets=start, lengths=sizes, itemsize=itemsize, gap=cheap_gap)
+    return found.total_nbytes

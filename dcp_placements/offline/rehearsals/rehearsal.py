@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dcp_placements.errors import Fault
-from dcp_placements.layout.sharding import Sharding
-from dcp_placements.offline.checkpoint import Checkpoint, StoredObject
-from dcp_placements.offline.declared import MeshAxes, Progress
-from dcp_placements.offline.rehearsals.costs import RankPart
-from dcp_placements.offline.rehearsals.owners import Owners
-from dcp_placements.offline.rehearsals.world_parts import RankParts, WorldParts
-from dcp_placements.rules.matches import names_of, unmatched_faults
+from dcp_placements.layout.boxes import Ints
+from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.declared import Progress
+from dcp_placements.offline.rehearsals.costs import COLUMNS, Costs
+from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.unmatched import names_of, unmatched_faults
+from dcp_placements.table.cover import cover_of
+from dcp_placements.table.table import OBJECT
+from dcp_placements.transfer.world import MeshAxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,9 @@ class RankRehearsal:
 
     rank: int  # its number, the last axis fastest
     coordinate: tuple[int, ...]  # its position along each axis
-    wanted_nbytes: int  # bytes of the elements that it needs
     memory_nbytes: int  # bytes of its tensors, padding included
+    files: int  # files opened
+    wanted_nbytes: int  # bytes of the elements that it needs
     # What ``PlacementFileSystemReader`` reads for that, up to the few hundred bytes before the
     # elements of each chunk
     slices_nbytes: int
@@ -42,10 +45,6 @@ class RankRehearsal:
     # well, and all of the others
     exchange_nbytes: int
     reads: int  # read items: one per stored chunk and box of a tensor that it overlaps
-    files: int  # files opened
-    # Files opened if the checkpoint is rewritten by ``reshard`` for these ranks; the elements that
-    # are wanted are then all that is read
-    resharded_files: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,9 @@ def rehearse(
         rules: Called with each rank's place in the mesh. Returns ``Placements``, or what
             ``Placements`` takes as rules. There are no DTensors, so the rules have to cover
             every axis that cuts a tensor but ``fsdp``; every rank needs all of a tensor without a
-            rule. From a ``Renumber`` (``Renames``) follows which experts and layers a rank has;
-            with any other rename, every rank has all keys.
+            rule. From its rename follows which of the checkpoint's tensors a rank has, and how:
+            from ``Renumber`` its experts and layers. With a function of the user's in it, every
+            rank has all keys of the checkpoint as they are.
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
         fsdp: Axes over which FSDP cuts dim 0 of every tensor (of one dim or more), inside what
             the rules cut, as one flattened axis without the axes that a tensor's rule cuts over.
@@ -107,78 +107,52 @@ def rehearse(
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     stored = {*checkpoint.tensors, *checkpoint.objects}
     expected = stored if expect is None else set(expect)
-    world = WorldParts(checkpoint, rules, axes, fsdp, expected)
-    objects = [one for fqn, one in checkpoint.objects.items() if fqn in expected]
-    owners = Owners()
-    ranks, held = [], []
-    for one in world.ranks():
-        ranks.append(_rank_costs(world, one, objects))
-        held.append(one.parts)
-        for part in one.parts:
-            owners.add(one.rank, part)
-        progress(len(ranks), world.size)
-    # Objects are in the file of rank 0.
-    first = frozenset({0} if objects else ())
-    files = [len(first.union(*map(owners.ranks, parts))) for parts in held]
+    world = RehearsedWorld(checkpoint, rules, axes, fsdp, expected, progress)
+    costs = Costs(checkpoint, world.size)
+    memory = np.zeros(world.size, np.int64)
+    for lot in world.lots:
+        memory[lot.ranks] = lot.memory
+        costs.add_objects(lot.ranks, lot.objects)
+    cut: set[str] = set()
+    for piece in world.table.pieces:
+        ndims = {len(source.group.shape) for source in piece.sources}
+        if piece.group.kind == OBJECT or len(ndims) > 1:
+            continue  # it is refused
+        cover = cover_of(piece.ranks, piece.boxes)
+        costs.add(piece.fqns, cover)
+        if cover.boxes[:, 1].tolist() != [list(piece.group.shape)]:
+            cut.update(piece.fqns)
+    opened = costs.files()
+    _add_faults(world, costs, opened)
     unmatched = world.unmatched()
+    columns = [memory, np.bincount(opened[:, 0], minlength=world.size)]
+    columns += [costs.of_rank[name] for name in COLUMNS]
+    coordinates = product(*map(range, world.axes.values()))
+    ranks = [
+        RankRehearsal(rank, at, *numbers)
+        for rank, (at, numbers) in enumerate(
+            zip(coordinates, np.stack(columns, axis=1).tolist(), strict=True)
+        )
+    ]
+    tensors = [one for fqn, one in checkpoint.tensors.items() if fqn in expected]
     return Rehearsal(
         axes=world.axes,
-        ranks=tuple(replace(one, resharded_files=n) for one, n in zip(ranks, files, strict=True)),
-        faults=world.refusals.faults(),
-        notes=(*world.refusals.notes(), *unmatched_faults(unmatched, sorted(expected))),
+        ranks=tuple(ranks),
+        faults=world.faults(),
+        notes=(*world.notes(), *unmatched_faults(unmatched, sorted(expected))),
         missing=tuple(sorted(expected - stored)),
         unread=tuple(sorted(stored - expected)),
-        replicated=sum(len(tensors.fqns) for tensors in world.classes) - _count_cut(held),
+        replicated=sum(one.fqn not in cut for one in tensors),
         unmatched=names_of(unmatched),
-        unique_nbytes=sum(tensors.total_nbytes for tensors in world.classes),
+        unique_nbytes=sum(one.nbytes for one in tensors),
     )
 
 
-def _count_cut(held: Iterable[Iterable[RankPart]]) -> int:
-    """Return the number of tensors of which some rank holds a part only."""
-    cut = {
-        one.part.key: one.part
-        for parts in held
-        for one in parts
-        if one.layout.local_shape != one.part.tensors.shape
-    }
-    return len({fqn for part in cut.values() for fqn in part.fqns})
-
-
-def _rank_costs(
-    world: WorldParts, held: RankParts, objects: Sequence[StoredObject]
-) -> RankRehearsal:
-    opened = np.zeros(len(world.file_numbers), bool)
-    wanted = memory = slices = chunks = exchanged = reads = 0
-    for one in held.parts:
-        need = one.part.need(one.layout)
-        wanted += need.wanted
-        memory += need.memory
-        slices += need.slices
-        chunks += need.chunks
-        exchanged += -(-need.slices // _replicas(world, one.sharding))
-        reads += need.reads
-        opened[need.files] = True
-        world.refusals.check_stored(held.rank, one.part, need)
-    for stored in objects:
-        if stored.file is not None:
-            opened[world.file_numbers[stored.file]] = True
-            reads += 1
-            slices += stored.nbytes
-            chunks += stored.nbytes
-            exchanged += stored.nbytes
-    for name, nbytes in world.checkpoint.files.items():
-        if nbytes is None and opened[world.file_numbers[name]]:
-            world.refusals.add(held.rank, name, "the checkpoint lacks this file")
-    files = int(opened.sum())
-    return RankRehearsal(
-        held.rank, held.coordinate, wanted, memory, slices, chunks, exchanged, reads, files
-    )
-
-
-def _replicas(world: WorldParts, sharding: Sharding) -> int:
-    """Return how many ranks share the reads of a box; rows of an ``IndexShard`` are not."""
-    if not sharding.is_uniform:
-        return 1
-    cut = {cut.axis for cut in sharding.cuts}
-    return world.size // prod(sharding.axis_sizes[axis] for axis in cut)
+def _add_faults(world: RehearsedWorld, costs: Costs, opened: Ints) -> None:
+    """Add what no planner sees: files that are missing, and chunks without a file."""
+    for number, (name, nbytes) in enumerate(world.checkpoint.files.items()):
+        if nbytes is None and len(ranks := opened[opened[:, 1] == number, 0]):
+            world.add_fault(Fault(name, "the checkpoint lacks this file"), ranks.tolist())
+    for fqn, ranks_of in costs.placeless.items():
+        headline = "the metadata names no file for a chunk that is needed"
+        world.add_fault(Fault(fqn, headline), ranks_of)

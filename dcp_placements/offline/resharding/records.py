@@ -42,7 +42,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
 
     def __init__(self, checkpoint: Checkpoint, advance: Callable[[int], None]) -> None:
         self.copied_nbytes = 0
-        self._reader = BoxReader(checkpoint)
+        self._reader = BoxReader(checkpoint, check_crc=True)
         self._advance = advance
         is_local = checkpoint.directory.local("") is not None
         self._slab_nbytes = SLAB_NBYTES if is_local else REMOTE_SLAB_NBYTES
@@ -57,7 +57,8 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
         """Append one record to a file that is open without a buffer of its own.
 
         Raises:
-            PlacementError: A file of the source is missing, too short, or holds something else.
+            PlacementError: A file of the source is missing, too short, or holds something else, or
+                a record that was read whole is not what was written.
         """
         tensor, box = entry.source, entry.box
         if isinstance(tensor, StoredObject):

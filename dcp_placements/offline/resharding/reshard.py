@@ -21,18 +21,19 @@ from dcp_placements.errors import (
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.checks.records import records_by_file
 from dcp_placements.offline.checks.structure import structural_faults
-from dcp_placements.offline.declared import MeshAxes, Progress, format_mesh_axes
+from dcp_placements.offline.declared import Progress, format_mesh_axes
 from dcp_placements.offline.readers.dcp import TORCH_DIST
-from dcp_placements.offline.rehearsals.world_parts import WorldParts
+from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.remote_output import AnyFolder, output_at
 from dcp_placements.offline.resharding.records import RecordWriter
 from dcp_placements.offline.resharding.target import REFUSED, Target
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.rules.matches import unmatched_faults
 from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.unmatched import unmatched_faults
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.table import Rows, RowsBuilder, join
+from dcp_placements.transfer.world import MeshAxes
 
 MAX_FAULTS = 20
 
@@ -107,7 +108,7 @@ def reshard(
             checkpoint = Checkpoint(checkpoint)
         _check_whole(checkpoint)
         versions = checkpoint.directory.versions(checkpoint.files)
-        target = Target(world := WorldParts(checkpoint, rules, axes, fsdp))
+        target = Target(world := RehearsedWorld(checkpoint, rules, axes, fsdp))
         raise_faults(REFUSED, unmatched_faults(world.unmatched(), list(checkpoint.tensors)))
         identity = target.identity(versions)
         save_id = bytes.fromhex(identity)[:16]

@@ -16,25 +16,22 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_placements._torch import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 from dcp_placements.errors import Fault, PlacementError, raise_faults
-from dcp_placements.layout.sharding import Box
-from dcp_placements.names.renames import Recorded, recorded
+from dcp_placements.layout.boxes import as_boxes
+from dcp_placements.layout.sharding import Box, Cuts
+from dcp_placements.names.renames import Recorded
 from dcp_placements.offline.checkpoint import StoredObject, StoredTensor
 from dcp_placements.offline.checks.structure import box_faults
-from dcp_placements.offline.rehearsals.owners import OwnedTensors, Owners
-from dcp_placements.offline.rehearsals.world_parts import WorldParts
+from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.provenance import RESERVED_KEY, identity
-from dcp_placements.storage.metadata.record import Cuts, packed_record
+from dcp_placements.storage.metadata.record import packed_record
 from dcp_placements.storage.metadata.save_ids import named
 from dcp_placements.storage.records.template import Template
+from dcp_placements.table.cover import cover_of
 
 REFUSED = "the checkpoint cannot be rewritten for this world"
 """The opening line of refusals."""
@@ -75,6 +72,20 @@ def empty_record(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     return buffer.getvalue()
 
 
+@dataclass(slots=True, eq=False)
+class OwnedTensors:
+    """Tensors of which the same ranks own the same boxes.
+
+    A box goes into the file of the lowest rank that holds it. A rank whose boxes no other holds
+    then reads one file; replicas read that of the lowest among them.
+    """
+
+    shape: tuple[int, ...]  # of the whole tensors
+    dtype: torch.dtype  # of their elements
+    fqns: list[str]  # their keys
+    owners: dict[Box, int]  # the rank by box; empty for tensors that no rank has
+
+
 class Target:
     """What is to be written.
 
@@ -83,28 +94,15 @@ class Target:
         PlacementError: A load in that world would be refused, or its ranks do not hold everything.
     """
 
-    def __init__(self, world: WorldParts) -> None:
+    def __init__(self, world: RehearsedWorld) -> None:
         self._world = world
         self._checkpoint = checkpoint = world.checkpoint
         self._cuts: dict[str, Cuts] = {}
         self._rules: dict[str, str] = {}
-        self._renames: dict[Recorded, None] = {}
-        owners = Owners()
-        declared: set[Any] = set()
-        for held in world.ranks():
-            self._renames.update(dict.fromkeys(recorded(held.rename)))
-            for part in held.parts:
-                owners.add(held.rank, part)
-                key = part.key, part.part.key, part.rule
-                if key not in declared:
-                    declared.add(key)
-                    self._declare(part.part.fqns, part.declared_cuts(), part.rule)
-        faults = list(world.refusals.faults())
-        groups = [group for tensors in world.classes for group in owners.groups(tensors)]
-        if not faults:
-            for group in groups:
-                faults += _cover_faults(group)
+        faults = list(world.faults())
         raise_faults(REFUSED, faults)
+        groups = list(self._owned())
+        raise_faults(REFUSED, [fault for group in groups for fault in _cover_faults(group)])
         self._by_rank: dict[int, list[tuple[OwnedTensors, list[Box]]]] = {}
         self._group_of: dict[str, OwnedTensors] = {}
         for group in groups:
@@ -118,13 +116,28 @@ class Target:
             self._by_rank.setdefault(0, [])
         self._order = {fqn: at for at, fqn in enumerate(checkpoint.metadata.state_dict_metadata)}
 
-    def _declare(self, fqns: Sequence[str], cuts: Cuts, rule: str | None) -> None:
-        for fqn in fqns:
-            # Nothing is recorded of a key that ranks declare in several ways.
-            if self._cuts.setdefault(fqn, cuts) != cuts:
-                self._cuts[fqn] = ()
-            if rule is not None:
-                self._rules[fqn] = rule
+    def _owned(self) -> Iterator[OwnedTensors]:
+        """Yield all tensors with their owners; take in how they are declared."""
+        tables, lacking = self._world.table.tables, dict(self._checkpoint.tensors)
+        for piece in self._world.table.pieces:
+            if piece.group.dtype is None:
+                continue
+            cover = cover_of(piece.ranks, piece.boxes)
+            lowest = cover.ranks[cover.order[cover.starts[:-1]]].tolist()
+            owners = dict(zip(as_boxes(cover.boxes), lowest, strict=True))
+            yield OwnedTensors(piece.group.shape, piece.group.dtype, piece.fqns, owners)
+            # Nothing is recorded of keys that ranks declare in several ways.
+            cuts = {source.group.cuts for source in piece.sources}
+            self._cuts.update(dict.fromkeys(piece.fqns, cuts.pop() if len(cuts) == 1 else ()))
+            for source in piece.sources:
+                table, start = tables[source.table], tables[source.table].starts[source.number]
+                for fqn, position in zip(piece.fqns, source.positions, strict=True):
+                    if (rule := table.rule(start + position)) is not None:
+                        self._rules[fqn] = rule
+            for fqn in piece.fqns:
+                del lacking[fqn]
+        for fqn, tensor in lacking.items():
+            yield OwnedTensors(tensor.shape, tensor.dtype, [fqn], {})
 
     @property
     def ranks(self) -> list[int]:
@@ -134,7 +147,7 @@ class Target:
     def nbytes(self, rank: int) -> int:
         """Return the bytes of a rank's file."""
         total = sum(
-            len(group.members) * sum(self._length(group, box) for box in boxes)
+            len(group.fqns) * sum(self._length(group, box) for box in boxes)
             for group, boxes in self._by_rank[rank]
         )
         return total + sum(stored.nbytes for stored in self._objects(rank))
@@ -158,7 +171,7 @@ class Target:
         return list(self._checkpoint.objects.values()) if rank == 0 else []
 
     def _length(self, group: OwnedTensors, box: Box) -> int:
-        dtype = group.tensors.dtype
+        dtype = group.dtype
         if not box.numel:
             return len(empty_record(dtype, box.sizes))
         return template_of(dtype, box.sizes).length
@@ -173,7 +186,11 @@ class Target:
         for group in dict.fromkeys(self._group_of.values()):
             text = f"{group.fqns} {sorted(group.owners.items())}\n"
             digest.update(text.encode("utf-8", "surrogatepass"))
-        declared = sorted(self._cuts.items()), sorted(self._rules.items()), list(self._renames)
+        declared = (
+            sorted(self._cuts.items()),
+            sorted(self._rules.items()),
+            list(self._world.renames),
+        )
         digest.update(f"{declared} {torch.__version__}".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
@@ -207,7 +224,7 @@ class Target:
         # Those of the source still describe the keys.
         record = self._checkpoint.record
         renames: dict[Recorded, None] = {} if record is None else dict.fromkeys(record.renames)
-        renames |= self._renames
+        renames |= self._world.renames
         provenance |= packed_record(list(numbers), group_of, keys, renames)
         provenance |= {"axes": self._world.axes, "rules": self._rules}
         if "save_id" in old:
@@ -217,7 +234,7 @@ class Target:
 
 def _cover_faults(group: OwnedTensors) -> Iterator[Fault]:
     """Yield what the ranks lack of tensors, or hold in boxes that overlap."""
-    shape = group.tensors.shape
+    shape = group.shape
     if not group.owners:
         headline = "no rank of this world has this key"
         likely = "likely:      rename= of the rules leaves out its number"

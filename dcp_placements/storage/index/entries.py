@@ -9,12 +9,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dcp_placements._torch import (
-    BytesStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from dcp_placements.layout.alike import BySequence
+from torch.distributed.checkpoint import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
+
 from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 
@@ -116,16 +113,11 @@ class _Lists:
     def __init__(self) -> None:
         self.all: list[ChunkList] = []
         self._arrays: dict[Hashable, list[tuple[ChunkList, int]]] = {}
-        self._lists: BySequence[int] = BySequence(_place)
 
     def number(self, chunks: Sequence[Any], ndim: int) -> int:
         if isinstance(chunks, ChunkList):
             return self._number(chunks)
-        number = self._lists.get(chunks, ndim)
-        if number is None:
-            number = self._number(ChunkList.of(chunks, ndim))
-            self._lists.put(chunks, number, ndim)
-        return number
+        return self._number(ChunkList.of(chunks, ndim))
 
     def _number(self, chunks: ChunkList) -> int:
         ends = chunks.offsets[-1:].tobytes(), chunks.sizes[-1:].tobytes()
@@ -136,7 +128,3 @@ class _Lists:
         alike.append((chunks, len(self.all)))
         self.all.append(chunks)
         return len(self.all) - 1
-
-
-def _place(chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(chunk.offsets), tuple(chunk.sizes)

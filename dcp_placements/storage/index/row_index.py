@@ -62,7 +62,6 @@ class Places:
     ordinals: Ints
     listed: int = -1
     _order: Ints | None = None
-    _at: dict[Offset, int] = field(default_factory=dict)
 
     @property
     def content(self) -> tuple[Hashable, ...]:
@@ -82,15 +81,12 @@ class Places:
             offset: Of the chunk; None of an object.
             hint: Where it may be.
         """
-        if (at := self._at.get(offset)) is not None:
-            return at
         if self.offsets is None or offset is None:
             return 0 if offset is None and self.offsets is None and len(self.writers) else None
         offsets, wanted = self.offsets, list(offset)
         if len(wanted) != offsets.shape[1]:
             return None
         if hint is not None and 0 <= hint < len(offsets) and offsets[hint].tolist() == wanted:
-            self._at[offset] = hint
             return hint
         if self._order is None:
             self._order = np.lexsort(offsets.T[::-1]) if len(wanted) else np.arange(len(offsets))
@@ -103,8 +99,7 @@ class Places:
             )
         if low == high:
             return None
-        at = self._at[offset] = int(order[high - 1])
-        return at
+        return int(order[high - 1])
 
 
 @dataclass
@@ -151,12 +146,12 @@ class LookedUp:
 
     Attributes:
         rows: By template.
-        sources: By number of places and position in them.
+        sources: By number of places and offset.
         all_sources: By number of places, the offset and the source of each chunk.
     """
 
     rows: dict[int, _Rows] = field(default_factory=dict)
-    sources: dict[tuple[int, int], _Source] = field(default_factory=dict)
+    sources: dict[tuple[int, Offset], _Source] = field(default_factory=dict)
     all_sources: dict[int, list[tuple[Offset, _Source]]] = field(default_factory=dict)
 
 
@@ -222,14 +217,16 @@ class RowIndex:
             offset: Of the chunk; None of an object.
             hint: Its likely position in the list of chunks.
         """
+        known = self.looked_up.sources
         for number in self.numbers_of(fqn):
-            places = self.places[number]
-            at = places.find(offset, hint)
-            if at is not None:
-                source = self.looked_up.sources.get((number, at))
-                if source is None:
-                    source = self.looked_up.sources[number, at] = self._source(places, at)
-                return _row(source, self.numbers[fqn])
+            source = known.get((number, offset))
+            if source is None:
+                places = self.places[number]
+                at = places.find(offset, hint)
+                if at is None:
+                    continue
+                source = known[number, offset] = self._source(places, at)
+            return _row(source, self.numbers[fqn])
         return None
 
     def rows_of(self, fqn: str) -> list[tuple[Offset, Row]]:

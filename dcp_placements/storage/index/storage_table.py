@@ -9,7 +9,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from dcp_placements._torch import Metadata, MetadataIndex, ReadItem, StorageInfo
+from torch.distributed.checkpoint import Metadata, ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.storage.index.building import build_index, by_file
 from dcp_placements.storage.index.entries import Entries

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import BytesStorageMetadata, TensorStorageMetadata
 
-from dcp_placements._torch import BytesStorageMetadata, TensorStorageMetadata
 from dcp_placements.storage.index.entries import OBJECT, OTHER, Entries, build_entries
 
 

@@ -17,17 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from dcp_placements._torch import (
+from torch.distributed.checkpoint import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    StorageInfo,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+
+from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.metadata.provenance import DIGESTS_OF_RANK, stored
@@ -68,7 +66,7 @@ def check_files(names: Iterable[str]) -> None:
         if not isinstance(file, str) or os.path.isabs(file) or ".." in file.split("/"):
             raise ValueError(f"a file outside of the checkpoint: {file!r}")
         os.fsencode(file)
-        if "\0" in file:
+        if not file or "\0" in file:
             raise ValueError("a file's name that no file can have")
 
 

@@ -13,8 +13,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.checkpoint import ChunkStorageMetadata
 
-from dcp_placements._torch import ChunkStorageMetadata
 from dcp_placements.layout.boxes import Boxes, Ints, as_array, as_boxes
 from dcp_placements.layout.sharding import Box
 

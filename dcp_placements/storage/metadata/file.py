@@ -18,7 +18,8 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import IO, Any, TypeVar
 
-from dcp_placements._torch import Metadata
+from torch.distributed.checkpoint import Metadata
+
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.blocks import Blocks, Opener, blocks_of

@@ -14,14 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dcp_placements._torch import (
+from torch.distributed.checkpoint import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    StorageInfo,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import (
     Fault,
     NoCheckpoint,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from dcp_placements.layout.sharding import Cut, Kind, LayoutError, Pick, Sharding, unknown_kind
+from dcp_placements.layout.sharding import Cut, Cuts, Kind
 from dcp_placements.storage.metadata.provenance import stored
 
 CUTS_KEY = "cuts"
@@ -23,83 +23,42 @@ RENAMES_KEY = "renames"
 """Under the reserved key in ``Metadata.planner_data``."""
 
 
-class SavedCut(NamedTuple):
-    """One axis cuts one dim, as it was declared; of an axis of size 1, too.
+def plain_cut(cut: Cut) -> tuple[str | None, int, int, str, int | tuple[int, ...]]:
+    """Return a cut as plain values that any unpickler admits.
 
-    Attributes:
-        axis: Its name; None where it has none.
-        size: Ranks along it.
-        dim: Of the tensor, from 0.
-        kind: How it cuts.
-        parts: The number of parts of the dim, or their sizes.
+    >>> plain_cut(Cut(0, "ep", 2)), cut_of_plain("ep", 2, 0, "plain")
+    (('ep', 2, 0, 'plain', 1), Cut(dim=0, axis='ep', size=2, kind=<Kind.PLAIN: 'plain'>, parts=1))
     """
-
-    axis: str | None
-    size: int
-    dim: int
-    kind: Kind
-    parts: int | tuple[int, ...] = 1
-
-    @classmethod
-    def of(
-        cls,
-        axis: str | None,
-        size: int,
-        dim: int,
-        kind: str,
-        parts: int | tuple[int, ...],
-        alternate: bool = False,
-    ) -> SavedCut:
-        """Return the cut of plain ``values``.
-
-        Args:
-            axis: Its name.
-            size: Ranks along it.
-            dim: Of the tensor.
-            kind: The value of its kind.
-            parts: Of the dim.
-            alternate: In records of older saves: whether parts alternate row by row, which is a
-                plain cut.
-
-        Raises:
-            ValueError: A kind that is not known.
-        """
-        if alternate:
-            kind, parts = Kind.PLAIN, 1
-        if not isinstance(parts, int):
-            parts = tuple([int(part) for part in parts])
-        name = None if axis is None else str(axis)
-        return cls(name, int(size), int(dim), Kind(kind), parts)
-
-    @property
-    def values(self) -> tuple[str | None, int, int, str, int | tuple[int, ...]]:
-        """Plain values that any unpickler admits; ``SavedCut.of(*values)`` is the cut."""
-        return self.axis, self.size, self.dim, self.kind.value, self.parts
-
-    @property
-    def placement(self) -> str:
-        """Its placement, as its user would declare it."""
-        match self.kind:
-            case Kind.PLAIN:
-                return f"Shard({self.dim})"
-            case Kind.FUSED:
-                return f"FusedShard({self.dim}, {self.parts})"
-            case Kind.STRIDED:
-                return f"_StridedShard({self.dim}, split_factor={self.parts})"
-            case Kind.LISTED:
-                return f"rows of dim {self.dim}, each rank its own"
-            case _:
-                raise unknown_kind(self.kind)
-
-    def __str__(self) -> str:
-        if self.kind is Kind.LISTED:
-            return self.placement
-        axis = "an axis" if self.axis is None else repr(self.axis)
-        return f"{self.placement} over {axis} of size {self.size}"
+    return cut.axis, cut.size, cut.dim, cut.kind.value, cut.parts
 
 
-Cuts = tuple[SavedCut, ...]
-"""In the order in which they apply."""
+def cut_of_plain(
+    axis: str | None,
+    size: int,
+    dim: int,
+    kind: str,
+    parts: int | tuple[int, ...] = 1,
+    alternate: bool = False,
+) -> Cut:
+    """Return the cut of plain values.
+
+    Args:
+        axis: Its name.
+        size: Ranks along it.
+        dim: Of the tensor.
+        kind: The value of its kind.
+        parts: Of the dim.
+        alternate: In records of older saves: whether parts alternate row by row, which is a plain
+            cut.
+
+    Raises:
+        ValueError: A kind that is not known.
+    """
+    if alternate:
+        kind, parts = Kind.PLAIN, 1
+    if not isinstance(parts, int):
+        parts = tuple([int(part) for part in parts])
+    return Cut(int(dim), None if axis is None else str(axis), int(size), Kind(kind), parts)
 
 
 class SavedRename(NamedTuple):
@@ -110,14 +69,21 @@ class SavedRename(NamedTuple):
         pattern: Of the checkpoint's keys, ``{}`` for the number; what a function is called where
             it changed no number.
         total: How many numbers there are; None where that was not declared.
+        shaping: The dim of rows; or dim, names, sizes and groups of parts. Empty where shapes stay
+            and in records of older saves.
     """
 
     kind: str
     pattern: str
     total: int | None
+    shaping: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         of = "" if self.total is None else f", total={self.total}"
+        if self.shaping:
+            dim, *parts = self.shaping
+            of += f", dim={dim}" if dim else ""
+            of += f", {parts[0]}, sizes={parts[1]}, groups={parts[2]}" if parts else ""
         return f"{self.kind}({self.pattern!r}{of})"
 
 
@@ -142,33 +108,11 @@ class SaveRecord:
         return self.groups[self.group_of.get(fqn, 0)]
 
 
-def cuts_of(sharding: Sharding, axis_names: Sequence[str | None]) -> Cuts:
-    """Return the cuts of a layout by the names of its axes."""
-    return tuple([_saved_cut(cut, axis_names, sharding.axis_sizes) for cut in sharding.cuts])
-
-
-def _saved_cut(
-    cut: Cut | Pick, axis_names: Sequence[str | None], axis_sizes: Sequence[int]
-) -> SavedCut:
-    # Rows of no axis are those of a stack, which names identify.
-    name = None if cut.axis < 0 else axis_names[cut.axis]
-    size = 1 if cut.axis < 0 else axis_sizes[cut.axis]
-    if isinstance(cut, Pick):
-        return SavedCut(name, size, cut.dim, cut.kind)
-    match cut.kind:
-        case Kind.PLAIN | Kind.FUSED | Kind.STRIDED:
-            return SavedCut(name, size, cut.dim, cut.kind, cut.parts)
-        case Kind.LISTED:
-            raise LayoutError("rows that a rank lists are a Pick, not a Cut")
-        case _:
-            raise unknown_kind(cut.kind)
-
-
 def packed_record(
     groups: Sequence[Cuts],
     group_of: Mapping[str, int],
     keys: Collection[str],
-    renames: Iterable[tuple[str, str, int | None]],
+    renames: Iterable[tuple[Any, ...]],
 ) -> dict[str, Any]:
     """Return a record as plain values; ``record_of`` reads them."""
     ordered = sorted(keys)
@@ -176,11 +120,12 @@ def packed_record(
     kind = np.min_scalar_type(len(groups))
     return {
         CUTS_KEY: {
-            "groups": tuple([tuple([cut.values for cut in cuts]) for cuts in groups]),
+            "groups": tuple([tuple(map(plain_cut, cuts)) for cuts in groups]),
             "keys": (len(ordered), _digest(ordered)),
             "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
         },
-        RENAMES_KEY: tuple([tuple(step) for step in renames]),
+        # Without a shaping as older versions write and read them.
+        RENAMES_KEY: tuple([tuple(step) if step[3] else tuple(step[:3]) for step in renames]),
     }
 
 
@@ -221,14 +166,17 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
     except Exception:  # another version's, or damaged: a checkpoint without a record
         return None
     return SaveRecord(
-        str(provenance["save_id"]), groups, dict(zip(ordered, column, strict=True)), renames
+        str(provenance["save_id"]),
+        groups,
+        dict(zip(ordered, column, strict=True)),
+        renames,
     )
 
 
 def _unpacked_cuts(
     packed_cuts: Mapping[str, Any], ordered: Sequence[str]
 ) -> tuple[tuple[Cuts, ...], list[int]]:
-    groups = tuple([tuple([SavedCut.of(*cut) for cut in cuts]) for cuts in packed_cuts["groups"]])
+    groups = tuple([tuple([cut_of_plain(*cut) for cut in cuts]) for cuts in packed_cuts["groups"]])
     if tuple(packed_cuts["keys"]) != (len(ordered), _digest(ordered)):
         raise ValueError("other keys")
     kind, packed = packed_cuts["group_of"]
@@ -242,8 +190,18 @@ def _unpacked_cuts(
     return groups, column
 
 
-def _rename_of(kind: str, pattern: str, total: int | None) -> SavedRename:
-    return SavedRename(str(kind), str(pattern), None if total is None else int(total))
+def _rename_of(
+    kind: str, pattern: str, total: int | None, shaping: Sequence[Any] = ()
+) -> SavedRename:
+    if shaping:
+        dim, *parts = shaping
+        shaping = (int(dim),)
+        if parts:
+            names, sizes, groups = parts
+            shaping += tuple(map(str, names)), tuple(map(int, sizes)), int(groups)
+    return SavedRename(
+        str(kind), str(pattern), None if total is None else int(total), tuple(shaping)
+    )
 
 
 def _digest(ordered: Sequence[str]) -> int:

@@ -20,15 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import ReadItem, WriteItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
-from dcp_placements._torch import (
-    LoadItemType,
-    MetadataIndex,
-    ReadItem,
-    StorageInfo,
-    WriteItem,
-    WriteItemType,
-)
+from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault
 
 ID_PREFIX = "dcp_placements.save."

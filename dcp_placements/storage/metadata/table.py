@@ -14,9 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from dcp_placements._torch import MetadataIndex
-from dcp_placements.layout.alike import BySequence
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 Offset = tuple[int, ...] | None
 Transforms = tuple[str, ...] | None
@@ -137,7 +135,7 @@ def join(parts: Iterable[Rows]) -> Rows:
         return held[0]
     lists: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
     # Ranks that write the same keys share one tuple of them, and the columns for it.
-    maps: BySequence[Array] = BySequence()
+    maps: dict[tuple[Any, ...], Array] = {}
     arrays = []
     for part in held:
         rows = part.rows.copy()
@@ -149,7 +147,7 @@ def join(parts: Iterable[Rows]) -> Rows:
                     [numbers.setdefault(name, len(numbers)) for name in names], np.uint32
                 )
                 if column == "fqn":
-                    maps.put(names, places)
+                    maps[names] = places
             rows[column] = places[rows[column]] if len(rows) else rows[column]
         arrays.append(rows)
     fqns, offsets, paths, transforms = map(tuple, lists)

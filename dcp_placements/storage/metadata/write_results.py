@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, overload
 
-from dcp_placements._torch import MetadataIndex, StorageInfo, WriteResult
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_placements._torch import StorageInfo
 from dcp_placements.storage.metadata.table import Rows, place_of, rows_of_places
 
 

@@ -9,14 +9,10 @@ from io import BytesIO
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import WriteItemType
 
-from dcp_placements._torch import (
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-    cpu_tensors,
-    global_rank,
-)
+from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
 from dcp_placements.storage.metadata.table import RowsBuilder
 from dcp_placements.storage.record_writer import (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_placements.layout.byte_ranges import c_strides
+from dcp_placements.storage.byte_ranges import c_strides
 from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.tensor_record import DESCRIPTOR
 

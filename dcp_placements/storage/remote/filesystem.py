@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, Any
 
-from dcp_placements._torch import FileSystem, FileSystemBase
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
+
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.storage.remote.requests import RangeReader, Upload, download, request
 from dcp_placements.storage.remote.urls import is_url, local_or_url

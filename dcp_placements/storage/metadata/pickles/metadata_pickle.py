@@ -12,19 +12,15 @@ from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any, ClassVar
 
 import torch
-
-from dcp_placements._torch import (
+from torch.distributed.checkpoint import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    MemoryFormat,
     Metadata,
-    MetadataIndex,
-    StorageInfo,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
-    layout_named,
 )
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+
+from dcp_placements._torch import MemoryFormat, StorageInfo, layout_named
 from dcp_placements.storage.metadata.pickles.tensor_properties import (
     PICKLED_PROPERTIES,
     PROPERTIES,

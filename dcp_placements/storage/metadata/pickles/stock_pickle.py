@@ -11,18 +11,15 @@ from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
-
-from dcp_placements._torch import (
+from torch.distributed.checkpoint import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    MemoryFormat,
     Metadata,
-    MetadataIndex,
-    StorageInfo,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+
+from dcp_placements._torch import MemoryFormat, StorageInfo
 from dcp_placements.storage.index.entries import Entries
 from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.metadata.pickles.metadata_pickle import PATHS_OF_3_13

@@ -6,8 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-
-from dcp_placements._torch import TensorProperties
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 PORTABLE_PROPERTIES = 5
 """The fields of ``TensorProperties`` in a pickle that every torch reads."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hazard_scenes import arange, refused, warned, without_warning
 from torch.distributed.tensor import Shard
 
@@ -148,25 +147,6 @@ def test_a_rename_that_matches_on_some_rank_is_quiet(
         report = save(tmp_path, state, rename=rename)
         load(tmp_path, state, rename=rename)
     assert report.unmatched == ()
-
-
-def test_steps_see_the_rows_and_parts_of_steps_before(tmp_path: Path) -> None:
-    rename = Renames(
-        Unstack("experts.{}.gate_up"),
-        Split("experts.*.gate_up", ("experts.{}.gate", "experts.{}.up")),
-        Replace("experts.*.gate", "experts.{}.w1"),
-    )
-    state = {"experts.gate_up": arange(2, 4, 3)}
-    with without_warning():
-        save(tmp_path, lambda rank: state, World(1), rename=lambda rank: rename)
-    stored = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
-    assert set(stored) == {f"experts.{i}.{name}" for i in range(2) for name in ("w1", "up")}
-
-
-def test_rows_of_a_stack_are_seen_by_later_steps(tmp_path: Path) -> None:
-    rename = Renames(Stack("experts.{}", 2), Replace("experts", "e"))
-    with without_warning():
-        save(tmp_path, lambda rank: experts(0), World(1), rename=lambda rank: rename)
 
 
 def test_a_rank_that_saves_by_itself_does_not_judge_a_rename(tmp_path: Path) -> None:

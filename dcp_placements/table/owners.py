@@ -1,4 +1,4 @@
-"""Which rank writes a replica: the one rule.
+"""Which holder of a replica writes it, or reads it for the others: the one rule.
 
 Ranks that hold the same boxes are a *replica group*. What a group holds in common is one row of
 equal decisions: its keys, in order, are divided into runs, one per writer. As few of the lowest
@@ -9,17 +9,13 @@ Objects go to the lowest rank.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
-from dcp_placements.bind.placed import Placed
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.rules.mesh import mesh_axes
 from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import Piece
 
@@ -28,8 +24,6 @@ BALANCE = 1.05
 
 SMALL_NBYTES = 64 << 10
 """What a rank may write in any case: a file more to open costs a load more than that."""
-
-_RANK_PREFIX = re.compile(r"__(\d+)_")
 
 
 def runs_of(pieces: Sequence[Piece], ranks: int, *, lowest_rank: bool) -> list[Ints]:
@@ -139,40 +133,3 @@ def _shares(total: int, held: Sequence[int], limit: float) -> list[float]:
         if count == writers or level <= among[count]:
             break
     return [max(level - nbytes, 0.0) if at < writers else 0.0 for at, nbytes in enumerate(held)]
-
-
-def left_to_others(placed: Iterable[Placed]) -> set[str]:
-    """Return the keys of this rank's tensors that another rank writes, by their axes alone.
-
-    It holds where all ranks save: in a process group that lacks some, the first rank along an axis
-    may be one of those.
-
-    A DTensor is on all ranks of its own mesh, so the first along the axes that do not cut it
-    writes. Of other axes, those of a rule or of the mesh that its own was sliced from, nothing is
-    known: along ``pp`` and ``ep`` other ranks may have other keys.
-    """
-    left = set()
-    for tensor in placed:
-        own = () if tensor.mesh is None else mesh_axes(tensor.mesh, with_ranks=True) or ()
-        cut = {cut.axis for cut in tensor.place.sharding.cuts}
-        if any(
-            axis.position
-            for i, axis in enumerate(tensor.place.axes)
-            if i not in cut and any(axis.is_same(other) for other in own)
-        ):
-            left.add(tensor.fqn)
-    return left
-
-
-def rank_in_group(storage_data: Any) -> int | None:
-    """Return this rank in the process group of a save without collectives; None if not known.
-
-    Torch's writer, and those made from it, name the files of a rank by it. A process group is not
-    given to a planner.
-
-    Args:
-        storage_data: What the writer put into the local plan.
-    """
-    prefix = getattr(storage_data, "prefix", None)
-    match = _RANK_PREFIX.match(prefix) if isinstance(prefix, str) else None
-    return None if match is None else int(match[1])

@@ -1,0 +1,215 @@
+"""Which tensors a rank has of a checkpoint, by its rename alone: the steps undone, the last first.
+
+A checkpoint with ``experts.w`` of shape ``(4, 6, 3)``, and a rank whose rename is ``Renumber(
+"experts.{}", [2, 3], total=4)``, then ``Stack("experts.{}", 4)``::
+
+    checkpoint               experts.w    (4, 6, 3)
+    before the Stack         experts.0.w  ... experts.3.w, each (6, 3)
+    before the Renumber      experts.0.w, experts.1.w, which are 2 and 3 of the whole
+
+What a real rank calls its tensors before a ``Replace`` does not matter to a load, so the steps that
+are undone have the names that the checkpoint has, and no ``Replace`` is among them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from dcp_placements.names.renames import (
+    FUNCTION,
+    NUMBER,
+    Renames,
+    Renumber,
+    Replace,
+    Split,
+    Stack,
+    Unstack,
+    number_finder,
+    number_in,
+    steps,
+)
+from dcp_placements.names.target import Parts, Row, Rows, inserted, removed, replaced
+
+
+class Whole(NamedTuple):
+    """A whole tensor without data, or an object.
+
+    Attributes:
+        shape: In elements; empty for an object.
+        dtype: None for an object.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+Wholes = Mapping[str, Whole]
+Steps = tuple[Renames, ...]
+
+
+def checkpoint_steps(rename: Any) -> Steps:
+    """Return the steps of a rename as they would be without any ``Replace``.
+
+    Returns:
+        None of them where one is a function of the user's: which keys a rank has does not follow
+        from that, so it has all.
+    """
+    found = steps(rename)
+    if any(step.kind == FUNCTION for step in found):
+        return ()
+    made: list[Renames] = []
+    for at, step in enumerate(found):
+        one = step.rename
+        if isinstance(one, Replace):
+            continue
+        ids = one.ids if isinstance(one, Renumber) else ()
+        if isinstance(ids, Mapping) and re.search(r"\{\w+\}", step.pattern) is None:
+            # A Replace has taken the selector out of the keys.
+            one = Renumber(step.pattern, sorted({*chain(*ids.values())}), one.total)
+        one = replace(one, pattern=step.pattern)
+        if isinstance(one, Split):
+            names = list(one.names)
+            for other in found[at:]:
+                if isinstance(other.rename, Replace):
+                    names = [other.rename(name) for name in names]
+            one = replace(one, names=names)
+        made.append(Renames(one, optional=step.declared is None))
+    return tuple(made)
+
+
+class LocalKeys:
+    """The tensors of ranks under their own keys; ranks with equal last steps share the work.
+
+    Args:
+        stored: The checkpoint's tensors and objects.
+    """
+
+    def __init__(self, stored: Wholes) -> None:
+        self._before: dict[Steps, Wholes] = {(): stored}
+        self._numbered: dict[Any, _Numbered] = {}
+
+    def before(self, steps: Steps) -> Wholes:
+        """Return what a rank has before these steps of its rename."""
+        if steps not in self._before:
+            first, *rest = steps
+            (step,) = first.steps
+            after = self.before(tuple(rest))
+            if isinstance(step, Renumber):
+                key = step.pattern, tuple(rest)
+                if key not in self._numbered:
+                    self._numbered[key] = _Numbered(step.pattern, after)
+                found = self._numbered[key].held(step)
+            elif isinstance(step, Stack):
+                found = dict(_rows(step, after))
+            elif isinstance(step, Unstack):
+                found = _unstacked(step, after)
+            else:
+                assert isinstance(step, Split), "checkpoint_steps leaves no other"
+                found = _fused(step, after)
+            self._before[steps] = found
+        return self._before[steps]
+
+
+class _Numbered:
+    """Keys by the number that a ``Renumber`` gives, with its selector."""
+
+    def __init__(self, pattern: str, wholes: Wholes) -> None:
+        self._others: dict[str, Whole] = {}
+        self._members: dict[str, dict[int, dict[str, Whole]]] = {}
+        finder = number_finder(pattern)
+        for key, whole in wholes.items():
+            found = number_in(pattern, key)
+            match = finder.search(f".{key}")
+            if found is None or match is None:
+                self._others[key] = whole
+                continue
+            start, stop = match.span(NUMBER)
+            by_number = self._members.setdefault(found[0], {})
+            form = f"{key[: start - 1]}\0{key[stop - 1 :]}"
+            by_number.setdefault(found[1], {})[form] = whole
+
+    def held(self, step: Renumber) -> dict[str, Whole]:
+        """Return the keys of a rank under its own numbers.
+
+        Of a number that the checkpoint does not have it has the keys that another number has.
+        """
+        held = dict(self._others)
+        for selector, numbers in step.by_selector.items():
+            members = self._members.get(selector, {})
+            any_number = next(iter(members.values()), {})
+            for local, number in enumerate(numbers):
+                for form, whole in members.get(number, any_number).items():
+                    held[form.replace("\0", str(local))] = whole
+        return held
+
+
+def _rows(step: Stack, wholes: Wholes) -> Iterator[tuple[str, Whole]]:
+    """Yield the rows of stacks, and what is no stack as it is."""
+    numbered = Unstack(step.pattern)
+    for key, whole in wholes.items():
+        name = numbered(key)
+        if not isinstance(name, Rows):
+            yield key, whole
+            continue
+        if whole.shape:
+            ndim = len(whole.shape)
+            dim = min(max(step.dim, -ndim), ndim - 1) % ndim
+            whole = whole._replace(shape=removed(whole.shape, dim))
+        for number in range(step.total):
+            yield name.fqn.replace("{}", str(number)), whole
+
+
+def _unstacked(step: Unstack, wholes: Wholes) -> dict[str, Whole]:
+    """Return the stacks of rows that the checkpoint has one by one, and all other keys."""
+    stacked = Stack(step.pattern, sys.maxsize)
+    made: dict[str, Whole] = {}
+    rows: dict[str, int] = {}
+    for key, whole in wholes.items():
+        name = stacked(key)
+        if isinstance(name, Row):
+            made.setdefault(name.fqn, whole)
+            rows[name.fqn] = max(rows.get(name.fqn, 0), name.index + 1)
+        else:
+            made[key] = whole
+    for key, count in rows.items():
+        if shape := made[key].shape:
+            ndim = len(shape) + 1
+            dim = min(max(step.dim, -ndim), ndim - 1) % ndim
+            made[key] = made[key]._replace(shape=inserted(shape, dim, count))
+    return made
+
+
+def _fused(step: Split, wholes: Wholes) -> dict[str, Whole]:
+    """Return the tensors of which the checkpoint has the parts, and all other keys."""
+    made: dict[str, Whole] = {}
+    for key, whole in wholes.items():
+        fused = _fused_key(step, key)
+        name = None if fused is None else step(fused)
+        if fused is None or not isinstance(name, Parts) or not wholes.keys() >= set(name.fqns):
+            made[key] = whole
+        elif fused not in made:
+            shape = whole.shape
+            if shape and -len(shape) <= step.dim < len(shape):
+                dim = step.dim % len(shape)
+                of_parts = [wholes[fqn].shape for fqn in name.fqns]
+                size = sum(part[dim] for part in of_parts if len(part) > dim)
+                whole = whole._replace(shape=replaced(shape, dim, size))
+            made[fused] = whole
+    return made
+
+
+def _fused_key(step: Split, key: str) -> str | None:
+    """Return the key of the tensor that a key is a part of; None where it is no part."""
+    for at, part in enumerate(step.names):
+        fused = Replace(part, step.pattern)(key)
+        name = step(fused)
+        if isinstance(name, Parts) and name.fqns[at] == key:
+            return fused
+    return None

@@ -1,0 +1,468 @@
+"""What the ranks of a world that does not run ask for of a checkpoint, as its load planner has it.
+
+Each rank's state dict is derived from the checkpoint and from what is declared, with tensors on
+``meta``. Ranks whose tensors are declared alike and have equal local shapes are planned once, by
+the load planner itself. They differ in their boxes, which are computed for all of them together.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.tensor import Shard
+
+from dcp_placements._torch import rehearsed
+from dcp_placements.errors import Fault, PlacementError, RankFaults
+from dcp_placements.layout.boxes import Boxes, as_boxes, tile, unique_rows
+from dcp_placements.layout.sharding import Intervals, LayoutError, Position, Sharding
+from dcp_placements.load.compare import Asked, asked_faults
+from dcp_placements.load.missing import Policy, compiled
+from dcp_placements.load.planner import RankLoad
+from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.names.renames import Recorded, Renames, recorded
+from dcp_placements.names.target import Target
+from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, Whole, checkpoint_steps
+from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
+from dcp_placements.rules.placement import CheckpointPlacement, position_of
+from dcp_placements.rules.unmatched import Declared, Matches, matched_nowhere
+from dcp_placements.storage.metadata.chunk_list import ChunkList
+from dcp_placements.storage.metadata.record import record_of
+from dcp_placements.table.table import (
+    Group,
+    holding_of,
+    packed_ints,
+)
+from dcp_placements.table.world import World
+from dcp_placements.transfer.cutting import (
+    cut_signature,
+    held_boxes,
+    in_mesh_order,
+    rule_label,
+    tensor_sharding,
+)
+from dcp_placements.transfer.names import Named, named_tensors
+from dcp_placements.transfer.routes import as_common
+from dcp_placements.transfer.world import MeshAxes, rules_at
+
+
+class LocalShard:
+    """What a load asks of a DTensor: a local tensor that FSDP cuts over one axis."""
+
+    def __init__(
+        self, local: torch.Tensor, axis: str, size: int, position: int, shape: tuple[int, ...]
+    ) -> None:
+        self._local = local
+        self.device_mesh = MeshCoordinate((axis,), (size,), (position,))
+        self.placements = (Shard(0),)
+        self.shape = torch.Size(shape)
+        self.dtype = local.dtype
+
+    def to_local(self) -> torch.Tensor:
+        """Return the local tensor."""
+        return self._local
+
+
+class Kind(NamedTuple):
+    """Tensors of ranks with equal renames and rules that are cut alike."""
+
+    tensors: list[Named]
+    rule_key: str  # the key by which the rules are asked
+    row_dim: int | None  # the dim whose rows are tensors in the checkpoint
+    is_damaged: bool  # whether chunks of some of them are missing in the checkpoint
+
+
+class Keys(NamedTuple):
+    """What ranks with equal renames and rules have."""
+
+    kinds: list[Kind]
+    objects: list[str]
+    faults: list[Fault]  # of keys that have no name in the checkpoint
+
+
+class Cutting(NamedTuple):
+    """How one rank has the tensors of a kind."""
+
+    signature: Hashable  # equal for ranks that are planned together
+    sharding: Sharding | None = None  # None where it has none of them
+    axis: str = ""  # the axis of FSDP, flattened; empty without one
+    positions: tuple[Position, ...] = ()  # in the cuts of ``sharding``, of which FSDP's is the last
+    local: tuple[int, ...] = ()  # shape of the local tensor
+    unsharded: tuple[int, ...] = ()  # the same before FSDP cuts it
+
+
+@dataclass
+class Lot:
+    """Ranks that are planned together.
+
+    Attributes:
+        keys: What they have.
+        held: What the first of them has of the checkpoint's tensors.
+        asked: What it sends to the coordinator.
+        objects: The checkpoint's objects that they read.
+        memory: Bytes of the local tensors of each rank, padding included.
+        declared: Which of the user's patterns match a key; None if that is not known.
+        rules: The rules of the first of them.
+        rename: Their rename, without ``Replace``.
+        waive: Patterns of keys whose differences are accepted.
+        cuttings: By rank, one for each kind.
+    """
+
+    keys: Keys
+    rules: Rules
+    rename: Renames | None
+    waive: dict[str, str]
+    cuttings: dict[int, list[Cutting]] = field(default_factory=dict)
+    held: Asked = field(default_factory=Asked)
+    asked: Asked = field(default_factory=Asked)
+    objects: list[str] = field(default_factory=list)
+    memory: int = 0
+    declared: Matches | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks."""
+        return list(self.cuttings)
+
+    @cached_property
+    def targets(self) -> dict[str, list[tuple[int, Target]]]:
+        """By key of the checkpoint, the kinds that it is made of, and as which part of it."""
+        found: dict[str, list[tuple[int, Target]]] = {}
+        for at, kind in enumerate(self.keys.kinds):
+            for tensor in kind.tensors:
+                for target in tensor.targets:
+                    found.setdefault(target.fqn, []).append((at, target))
+        return found
+
+
+class RehearsedWorld:
+    """A load of a checkpoint on all ranks of a world.
+
+    Args:
+        checkpoint: The checkpoint.
+        function: Called with each rank's place in the mesh, as ``rehearse`` has it.
+        axes: The mesh.
+        fsdp: Axes over which FSDP cuts dim 0, as ``rehearse`` has it.
+        expected: The keys to include; None for all.
+        progress: Called with the number of ranks planned, and of all.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        axes: The mesh.
+        renames: The renames in force, as a checkpoint keeps them.
+        lots: The ranks by what they have.
+        table: What all ranks hold.
+
+    Raises:
+        CannotLook: An axis in ``fsdp`` is unknown; the function fails, or returns no rules.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        function: Callable[[MeshCoordinate], Any],
+        axes: MeshAxes,
+        fsdp: Sequence[str],
+        expected: set[str] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self.checkpoint, self.axes = checkpoint, dict(axes)
+        self._fsdp = in_mesh_order(axes, fsdp)
+        wholes = {fqn: Whole(one.shape, one.dtype) for fqn, one in checkpoint.tensors.items()}
+        wholes |= {fqn: Whole((), None) for fqn in checkpoint.objects}
+        stored = {f: one for f, one in wholes.items() if expected is None or f in expected}
+        self._local = LocalKeys(stored)
+        self._damaged = _damaged(checkpoint)
+        self._keys: dict[Any, Keys] = {}
+        self._shardings: dict[Any, tuple[Sharding, list[str], list[int]]] = {}
+        self._faults: dict[Fault, list[int]] = {}
+        self._notes: dict[Fault, None] = {}
+        self.renames: dict[Recorded, None] = {}
+        self.lots: list[Lot] = []
+        done = 0
+        for lot in self._unplanned(function):
+            self.lots += self._planned(lot)
+            done += len(lot.cuttings)
+            progress(done, self.size)
+        held = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.held).items()}
+        self.table = World([held[rank] for rank in range(self.size)])
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.axes.values())
+
+    def unmatched(self) -> tuple[Declared, ...]:
+        """Return what is declared by pattern and matches no key on any rank."""
+        known = [lot.declared for lot in self.lots if lot.declared is not None]
+        return matched_nowhere(known) if len(known) == len(self.lots) else ()
+
+    def faults(self) -> tuple[Fault, ...]:
+        """Return why the load is refused, sorted by key: by ranks, or else by all together."""
+        faults = [
+            replace(fault, ranks=tuple(sorted(set(ranks)))) for fault, ranks in self._faults.items()
+        ]
+        if not faults and self.size > 1:
+            metadata = self.checkpoint.metadata
+            keys = metadata.state_dict_metadata
+            record = record_of(self.checkpoint.provenance, keys)
+            policy = Policy(waived=compiled(self.lots[0].waive))
+            sent = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.asked).items()}
+            with rehearsed(0, self.size):
+                faults = asked_faults(
+                    dict(sorted(sent.items())), record, metadata, policy, complete=True
+                )
+        return tuple(sorted(faults, key=lambda fault: astuple(fault)[:2]))
+
+    def notes(self) -> tuple[Fault, ...]:
+        """Return what a load would warn about, sorted by key."""
+        return tuple(sorted(self._notes, key=lambda note: (note.fqn, note.headline)))
+
+    def add_fault(self, fault: Fault, ranks: Iterable[int]) -> None:
+        """Add a fault of some ranks."""
+        self._faults.setdefault(fault, []).extend(ranks)
+
+    def _unplanned(self, function: Callable[[MeshCoordinate], Any]) -> list[Lot]:
+        """Return the ranks by what decides their plans."""
+        lots: dict[Hashable, Lot] = {}
+        for rank, coordinate in enumerate(product(*map(range, self.axes.values()))):
+            rules, rename, waive = rules_at(function, self.axes, rank)
+            self.renames.update(dict.fromkeys(recorded(rename)))
+            steps = checkpoint_steps(rename)
+            keys = self._keys_of(rules, steps)
+            cuttings = [self._cutting(kind, rules, coordinate) for kind in keys.kinds]
+            rules_key: Hashable = getattr(rules, "patterns", None)
+            if rules_key is None:
+                rules_key = tuple([tuple([one.key for one in kind.tensors]) for kind in keys.kinds])
+            signatures = tuple([one.signature for one in cuttings])
+            key = rules_key, steps, tuple(waive.items()), signatures
+            if key not in lots:
+                lots[key] = Lot(keys, rules, Renames(*steps) if steps else None, dict(waive))
+            lots[key].cuttings[rank] = cuttings
+        return list(lots.values())
+
+    def _keys_of(self, rules: Rules, steps: Steps) -> Keys:
+        """Return what a rank has, by what is cut alike."""
+        patterns = rules.patterns if isinstance(rules, PlacementRules) else None
+        if patterns is not None and (patterns, steps) in self._keys:
+            return self._keys[patterns, steps]
+        wholes = self._local.before(steps)
+        faults: list[Fault] = []
+        tensors = {key: whole for key, whole in wholes.items() if whole.dtype is not None}
+        named = named_tensors(tensors, Renames(*steps), None, faults)
+        by_name = {one.rule_name: one for one in named}
+        states = OptimizerStates(dict.fromkeys(by_name, UNSEEN))
+        kinds: dict[Hashable, Kind] = {}
+        for one in named:
+            state = states.of(one.rule_name)
+            if state is not None and len(one.shape) == 1 and one.rule_name.endswith(".step"):
+                one = replace(one, shape=(), rule_shape=(), rule_dims=())
+            rule_key, label = one.rule_name, rule_label(rules, one)
+            if label is None and state is not None and one.shape:
+                # It follows its parameter.
+                for fqn in states.keys_of(state.parameter):
+                    if fqn in by_name and by_name[fqn].shape == one.shape:
+                        rule_key, label = fqn, rule_label(rules, by_name[fqn])
+                        break
+            dims = one.targets[0].dims if one.targets else ()
+            row_dims = sorted(set(range(len(one.shape))) - set(dims))
+            is_damaged = any(target.fqn in self._damaged for target in one.targets)
+            lies = one.shape, one.dtype, one.rule_shape, one.rule_dims, tuple(row_dims)
+            kind = Kind([], rule_key, row_dims[0] if row_dims else None, is_damaged)
+            kinds.setdefault((lies, label, is_damaged), kind).tensors.append(one)
+        objects = [key for key, whole in wholes.items() if whole.dtype is None]
+        keys = Keys(list(kinds.values()), objects, faults)
+        if patterns is not None:
+            self._keys[patterns, steps] = keys
+        return keys
+
+    def _cutting(self, kind: Kind, rules: Rules, coordinate: Sequence[int]) -> Cutting:
+        """Return how a rank has the tensors of a kind."""
+        first = kind.tensors[0]
+        try:
+            placement = asked(rules, kind.rule_key, first.probe()) if first.shape else None
+            at = () if placement is None else placement.mesh.get_coordinate()
+            if at is None:
+                return Cutting("no part of the mesh")
+            cuts = cut_signature(placement)
+            key = first, cuts
+            if key not in self._shardings:
+                self._shardings[key] = tensor_sharding(
+                    _as_declared(first, placement), placement, self.axes, self._fsdp
+                )
+            sharding, own, columns = self._shardings[key]
+            position = size = 0
+            for index, (name, size) in zip(coordinate, self.axes.items(), strict=True):
+                if name in own:
+                    position = position * size + index
+            entries = () if placement is None else placement.placements
+            place = (
+                *[position_of(entries[axis], at[axis]) for axis in columns],
+                *([position] if own else ()),
+            )
+            intervals = [sharding.dim_at(dim, place) for dim in first.rule_dims]
+            local = _shape(intervals)
+            inner = replace(sharding, cuts=sharding.cuts[:-1]) if own else sharding
+            of_rule = place[: len(columns)]
+            unsharded = _shape([inner.dim_at(dim, of_rule) for dim in first.rule_dims])
+        except (PlacementError, LayoutError) as error:
+            return Cutting((str(error), rule_name(rules, kind.rule_key)))
+        rows = None if kind.row_dim is None else intervals[kind.row_dim]
+        signature = cuts, local, unsharded, rows, place if kind.is_damaged else None
+        return Cutting(signature, sharding, "_".join(own), place, local, unsharded)
+
+    def _planned(self, lot: Lot) -> list[Lot]:
+        """Plan the first of some ranks; all of them one by one where their boxes do not follow."""
+        rank, cuttings = next(iter(lot.cuttings.items()))
+        for fault in lot.keys.faults:
+            self.add_fault(fault, lot.ranks)
+        state: dict[str, Any] = dict.fromkeys(lot.keys.objects)
+        for kind, cutting in zip(lot.keys.kinds, cuttings, strict=True):
+            nbytes = prod(cutting.local) * kind.tensors[0].dtype.itemsize
+            lot.memory += nbytes * len(kind.tensors) if cutting.sharding is not None else 0
+            if isinstance(cutting.signature, tuple) and cutting.sharding is None:
+                headline, rule = cutting.signature
+                for one in kind.tensors:
+                    fault = Fault(one.rule_name, headline, (f"by rule:     {rule}",))
+                    self.add_fault(fault, lot.ranks)
+                continue
+            state.update({one.key: _value(one, cutting) for one in kind.tensors})
+        metadata = self.checkpoint.metadata
+        load = RankLoad(state_dict=state, metadata=metadata)
+        policy = Policy(waived=compiled(lot.waive))
+        with rehearsed(rank, self.size), warnings.catch_warnings(action="ignore"):
+            try:
+                load.rename(lot.rename)
+                load.place(lot.rules)
+                load.plan(policy, rules=lot.rules, rename=lot.rename, rank=rank)
+            except RankFaults as refusal:
+                for fault in refusal.faults:
+                    self.add_fault(fault, lot.ranks)
+        self._notes.update(dict.fromkeys(load.checks.notes))
+        lot.declared, lot.asked = load.declared, load.checks.asked or Asked()
+        lot.objects = [fqn for fqn in load.state_dict if fqn in self.checkpoint.objects]
+        held = dict(load.state_dict)
+        for fqn, size in load.collapsed.items():
+            held[fqn] = torch.empty(size, dtype=held[fqn].dtype, device="meta")
+        without = {*self.checkpoint.objects, *load.placing.absent}
+        lot.held = Asked.of(holding_of(held, load.placing.placed, {}, without), ())
+        if len(lot.cuttings) > 1 and not self._follow(lot):
+            return [
+                planned
+                for rank, one in lot.cuttings.items()
+                for planned in self._planned(replace(lot, cuttings={rank: one}, memory=0))
+            ]
+        return [lot]
+
+    def _follow(self, lot: Lot) -> bool:
+        """Whether the boxes that are computed for the first rank are those that were planned."""
+        return all(
+            (of_ranks := _boxes(lot, held)) is None
+            or set(as_boxes(of_ranks[0])) == {box for box in as_boxes(held.boxes) if box.numel}
+            for held in _held(lot.held)
+        )
+
+
+class _Held(NamedTuple):
+    """A group of the first rank of a lot, its first key, and the boxes that the rank holds."""
+
+    group: Group
+    fqn: str
+    boxes: Boxes
+
+
+def _held(sent: Asked) -> list[_Held]:
+    """Return the groups that a rank sends, in its order."""
+    world = World([sent])
+    return [
+        _Held(group, world.tables[table].keys(number)[0], world.rows[table][number][0].boxes)
+        for table, number, group in world.groups_of(world.cohorts[0])
+    ]
+
+
+def _boxes(lot: Lot, held: _Held) -> list[Boxes] | None:
+    """Return what each rank of a lot holds of a group; None where all hold the same."""
+    if not held.group.cuts or 0 in held.group.shape:
+        return None
+    found = []
+    for at, target in lot.targets[held.fqn]:
+        of_kind = [one[at] for one in lot.cuttings.values()]
+        sharding, first = of_kind[0].sharding, of_kind[0].positions
+        assert sharding is not None, "it is planned"
+        listed = {number: rows for number, rows in enumerate(first) if not isinstance(rows, int)}
+        positions = np.array(
+            [[at if isinstance(at, int) else 0 for at in one.positions] for one in of_kind],
+            np.int64,
+        )
+        tensor, numbers = lot.keys.kinds[at].tensors[0], np.arange(len(of_kind))
+        found.append(as_common(held_boxes(tensor, sharding, positions, numbers, listed), target))
+    ranks = np.concatenate([one.ranks for one in found])
+    boxes = np.concatenate([one.boxes for one in found])
+    # A row that a rank lists twice counts once.
+    columns = np.column_stack([ranks, boxes.reshape(len(boxes), 2 * boxes.shape[2])])
+    different, _ = unique_rows(columns)
+    ends = np.searchsorted(ranks[different], np.arange(1, len(lot.cuttings)))
+    return np.split(boxes[different], ends)
+
+
+def _sent(lot: Lot, first: Asked) -> dict[int, Asked]:
+    """Return what each rank of a lot sends where the first one sends ``first``."""
+    if len(lot.cuttings) == 1 or not first.tables:
+        return dict.fromkeys(lot.cuttings, first)
+    found = [(held.boxes, _boxes(lot, held)) for held in _held(first)]
+    sent = {}
+    for at, rank in enumerate(lot.cuttings):
+        boxes = [same if of_ranks is None else of_ranks[at] for same, of_ranks in found]
+        numbers = [np.array([len(one) for one in boxes]), *[one.reshape(-1) for one in boxes]]
+        sent[rank] = first._replace(boxes=packed_ints(np.concatenate(numbers)))
+    return sent
+
+
+def _damaged(checkpoint: Checkpoint) -> set[str]:
+    """Return the tensors whose chunks do not make the whole."""
+    is_whole: dict[Any, bool] = {}
+    damaged = set()
+    for fqn, tensor in checkpoint.tensors.items():
+        kind = tensor.cut, tensor.shape
+        if kind not in is_whole:
+            stored = checkpoint.metadata.state_dict_metadata[fqn]
+            assert isinstance(stored, TensorStorageMetadata)
+            chunks = ChunkList.of(stored.chunks, len(stored.size)).array
+            is_whole[kind] = tile(tensor.whole, chunks)
+        if not is_whole[kind]:
+            damaged.add(fqn)
+    return damaged
+
+
+def _as_declared(tensor: Named, placement: CheckpointPlacement | None) -> Named:
+    """Return a tensor with the shape that its rule declares: what a rank of that world has."""
+    shape = None if placement is None else placement.global_shape
+    if shape is None or len(shape) != len(tensor.rule_shape):
+        return tensor
+    return replace(tensor, rule_shape=shape, shape=tuple([shape[dim] for dim in tensor.rule_dims]))
+
+
+def _shape(intervals: Iterable[Intervals]) -> tuple[int, ...]:
+    return tuple([sum([stop - start for start, stop in dim]) for dim in intervals])
+
+
+def _value(tensor: Named, cutting: Cutting) -> Any:
+    """Return the value of a tensor in a rank's state dict."""
+    if cutting.sharding is None:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    local = torch.empty(cutting.local, dtype=tensor.dtype, device="meta")
+    if not cutting.axis:
+        return local
+    size, position = cutting.sharding.cuts[-1].size, cutting.positions[-1]
+    assert isinstance(position, int), "FSDP lists no rows"
+    return LocalShard(local, cutting.axis, size, position, cutting.unsharded)

@@ -1,0 +1,171 @@
+"""The saves, or loads, of one planner: each item of a plan knows to which of them it belongs.
+
+A planner may have several under way, in threads. Two loads of one planner, and an item of each::
+
+    runs.begin()                  # Load 1, which this thread plans
+    runs.begin()                  # Load 2, in another thread
+    runs.of(ReadItemOfLoad(..., run=load_1))    # Load 1, in whatever thread it is read
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch.distributed.checkpoint import ReadItem, WriteItem
+
+from dcp_placements.errors import PlacementError
+
+Run = TypeVar("Run")
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Runs(Generic[Run]):
+    """The saves or loads of one planner.
+
+    The hooks that plan one get no items; DCP calls all of them in the thread that began it. Pickled
+    it is empty: the state of a save is not sent to another process.
+
+    Args:
+        kind: Makes the state of a save or load that has not begun.
+
+    Attributes:
+        latest: The one that began last.
+    """
+
+    def __init__(self, kind: Callable[[], Run]) -> None:
+        self._kind = kind
+        self._of_thread = _State()
+        self.latest = kind()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runs, (self._kind,)
+
+    def begin(self) -> Run:
+        """Return a new one, which this thread plans."""
+        self.latest = self._of_thread.run = self._kind()
+        return self.latest
+
+    @property
+    def planned(self) -> Run:
+        """The one that this thread plans; of a thread that began none, the latest."""
+        run: Run | None = self._of_thread.run
+        return self.latest if run is None else run
+
+    def of(self, item: Any) -> Run:
+        """Return that of an item; where it knows none, the one that this thread plans."""
+        run: Run | None = getattr(item, "run", None)
+        return self.planned if run is None else run
+
+    def inside(self, run: Run, hook: Callable[[T], R], value: T) -> R:
+        """Return ``hook(value)``; inside ``planned`` is this run, which the value does not name."""
+        state = self._of_thread
+        before, state.run = state.run, run
+        try:
+            return hook(value)
+        finally:
+            state.run = before
+
+
+class _State(threading.local):
+    """What a thread plans."""
+
+    run: Any = None
+
+
+class RunAttribute:
+    """An attribute of a planner that is one of the save or load which the thread plans.
+
+    Torch's planners have it, so that subclasses of theirs get and set it.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, planner: Any, owner: type) -> Any:
+        return self if planner is None else getattr(planner._runs.planned, self._name)
+
+    def __set__(self, planner: Any, value: Any) -> None:
+        setattr(planner._runs.planned, self._name, value)
+
+
+class _OfRun:
+    """Pickled it is torch's item, without what it knows; compared it equals torch's."""
+
+    _torch_s: ClassVar[Any]
+
+    def __eq__(self, other: object) -> bool:
+        plain = self._torch_s
+        if type(other) not in (plain, type(self)):
+            return NotImplemented
+        names = [each.name for each in fields(plain) if each.compare]
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def __hash__(self) -> int:
+        return super().__hash__()  # as torch's: that class is next in line
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {each.name: getattr(self, each.name) for each in fields(self._torch_s)}
+        return partial(self._torch_s, **values), ()
+
+
+@dataclass(frozen=True, eq=False)
+class WriteItemOfSave(_OfRun, WriteItem):
+    """A write item that knows its save."""
+
+    _torch_s = WriteItem
+
+    run: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadItemOfLoad(_OfRun, ReadItem):
+    """A read item that knows its load, and what the chunk is that it fills a part of.
+
+    Attributes:
+        run: The load.
+        chunk: The memory of the whole destination; None where the planner looks it up.
+    """
+
+    _torch_s = ReadItem
+
+    run: Any = field(default=None, compare=False, repr=False)
+    chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+
+def made(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return a frozen dataclass with these values of all fields, as pickle makes it.
+
+    Its initialiser takes twice the time, which counts where there are thousands.
+    """
+    record = object.__new__(kind)
+    vars(record).update(values)
+    return record
+
+
+class ItemsToCome(Sequence[Any]):
+    """The items of a plan that is not finished: whoever looks at them is refused.
+
+    Raises:
+        PlacementError: At each use.
+    """
+
+    def __len__(self) -> int:
+        raise PlacementError(NOT_FINISHED)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise PlacementError(NOT_FINISHED)
+
+
+NOT_FINISHED = (
+    "a plan of this package has no items before finish_plan() of the rank that made it\n"
+    "    likely:      the coordinator uses another planner than this rank; or a subclass reads or "
+    "replaces the items of a plan\n"
+    "    way out:     the same planner on every rank; installed() on every rank; in a subclass the "
+    "items that super().finish_plan() returns"
+)

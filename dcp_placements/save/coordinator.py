@@ -1,0 +1,338 @@
+"""The coordinator's half of a save: the plans of all ranks, proved, compared and assigned.
+
+The boxes of all ranks that have a piece stand side by side in one integer array: equal boxes are
+replicas, the different ones must tile the whole. The answer to a rank is, per piece and box, the
+run of keys that it writes. No data of a tensor is needed here. Two ep ranks, of whose experts each
+holds half, and that both hold a norm::
+
+    piece                        boxes                       a rank writes keys
+    experts.w1, experts.w2       [0:2, :] on rank 0          0: both
+                                 [2:4, :] on rank 1          1: both
+    norm                         [0:3] on ranks 0 and 1      0: norm; 1: none
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import BytesStorageMetadata, SavePlan, TensorStorageMetadata
+
+from dcp_placements._torch import is_in_group
+from dcp_placements.errors import (
+    Fault,
+    format_faults,
+    raise_faults,
+    raise_faults_of_ranks,
+)
+from dcp_placements.layout.boxes import Ints
+from dcp_placements.names.renames import Numbered
+from dcp_placements.report import SaveReport, key_report
+from dcp_placements.rules.patterns import compile_pattern
+from dcp_placements.rules.unmatched import matched_nowhere, names_of, unmatched_faults
+from dcp_placements.save import messages
+from dcp_placements.save.digests import Contents, held_beside_its_own
+from dcp_placements.save.items import Assignment, tensor_properties
+from dcp_placements.save.local_plan import LocalPlan, Statement
+from dcp_placements.save.numbers import numbering_faults
+from dcp_placements.storage.metadata.chunk_list import ChunkList
+from dcp_placements.table.cover import cover_of
+from dcp_placements.table.owners import runs_of
+from dcp_placements.table.table import OBJECT, packed_ints
+from dcp_placements.table.world import Piece, World
+
+T = TypeVar("T")
+
+REFUSED = "cannot be placed in the checkpoint"
+
+logger = logging.getLogger(__name__)
+
+
+def sent_plans(plans: Sequence[SavePlan]) -> list[LocalPlan]:
+    """Return what the ranks sent.
+
+    Raises:
+        PlacementError: Another planner made some of the plans; or the reasons of ranks that cannot
+            save.
+    """
+    ours = [isinstance(plan.planner_data, LocalPlan) for plan in plans]
+    if not all(ours):
+        fault = messages.this_save(
+            f"{ours.count(False)} of {len(ours)} ranks planned it with another planner, the first "
+            f"at position {ours.index(False)}",
+            "way out:     the same planner on every rank; installed() on every rank",
+        )
+        raise_faults("the ranks do not save together", [fault])
+    sent: list[LocalPlan] = [plan.planner_data for plan in plans]
+    raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
+    return sent
+
+
+class Coordinator:
+    """One save, seen from the coordinator.
+
+    Args:
+        plans: One per rank that takes part.
+        size: Number of ranks that there are.
+        complete: Whether the plans are all there are.
+        waived: As of the planner.
+        strict: Whether replicas that differ refuse the save.
+
+    Attributes:
+        plans: The same.
+        statements: What ranks send beside their keys, by its packed form.
+        world: What the ranks hold.
+        report: On all ranks together.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[LocalPlan],
+        *,
+        size: int,
+        complete: bool,
+        waived: Mapping[str, str],
+        strict: bool,
+    ) -> None:
+        self.plans = plans
+        self.complete = complete
+        self._size = size
+        self._strict = strict
+        self._ranks_of: dict[bytes, list[int]] = {}
+        for plan in plans:
+            self._ranks_of.setdefault(plan.statement, []).append(plan.rank)
+        self.statements = {packed: Statement.unpacked(packed) for packed in self._ranks_of}
+        self.world = World(plans, [plan.digests.is_folded for plan in plans])
+        self.report = SaveReport(ranks=len(plans), waived=dict(waived))
+        self._faults: list[Fault] = []
+        self._notes: list[Fault] = []
+        self._messages = messages.Messages(self.world, plans, self.statements, size)
+        self._undigested: dict[str, list[int]] = {}
+        for at, plan in enumerate(plans):
+            for fqn in plan.digests.undigested:
+                self._undigested.setdefault(fqn, []).append(at)
+
+    def _ranks_by(self, value: Callable[[Statement], T]) -> dict[T, list[int]]:
+        """Return the ranks by a value of their statements."""
+        ranks: dict[T, list[int]] = {}
+        for packed, statement in self.statements.items():
+            ranks.setdefault(value(statement), []).extend(self._ranks_of[packed])
+        return ranks
+
+    def prove(self) -> None:
+        """Prove that the plans make a checkpoint, and compare replicas.
+
+        Raises:
+            PlacementError: All faults.
+        """
+        self._compare_statements()
+        if not self._faults:
+            contents = Contents(self.world, [plan.digests for plan in self.plans], self._size)
+            for piece in self.world.pieces:
+                self._prove_piece(piece, contents)
+            for group, fqns, ranks in contents.folded_conflicts():
+                fault = self._messages.folded_conflict(group, fqns, ranks)
+                (self._notes if group.kind == OBJECT else self._conflicts).append(fault)
+            if uncompared := sum(map(contents.uncompared, self.world.pieces)):
+                self._notes.append(messages.uncompared(uncompared))
+        # A rank that plans alone cannot see what the patterns match on others.
+        if self.complete and (
+            unmatched := matched_nowhere([one.declared for one in self.statements.values()])
+        ):
+            self.report.unmatched = names_of(unmatched)
+            keys = dict.fromkeys(fqn for table in self.world.tables for fqn in table.fqns)
+            # With the faults, too: a mistake in a pattern is their likely cause.
+            (self._faults or self._notes).extend(unmatched_faults(unmatched, list(keys)))
+        raise_faults("the ranks' plans do not make a checkpoint", self._faults)
+
+    @property
+    def _conflicts(self) -> list[Fault]:
+        """What takes in replicas that differ."""
+        return self._faults if self._strict else self._notes
+
+    def _compare_statements(self) -> None:
+        """Compare what the ranks say beside their keys."""
+        self._faults += messages.unlike(
+            "the ranks do not agree on digests=",
+            self._ranks_by(lambda statement: statement.digest_kind),
+            "way out:     the same options on all ranks",
+        )
+        # By another number of ranks, digests would be compared with those of other tensors.
+        self._faults += messages.unlike(
+            "the ranks do not agree on how many ranks torch.distributed has",
+            self._ranks_by(lambda statement: statement.world),
+            "way out:     one default process group on all ranks, for the whole save",
+        )
+        if self._faults or not self.complete:
+            return
+        steps = self._ranks_by(lambda statement: statement.step)
+        steps.pop(None, None)
+        self._faults += messages.unlike(
+            f"the ranks save {len(steps)} different steps",
+            dict(sorted(steps.items(), key=lambda step: step[0] or 0)),
+            "way out:     planner.step= the same number on all ranks before each save",
+        )
+        directories = self._ranks_by(lambda statement: statement.directory)
+        self._notes += messages.unlike(
+            f"the ranks write into {len(directories)} different directories",
+            directories,
+            "reason:      a load looks for all files beside .metadata, which is in one of them",
+            "way out:     choose the name on one rank, and broadcast it to the others",
+        )
+        numbered: dict[Numbered, list[int]] = {}
+        for of_statement, ranks in self._ranks_by(lambda statement: statement.numbered).items():
+            for one in of_statement:
+                numbered.setdefault(one, []).extend(ranks)
+        waived = [compile_pattern(pattern) for pattern in self.report.waived]
+        self._faults += numbering_faults(self.world, numbered, waived)
+
+    def _prove_piece(self, piece: Piece, contents: Contents) -> None:
+        disagreement = self._messages.disagreement(piece)
+        if disagreement:
+            self._faults += disagreement
+            return
+        piece.cover = cover_of(piece.ranks, piece.boxes)
+        sound = piece.cover.is_whole if self.complete else piece.cover.is_apart
+        if not sound(piece.group.shape):
+            self._faults += self._messages.tiling(piece, complete=self.complete)
+        box = held_beside_its_own(piece, self._size)
+        if box is not None and 0 not in piece.group.shape:
+            self._faults += self._messages.same_coordinate(piece, box)
+            return
+        if piece.cover.has_replicas and self._undigested:
+            undigested = [fqn for fqn in piece.fqns if fqn in self._undigested]
+            self._notes += [
+                self._messages.undigested(fqn, self._undigested[fqn]) for fqn in undigested
+            ]
+        differing = contents.differing(piece)
+        if differing:
+            digests = contents.of(piece, differing)
+            if piece.group.kind == OBJECT:
+                self._notes += [
+                    self._messages.object_note(piece, at, column)
+                    for at, column in zip(differing, digests.T, strict=True)
+                ]
+            else:
+                self._conflicts.extend(self._messages.conflicts(piece, differing, digests))
+
+    def metadata(self, first: Sequence[str]) -> dict[str, Any]:
+        """Return what ``.metadata`` has of each key, and fill the report on all keys.
+
+        Args:
+            first: Keys that it has first, in this order.
+        """
+        metadata: dict[str, Any] = dict.fromkeys(first)
+        lists: dict[Hashable, ChunkList] = {}
+        ranks_of = cache(self._ranks_if_partial)
+        objects: list[str] = []
+        partial: dict[str, tuple[int, ...]] = {}
+        for piece in self.world.pieces:
+            group, cover = piece.group, piece.cover
+            ranks = ranks_of(tuple([source.table for source in piece.sources]))
+            if ranks is not None:
+                partial.update(dict.fromkeys(piece.fqns, ranks))
+            if group.kind == OBJECT:
+                metadata.update({fqn: BytesStorageMetadata() for fqn in piece.fqns})
+                objects += piece.fqns
+                continue
+            # Without their shape, no boxes are the same bytes as that of a scalar.
+            key = cover.boxes.shape, cover.boxes.tobytes()
+            if key not in lists:
+                lists[key] = ChunkList(cover.boxes)
+            stored = TensorStorageMetadata(
+                tensor_properties(group),
+                torch.Size(group.shape),
+                lists[key],  # type: ignore[arg-type]
+            )
+            metadata.update(dict.fromkeys(piece.fqns, stored))
+            unique = prod(group.shape) if self.complete else int(cover.numel.sum())
+            held = int(cover.numel[cover.box_of].sum())
+            report = key_report(group.shape, group.dtype, len(lists[key]), unique, held)
+            self.report.keys.update(dict.fromkeys(piece.fqns, report))
+        self.report.objects, self.report.partial_keys = tuple(objects), partial
+        return metadata
+
+    def _ranks_if_partial(self, tables: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the ranks that have any of some tables; None where all have."""
+        # np.unique would import numpy.ma, which takes longer than all of this.
+        counts = np.bincount(np.concatenate([self.world.members[table] for table in tables]))
+        having = np.flatnonzero(counts)
+        if len(having) == len(self.plans):
+            return None
+        return tuple([self.plans[at].rank for at in having.tolist()])
+
+    def assign(self, *, lowest_rank: bool, save_id: bytes) -> list[Assignment]:
+        """Return what each rank writes.
+
+        Args:
+            lowest_rank: Leave every replica to its lowest rank.
+            save_id: Names the save.
+        """
+        runs = runs_of(self.world.pieces, len(self.plans), lowest_rank=lowest_rank)
+        packed = self._packed_runs(runs)
+        split = [packed_ints(pieces) if pieces else b"" for pieces in self.world.split]
+        assignments: list[Any] = [None] * len(self.plans)
+        for cohort in self.world.cohorts:
+            pieces = tuple([split[table] for table in cohort.tables])
+            pieces = pieces if any(pieces) else ()
+            for rank in cohort.ranks.tolist():
+                assignments[rank] = Assignment(packed[rank], pieces, save_id)
+        return assignments
+
+    def _packed_runs(self, runs: list[Ints]) -> list[bytes]:
+        """Return for each rank the runs of its tables, table after table, piece after piece."""
+        packed = [b""] * len(self.plans)
+        pack = cache(lambda row: packed_ints(np.frombuffer(row, np.int64)))
+        for cohort, matrix in zip(self.world.cohorts, self.world.by_rank(runs), strict=True):
+            for rank, row in zip(cohort.ranks.tolist(), matrix, strict=True):
+                packed[rank] = pack(row.tobytes())
+        return packed
+
+    def finish_report(self, *, in_group: int | None, merged_later: bool) -> None:
+        """Put into the report what ranks say beside their keys; warn of what may be wrong.
+
+        Args:
+            in_group: The number in its process group of a rank that plans alone, where that group
+                lacks ranks.
+            merged_later: Whether a rank that plans alone has file names of its own, as without
+                collectives: each rank then writes its own metadata, to be merged.
+        """
+        rules: dict[str, int] = {}
+        statements = self.statements.values()
+        for statement in statements:
+            for rule, count in statement.matched.items():
+                rules[rule] = max(rules.get(rule, 0), count)
+        self.report.rules = rules
+        stateless = dict.fromkeys(name for one in statements for name in one.stateless)
+        self.report.stateless = tuple(stateless)
+        # Notes of several ranks with one text stand once.
+        notes = [*self._notes, *dict.fromkeys(note for one in statements for note in one.notes)]
+        if headline := self._lacking_ranks(in_group, merged_later):
+            notes.append(messages.not_all_ranks(headline, self.report))
+        self.report.warnings = tuple(map(str, notes))
+        if notes:
+            warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=3)
+
+    def _lacking_ranks(self, in_group: int | None, merged_later: bool) -> str:
+        """Return who saves without others that may hold more; empty where all take part."""
+        rank, ranks, size = self.plans[0].rank, len(self.plans), self._size
+        started = os.environ.get("WORLD_SIZE", "")
+        if size == 1 and started.isdigit() and int(started) > 1 and not is_in_group():
+            return f"one process saves by itself, but the launcher started {started} (WORLD_SIZE)"
+        if self.complete:
+            return f"{ranks} of {size} ranks take part" if 1 < ranks < size else ""
+        # Asked for (use_collectives=False, no_dist=True): logged, no warning.
+        logger.info("planned by 1 of %d ranks: replicas are not compared", size)
+        # Rank 0 alone with whole tensors is a complete checkpoint.
+        if not merged_later and (rank or self.report.unique_nbytes < self.report.whole_nbytes):
+            return f"rank {rank} of {size} ranks saves by itself"
+        if in_group is not None:
+            return f"rank {rank} of {size} ranks saves as rank {in_group} of a process group"
+        return ""

@@ -1,0 +1,342 @@
+"""Digests: what a rank sends of the contents that it holds, and their comparison over all ranks.
+
+Two ranks that claim the same box of the same key must hold the same bytes. A rank sends one digest
+for each key and box, group by group. Two ep ranks that both hold all of ``experts.w1`` and
+``experts.w2``, and differ in the second::
+
+    [[0x91f3, 0x27a0],      # rank 0: by row the digests of the keys of the group
+     [0x91f3, 0x5c1e]]      # rank 1
+
+Beyond a budget (``WORLD_BUDGET_NBYTES`` for all ranks) the digests of the keys of a group that have
+a number in their name, thousands in a large model, are folded into one per box. What differs is
+then known by group. Keys without a number (embeddings, norms, the head) keep theirs, because ranks
+that hold otherwise different keys share them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_placements._torch import has_hooks
+from dcp_placements.bind.placed import Placed
+from dcp_placements.layout.boxes import Bools
+from dcp_placements.layout.sharding import Box, Chunk
+from dcp_placements.storage.hashing import (
+    SAMPLED_NBYTES,
+    full_digest,
+    object_digest,
+    sampled_digests,
+)
+from dcp_placements.storage.metadata.provenance import StoredDigests
+from dcp_placements.table.cover import Cover, cover_of
+from dcp_placements.table.table import OBJECT, Group, Held, Holding, held_chunks
+from dcp_placements.table.world import Piece, World
+
+Digests = np.ndarray[Any, np.dtype[np.uint64]]
+"""0 where there is none."""
+
+Lookup = Callable[[MetadataIndex], Any]
+"""Gives the data of a tensor that names its own chunks."""
+
+WORLD_BUDGET_NBYTES = 64 << 20
+"""What the digests of all ranks may take together before a rank folds its own."""
+
+_NO_DIGEST = bytes(SAMPLED_NBYTES)
+_MOST = np.uint64(0xFFFFFFFFFFFFFFFF)
+_NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
+
+
+class SentDigests(NamedTuple):
+    """What a rank sends of its contents.
+
+    Attributes:
+        packed: For each group that may have replicas, the digests by key and box.
+        is_folded: Whether keys with a number have one digest together, the last of the group.
+        undigested: Keys of tensors whose contents cannot be read, so that they have no digest.
+    """
+
+    packed: bytes = b""
+    is_folded: bool = False
+    undigested: tuple[str, ...] = ()
+
+
+def may_have_replicas(group: Group, world: int) -> bool:
+    """Whether another rank may hold the same box: not if there are as many parts as ranks."""
+    return group.parts != world or world == 1
+
+
+def has_number(fqn: str) -> bool:
+    """Whether one of the components of a key is a number."""
+    return _NUMBER.search(fqn) is not None
+
+
+def folded(digests: Digests, fqns: Sequence[str]) -> Digests:
+    """Return digests by key and box with one row, the last, for all keys that have a number."""
+    numbered = np.array([has_number(fqn) for fqn in fqns], bool)
+    # Multiplied by their places, so that two exchanged tensors do not fold to the same.
+    weights = 2 * np.arange(numbered.sum(), dtype=np.uint64) + 1
+    together = (digests[numbered] * weights[:, None]).sum(axis=0, dtype=np.uint64)
+    return np.concatenate([digests[~numbered], together[None]])
+
+
+def digests_of(
+    holding: Holding, kind: str, *, world: int, lookup: Lookup, exact: bool
+) -> SentDigests:
+    """Return the digests of what a rank holds.
+
+    Args:
+        holding: What the rank holds.
+        kind: ``"sampled"``, ``"full"`` or ``"off"``.
+        world: Number of ranks.
+        lookup: Gives the data of a tensor that names its own chunks.
+        exact: Whether every key keeps a digest of its own, however many there are.
+    """
+    if kind == "off":
+        return SentDigests()
+    groups = [held for held in holding.groups if may_have_replicas(held.group, world)]
+    # A rank that holds nothing of a group counts as the others do, which hold one box.
+    count = sum(len(held.fqns) * max(len(held.boxes), 1) for held in groups)
+    is_folded = not exact and count * SAMPLED_NBYTES * world > WORLD_BUDGET_NBYTES
+    packed = []
+    undigested: dict[str, None] = {}
+    for held, digests in _digests_by_group(groups, kind, lookup):
+        if not held.boxes:
+            continue
+        if None in digests:
+            items = zip(product(held.fqns, held.boxes), digests, strict=True)
+            undigested.update(dict.fromkeys(fqn for (fqn, _), one in items if one is None))
+        joined = b"".join([(one or _NO_DIGEST)[:SAMPLED_NBYTES] for one in digests])
+        vector = np.frombuffer(joined, "<u8").astype(np.uint64).reshape(len(held.fqns), -1)
+        packed.append((folded(vector, held.fqns) if is_folded else vector).tobytes())
+    return SentDigests(b"".join(packed), is_folded, tuple(undigested))
+
+
+def digests_by_chunk(holding: Holding, kind: str, lookup: Lookup) -> StoredDigests:
+    """Return a digest of each chunk and object, of those that can be read.
+
+    A rank that saves alone stores them, so that they are compared when its metadata are merged with
+    those of other ranks. Arguments are those of ``digests_of``.
+    """
+    found: StoredDigests = {}
+    for held, digests in _digests_by_group(holding.groups, kind, lookup):
+        for (fqn, box), digest in zip(product(held.fqns, held.boxes), digests, strict=True):
+            if digest is not None:
+                place = None if held.group.kind == OBJECT else box.offsets
+                found.setdefault(fqn, {})[place] = digest
+    return found
+
+
+def differing_repeats(placed: Iterable[Placed], kind: str) -> Iterator[tuple[Placed, list[Chunk]]]:
+    """Yield the boxes that this rank holds several times, with different contents.
+
+    Redundant experts, or an ``IndexShard`` with repeats: one of the copies is written, so they are
+    compared as those of two ranks are.
+
+    Args:
+        placed: This rank's tensors.
+        kind: ``"sampled"``, ``"full"`` or ``"off"``.
+    """
+    repeats = [
+        (tensor, copies)
+        for tensor in (placed if kind != "off" else ())
+        if len(tensor.chunks) > 1 and 0 not in tensor.global_shape
+        for copies in _repeated(tensor.chunks)
+    ]
+    digests = iter(_digests([one.view(copy) for one, copies in repeats for copy in copies], kind))
+    for tensor, copies in repeats:
+        if len({next(digests) for _ in copies} - {None}) > 1:
+            yield tensor, copies
+
+
+def _repeated(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Return the chunks of each box that there are several of."""
+    if len({chunk.offsets for chunk in chunks}) == len(chunks):
+        return []
+    by_box: dict[Box, list[Chunk]] = {}
+    for chunk in chunks:
+        by_box.setdefault(chunk.box, []).append(chunk)
+    return [copies for copies in by_box.values() if len(copies) > 1]
+
+
+def _digests_by_group(
+    groups: Sequence[Held], kind: str, lookup: Lookup
+) -> Iterator[tuple[Held, list[bytes | None]]]:
+    """Yield groups with the digests of their keys and boxes; all tensors are hashed in one call."""
+    tensors = [_data(held, lookup) for held in groups]
+    digests = iter(_digests([tensor for of_group in tensors for tensor in of_group], kind))
+    for held, of_group in zip(groups, tensors, strict=True):
+        if held.group.kind == OBJECT:
+            yield held, list(map(object_digest, held.values))
+        else:
+            yield held, list(islice(digests, len(of_group)))
+
+
+def _digests(tensors: Sequence[torch.Tensor], kind: str) -> list[bytes | None]:
+    return list(map(full_digest, tensors)) if kind == "full" else sampled_digests(tensors)
+
+
+def _data(held: Held, lookup: Lookup) -> list[torch.Tensor]:
+    """Return what a rank holds of a group, key by key and box by box: views; none of objects."""
+    data: list[torch.Tensor] = []
+    if held.group.kind == OBJECT:
+        return data
+    for fqn, value in zip(held.fqns, held.values, strict=True):
+        if type(value) is Placed:
+            data += [chunk_data(value, chunk) for chunk in held_chunks(value)]
+        elif type(value) is torch.Tensor or not has_hooks(value):
+            data.append(value)
+        else:
+            data += [lookup(MetadataIndex(fqn, torch.Size(box.offsets))) for box in held.boxes]
+    return data
+
+
+def chunk_data(placed: Placed, chunk: Chunk) -> torch.Tensor:
+    """Return the data of a chunk: a view of the local tensor, no copy."""
+    if 0 in placed.global_shape:
+        return placed.tensor.detach().new_empty(placed.global_shape)
+    return placed.view(chunk)
+
+
+class Contents:
+    """The digests of all ranks, beside the rows of a ``World``.
+
+    Where some ranks have folded theirs, those of the others are folded, too.
+
+    Args:
+        world: What the ranks hold; ranks of one cohort have folded, or have not.
+        sent: By rank, its digests.
+        size: Number of ranks that there are.
+
+    Attributes:
+        is_folded: Whether the keys with a number share one digest by group and box.
+    """
+
+    def __init__(self, world: World, sent: Sequence[SentDigests], size: int) -> None:
+        self.is_folded = any(one.is_folded for one in sent)
+        self._world = world
+        # By cohort, table and group: by row and key of the group the digests; of a group whose
+        # digests are folded, those of the keys without a number, then the folded one.
+        self._digests: dict[tuple[int, int, int], Digests] = {}
+        self._columns: dict[tuple[int, int], Any] = {}
+        for at, cohort in enumerate(world.cohorts):
+            members = [sent[rank] for rank in cohort.ranks.tolist()]
+            if members[0].packed:
+                joined = b"".join([one.packed for one in members])
+                digests = np.frombuffer(joined, np.uint64).reshape(len(members), -1)
+                self._add(at, digests, members[0].is_folded, size)
+
+    def _add(self, at: int, digests: Digests, is_folded: bool, size: int) -> None:
+        """Take in the digests of a cohort: by rank one vector, group after group."""
+        cohort, first = self._world.cohorts[at], 0
+        for (table, number, group), count in zip(
+            self._world.groups_of(cohort), cohort.counts, strict=True
+        ):
+            if not count or not may_have_replicas(group, size):
+                continue
+            fqns = self._world.tables[table].keys(number)
+            width = sum(not has_number(fqn) for fqn in fqns) + 1 if is_folded else len(fqns)
+            by_rank = digests[:, first : first + width * count].reshape(-1, width, count)
+            mine = by_rank.transpose(0, 2, 1).reshape(-1, width)
+            if self.is_folded and not is_folded:
+                mine = folded(mine.T, fqns).T
+            self._digests[at, table, number] = mine
+            first += width * count
+
+    def of(self, piece: Piece, positions: Sequence[int]) -> Digests:
+        """Return the digests by row and key of a piece; the keys have digests of their own."""
+        parts = []
+        for source in piece.sources:
+            keys = [source.positions[position] for position in positions]
+            columns = self._columns_of(source.table, source.number)[keys]
+            for rows in source.rows:
+                mine = self._digests.get((rows.cohort, source.table, source.number))
+                if mine is None:
+                    parts.append(np.zeros((len(rows.ranks), len(positions)), np.uint64))
+                else:
+                    parts.append(mine[:, columns])
+        return np.concatenate(parts)
+
+    def _columns_of(self, table: int, number: int) -> Any:
+        """Return by key of a group the column of its digest."""
+        if (table, number) not in self._columns:
+            fqns = self._world.tables[table].keys(number)
+            is_own = [not (self.is_folded and has_number(fqn)) for fqn in fqns]
+            self._columns[table, number] = np.cumsum(is_own) - 1
+        return self._columns[table, number]
+
+    def compared(self, piece: Piece) -> list[int]:
+        """Return positions of the keys of a piece that have digests of their own."""
+        is_folded = self.is_folded
+        return [at for at, fqn in enumerate(piece.fqns) if not (is_folded and has_number(fqn))]
+
+    def differing(self, piece: Piece) -> list[int]:
+        """Return positions of the keys of which two ranks hold one box with other contents."""
+        positions = self.compared(piece) if self._digests and piece.cover.has_replicas else []
+        if not positions:
+            return []
+        differing = _differing(self.of(piece, positions), piece.cover).any(axis=0)
+        return [positions[at] for at in np.flatnonzero(differing).tolist()]
+
+    def uncompared(self, piece: Piece) -> int:
+        """Return how many keys of a piece are folded with other keys on some ranks than on others.
+
+        Where no box is on ranks of two tables, there is nothing to compare between them.
+        """
+        cover = piece.cover
+        if not self.is_folded or len(piece.sources) < 2 or not cover.has_replicas:
+            return 0
+        source_of = piece.by_row(range(len(piece.sources)))[cover.order]
+        starts = cover.starts[:-1]
+        if (np.maximum.reduceat(source_of, starts) == np.minimum.reduceat(source_of, starts)).all():
+            return 0
+        return len(piece.fqns) - len(self.compared(piece))
+
+    def folded_conflicts(self) -> Iterator[tuple[Group, list[str], list[int]]]:
+        """Yield each group whose folded digests differ: its folded keys, and ranks that differ."""
+        for table, of_table in enumerate(self._world.rows if self.is_folded else ()):
+            for number, all_rows in enumerate(of_table):
+                held = [one for one in all_rows if (one.cohort, table, number) in self._digests]
+                fqns = [fqn for fqn in self._world.tables[table].keys(number) if has_number(fqn)]
+                if not held or not fqns:
+                    continue
+                ranks = np.concatenate([rows.ranks for rows in held])
+                cover = cover_of(ranks, np.concatenate([rows.boxes for rows in held]))
+                columns = [self._digests[rows.cohort, table, number][:, -1:] for rows in held]
+                differing = _differing(np.concatenate(columns), cover)
+                if differing.any():
+                    holders = cover.holders(int(differing.argmax())).tolist()
+                    yield self._world.tables[table].groups[number], fqns, holders
+
+
+def held_beside_its_own(piece: Piece, world: int) -> int | None:
+    """Return a box that several ranks hold, one of them by a mesh with a part for every rank.
+
+    Of such a group there are no digests.
+    """
+    cover = piece.cover
+    alone = [not may_have_replicas(source.group, world) for source in piece.sources]
+    if not any(alone) or not cover.has_replicas:
+        return None
+    is_alone = np.maximum.reduceat(piece.by_row(alone)[cover.order], cover.starts[:-1]) > 0
+    boxes = np.flatnonzero(is_alone & (np.diff(cover.starts) > 1))
+    return int(boxes[0]) if len(boxes) else None
+
+
+def _differing(digests: Digests, cover: Cover) -> Bools:
+    """Return by box and column whether two of its rows have different digests."""
+    starts = cover.starts[:-1]
+    first_of_row = cover.order[starts][cover.box_of] if len(starts) else starts
+    if (digests == digests[first_of_row]).all():
+        # Nearly always, and several times faster than what follows.
+        return np.zeros((len(starts), digests.shape[1]), bool)
+    ordered = digests[cover.order]
+    highest = np.maximum.reduceat(ordered, starts)
+    lowest = np.minimum.reduceat(np.where(ordered == 0, _MOST, ordered), starts)
+    return np.asarray(lowest < highest, bool)

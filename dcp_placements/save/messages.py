@@ -1,0 +1,513 @@
+"""The text of what refuses a save or is warned of: what was found, the ranks, the way out.
+
+A message is about a piece, keys that lie alike on the same ranks, and is worked out once for all of
+them. Two ep ranks that both call other experts ``experts.w1``::
+
+    experts.w1: 2 different contents on 2 ranks that claim to be replicas
+        place:       [0:2, :] of (2, 3)
+        content A:   rank 0 (ep=0)
+        content B:   rank 1 (ep=1)
+        the copies:  differs along 'ep'
+        likely:      it is sharded over 'ep': it needs a rule with Shard on that axis; ...
+        way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})
+        by rule:     no rule
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import TypeVar
+
+import numpy as np
+
+from dcp_placements.bind.checks import NUMBERED_EXPERT
+from dcp_placements.bind.placed import Placed
+from dcp_placements.errors import Fault, format_names, format_nbytes, format_ranks
+from dcp_placements.layout.boxes import (
+    as_boxes,
+    format_box,
+    format_boxes,
+    overlaps,
+    uncovered,
+    within,
+)
+from dcp_placements.layout.sharding import Box, Chunk, Kind
+from dcp_placements.names.optimizer_state import possible_parameters
+from dcp_placements.report import SaveReport
+from dcp_placements.save.digests import Digests
+from dcp_placements.save.local_plan import LocalPlan, Statement
+from dcp_placements.table.table import OBJECT, Group
+from dcp_placements.table.world import Piece, World
+
+T = TypeVar("T")
+
+_NO_RULE = "no rule"
+_MOST_SHOWN = 4
+_WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
+_RANDOM_STATE = re.compile(r"(?i)(\.|_|^)(rng|random|seed)(s?_?states?)?(_|\.|$)")
+_SHARD = "PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})"
+_ANYWAY = 'on_conflict="warn" saves one of the copies anyway'
+
+
+class Messages:
+    """Puts what is wrong with a piece into words.
+
+    Args:
+        world: What the ranks hold.
+        plans: By position, the plan of a rank; messages name its global rank.
+        statements: What ranks say beside their keys, by its packed form.
+        size: Number of ranks that there are.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        plans: Sequence[LocalPlan],
+        statements: Mapping[bytes, Statement],
+        size: int,
+    ) -> None:
+        self.world = world
+        self.plans = plans
+        self.statements = statements
+        self.size = size
+
+    def disagreement(self, piece: Piece) -> list[Fault]:
+        """Return that tables say different things of the keys of a piece, if they do."""
+        groups = [source.group for source in piece.sources]
+        if len({(g.kind == OBJECT, g.shape, g.dtype) for g in groups}) == 1:
+            return []
+        kinds = self._ranks_by(piece, lambda group: group.kind == OBJECT)
+        shapes = self._ranks_by(piece, lambda group: group.shape)
+        if len(kinds) > 1:
+            headline = f"is a tensor on {kinds[False]}, but another object on {kinds[True]}"
+            details = [
+                "way out:     give the object a key of its own, or make it a tensor everywhere"
+            ]
+        elif len(shapes) > 1:
+            headline = f"the ranks do not agree on the shape of the whole tensor: {_by(shapes)}"
+            details = [
+                "likely:      uneven shards without global_shape= (a rule) or shape= "
+                "(DTensor.from_local), so that each rank infers a whole of its own; or the ranks "
+                "have different rules for it; or one name for different tensors",
+                "way out:     global_shape= in the rule, or shape= and stride= of from_local(); "
+                "the same rules on all ranks; a name of its own (rename=) for each tensor",
+            ]
+            if len({len(shape) for shape in shapes}) == 1:
+                largest = tuple(map(max, zip(*shapes, strict=True)))
+                if holes := uncovered(Box.whole(largest), piece.boxes):
+                    details.insert(0, f"nobody holds {format_boxes(holes, largest)}")
+        else:
+            dtypes = self._ranks_by(piece, lambda group: group.dtype)
+            headline = f"the ranks do not agree on its dtype: {_by(dtypes)}"
+            details = ["way out:     cast it to one dtype on all ranks before saving"]
+        return self._of_keys(piece, headline, details)
+
+    def tiling(self, piece: Piece, *, complete: bool) -> list[Fault]:
+        """Return why the boxes of a piece do not make the whole of its tensors.
+
+        Args:
+            piece: The piece.
+            complete: Whether the plans are all there are.
+        """
+        boxes, whole = piece.cover.boxes, Box.whole(piece.group.shape)
+        crossing = overlaps(boxes)
+        beyond = np.flatnonzero(~within(whole, boxes) & (piece.cover.numel > 0)).tolist()
+        found = []
+        if crossing:
+            found += self._overlap(piece, crossing)
+        if beyond:
+            headline = f"{self._box(piece, beyond[0], whole=False)} lies beyond the whole tensor"
+            details = (f"claimed by   {self._holders(piece, beyond[0])}",)
+            found += self._of_keys(piece, f"{headline} of shape {whole.sizes}", details)
+        if complete and not crossing and not beyond:
+            found += self._hole(piece)
+        return found
+
+    def _overlap(self, piece: Piece, crossing: Sequence[tuple[int, int]]) -> list[Fault]:
+        claimed = dict.fromkeys(box for pair in crossing[:2] for box in pair)
+        details = [
+            f"claimed:     {self._box(piece, box)} by {self._holders(piece, box)}"
+            for box in claimed
+        ]
+        details += [
+            "likely:      the same name is sharded on some ranks and whole, or cut otherwise, on "
+            "others",
+            "way out:     one placement for this name on all ranks, or a name of its own for each "
+            "tensor",
+        ]
+        headline = f"ranks claim parts of {piece.group.shape} that overlap without being the same"
+        return self._of_keys(piece, headline, details)
+
+    def _hole(self, piece: Piece) -> list[Fault]:
+        shape, cover = piece.group.shape, piece.cover
+        whole, held = prod(shape), int(cover.numel.sum())
+        holes = ", ".join(
+            format_box(hole, shape) for hole in uncovered(Box.whole(shape), cover.boxes, 4)
+        )
+        details = [f"missing:     {holes} ({whole - held} of {whole} elements)"]
+        having = sorted({rank for one in piece.sources for rank in self.world.members[one.table]})
+        lacking = sorted(set(range(len(self.plans))).difference(having))
+        axes = {cut.axis: cut.size for cut in piece.group.cuts if cut.axis is not None}
+        if lacking:
+            ranks = f"{self._ranks(having)} and not on {self._ranks(lacking)}"
+            details.append(f"the key is on {ranks}")
+        if not lacking and prod(axes.values()) > len(self.plans):
+            parts = " and ".join(f"{name!r} of size {size}" for name, size in axes.items())
+            details.append(
+                f"likely:      {parts} need {prod(axes.values())} ranks, and there are "
+                f"{self.size}, of which {len(self.plans)} take part"
+            )
+        elif held and whole % held == 0:
+            sizes = self._axis_sizes()
+            names = [repr(name) for name, size in sizes.items() if size == whole // held]
+            axis = f", the size of axis {' or '.join(names)}" if names else ""
+            details.append(f"likely:      {whole // held} times too little is held{axis}")
+        headline = f"nobody holds all of the {shape} tensor"
+        cuts = [cut for one in piece.sources for cut in one.group.cuts]
+        is_listed = any(cut.kind is Kind.LISTED and cut.dim >= 0 for cut in cuts)
+        found = []
+        for at, fqn in enumerate(piece.fqns):
+            way_out = _WAY_OUT_OF_HOLE
+            if is_listed:
+                is_state = possible_parameters(fqn)
+                way_out = _WAY_OUT_OF_LISTED_STATE if is_state else _WAY_OUT_OF_LISTED_HOLE
+            found += self._of_keys(piece, headline, (*details, way_out), positions=[at])
+        return found
+
+    def conflicts(
+        self, piece: Piece, positions: Sequence[int], digests: Digests
+    ) -> Iterator[Fault]:
+        """Yield that ranks hold one box of keys with different contents.
+
+        Args:
+            piece: The piece.
+            positions: Of the keys that differ.
+            digests: Theirs, by row and key.
+        """
+        # Most keys that differ do so between the same ranks.
+        known: dict[bytes, tuple[Fault, list[str]]] = {}
+        for position, column in zip(positions, digests.T, strict=True):
+            _, first, content = np.unique(column, return_index=True, return_inverse=True)
+            # By rank, the first rank with the same content: whatever the digests are.
+            key = first[content].tobytes() + (column == 0).tobytes()
+            if key not in known:
+                known[key] = self._conflict(piece, column)
+            fault, differs = known[key]
+            advice = content_advice(piece.fqns[position], piece.group, differs)
+            details = (*fault.details, *advice)
+            yield from self._of_keys(piece, fault.headline, details, fault.place, [position])
+
+    def _conflict(self, piece: Piece, digests: Digests) -> tuple[Fault, list[str]]:
+        """Return what is said of all keys with such digests by row, and the axes that differ."""
+        cover = piece.cover
+        ordered = digests[cover.order].tolist()
+        ranks = cover.ranks[cover.order].tolist()
+        differing = []
+        for box, (start, stop) in enumerate(pairwise(cover.starts.tolist())):
+            contents = _ranks_by_digest(ordered[start:stop], ranks[start:stop])
+            if len(contents) > 1:
+                differing.append((box, contents))
+        (box, contents), *others = differing
+        count = len({rank for members in contents.values() for rank in members})
+        places = f"{len(others)} more place{'s' if len(others) > 1 else ''}"
+        more = f" (and {places})" if others else ""
+        differs, agrees = self._along(contents)
+        details = []
+        for letter, members in zip("ABCDEFGH", contents.values(), strict=False):
+            at = [f"{name}={self._coordinate(members[0])[name]}" for name in differs]
+            where = f" ({', '.join(at)})" if at else ""
+            details.append(f"content {letter}:   {self._ranks(members)}{where}")
+        if len(contents) > 8:
+            details.append(f"... {len(contents)} different contents in all")
+        if differs:
+            tail = f", agrees along {_quoted(agrees)}" if agrees else ""
+            details.append(f"the copies:  differs along {_quoted(differs)}{tail}")
+        headline = f"{len(contents)} different contents on {count} ranks that claim to be replicas"
+        place = f"place:       {self._box(piece, box)} of {piece.group.shape}{more}"
+        return Fault("", headline, tuple(details), (place,)), differs
+
+    def _along(self, contents: Mapping[int, Sequence[int]]) -> tuple[list[str], list[str]]:
+        """Return the axes that tell contents apart, and those along which copies agree."""
+        at = {rank: self._coordinate(rank) for ranks in contents.values() for rank in ranks}
+        sizes = self._axis_sizes()
+        differs, agrees, seen_whole = [], [], []
+        for name in sorted(set.intersection(*map(set, at.values()))):
+            positions = [{at[rank][name] for rank in ranks} for ranks in contents.values()]
+            everywhere = set.union(*positions)
+            if len(everywhere) < 2:
+                continue
+            if sum(map(len, positions)) == len(everywhere):
+                differs.append(name)
+                seen_whole += [name] if len(everywhere) == sizes[name] else []
+            elif max(map(len, positions)) > 1:
+                agrees.append(name)
+        # An axis of which only some positions are seen may tell them apart by chance.
+        return seen_whole or differs, agrees
+
+    def folded_conflict(self, group: Group, fqns: Sequence[str], ranks: Sequence[int]) -> Fault:
+        """Return that one or more keys of a group have different contents on some ranks."""
+        among = (f"it is one or more of {len(fqns)} keys: {format_names(fqns)}",)
+        if group.kind == OBJECT:
+            return Fault(
+                fqns[0],
+                f"this object, or others, differ between {self._ranks(ranks)}; those of the lowest "
+                "rank are kept",
+                (*among, *_OBJECT_ADVICE),
+            )
+        renumber = renumber_of(fqns[0])
+        lacking = f"{renumber}, or a rule with Shard," if renumber else "a rule with Shard"
+        return Fault(
+            fqns[0],
+            f"this key, or others of its group, have different contents on {self._ranks(ranks)}, "
+            "which claim to be replicas",
+            (
+                *among,
+                f"likely:      {lacking} is missing; or the replicas have drifted apart",
+                "way out:     dcp_placements.check(state_dict, rules) compares key by key; "
+                f"{_ANYWAY}",
+            ),
+        )
+
+    def object_note(self, piece: Piece, position: int, digests: Digests) -> Fault:
+        """Return that an object differs between ranks.
+
+        Args:
+            piece: Its piece.
+            position: Of its key.
+            digests: Its digests by row.
+        """
+        contents = _ranks_by_digest(digests.tolist(), piece.ranks.tolist())
+        shown = [self._ranks(ranks) for ranks in list(contents.values())[:_MOST_SHOWN]]
+        if len(contents) > _MOST_SHOWN:
+            shown.append(f"{len(contents) - _MOST_SHOWN} more groups")
+        kept = self._ranks([int(piece.ranks.min())])
+        headline = f"this object differs between {'; '.join(shown)}; that of {kept} is kept"
+        return Fault(piece.fqns[position], headline, _OBJECT_ADVICE)
+
+    def undigested(self, fqn: str, ranks: Sequence[int]) -> Fault:
+        """Return that the contents of a key cannot be read on some ranks."""
+        return Fault(
+            fqn,
+            f"is not compared between {self._ranks(ranks)} and the other ranks that hold it",
+            (
+                "reason:      there it is sparse, or of a class whose parts cannot be read: one "
+                "copy is kept, whatever the others hold",
+                "way out:     make sure that its copies are equal, or store its plain tensors",
+            ),
+        )
+
+    def same_coordinate(self, piece: Piece, box: int) -> list[Fault]:
+        """Return that ranks hold equal boxes though the mesh has a part for each of them."""
+        headline = (
+            f"{self._holders(piece, box)} hold the same part, {self._box(piece, box)} of "
+            f"{piece.group.shape}, though its mesh has a part for every rank"
+        )
+        details = (
+            "likely:      these ranks give the mesh of one another: get_coordinate() is the same "
+            "on them",
+            "way out:     on every rank the mesh as that rank sees it",
+        )
+        return self._of_keys(piece, headline, details, positions=[0])
+
+    def _of_keys(
+        self,
+        piece: Piece,
+        headline: str,
+        details: Iterable[str],
+        place: tuple[str, ...] = (),
+        positions: Sequence[int] | None = None,
+    ) -> list[Fault]:
+        """Return a fault of each key of a piece, or of some; its last line names its rules."""
+        found = []
+        for at in range(len(piece.fqns)) if positions is None else positions:
+            rules = set()
+            for source in piece.sources:
+                table = self.world.tables[source.table]
+                rule = table.rule(table.starts[source.number] + source.positions[at])
+                rules.add(rule or _NO_RULE)
+            by_rule = f"by rule:     {', '.join(sorted(rules))}"
+            found.append(Fault(piece.fqns[at], headline, (*details, by_rule), place))
+        return found
+
+    def _ranks_by(self, piece: Piece, value: Callable[[Group], T]) -> dict[T, str]:
+        """Return the ranks that have a piece, as text, by a value of their groups."""
+        ranks: dict[T, list[int]] = {}
+        for source in piece.sources:
+            members = self.world.members[source.table].tolist()
+            ranks.setdefault(value(source.group), []).extend(members)
+        return {value: self._ranks(of_value) for value, of_value in ranks.items()}
+
+    def _box(self, piece: Piece, box: int, *, whole: bool = True) -> str:
+        (one,) = as_boxes(piece.cover.boxes[[box]])
+        return format_box(one, piece.group.shape if whole else None)
+
+    def _holders(self, piece: Piece, box: int) -> str:
+        return self._ranks(piece.cover.holders(box).tolist())
+
+    def _coordinate(self, at: int) -> dict[str, int]:
+        plan = self.plans[at]
+        return dict(zip(self.statements[plan.statement].axis_sizes, plan.coordinate, strict=True))
+
+    def _axis_sizes(self) -> dict[str, int]:
+        return dict(size for one in self.statements.values() for size in one.axis_sizes.items())
+
+    def _ranks(self, positions: Iterable[int]) -> str:
+        return format_ranks(self.plans[at].rank for at in positions)
+
+
+_WAY_OUT_OF_HOLE = (
+    "way out:     save with all ranks that hold a part and with the key on each of them; where the "
+    "tensor is not sharded over that axis, drop the axis from its rule"
+)
+_WAY_OUT_OF_LISTED_HOLE = (
+    "way out:     every row must be named by some rank's IndexShard or rename=; a Stack of local "
+    "numbers needs a Renumber before it"
+)
+_WAY_OUT_OF_LISTED_STATE = (
+    "way out:     a rename= that stacks the parameters and leaves their state a tensor per row, as "
+    "in lambda key: key if '.state.' in key else stack(key), where these rows were never stepped "
+    "and have none; or a Stack has local numbers, without a Renumber before it"
+)
+_OBJECT_ADVICE = (
+    "likely:      a state of each rank's own (random numbers, a position in the data); or a step "
+    "or schedule that should be equal, and is not",
+    "way out:     to keep one per rank, put the rank in its key (f'rng.{rank}'); otherwise make it "
+    "equal on all ranks before the save",
+)
+
+
+def renumber_of(fqn: str) -> str | None:
+    """Return the ``Renumber`` for a key with the number of an expert; None for any other key.
+
+    >>> renumber_of("layers.3.experts.0.w1")
+    'rename=Renumber("experts.{}", this rank\\'s experts, total=)'
+    >>> renumber_of("layers.3.experts.w1")
+    """
+    match = _WITH_WORD.search(fqn)
+    if match is None:
+        return None
+    pattern = re.sub(r"\d+$", "{}", match.group().rstrip("."))
+    return f'rename=Renumber("{pattern}", this rank\'s experts, total=)'
+
+
+def content_advice(fqn: str, group: Group, differs: Sequence[str]) -> list[str]:
+    """Return the likely cause and the ways out where copies differ.
+
+    Args:
+        fqn: Their key.
+        group: Its group.
+        differs: The axes along which the copies differ.
+    """
+    along = f"over {_quoted(differs, ' or ')}" if differs else "otherwise on each rank"
+    which = "that axis" if len(differs) < 2 else "one of these axes"
+    needs = f"it is sharded {along}: it needs a rule with Shard on {which}"
+    renumber = renumber_of(fqn)
+    is_state = not group.shape or _RANDOM_STATE.search(fqn)
+    is_floating = group.dtype is None or group.dtype.is_floating_point
+    if is_state or not (renumber or is_floating):
+        likely = "a number or random state of each rank's own, under one name"
+        ways = ["a name per rank (f'rng.{rank}'), or one value for all ranks"]
+    elif renumber is not None:
+        likely = f"different experts under one name: every rank counts its own from 0; or {needs}"
+        ways = [renumber, f"{_SHARD} where ranks hold parts of one expert"]
+    elif any(cut.kind is Kind.LISTED and cut.dim >= 0 for cut in group.cuts):
+        likely = "ranks list the rows of one another, as a Stack of local numbers does"
+        ways = ["a Renumber before the Stack; or IndexShard with each rank's own rows"]
+    else:
+        likely = needs
+        ways = [_SHARD, "rename= where the name counts from 0 on every rank (experts, layers)"]
+    text = "if these are meant to be replicas, they have drifted apart"
+    lines = [f"likely:      {likely}; {text}", f"way out:     {ways[0]}"]
+    return lines + [f"             {way}" for way in (*ways[1:], _ANYWAY)]
+
+
+def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
+    """Return that this rank holds a box several times, with different contents."""
+    shape = placed.global_shape
+    return Fault(
+        placed.fqn,
+        f"{len(copies)} copies of {format_box(copies[0].box, shape)} of {shape} on one rank have "
+        "different contents",
+        (
+            "likely:      copies of one expert on this rank that have drifted apart; or a number "
+            "that IndexShard or rename= names once too often",
+            f"way out:     make the copies equal, or correct the numbers; {_ANYWAY}",
+            f"by rule:     {placed.rule or _NO_RULE}",
+        ),
+    )
+
+
+def this_save(headline: str, *details: str) -> Fault:
+    """Return a fault of a save as such, of no key."""
+    return Fault("this save", headline, details)
+
+
+def unlike(what: str, values: Mapping[T, Sequence[int]], *details: str) -> list[Fault]:
+    """Return that ranks were given different values, if they were.
+
+    Args:
+        what: What they do about it, as text.
+        values: The ranks by value.
+        details: The reason, and what makes them equal.
+    """
+    if len(values) < 2:
+        return []
+    texts = {repr(value): format_ranks(ranks) for value, ranks in values.items()}
+    return [this_save(f"{what}: {_by(texts)}", *details)]
+
+
+def uncompared(keys: int) -> Fault:
+    """Return that keys are folded with other keys on some ranks than on others."""
+    return this_save(
+        f"replicas of {keys} keys are not compared",
+        "reason:      digests are folded in a world of this size, and the ranks that hold these "
+        "keys hold other keys beside them",
+        "way out:     dcp_placements.check(state_dict, rules) compares key by key",
+    )
+
+
+def not_all_ranks(headline: str, report: SaveReport) -> Fault:
+    """Return that a save does not have what ranks hold that take no part in it.
+
+    Args:
+        headline: Who takes part.
+        report: On what they save.
+    """
+    details, keys = [], report.keys
+    lacking = [fqn for fqn, key in keys.items() if key.unique_nbytes < key.whole_nbytes]
+    if lacking:
+        key = keys[lacking[0]]
+        details.append(
+            f"missing:     parts of {len(lacking)} of {len(keys)} tensors, as of {lacking[0]}: "
+            f"{format_nbytes(key.unique_nbytes)} of {format_nbytes(key.whole_nbytes)} are saved"
+        )
+    return this_save(
+        headline,
+        *details,
+        "reason:      what only other ranks hold is not saved; and if they save into the same "
+        "directory, they overwrite files and .metadata of each other",
+        "way out:     dcp.save on all ranks after init_process_group(), without no_dist=True; "
+        "without communication use_collectives=False; or a directory for each group",
+    )
+
+
+def _ranks_by_digest(digests: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:
+    """Return the ranks by the digest of what they hold, where several hold something."""
+    ranks_by: dict[int, list[int]] = {}
+    for digest, rank in zip(digests, ranks, strict=True) if len(ranks) > 1 else ():
+        if digest:
+            ranks_by.setdefault(digest, []).append(rank)
+    return ranks_by
+
+
+def _by(ranks: Mapping[T, str]) -> str:
+    """Return values with their ranks: ``(8, 3) on ranks 0-2; (8, 4) on rank 3``."""
+    shown = [f"{value} on {text}" for value, text in ranks.items()]
+    return "; ".join(shown[:_MOST_SHOWN]) + ("; ..." if len(shown) > _MOST_SHOWN else "")
+
+
+def _quoted(names: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(f"'{name}'" for name in names)

@@ -1,0 +1,126 @@
+"""Families of numbered names: keys that are alike up to a number are a tensor of one dim.
+
+A ``Renumber`` gives experts and layers their numbers in the whole. Element ``n`` of a family is the
+keys with number ``n``, and a rank that has one of them holds the box ``[n:n + 1]``. So what shows
+which rows of a tensor nobody has, and who holds the same, shows it of numbers, too.
+
+Two ep ranks that hold two experts each of four, and that gave both of them the numbers 0 and 1::
+
+    Family("layers.3.experts.{}", "experts.{}", cover)
+
+    cover.boxes  [[[0], [1]], [[1], [1]]]    # [0:1] and [1:2]; nobody holds [2:4]
+    cover.ranks  [0, 0]                      # both are of one cohort: their keys are equal
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dcp_placements.errors import format_ranks
+from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.names.renames import NUMBER, number_finder
+from dcp_placements.table.cover import Cover, cover_of
+from dcp_placements.table.world import World
+
+
+class Family(NamedTuple):
+    """Keys that are alike up to a number, as a tensor of one dim.
+
+    Attributes:
+        name: A key up to the component with the number, which ``{}`` stands for: layers differ in
+            what they have inside.
+        pattern: What found the number.
+        cover: Who has which number. A row's rank is the position of a cohort in ``World.cohorts``,
+            whose ranks have equal keys.
+    """
+
+    name: str
+    pattern: str
+    cover: Cover
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers that there are, ascending."""
+        numbers: list[int] = self.cover.boxes[:, 0, 0].tolist()
+        return numbers
+
+    def parts(self, world: World) -> dict[frozenset[int], list[int]]:
+        """Return the ranks of a world by the numbers that they have."""
+        numbers = self.numbers
+        return {
+            frozenset([numbers[at] for at in part]): [
+                rank for at in cohorts for rank in world.cohorts[at].ranks.tolist()
+            ]
+            for part, cohorts in self.cover.parts().items()
+        }
+
+    def members(self, fqns: Iterable[str]) -> Iterator[str]:
+        """Yield the keys that are of it."""
+        head, _, tail = self.name.partition("{}")
+        member = re.compile(rf"{re.escape(head)}\d+{re.escape(tail)}(\.|$)")
+        return (fqn for fqn in fqns if member.match(fqn))
+
+
+class Families:
+    """Finds the families of keys.
+
+    Optimizer state counts for nothing: a parameter that was never stepped has none.
+
+    Args:
+        patterns: Where the number stands in the checkpoint's keys, as in ``Renumber``.
+        fqns: All keys, by which optimizer state is recognized.
+    """
+
+    def __init__(self, patterns: Iterable[str], fqns: Iterable[str]) -> None:
+        self._states = OptimizerStates(dict.fromkeys(fqns, UNSEEN))
+        self._finders = {pattern: number_finder(pattern) for pattern in patterns}
+
+    def numbers(self, fqns: Iterable[str]) -> dict[tuple[str, str], set[int]]:
+        """Return the numbers that keys have of each family, by its name and pattern."""
+        numbers: dict[tuple[str, str], set[int]] = {}
+        for fqn in fqns if self._finders else ():
+            for pattern, finder in self._finders.items():
+                match = finder.search("." + fqn)
+                if match is None:
+                    continue
+                if self._states.of(fqn) is not None:
+                    break
+                start, stop = match.span(NUMBER)
+                tail = fqn[stop - 1 :].partition(".")[0]
+                family = f"{fqn[: start - 1]}{{}}{tail}", pattern
+                numbers.setdefault(family, set()).add(int(match[NUMBER]))
+        return numbers
+
+    def of(self, world: World) -> list[Family]:
+        """Return the families of the keys of a world, with who has which number."""
+        of_tables = [self.numbers(table.fqns) for table in world.tables]
+        rows: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for at, cohort in enumerate(world.cohorts):
+            mine: dict[tuple[str, str], set[int]] = {}
+            for table in cohort.tables:
+                for family, numbers in of_tables[table].items():
+                    mine.setdefault(family, set()).update(numbers)
+            for family, numbers in mine.items():
+                rows.setdefault(family, []).extend([(at, number) for number in numbers])
+        return [Family(*family, _cover(of_family)) for family, of_family in rows.items()]
+
+
+def _cover(rows: Sequence[tuple[int, int]]) -> Cover:
+    """Return the cover of rows ``(cohort, number)``."""
+    array = np.array(rows, np.int64)
+    boxes = np.ones((len(array), 2, 1), np.int64)
+    boxes[:, 0, 0] = array[:, 1]
+    return cover_of(array[:, 0], boxes)
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Return numbers as short text.
+
+    >>> format_numbers([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    return format_ranks(numbers).partition(" ")[2]

@@ -1,0 +1,100 @@
+"""``rehearse`` against real loads of random worlds: the verdict is that of the load."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import Shard
+
+from dcp_placements import FusedShard, MeshCoordinate, PlacementLoadPlanner, Placements
+from dcp_placements.offline import rehearse
+from dcp_placements.testing import World
+from tests.differential import wholes
+from tests.drawn_worlds import Draw, draw_pair
+from tests.random_ranks import Rank
+from tests.random_worlds import Cutting, Pair, Side
+from tests.test_differential import save, save_planners
+
+WORLDS = range(24)
+
+
+def declared_alone(side: Side) -> Side:
+    """Return a side whose ranks have what their rules and renames say, and nothing of DTensors."""
+    plain = {"own": (), "also": (), "repeated": (), "kind": "plain", "tiles": (), "tile_axes": ()}
+    holds = []
+    for hold in side.holds:
+        cuts = tuple(replace(cut, **plain, declared=True, unnamed=False) for cut in hold.cuts)
+        ids = tuple(ids and replace(ids, renumbered=True) for ids in hold.ids)
+        holds.append(replace(hold, stage=None, ids=ids, cuts=cuts))
+    return replace(side, holds=tuple(holds), wrapped=False)
+
+
+def otherwise(draw: Draw, cut: Cutting, ndim: int) -> Cutting:
+    """Return a cut by the same axes in another way, as a mistake in the rules makes it."""
+    rule = tuple(
+        (axis, draw.choice((Shard(draw.randrange(ndim)), FusedShard(draw.randrange(ndim), 2))))
+        if draw.chance(70)
+        else (axis, placement)
+        for axis, placement in cut.rule
+    )
+    return replace(cut, rule=rule, given=True)
+
+
+def drawn_load(seed: int) -> tuple[Pair, list[int]]:
+    """Return a pair, and whose place each rank takes: most are right, some repeat another's."""
+    draw, pair = Draw(seed), draw_pair(seed)
+    load = pair.load
+    if draw.chance(50):  # axes of one name are compared
+        load = replace(load, meshes=pair.save.meshes, holds=pair.save.holds)
+    load = declared_alone(load)
+    if draw.chance(40):
+        holds = []
+        for family, hold in zip(pair.families, load.holds, strict=True):
+            ndim = len(family.shape) - sum(ids is not None for ids in hold.ids)
+            cuts = tuple(otherwise(draw, cut, ndim) if ndim else cut for cut in hold.cuts)
+            holds.append(replace(hold, cuts=cuts))
+        load = replace(load, holds=tuple(holds))
+    places = list(range(load.size))
+    if draw.chance(60):
+        few = draw.sample(places, draw.randint(1, len(places)))
+        places = [draw.choice(few) for _ in places]
+    return replace(pair, load=load), places
+
+
+def loads(pair: Pair, places: list[int], path: Path) -> bool:
+    """Whether the ranks really load."""
+    whole = wholes(pair)
+    ranks = [Rank(pair, pair.load, place) for place in places]
+    states = [rank.state_dict(list(rank.values(whole)), blank=True) for rank in ranks]
+    planners = [PlacementLoadPlanner(rank.rules(), rename=rank.rename()) for rank in ranks]
+    try:
+        World(len(ranks)).load(path, states.__getitem__, planners.__getitem__)
+    except CheckpointException:
+        return False
+    return True
+
+
+def verdicts(seed: int, path: Path) -> tuple[bool, bool]:
+    """Return whether a world loads, and whether a rehearsal says so."""
+    pair, places = drawn_load(seed)
+    save(pair, wholes(pair), path, save_planners(pair))
+
+    def declared(mesh: MeshCoordinate) -> Placements:
+        rank = Rank(pair, pair.load, places[mesh.get_coordinate()[0]])
+        return Placements(rank.rules(), rename=rank.rename())
+
+    return loads(pair, places, path), rehearse(path, declared, {"rank": len(places)}).loads
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_m91_the_verdict_of_any_random_world_is_that_of_its_load(tmp_path: Path) -> None:
+    seen = Counter[bool]()
+    for seed in WORLDS:
+        really, rehearsed = verdicts(seed, tmp_path / str(seed))
+        assert rehearsed == really, f"world {seed}"
+        seen[really] += 1
+    assert min(seen[True], seen[False]) > 1, seen
