@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.target import Rename
-from dcp_placements.rules.options import check_declaration
-from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
+from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable, check_declaration
 from dcp_placements.save.planner import PlacementSavePlanner
 
 P = TypeVar("P")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dcp_placements.rules.mesh import local_rank
+from dcp_placements import MeshCoordinate
 
 
 class FakeMesh:
@@ -59,7 +59,10 @@ class FakeMesh:
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return the position along an axis; a mesh of one axis needs no ``mesh_dim``."""
-        return local_rank(self, mesh_dim)
+        names = self.mesh_dim_names or tuple(map(str, range(self.ndim)))
+        coordinate = self.get_coordinate()
+        assert coordinate is not None, "a rank of the mesh"
+        return MeshCoordinate(names, self.shape, coordinate).get_local_rank(mesh_dim)
 
     def __getitem__(self, names: str | Sequence[str]) -> FakeMesh:
         """Return the sub-mesh over the named axes that this rank is in."""

@@ -24,8 +24,7 @@ from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.flat import checkpoint_path, rename_keys
 from dcp_placements.names.target import Rename
-from dcp_placements.rules.options import check_declaration
-from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable
+from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable, check_declaration
 
 
 def annotate(

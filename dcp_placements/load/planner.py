@@ -59,13 +59,10 @@ from dcp_placements.names.flat import Path, Reshaped, put_at, rename_keys
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport, Traffic
-from dcp_placements.rules.options import check_choice, check_declaration
-from dcp_placements.rules.patterns import Rules
+from dcp_placements.rules.patterns import Rules, check_declaration
 from dcp_placements.rules.unmatched import (
-    Declared,
     Matches,
     matched_nowhere,
-    names_of,
     rule_matches,
     unmatched_faults,
 )
@@ -143,7 +140,7 @@ def mixed_checkpoints(messages: Iterable[LoadMessage]) -> list[Fault]:
     ]
 
 
-def unmatched_of(messages: Sequence[LoadMessage]) -> tuple[Declared, ...]:
+def unmatched_of(messages: Sequence[LoadMessage]) -> tuple[str, ...]:
     """Return what is declared by pattern and matches no key on any rank, where all ranks know."""
     declared = [message.declared for message in messages]
     known = [matches for matches in declared if matches is not None]
@@ -323,7 +320,7 @@ class RankLoad:
                 than was saved.
         """
         unmatched = unmatched_of(messages) if complete else ()
-        self.report.unmatched = names_of(unmatched)
+        self.report.unmatched = unmatched
         # Listed with the faults, too: a mistake in a pattern may be their cause.
         mistakes = unmatched_faults(unmatched, list(self.state_dict))
         sent = {message.rank: message.faults for message in messages}
@@ -529,7 +526,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             allow_partial_load=allow_partial_load,
         )
         self.waive = check_declaration(rules, rename, waive)
-        check_choice("cast", cast, CASTS)
+        if cast not in CASTS:
+            raise PlacementError(f"cast={cast!r}: choose one of {CASTS}")
         if not isinstance(exchange, bool | dist.ProcessGroup):
             raise PlacementError(f"exchange={exchange!r}: give True, False or a process group")
         self.rules = rules

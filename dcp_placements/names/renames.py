@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 from dcp_placements.errors import PlacementError
 from dcp_placements.names.target import Parts, Rename, Renamed, RenameError, Row, Rows
 from dcp_placements.rules.patterns import compile_pattern
-from dcp_placements.rules.unmatched import Declared
 
 Ids = Sequence[int]
 
@@ -435,7 +434,7 @@ class Step(NamedTuple):
     pattern: str
     total: int | None
     rename: Any
-    declared: Declared | None
+    declared: str | None
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -505,20 +504,20 @@ def steps(rename: Any) -> tuple[Step, ...]:
         return (Step(FUNCTION, getattr(rename, "__qualname__", kind), None, rename, None),)
     pattern = str(rename) if isinstance(rename, Replace) else rename.pattern
     total = getattr(rename, "total", None)
-    return (Step(kind, pattern, total, rename, Declared(rename.pattern, kind)),)
+    return (Step(kind, pattern, total, rename, f"rename={kind}({rename.pattern!r})"),)
 
 
-def expected(steps: Iterable[Step]) -> dict[Declared, bool]:
+def expected(steps: Iterable[Step]) -> dict[str, bool]:
     """Return what steps declare that should match a key, as ``apply`` takes it."""
     return {step.declared: False for step in steps if step.declared is not None}
 
 
-def apply(steps: Iterable[Step], key: str, matches: dict[Declared, bool]) -> Renamed:
+def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
     """Return what steps make of a key, one after the other.
 
     >>> both = Renames(Replace("module", ""), Renumber("expert.{}", [0, 1], total=2)).flat
     >>> matches = expected(both)
-    >>> apply(both, "module.w", matches), {str(one): at for one, at in matches.items()}
+    >>> apply(both, "module.w", matches), matches
     ('w', {"rename=Replace('module')": True, "rename=Renumber('expert.{}')": False})
 
     Args:

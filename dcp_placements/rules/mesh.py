@@ -50,10 +50,7 @@ class MeshCoordinate:
         for name in ("names", "sizes", "coordinate"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not len(self.names) == len(self.sizes) == len(self.coordinate):
-            raise PlacementError(
-                f"a mesh needs as many names as sizes and coordinates, not names {self.names}, "
-                f"sizes {self.sizes}, coordinate {self.coordinate}"
-            )
+            raise PlacementError(f"a mesh needs as many names as sizes and coordinates: {self}")
         if len(set(self.names)) != len(self.names):
             raise PlacementError(f"axis names of a mesh must differ, but got {self.names}")
         for name, size, position in zip(self.names, self.sizes, self.coordinate, strict=True):
@@ -85,7 +82,11 @@ class MeshCoordinate:
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return this rank's position along an axis; a mesh of one axis needs no ``mesh_dim``."""
-        return local_rank(self, mesh_dim)
+        dim = 0 if mesh_dim is None and self.ndim == 1 else mesh_dim
+        at = self.mesh_dim_names.index(dim) if dim in self.names else dim
+        if not isinstance(at, int) or not -self.ndim <= at < self.ndim:
+            raise PlacementError(f"mesh {format_mesh(self)} has no local rank along {mesh_dim!r}")
+        return self.coordinate[at]
 
     def __getitem__(self, names: str | Sequence[str]) -> MeshCoordinate:
         """Return the sub-mesh over the named axes that this rank is in."""
@@ -136,33 +137,14 @@ class Axis:
         return self.name if self.name is not None else f"of size {self.size}"
 
 
-def local_rank(mesh: Mesh, mesh_dim: int | str | None) -> int:
-    """Return this rank's position along one axis of a mesh, as ``DeviceMesh.get_local_rank``.
-
-    Raises:
-        PlacementError: No such axis, a rank outside the mesh, or several axes without ``mesh_dim``.
-    """
-    coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names or ()
-    dim = 0 if mesh_dim is None and len(mesh.shape) == 1 else mesh_dim
-    at = names.index(dim) if isinstance(dim, str) and dim in names else dim
-    if (
-        coordinate is None
-        or not isinstance(at, int)
-        or not -len(coordinate) <= at < len(coordinate)
-    ):
-        raise PlacementError(f"mesh {format_mesh(mesh)} has no local rank along {mesh_dim!r}")
-    return coordinate[at]
-
-
 def mesh_axes(mesh: Mesh) -> tuple[Axis, ...] | None:
     """Return the axes of ``mesh`` from this rank, or None if the rank is not part of the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    sizes = tuple(mesh.shape)
-    names = mesh.mesh_dim_names or (None,) * len(sizes)
-    seen = zip(names, sizes, coordinate, strict=True)
-    return tuple([Axis(*one, mesh, number) for number, one in enumerate(seen)])
+    names = mesh.mesh_dim_names or (None,) * len(mesh.shape)
+    axes = enumerate(zip(names, mesh.shape, coordinate, strict=True))
+    return tuple([Axis(*axis, mesh, number) for number, axis in axes])
 
 
 def mesh_state(mesh: Mesh) -> Hashable:
@@ -171,21 +153,14 @@ def mesh_state(mesh: Mesh) -> Hashable:
     A mesh that defines equality itself, as a ``DeviceMesh`` does, stands for its ranks; the ranks
     of any other mesh are listed, if it has them.
     """
-    kind = type(mesh)
     ranks: Any = None
-    if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
+    names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
+    if type(mesh).__eq__ is not object.__eq__ and type(mesh).__hash__ is not None:
         ranks = mesh
-    else:
-        listed = getattr(mesh, "mesh", None)
-        if listed is not None:
-            ranks = tuple(listed.flatten().tolist())
-    coordinate = mesh.get_coordinate()
-    return (
-        None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names),
-        tuple(mesh.shape),
-        None if coordinate is None else tuple(coordinate),
-        ranks,
-    )
+    elif (listed := getattr(mesh, "mesh", None)) is not None:
+        ranks = tuple(listed.flatten().tolist())
+    sizes, named = tuple(mesh.shape), None if names is None else tuple(names)
+    return named, sizes, None if coordinate is None else tuple(coordinate), ranks
 
 
 def format_mesh(mesh: Mesh) -> str:

@@ -9,14 +9,12 @@ pattern names a parameter and everything that is keyed by it: ``experts.w1`` mat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from traceback import extract_tb
 from typing import Any
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.rules.mesh import mesh_state
 from dcp_placements.rules.placement import CheckpointPlacement
 
 Rules = Callable[[str, Any], CheckpointPlacement | None]
@@ -41,6 +39,10 @@ class PlacementRules:
         optional: Do not warn of patterns that match nothing: for the table of a family of models,
             each of which has some of the names.
 
+    Attributes:
+        patterns: The patterns, in the order in which they are tried.
+        meshes: The meshes that the rules name, each once.
+
     Raises:
         PlacementError: Not a mapping, an empty pattern, or a value that is not a
             ``CheckpointPlacement``.
@@ -64,6 +66,9 @@ class PlacementRules:
                 self._rules.append((f"re:{pattern.pattern}", pattern, placement))
             else:
                 self._rules.append((pattern, compile_pattern(pattern), placement))
+        self.patterns = tuple([pattern for pattern, _, _ in self._rules])
+        given = [placement for _, _, placement in self._rules if placement is not None]
+        self.meshes = list({each.mesh_state: each.mesh for each in given}.values())
         self._found: dict[str, tuple[str, CheckpointPlacement | None] | None] = {}
 
     def __call__(self, fqn: str, tensor: Any = None) -> CheckpointPlacement | None:
@@ -87,32 +92,17 @@ class PlacementRules:
         found = self.find(fqn)
         return None if found is None else found[0]
 
-    @property
-    def meshes(self) -> list[Any]:
-        """The meshes that the rules name, each once."""
-        placements = [placement for _, _, placement in self._rules if placement is not None]
-        meshes = {mesh_state(placement.mesh): placement.mesh for placement in placements}
-        return list(meshes.values())
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """The patterns, in the order in which they are tried."""
-        return tuple(pattern for pattern, _, _ in self._rules)
-
     def __repr__(self) -> str:
-        return f"PlacementRules({{{', '.join(self._lines())}}})"
+        return f"PlacementRules({{{str(self).replace(chr(10), ', ')}}})"
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> list[str]:
-        return [
+        return "\n".join(
             f"{pattern!r}: {'None' if placement is None else placement.format()}"
             for pattern, _, placement in self._rules
-        ]
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optional": self.optional, "_rules": self._rules, "_found": {}}
+        return {**vars(self), "_found": {}}
 
 
 @lru_cache(maxsize=1 << 12)
@@ -136,46 +126,44 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         raise PlacementError(
             f"pattern {pattern!r} has an empty component: write dotted names such as 'experts.w1'"
         )
-    return re.compile("".join(map(_component, components)) + r"(?=\.|$)")
+    regexes = {"**": r"(?:\.[^.]+)*", "*": r"\.[^.]+"}
+    parts = [regexes.get(c) or r"\." + re.escape(c).replace(r"\*", "[^.]*") for c in components]
+    return re.compile("".join(parts) + r"(?=\.|$)")
 
 
-def _component(component: str) -> str:
-    if component == "**":
-        return r"(?:\.[^.]+)*"
-    if component == "*":
-        return r"\.[^.]+"
-    return r"\." + re.escape(component).replace(r"\*", "[^.]*")
+def check_declaration(
+    rules: Any, rename: Any, waive: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the waivers; refuse rules, a rename or waivers that cannot be used.
 
-
-def why_unmatched(pattern: str, keys: Sequence[str]) -> str | None:
-    """Return why ``pattern``, as ``PlacementRules`` name it, probably took no key; None: no idea.
-
-    >>> why_unmatched("expert.w1", ["layers.0.experts.w1"])
-    "'expert' is no component of any key; 'experts' is"
+    Raises:
+        PlacementError: Rules or a rename that cannot be called; a waiver without a reason, or one
+            for every key.
     """
-    if pattern.startswith("re:"):
-        return None
-    dotted = ["." + key for key in keys]
-    if any(compile_pattern(pattern).search(key) for key in dotted):
-        return (
-            "a pattern above it takes the keys that it matches, as the first match wins; or they "
-            "are scalars or no tensors, to which no rule applies"
+    if rules is not None and not callable(rules):
+        raise PlacementError(
+            f"rules= is of type {type(rules).__name__}\n"
+            "    way out:     PlacementRules({pattern: placement}), a function (fqn, tensor) that "
+            "returns one, or None; a Placements has its own .save_planner() and .load_planner()"
         )
-    if re.search(r"[\\^$+()|\[\]]", pattern):
-        return "a regular expression as a string; compile it: re.compile(...)"
-    components = pattern.split(".")
-    known = {component for key in keys for component in key.split(".")}
-    for component in components:
-        if "*" not in component and component not in known:
-            near = get_close_matches(component, known, 1)
-            if near:
-                return f"{component!r} is no component of any key; {near[0]!r} is"
-    for start in range(1, len(components)):
-        shorter = ".".join(components[start:])
-        if shorter.strip("*.") and any(compile_pattern(shorter).search(key) for key in dotted):
-            prefix = ".".join(components[:start])
-            return f"the prefix {prefix!r} is not in the keys; {shorter!r} would match"
-    return None
+    if rename is not None and (isinstance(rename, type) or not callable(rename)):
+        raise PlacementError(
+            f"rename={rename!r} is no function of a key\n"
+            '    way out:     Renumber("experts.{}", ids, total=8), Renames(...), or another '
+            "callable key -> key"
+        )
+    if waive is not None and not isinstance(waive, Mapping):
+        raise PlacementError(
+            f"waive= must be {{pattern: reason}}, not {type(waive).__name__}: the reason is kept"
+        )
+    for pattern, reason in (waive or {}).items():
+        compile_pattern(pattern)
+        if not reason or not pattern.strip("*."):
+            raise PlacementError(
+                f"waive={{{pattern!r}: {reason!r}}} needs a reason, which is kept, and a pattern "
+                "that names some keys, not all"
+            )
+    return dict(waive or {})
 
 
 def asked(

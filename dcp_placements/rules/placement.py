@@ -2,14 +2,14 @@
 
 ``Shard``, ``Replicate`` and ``_StridedShard`` are torch's own; the two placements that torch does
 not have are defined here. Torch's are recognised by the names of their classes, so that a
-declaration needs no process group and no import of torch.distributed. A class of another library
-may hold other rows than its attributes say, so ``kind_of`` refuses it.
+declaration needs no process group and no import of torch. A class of another library may hold
+other rows than its attributes say, so ``kind_of`` refuses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dcp_placements.errors import PlacementError
@@ -69,7 +69,7 @@ class IndexShard:
             raise PlacementError(f"IndexShard takes rows from 0 up, not {min(self.indices)}")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class CheckpointPlacement:
     """The place of a tensor in the checkpoint: a mesh, and one placement per axis of it.
 
@@ -93,11 +93,11 @@ class CheckpointPlacement:
             other.
     """
 
-    mesh: Mesh
+    mesh: Mesh = field(compare=False)
     placements: tuple[Any, ...]
-    _: KW_ONLY
-    global_shape: tuple[int, ...] | None = None
-    padded_shape: tuple[int, ...] | None = None
+    global_shape: tuple[int, ...] | None
+    padded_shape: tuple[int, ...] | None
+    mesh_state: Hashable = field(repr=False, hash=False)
 
     def __init__(
         self,
@@ -107,51 +107,28 @@ class CheckpointPlacement:
         global_shape: Sequence[int] | None = None,
         padded_shape: Sequence[int] | None = None,
     ) -> None:
+        whole = None if global_shape is None else _shape("global_shape", global_shape)
+        padded = None if padded_shape is None else _shape("padded_shape", padded_shape)
+        if padded is not None and whole is None:
+            raise PlacementError(f"padded_shape={padded} needs global_shape=, without the padding")
+        if padded and whole:
+            same_dims = len(whole) == len(padded)
+            if not same_dims or any(n < size for n, size in zip(padded, whole, strict=True)):
+                raise PlacementError(
+                    f"padded_shape={padded} must have the dims of global_shape={whole} and be "
+                    "nowhere smaller"
+                )
         checked = _one_per_axis(mesh, placements)
-        object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "placements", checked)
-        object.__setattr__(self, "global_shape", _shape("global_shape", global_shape))
-        object.__setattr__(self, "padded_shape", _shape("padded_shape", padded_shape))
-        self._check_shapes()
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, CheckpointPlacement):
-            return NotImplemented
-        if self._content() != other._content():
-            return False
-        return self.mesh is other.mesh or mesh_state(self.mesh) == mesh_state(other.mesh)
-
-    def __hash__(self) -> int:
-        return hash((tuple(self.mesh.shape), self._content()))
-
-    def _content(self) -> tuple[Any, ...]:
-        return self.placements, self.global_shape, self.padded_shape
-
-    def _check_shapes(self) -> None:
-        if self.padded_shape is not None:
-            logical = self.global_shape
-            if logical is None:
+        for entry in checked:
+            if whole is None and isinstance(entry, IndexShard):
                 raise PlacementError(
-                    f"padded_shape={self.padded_shape} needs global_shape too: the shape without "
-                    "the padding, which is what the checkpoint stores"
+                    f"{entry} needs global_shape=: one rank does not have the rows of the others"
                 )
-            if len(logical) != len(self.padded_shape) or any(
-                padded < size for padded, size in zip(self.padded_shape, logical, strict=False)
-            ):
-                raise PlacementError(
-                    f"padded_shape={self.padded_shape} must have the dims of "
-                    f"global_shape={logical} and be nowhere smaller"
-                )
-        for placement in self.placements:
-            if isinstance(placement, IndexShard) and self.global_shape is None:
-                raise PlacementError(
-                    f"{placement} needs global_shape=: how many rows there are in all is not to be "
-                    "seen from the rows of one rank"
-                )
-            if self.global_shape is not None and shards(placement):
-                shard_dim(placement, len(self.global_shape))
+            if whole is not None and shards(entry):
+                shard_dim(entry, len(whole))
+        values = (mesh, checked, whole, padded, mesh_state(mesh))
+        for each, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, each.name, value)
 
     def of_rows(self, dims: Sequence[int], ndim: int) -> CheckpointPlacement:
         """Return the placement of each row of a tensor: axes that shard ``dims`` replicate it.
@@ -165,15 +142,13 @@ class CheckpointPlacement:
         for entry in self.placements:
             if shards(entry) and -ndim <= entry.dim < ndim:
                 dim = shard_dim(entry, ndim)
-                entry = _REPLICATED if dim in dims else _moved(entry, kept.index(dim))
+                entry = _replicate() if dim in dims else _moved(entry, kept.index(dim))
             placements.append(entry)
-        shapes = [
+        whole, padded = (
             None if shape is None else [shape[dim] for dim in kept]
             for shape in (self.global_shape, self.padded_shape)
-        ]
-        return CheckpointPlacement(
-            self.mesh, placements, global_shape=shapes[0], padded_shape=shapes[1]
         )
+        return CheckpointPlacement(self.mesh, placements, global_shape=whole, padded_shape=padded)
 
     def format(self) -> str:
         """Return the placements and the mesh as short text."""
@@ -228,20 +203,7 @@ def shard_dim(placement: Any, ndim: int) -> int:
     Raises:
         PlacementError: A dim that a tensor of ``ndim`` dims does not have.
     """
-    dim = int(placement.dim)
-    if not -ndim <= dim < ndim:
-        raise PlacementError(
-            f"{format_placement(placement)} names dim {dim}, but the tensor has {ndim} "
-            f"{'dim' if ndim == 1 else 'dims'}"
-        )
-    return dim % ndim
-
-
-def _moved(placement: Any, dim: int) -> Any:
-    """Return a sharding placement that splits another dim."""
-    options = {Kind.FUSED: "parts", Kind.STRIDED: "split_factor", Kind.LISTED: "indices"}
-    option = options.get(kind_of(placement) or Kind.PLAIN)
-    return type(placement)(dim, **({option: getattr(placement, option)} if option else {}))
+    return cut_of(placement, ndim, None, 1).dim
 
 
 def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
@@ -259,23 +221,21 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
     Raises:
         PlacementError: A dim that a tensor of ``ndim`` dims does not have; as ``kind_of``.
     """
-    dim = shard_dim(placement, ndim)
-    match kind_of(placement):
-        case Kind.PLAIN:
-            return Cut(dim, axis, size)
-        case Kind.FUSED:
-            return Cut(dim, axis, size, Kind.FUSED, placement.parts)
-        case Kind.STRIDED:
-            return strided_cut(Cut(dim, axis, size), int(placement.split_factor))
-        case Kind.LISTED:
-            return Cut(dim, axis, size, Kind.LISTED)
-        case None:
-            raise PlacementError(f"{format_placement(placement)} splits no dim")
+    kind = kind_of(placement)
+    if kind is None or not -ndim <= placement.dim < ndim:
+        raise PlacementError(
+            f"{format_placement(placement)} names dim {getattr(placement, 'dim', None)}, but the "
+            f"tensor has {ndim} {'dim' if ndim == 1 else 'dims'}"
+        )
+    cut = Cut(int(placement.dim) % ndim, axis, size, kind)
+    if kind is Kind.STRIDED:
+        return strided_cut(cut, int(placement.split_factor))
+    return cut._replace(parts=placement.parts) if kind is Kind.FUSED else cut
 
 
 def position_of(placement: Any, position: int) -> Position:
     """Return where a rank stands in the cut of a placement: its position, or the rows it lists."""
-    return placement.indices if kind_of(placement) is Kind.LISTED else position
+    return placement.indices if isinstance(placement, IndexShard) else position
 
 
 def strided_cut(cut: Cut, split_factor: int) -> Cut:
@@ -284,21 +244,28 @@ def strided_cut(cut: Cut, split_factor: int) -> Cut:
     return cut._replace(kind=kind, parts=split_factor)
 
 
+_OPTION = {Kind.FUSED: "parts", Kind.STRIDED: "split_factor", Kind.LISTED: "indices"}
+
+
+def _moved(placement: Any, dim: int) -> Any:
+    """Return a sharding placement that splits another dim."""
+    option = _OPTION.get(kind_of(placement) or Kind.PLAIN)
+    return type(placement)(dim, **({option: getattr(placement, option)} if option else {}))
+
+
 def format_placement(placement: Any) -> str:
     """Return one placement as its user would write it."""
-    match kind_of(placement):
-        case Kind.PLAIN:
-            return f"Shard({placement.dim})"
-        case Kind.FUSED:
-            return f"FusedShard({placement.dim}, {placement.parts})"
-        case Kind.STRIDED:
-            return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
-        case Kind.LISTED:
-            rows = ", ".join(map(str, placement.indices[:8]))
-            more = f", ... ({len(placement.indices)} rows)" if len(placement.indices) > 8 else ""
-            return f"IndexShard({placement.dim}, [{rows}{more}])"
-        case None:
-            return "Replicate()" if placement.is_replicate() else repr(placement)
+    kind = kind_of(placement)
+    if kind is None:
+        return repr(placement) if placement.is_partial() else "Replicate()"
+    option = _OPTION.get(kind)
+    value = "" if option is None else f", {getattr(placement, option)}"
+    if kind is Kind.LISTED:
+        rows, count = ", ".join(map(str, placement.indices[:8])), len(placement.indices)
+        value = f", [{rows}{'' if count <= 8 else f', ... ({count} rows)'}]"
+    elif kind is Kind.STRIDED:
+        value = f", split_factor={placement.split_factor}"
+    return f"{type(placement).__name__}({placement.dim}{value})"
 
 
 def format_placements(placements: Sequence[Any]) -> str:
@@ -313,8 +280,7 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
             "    way out:     a DeviceMesh, or MeshCoordinate(names, sizes, coordinate) without a "
             "process group"
         )
-    ndim = len(tuple(mesh.shape))
-    names = mesh.mesh_dim_names
+    sizes, names = tuple(mesh.shape), mesh.mesh_dim_names
     if not isinstance(placements, Iterable):
         raise PlacementError(
             f"{placements!r} does not say to which axis of mesh {format_mesh(mesh)} it belongs\n"
@@ -323,58 +289,38 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
     if isinstance(placements, Mapping):
         if names is None:
             raise PlacementError(
-                f"placements by axis name need a mesh with axis names, but mesh "
-                f"{format_mesh(mesh)} has none: give mesh_dim_names=, or one placement per axis"
+                f"mesh {format_mesh(mesh)} has no axis names: give it mesh_dim_names=, or one "
+                "placement per axis"
             )
-        unknown = sorted(set(placements) - set(names))
-        if unknown:
+        if unknown := sorted(set(placements) - set(names)):
             raise PlacementError(
                 f"no axis {', '.join(map(repr, unknown))} in mesh {format_mesh(mesh)}: "
                 f"its axes are {', '.join(map(repr, names))}"
             )
-        ordered = tuple(placements.get(name, _REPLICATED) for name in names)
+        given = [placements[name] if name in placements else _replicate() for name in names]
     else:
-        ordered = tuple(placements)
-        if len(ordered) != ndim:
-            raise PlacementError(
-                f"mesh {format_mesh(mesh)} has {ndim} axes and needs as many placements, but got "
-                f"{len(ordered)}: {ordered}"
-            )
-    for placement in ordered:
+        given = list(placements)
+    if len(given) != len(sizes):
+        raise PlacementError(
+            f"mesh {format_mesh(mesh)} has {len(sizes)} axes and needs as many placements, but got "
+            f"{len(given)}: {given}"
+        )
+    for placement in given:
         if kind_of(placement) is None and placement.is_partial():
             raise PlacementError(
                 f"{placement!r} cannot be checkpointed: reduce the tensor first (redistribute to "
                 "Replicate or Shard)"
             )
-    return ordered
+    return tuple(given)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replicated:
-    """The placement of axes that a mapping leaves out; has the methods of ``Replicate``."""
+def _replicate() -> Any:
+    from torch.distributed.tensor import Replicate  # others that declare need no torch
 
-    def is_replicate(self) -> bool:
-        return True
-
-    def is_partial(self) -> bool:
-        return False
-
-    def is_shard(self, dim: int | None = None) -> bool:
-        return False
-
-    def __repr__(self) -> str:
-        return "Replicate()"
+    return Replicate()
 
 
-_REPLICATED = _Replicated()
-
-
-def _shape(name: str, shape: Sequence[int] | None) -> tuple[int, ...] | None:
-    if shape is None:
-        return None
-    if not isinstance(shape, Iterable):
-        raise PlacementError(f"{name}={shape!r} must be a shape, such as ({shape!r}, 3)")
-    checked = tuple(int(size) for size in shape)
-    if any(size < 0 for size in checked):
-        raise PlacementError(f"{name}={checked} has a negative size")
-    return checked
+def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(shape, Iterable) or any(size < 0 for size in shape):
+        raise PlacementError(f"{name}={shape!r} must be a shape: one size per dim, from 0")
+    return tuple([int(size) for size in shape])

@@ -36,7 +36,7 @@ from dcp_placements.layout.boxes import Ints
 from dcp_placements.names.renames import Numbered
 from dcp_placements.report import SaveReport, key_report
 from dcp_placements.rules.patterns import compile_pattern
-from dcp_placements.rules.unmatched import matched_nowhere, names_of, unmatched_faults
+from dcp_placements.rules.unmatched import matched_nowhere, unmatched_faults
 from dcp_placements.save import messages
 from dcp_placements.save.digests import Contents, held_beside_its_own
 from dcp_placements.save.items import Assignment, tensor_properties
@@ -146,7 +146,7 @@ class Coordinator:
         if self.complete and (
             unmatched := matched_nowhere([one.declared for one in self.statements.values()])
         ):
-            self.report.unmatched = names_of(unmatched)
+            self.report.unmatched = unmatched
             keys = dict.fromkeys(fqn for table in self.world.tables for fqn in table.fqns)
             # With the faults, too: a mistake in a pattern is their likely cause.
             (self._faults or self._notes).extend(unmatched_faults(unmatched, list(keys)))

@@ -35,8 +35,7 @@ from dcp_placements.names.renames import Recorded, numbering, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport, key_report
-from dcp_placements.rules.options import check_choice, check_declaration
-from dcp_placements.rules.patterns import Rules, compile_pattern
+from dcp_placements.rules.patterns import Rules, check_declaration, compile_pattern
 from dcp_placements.rules.unmatched import Matches, rule_matches
 from dcp_placements.runs import NOT_FINISHED, ItemsToCome, RunAttribute, Runs
 from dcp_placements.save.coordinator import REFUSED, Coordinator, sent_plans
@@ -262,8 +261,10 @@ class PlacementSavePlanner(DefaultSavePlanner):
             dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
         )
         self.waive = check_declaration(rules, rename, waive)
-        check_choice("digests", digests, DIGESTS)
-        check_choice("on_conflict", on_conflict, ON_CONFLICT)
+        if digests not in DIGESTS:
+            raise PlacementError(f"digests={digests!r}: choose one of {DIGESTS}")
+        if on_conflict not in ON_CONFLICT:
+            raise PlacementError(f"on_conflict={on_conflict!r}: choose one of {ON_CONFLICT}")
         self.rules = rules
         self.rename = rename
         self.digests = digests

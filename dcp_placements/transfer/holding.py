@@ -24,7 +24,7 @@ from dcp_placements.names.renames import (
 from dcp_placements.names.target import Rename, Target
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
-from dcp_placements.rules.unmatched import Declared, matched_nowhere, rule_matches
+from dcp_placements.rules.unmatched import matched_nowhere, rule_matches
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.cutting import (
     HeldBoxes,
@@ -93,7 +93,7 @@ def held_groups(
     more: Rename | None,
     hosts: Hosts,
     faults: list[Fault],
-) -> tuple[list[Group], tuple[Declared, ...]]:
+) -> tuple[list[Group], tuple[str, ...]]:
     """Return the tensors of a world by group, and what is declared by pattern and matches no key.
 
     Args:
@@ -161,11 +161,11 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
 
 def _unmatched(
     ranks: Sequence[_Rank], different: Sequence[Rules], common: Renames, named: Sequence[Named]
-) -> tuple[Declared, ...]:
+) -> tuple[str, ...]:
     """Return what no key of a world matches, as far as the world's own keys show it."""
     keys = [tensor.key for tensor in named]
     names = {tensor.rule_name for tensor in named if tensor.shape}
-    matches: list[dict[Declared, bool]] = [
+    matches: list[dict[str, bool]] = [
         rule_matches(rules, {repr(rules.pattern_of(name)) for name in names})
         for rules in different
         if isinstance(rules, PlacementRules)

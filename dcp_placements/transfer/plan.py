@@ -12,7 +12,7 @@ import torch
 
 from dcp_placements.errors import Fault, PlacementError, format_faults, raise_faults
 from dcp_placements.names.target import Rename
-from dcp_placements.rules.unmatched import names_of, unmatched_faults
+from dcp_placements.rules.unmatched import unmatched_faults
 from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.holding import held_groups
 from dcp_placements.transfer.matching import Matcher
@@ -179,7 +179,7 @@ def transfer_plan(
         keys = [tensor.key for group in groups for tensor in group.tensors]
         if notes := unmatched_faults(declared, keys):
             warnings.warn(format_faults(f"look at the {side}", notes, "note"), stacklevel=2)
-        unmatched += [f"{side}: {name}" for name in names_of(declared)]
+        unmatched += [f"{side}: {name}" for name in declared]
     keys = [tensor.key for group in sources for tensor in group.tensors]
     unused = [key for key in keys if key not in matcher.used]
     routes = list(matcher.routes.values())

@@ -200,7 +200,7 @@ def test_missing_unread_and_unmatched_are_told(tmp_path: Path) -> None:
     )
     assert found.missing == ("layers.9.norm",)
     assert set(found.unread) == {*wholes(), "step"} - {"scale"}
-    assert found.unmatched == ("nothing.like.it",)
+    assert found.unmatched == ("'nothing.like.it'",)
     assert not found.loads
     assert found.unique_nbytes == 4
 
@@ -238,10 +238,10 @@ def test_declarations_that_match_no_key_are_findings(tmp_path: Path, run: Run) -
     save_sharded(tmp_path / "ckpt")
     found = rehearse(tmp_path / "ckpt", misspelt, {"ep": 2})
     assert found.loads
-    assert found.unmatched == ("expert", "rename=Renumber('expert.{}')")
+    assert found.unmatched == ("'expert'", "rename=Renumber('expert.{}')")
     (note,) = found.notes
     assert "no key on any rank matches" in note.headline
-    assert "for 'expert', 'expert' is no component of any key; 'experts' is" in str(note)
+    assert "likely:      'expert' is no component of any key; 'experts' is" in str(note)
     given = ("--rules", "tests.offline.test_rehearse:misspelt", "--mesh", "ep=2")
     ran = run("rehearse", tmp_path / "ckpt", *given)
     assert ran.code == 1, ran.err
@@ -258,7 +258,7 @@ def test_m89_a_checkpoint_is_not_rewritten_by_declarations_that_match_no_key(
     assert ran.code == 1, ran.err
     assert "cannot be rewritten for this world" in ran.err
     assert "rename=Renumber('expert.{}'): no key on any rank matches" in ran.err
-    assert "for 'expert', 'expert' is no component of any key; 'experts' is" in ran.err
+    assert "likely:      'expert' is no component of any key; 'experts' is" in ran.err
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 

@@ -71,7 +71,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         (on_mesh(BY_EP, global_shape=(5, 3), padded_shape=padded), f"padded_shape={padded}")
         for padded in ((4, 3), (8, 2), (8,), (8, 3, 1))
     ),
-    (on_mesh(BY_EP, global_shape=(-1, 3)), "global_shape=(-1, 3) has a negative size"),
+    (on_mesh(BY_EP, global_shape=(-1, 3)), "global_shape=(-1, 3) must be a shape"),
     *(
         (on_mesh(BY_EP, **{"global_shape": (50, 3), name: 50}), f"{name}=50 must be a shape")
         for name in ("global_shape", "padded_shape")

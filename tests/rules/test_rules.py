@@ -183,4 +183,4 @@ def test_patterns_for_several_models_may_match_nothing() -> None:
     table: dict[Any, None] = {"nothing.such": None}
     assert unmatched(PlacementRules(table, optional=True)) == ()
     with pytest.warns(UserWarning, match=r"nothing\.such"):
-        assert unmatched(PlacementRules(table)) == ("nothing.such",)
+        assert unmatched(PlacementRules(table)) == ("'nothing.such'",)

@@ -35,7 +35,7 @@ from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, Whole
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, position_of
-from dcp_placements.rules.unmatched import Declared, Matches, matched_nowhere
+from dcp_placements.rules.unmatched import Matches, matched_nowhere
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.record import record_of
 from dcp_placements.table.table import (
@@ -202,7 +202,7 @@ class RehearsedWorld:
         """The number of ranks."""
         return prod(self.axes.values())
 
-    def unmatched(self) -> tuple[Declared, ...]:
+    def unmatched(self) -> tuple[str, ...]:
         """Return what is declared by pattern and matches no key on any rank."""
         known = [lot.declared for lot in self.lots if lot.declared is not None]
         return matched_nowhere(known) if len(known) == len(self.lots) else ()
