@@ -29,9 +29,8 @@ from dcp_placements.layout.sharding import Chunk, Cut, Kind, Sharding, unknown_k
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
-    listed_faults,
-    positional_faults,
     possible_parameters,
+    unnamed_faults,
 )
 from dcp_placements.names.target import (
     Parts,
@@ -329,14 +328,12 @@ def optimizer_faults(
     They are named by their positions, and tensors are renamed, sharded by a rule, or lists of
     chunks; or parameter groups list them by names that ``rename`` changes.
     """
-    if rename is not None:
-        return positional_faults(state_dict) + listed_faults(state_dict, rename)
-    is_placed = any(
+    is_placed = rename is not None or any(
         (placed.rule is None and not placed.place.axes)  # a list of chunks
         or (placed.rule is not None and not placed.place.is_whole)
         for placed in placing.placed.values()
     )
-    return positional_faults(state_dict) if is_placed else []
+    return unnamed_faults(state_dict, rename) if is_placed else []
 
 
 class _Made(NamedTuple):

@@ -31,12 +31,12 @@ from dcp_placements.load.cuts import differences, differences_by_rule, format_cu
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import Request
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.names.renames import NUMBER, number_finder, numbering, recorded
+from dcp_placements.names.renames import Step, number_in, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.index.stored_entries import entries_at
 from dcp_placements.storage.metadata.provenance import stored
-from dcp_placements.storage.metadata.record import SavedRename, SaveRecord, record_of
+from dcp_placements.storage.metadata.record import SaveRecord, record_of
 from dcp_placements.table.cover import cover_of, repeated
 from dcp_placements.table.families import Families, format_numbers
 from dcp_placements.table.table import PLAIN, Holding, holding_of, packed_boxes
@@ -67,10 +67,10 @@ class Asked(NamedTuple):
 
     tables: tuple[bytes, ...] = ()
     boxes: bytes = b""
-    renames: tuple[SavedRename, ...] = ()
+    renames: tuple[Step, ...] = ()
 
     @staticmethod
-    def of(holding: Holding, renames: tuple[SavedRename, ...]) -> Asked:
+    def of(holding: Holding, renames: tuple[Step, ...]) -> Asked:
         """Return what is sent of what a rank asks for."""
         tables = tuple([table.packed() for table in holding.tables])
         return Asked(tables, packed_boxes(holding.boxes), renames)
@@ -109,11 +109,12 @@ def check_load(
     state_dict, policy = request.state_dict, request.policy
     checks = LoadChecks(record_of(stored(metadata), metadata.state_dict_metadata))
     placed = request.placing.placed
+    renames = () if rename is None else recorded(rename)
     checks.notes = [*lint(placed.values(), renamed=rename is not None, waived=policy.waived)]
     if checks.record is not None:
         checks.faults, checks.compared = compare_cuts(checks.record, request)
-        checks.faults += _total_faults(checks.record, state_dict, rename, policy)
-        checks.faults += _shaping_faults(checks.record, rename, policy)
+        checks.faults += _total_faults(checks.record, state_dict, renames, policy)
+        checks.faults += _shaping_faults(checks.record, renames, policy)
     # DTensors alone are complete over their meshes.
     renamed = rename is not None or bool(checks.record and checks.record.renames)
     if world_size() > 1 and (renamed or rules is not None):
@@ -125,7 +126,7 @@ def check_load(
         }
         tensors -= policy.excused(tensors) | request.collapsed.keys()
         holding = holding_of(state_dict, placed, {}, state_dict.keys() - tensors)
-        checks.asked = Asked.of(holding, _renames_of(rename))
+        checks.asked = Asked.of(holding, renames)
     return checks
 
 
@@ -164,9 +165,9 @@ def compare_cuts(record: SaveRecord, request: Request) -> tuple[list[Fault], str
     return faults, text + (f"; {waived} differ, waived" if waived else "")
 
 
-def _shaping_faults(record: SaveRecord, rename: Rename | None, policy: Policy) -> Iterator[Fault]:
+def _shaping_faults(record: SaveRecord, renames: Iterable[Step], policy: Policy) -> Iterator[Fault]:
     """Yield the steps that stack, unstack or split by the pattern of the save in another way."""
-    for step in _renames_of(rename):
+    for step in renames:
         alike = [s for s in record.renames if s.shaping and s[:2] == step[:2]]
         # A negative dim counts from the end, of a number of dims that is not known here.
         known = all((one.shaping[0] < 0) == (step.shaping[0] < 0) for one in alike)
@@ -178,21 +179,23 @@ def _shaping_faults(record: SaveRecord, rename: Rename | None, policy: Policy) -
 
 
 def _total_faults(
-    record: SaveRecord, fqns: Iterable[str], rename: Rename | None, policy: Policy
+    record: SaveRecord, fqns: Iterable[str], renames: Iterable[Step], policy: Policy
 ) -> Iterator[Fault]:
     """Yield the steps that have another number of layers or experts than the save had."""
     saved = {step.pattern: step for step in record.renames if step.kind == "Renumber"}
-    for pattern, total, _ in numbering(rename):
-        step = saved.get(pattern) or _same_number(pattern, saved, fqns)
-        if step is None or step.total in (None, total) or policy.waives(pattern):
+    for one in renames:
+        pattern, total = one.pattern, one.total
+        if one.kind != "Renumber" or total is None or policy.waives(pattern):
             continue
-        finder = number_finder(pattern)
-        if not any(policy.excuses(fqn) for fqn in fqns if finder.search(f".{fqn}")):
+        step = saved.get(pattern) or _same_number(pattern, saved, fqns)
+        if step is None or step.total in (None, total):
+            continue
+        if not any(policy.excuses(fqn) for fqn in fqns if number_in(pattern, fqn)):
             headline = f"this load has total={total} of it, but it was saved as one of {step.total}"
-            yield _rename_fault(headline, step, SavedRename("Renumber", pattern, total))
+            yield _rename_fault(headline, step, one)
 
 
-def _rename_fault(headline: str, saved: SavedRename, loaded: SavedRename) -> Fault:
+def _rename_fault(headline: str, saved: Step, loaded: Step) -> Fault:
     return Fault(
         loaded.pattern,
         headline,
@@ -205,23 +208,15 @@ def _rename_fault(headline: str, saved: SavedRename, loaded: SavedRename) -> Fau
     )
 
 
-def _same_number(
-    pattern: str, saved: Mapping[str, SavedRename], fqns: Iterable[str]
-) -> SavedRename | None:
+def _same_number(pattern: str, saved: Mapping[str, Step], fqns: Iterable[str]) -> Step | None:
     """Return the rename of the save that finds the same number of a key by another pattern."""
-    finder = number_finder(pattern)
     for fqn in fqns if saved else ():
-        if match := finder.search(f".{fqn}"):
+        if number := number_in(pattern, fqn):
             for other, step in saved.items():
-                found = number_finder(other).search(f".{fqn}")
-                if found is not None and found.span(NUMBER) == match.span(NUMBER):
+                found = number_in(other, fqn)
+                if found is not None and found.head == number.head:
                     return step
     return None
-
-
-def _renames_of(rename: Rename | None) -> tuple[SavedRename, ...]:
-    """Return the renames that are in force on a rank."""
-    return tuple([SavedRename(*step) for step in recorded(rename)])
 
 
 class _Load(NamedTuple):
@@ -238,7 +233,7 @@ class _Load(NamedTuple):
 
     world: World
     ranks: Sequence[int]
-    renames: Sequence[Sequence[SavedRename]]
+    renames: Sequence[Sequence[Step]]
     record: SaveRecord | None
     policy: Policy
     complete: bool
@@ -335,7 +330,7 @@ def _number_faults(load: _Load, metadata: Metadata) -> list[Fault]:
     """
     saved = () if load.record is None else load.record.renames
     here = [step for steps in load.renames for step in steps] if load.complete else []
-    steps: dict[str, SavedRename] = {}
+    steps: dict[str, Step] = {}
     for step in (*saved, *here):
         if step.kind in _NUMBERING and step.pattern.count("{}") == 1:
             steps.setdefault(step.pattern, step)

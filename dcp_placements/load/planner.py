@@ -220,8 +220,9 @@ class RankLoad:
             RankFaults: Keys that cannot be renamed.
         """
         self.local_keys = set(self.state_dict)
-        renamed = rename_keys(self.state_dict, self.mappings, rename)
-        self.state_dict, self.mappings, self._reshaped, self._rename_matches = renamed
+        if rename is not None:
+            renamed = rename_keys(self.state_dict, self.mappings, rename)
+            self.state_dict, self.mappings, self._reshaped, self._rename_matches = renamed
 
     def place(self, rules: Rules | None) -> None:
         """Work out the places of the tensors, and which patterns of the user's match a key."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from dcp_placements.errors import Fault, RankFaults
-from dcp_placements.names.renames import apply, expected, steps
+from dcp_placements.names.renames import apply, steps
 from dcp_placements.names.target import Parts, Rename, RenameError, Row, Rows
 from dcp_placements.rules.unmatched import Matches
 
@@ -102,37 +102,34 @@ def rename_keys(
     if rename is None:
         return state_dict, mappings, Reshaped(), {}
     its_steps = steps(rename)
-    matches = expected(its_steps)
+    matches = {step.declared: False for step in its_steps if step.declared is not None}
     renamed: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     reshaped = Reshaped()
-    # By name in the checkpoint or in rules, the key that has it.
-    taken: dict[str, str] = {}
+    taken: dict[str, str] = {}  # by name in the checkpoint or in rules, the key that has it
     faults = []
     for key, value in state_dict.items():
+        path = mappings.get(key)
         try:
             new = apply(its_steps, key, matches)
+            if not isinstance(new, str | Row | Rows | Parts):
+                raise RenameError(f"rename() gave {new!r}, which is no name, Row, Rows or Parts")
         except RenameError as error:
             faults.append(error.fault(key))
             continue
-        if not isinstance(new, str | Row | Rows | Parts):
-            headline = f"rename() gave {new!r} for it, which is no string, Row, Rows or Parts"
-            faults.append(Fault(key, headline))
-            continue
         name = new if isinstance(new, str) else new.fqn
-        path = mappings.get(key)
-        if isinstance(new, Row) and name in reshaped.rows:
-            row = RenamedValue(new, key, value, path)
-            faults += _row_faults(reshaped.rows[name][0], row)
-            reshaped.rows[name].append(row)
-            continue
         label = new.stacked if isinstance(new, Rows | Parts) else name
+        if isinstance(new, Row) and name in reshaped.rows:
+            first = reshaped.rows[name][0]
+            if first.name.axes != new.axes:
+                one, another = first.name.whole_text(), new.whole_text()
+                headline = f"rename() stacks {first.key} as one of {one}, and {key} as one of "
+                faults.append(Fault(name, headline + another))
+            reshaped.rows[name].append(RenamedValue(new, key, value, path))
+            continue
         if other := taken.get(name) or taken.get(label):
             headline = f"rename() gives this one name to both {other} and {key}"
-            way_out = (
-                "way out:     map every key of a rank to a key of its own; Renumber takes one id "
-                "for each, as contiguous(counts, at=...) returns, not counts"
-            )
+            way_out = "way out:     map every key of a rank to a key of its own"
             faults.append(Fault(name, headline, (way_out,)))
             continue
         taken[name] = taken[label] = key
@@ -146,14 +143,6 @@ def rename_keys(
     if faults:
         raise RankFaults("keys could not be renamed", faults)
     return renamed, paths, reshaped, matches
-
-
-def _row_faults(first: RenamedValue[Row], other: RenamedValue[Row]) -> list[Fault]:
-    """Return the fault of a row that is one of another stack than the first."""
-    if first.name.axes == other.name.axes:
-        return []
-    headline = f"rename() stacks {first.key} as one of {first.name.whole_text()}, and "
-    return [Fault(other.name.fqn, f"{headline}{other.key} as one of {other.name.whole_text()}")]
 
 
 def checkpoint_path(key: str, path: Path) -> Path:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcp_placements.errors import Fault, PlacementError
-from dcp_placements.names.renames import number_finder
 
 UNSEEN: Any = object()
 """A tensor of unknown shape."""
@@ -39,8 +37,7 @@ def possible_parameters(fqn: str) -> list[str]:
     return [parent[match.end() :] for match in _STATE.finditer(parent)]
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """The parameter of an optimizer state key.
 
     Attributes:
@@ -82,78 +79,74 @@ class OptimizerStates:
         if "state." not in parent:
             return None
         if parent not in self._states:
-            self._states[parent] = self._keys.state(parent)
+            self._states[parent] = self._state(parent, self._parameters)
         return self._states[parent]
 
     def keys_of(self, parameter: str) -> list[str]:
         """Return the keys of the tensors that an optimizer may call ``parameter``."""
-        return [key for key in self._keys.ending_in(parameter) if key in self._keys.values]
+        return [key for key in _ending_in(self._parameters, parameter) if key in self._values]
+
+    # What is searched; not needed where no key has ``state`` in it.
 
     @cached_property
-    def _keys(self) -> _Keys:
-        """The keys as they are searched; not needed where no key has ``state`` in it."""
-        values: dict[str, Any] = {}
-        for held in reversed(self._held):
-            values.update(held.items())
-        possible = {fqn for fqn in values if "state." in fqn and _POSSIBLE.search(fqn)}
-        tensors = {fqn for fqn, value in values.items() if _is_tensor(value)}
-        keys = _Keys(values, possible, {*self._names, *(tensors - possible)})
+    def _values(self) -> dict[str, Any]:
+        return {fqn: value for held in reversed(self._held) for fqn, value in held.items()}
+
+    @cached_property
+    def _possible(self) -> list[str]:
+        """Keys that may be state, sorted."""
+        return sorted([fqn for fqn in self._values if "state." in fqn and _POSSIBLE.search(fqn)])
+
+    @cached_property
+    def _groups(self) -> dict[str, set[str]]:
+        groups = parameter_groups(self._values)
+        return {head: set(map(str, names)) for head, names in groups.items()}
+
+    @cached_property
+    def _parameters(self) -> list[str]:
+        """Names of tensors that may have state, reversed: those with one ending are adjacent."""
+        tensors = {fqn for fqn, value in self._values.items() if _is_tensor(value)}
+        parameters = {*self._names, *tensors.difference(self._possible)}
+        others = tensors.intersection(self._possible)
         # A key that is not state of these is a parameter: of a model under a key ``state``.
-        parents = {fqn.rpartition(".")[0] for fqn in possible}
-        self._states = {parent: keys.state(parent) for parent in parents}
-        others = {fqn for fqn in tensors & possible if not self._states[fqn.rpartition(".")[0]]}
-        if others:
-            self._states.clear()
-        return _Keys(values, possible, keys.parameters | others) if others else keys
+        first = _reversed(parameters)
+        parents = {fqn.rpartition(".")[0] for fqn in others}
+        states = {parent for parent in parents if self._state(parent, first)}
+        parameters.update(fqn for fqn in others if fqn.rpartition(".")[0] not in states)
+        return _reversed(parameters)
 
-
-class _Keys:
-    """Keys in the order in which they are searched.
-
-    Args:
-        values: All values by key.
-        possible: Keys that may be state.
-        parameters: Names of tensors that may have state.
-    """
-
-    def __init__(self, values: dict[str, Any], possible: set[str], parameters: set[str]) -> None:
-        self.values = values
-        self.parameters = parameters
-        self._possible = sorted(possible)
-        # Reversed: names with one ending are adjacent.
-        self._reversed = sorted([f".{name}"[::-1] for name in parameters])
-        self._groups = named_by_groups(values)
-
-    def state(self, parent: str) -> State | None:
+    def _state(self, parent: str, parameters: list[str]) -> State | None:
         """Return the parameter of a key of optimizer state without its last component."""
         for match in _STATE.finditer(parent):
             named = self._groups.get(parent[: match.start()])
             runs = list(accumulate(parent[match.end() :].split("."), "{}.{}".format))[::-1]
             for run in runs:
                 group = parent[: match.end()] + run
-                if (named and run in named) or self._has_state(run, group):
+                keys = _ending_in(parameters, run)
+                if (named and run in named) or (keys and self._can_be_of(group, keys)):
                     return State(run, group)
             if named is not None and not named:
                 return State(runs[0], parent)
         return None
 
-    def ending_in(self, parameter: str) -> list[str]:
-        """Return the names of possible parameters that equal this one or end in it."""
-        return [name[-2::-1] for name in _below(self._reversed, parameter[::-1])]
-
-    def _has_state(self, parameter: str, group: str) -> bool:
-        """Whether there is such a parameter that can have the state in its group."""
-        keys = self.ending_in(parameter)
-        if not keys:
-            return False
-        members = [self.values[fqn] for fqn in _below(self._possible, group)]
+    def _can_be_of(self, group: str, keys: list[str]) -> bool:
+        """Whether the state in a group can be that of one of some parameters."""
+        members = [self._values[fqn] for fqn in _below(self._possible, group)]
         tensors = [value for value in members if _is_tensor(value) and _shape(value) != ()]
         step = f"{group}.step"
-        if not tensors or (step in self.values and not _shape(self.values[step])):
+        if not tensors or (step in self._values and not _shape(self._values[step])):
             return True
-        return any(
-            _may_be_of(tensor, self.values.get(key, UNSEEN)) for key in keys for tensor in tensors
-        )
+        parameters = [self._values.get(key, UNSEEN) for key in keys]
+        return any(_may_be_of(one, other) for other in parameters for one in tensors)
+
+
+def _reversed(names: Iterable[str]) -> list[str]:
+    return sorted([f".{name}"[::-1] for name in names])
+
+
+def _ending_in(reversed_names: list[str], parameter: str) -> list[str]:
+    """Return the names that equal this one or end in it."""
+    return [name[-2::-1] for name in _below(reversed_names, parameter[::-1])]
 
 
 def _below(names: list[str], head: str) -> list[str]:
@@ -184,19 +177,23 @@ def _may_be_of(tensor: Any, parameter: Any) -> bool:
     return len(one) == len(other)
 
 
-def named_by_groups(values: Mapping[str, Any]) -> dict[str, dict[str, None]]:
-    """Return the names in parameter groups by the head of their optimizer, with its dot."""
-    groups: dict[str, dict[str, None]] = {}
+def parameter_groups(values: Mapping[str, Any]) -> dict[str, dict[str | int, str]]:
+    """Return the parameters in parameter groups, with the key that names each.
+
+    Returns:
+        By the head of their optimizer, with its dot.
+    """
+    groups: dict[str, dict[str | int, str]] = {}
     for fqn, value in values.items():
         match = _GROUPS.search(fqn) if "param_groups" in fqn else None
         if match is None:
             continue
         named = groups.setdefault(fqn[: match.start()], {})
         name, _, last = match[1].rpartition(".")
-        if not name.isdigit():
-            named |= {name: None} if name else {}
+        if name and not name.isdigit():
+            named[name] = fqn
         elif last == "params" and isinstance(value, list):
-            named |= dict.fromkeys(map(str, value))
+            named.update({one: fqn for one in value if isinstance(one, str | int)})
     return groups
 
 
@@ -206,7 +203,7 @@ def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
     Optimizers like Adam create the state of a parameter at its first step, so a parameter that
     never had a gradient has none.
     """
-    named = [name for names in named_by_groups(state_dict).values() for name in names]
+    named = [str(name) for names in parameter_groups(state_dict).values() for name in names]
     if not named:
         return []
     states = OptimizerStates(state_dict)
@@ -214,72 +211,38 @@ def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
     return [name for name in dict.fromkeys(named) if name not in with_state] if with_state else []
 
 
-def positional_faults(state_dict: Mapping[str, Any]) -> list[Fault]:
-    """Return the fault of optimizer state that names its parameters by their positions."""
-    listed: dict[str, set[int]] = {}
-    for fqn, names in _listed(state_dict):
-        numbers = {name for name in names if isinstance(name, int)}
-        listed.setdefault(fqn[: fqn.rindex("param_groups.")], set()).update(numbers)
-    for fqn in state_dict if any(listed.values()) else ():
-        match = _POSITION.search(fqn)
-        if match is not None and int(match[1]) in listed.get(fqn[: match.start()], ()):
-            headline = "names its parameter by its position in the optimizer, which places it "
-            return [Fault(match.string[: match.end() - 1], f"{headline}nowhere", FLATTEN)]
-    return []
+def unnamed_faults(
+    state_dict: Mapping[str, Any], rename: Callable[[str], Any] | None
+) -> list[Fault]:
+    """Return the faults of optimizer state that other ranks do not find by its parameters' names.
 
-
-def listed_faults(state_dict: Mapping[str, Any], rename: Callable[[str], Any]) -> list[Fault]:
-    """Return the parameter groups that list parameters by names which ``rename`` changes."""
-    headline = (
-        "it lists parameters by this rank's names, which rename= changes: another rank would not "
-        "find its own in it"
-    )
-    return [
-        Fault(fqn, headline, FLATTEN)
-        for fqn, names in _listed(state_dict)
-        if any(isinstance(name, str) and _changes(rename, name) for name in names)
-    ]
-
-
-def listed_notes(state_dict: Mapping[str, Any], patterns: Iterable[str]) -> list[Fault]:
-    """Return the parameter groups that list parameters with a number of this topology.
-
-    Args:
-        state_dict: Of one rank, with the checkpoint's keys.
-        patterns: Of the numbers, as of ``Renumber``.
+    It has their positions; or its parameter groups list names that ``rename`` changes.
     """
-    finders = [number_finder(pattern) for pattern in patterns]
-    headline = "it lists parameters by names with a number that is another one in another topology"
-    reason = "reason:      only a load with the same numbers on each rank has them"
-    return [
-        Fault(fqn, headline, (reason, *FLATTEN))
-        for fqn, names in _listed(state_dict)
-        if any(one.search(f".{name}") for one in finders for name in names)
-    ]
+    found: dict[str, str] = {}
+    for head, named in parameter_groups(state_dict).items():
+        if any(isinstance(name, int) for name in named):
+            position = re.compile(rf"{re.escape(head)}state\.\d+(?=\.)")
+            if match := next(filter(None, map(position.match, state_dict)), None):
+                found[match[0]] = "names its parameter by its position in the optimizer"
+        for name, fqn in named.items() if rename is not None else ():
+            if fqn.endswith(".params") and isinstance(name, str) and _changes(rename, name):
+                found[fqn] = "it lists parameters by this rank's names, which rename= changes"
+    return [Fault(fqn, headline, (FLATTEN,)) for fqn, headline in found.items()]
 
 
-def _listed(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the keys of parameter groups that list parameters, and the lists."""
-    for fqn, value in state_dict.items():
-        if fqn.endswith(".params") and isinstance(value, list) and "param_groups." in fqn:
-            yield fqn, value
-
-
-def _changes(rename: Callable[[str], Any], name: str) -> bool:
+def _changes(rename: Callable[[str], Any] | None, name: str) -> bool:
     try:
-        return bool(rename(name) != name)
+        return rename is not None and bool(rename(name) != name)
     except PlacementError:
         return True
 
 
 _STATE = re.compile(r"(?<![^.])state\.")
 _POSSIBLE = re.compile(r"(?<![^.])state\.[^.]+\.")
-_POSITION = re.compile(r"(?<![^.])state\.(\d+)\.")
 _GROUPS = re.compile(r"(?<![^.])param_groups(?:\.|$)(.*)", re.DOTALL)
 
 FLATTEN = (
-    "likely:      optimizer.state_dict(), or an optimizer state dict that is not flattened",
     "way out:     torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, "
     "optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)): its keys are the "
-    "parameters' names",
+    "parameters' names"
 )

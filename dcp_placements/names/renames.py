@@ -8,8 +8,8 @@ that can be pickled. They find their pattern anywhere in a key, so that optimize
 with its parameter.
 
 ``steps`` is how all others see a rename. Of ``Renames(Renumber("pp*.layers.{}", [2, 3], 4),
-Replace("pp*", "model"))`` these are ``("Renumber", "model.layers.{}", 4)`` and ``("Replace",
-"pp* -> model", None)``: patterns as the checkpoint's keys match them.
+Replace("pp*", "model"))`` these begin with ``("Renumber", "model.layers.{}", 4, ...)`` and
+``("Replace", "pp* -> model", None, ...)``: patterns as the checkpoint's keys match them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import PlacementError
@@ -29,30 +29,42 @@ from dcp_placements.rules.patterns import compile_pattern
 
 Ids = Sequence[int]
 
-NUMBER = "number"
-"""The group of a compiled pattern that the number is in."""
-
 FUNCTION = "function"
 """The kind of a step that is a function of the user's."""
-
 
 _SELECTOR = re.compile(r"\{\w+\}")
 
 
+class NumberIn(NamedTuple):
+    """A number that a pattern finds in a key, which is ``head``, the digits, ``tail``.
+
+    >>> number_in("layers.{layer}.experts.{}", "layers.3.experts.1.w")
+    NumberIn(head='layers.3.experts.', number=1, tail='.w', by='3')
+    """
+
+    head: str
+    number: int
+    tail: str
+    by: str  # what ``{name}`` stands for; empty for a pattern without
+
+
+def number_in(pattern: str, key: str) -> NumberIn | None:
+    """Return the number that ``{}`` of a pattern stands for in a key; None without a match."""
+    match = _number_finder(pattern).search("." + key)
+    if match is None:
+        return None
+    start, stop = match.span("number")
+    by = match.groupdict().get("by", "")
+    return NumberIn(key[: start - 1], int(match["number"]), key[stop - 1 :], by)
+
+
 @lru_cache(maxsize=1 << 10)
-def number_finder(pattern: str) -> re.Pattern[str]:
-    """Return a regex that finds ``{}`` in ``"." + key`` as ``NUMBER``, and ``{name}`` as ``by``."""
+def _number_finder(pattern: str) -> re.Pattern[str]:
     # The placeholders pass through compile_pattern as characters that it leaves alone.
     plain = _SELECTOR.sub("\1", pattern.replace("{}", "\0"), count=1)
     # Beside a * of the same component the number is all of the digits.
-    regex = compile_pattern(plain).pattern.replace("\0", rf"(?<!\d)(?P<{NUMBER}>\d+)(?!\d)")
+    regex = compile_pattern(plain).pattern.replace("\0", r"(?<!\d)(?P<number>\d+)(?!\d)")
     return re.compile(regex.replace("\1", "(?P<by>[^.]+)"))
-
-
-def number_in(pattern: str, key: str) -> tuple[str, int] | None:
-    """Return selector and number of a pattern in a key of the checkpoint; None without a match."""
-    match = number_finder(pattern).search("." + key)
-    return None if match is None else (match.groupdict().get("by", ""), int(match[NUMBER]))
 
 
 def contiguous(counts: Sequence[int], at: int) -> range:
@@ -75,10 +87,6 @@ def contiguous(counts: Sequence[int], at: int) -> range:
     return range(start, start + counts[at])
 
 
-Shaping = tuple[Any, ...]
-"""``(dim,)`` of rows; ``(dim, names, sizes, groups)`` of parts; empty where shapes stay."""
-
-
 class ReadyRename(ABC):
     """The base of the renames of this package."""
 
@@ -91,11 +99,6 @@ class ReadyRename(ABC):
     def matches(self, key: str) -> bool:
         """Whether its pattern is in a key."""
         return self(key) != key
-
-    @property
-    def shaping(self) -> Shaping:
-        """How it changes the shapes of tensors, as plain values; equal for equal changes."""
-        return ()
 
 
 def _selectors(pattern: str, most: int = 0) -> list[str]:
@@ -121,8 +124,6 @@ class Renumber(ReadyRename):
     'layers.3.mlp.experts.6.w1.weight'
     >>> rename("optim.state.layers.3.mlp.experts.1.w1.weight.exp_avg")
     'optim.state.layers.3.mlp.experts.1.w1.weight.exp_avg'
-    >>> print(rename)
-    experts.{}: 0 -> 6, 1 -> 1 (of 8)
 
     A second placeholder of the pattern selects the numbers: a different expert map per layer, or
     the layers of each chunk of an interleaved pipeline stage.
@@ -135,8 +136,7 @@ class Renumber(ReadyRename):
         pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number (a component
             or a part of one, ``weight{}``) and at most one ``{name}`` that selects among ``ids``.
         ids: This rank's numbers in the whole, in local order; any order, and the same number on
-            several ranks for replicas. A ``range`` (as ``contiguous`` returns) declares that no
-            other range has a part of it. A mapping from the text of ``{name}`` to the numbers, if
+            several ranks for replicas. A mapping from the text of ``{name}`` to the numbers, if
             the pattern has one.
         total: How many there are on all ranks together: a save is refused if any is missing.
             None if some are left out on purpose.
@@ -168,48 +168,27 @@ class Renumber(ReadyRename):
         object.__setattr__(self, "by_selector", by)
 
     def __call__(self, key: str) -> str:
-        match = number_finder(self.pattern).search("." + key)
-        if match is None:
+        found = number_in(self.pattern, key)
+        if found is None:
             return key
-        selector, local = match.groupdict().get("by", ""), int(match[NUMBER])
-        ids = self.by_selector.get(selector)
+        ids = self.by_selector.get(found.by)
         if ids is None:
-            (by,) = _selectors(self.pattern, most=1)
             raise RenameError(
-                f"{self.pattern} has no ids where {{{by}}} is {selector}",
-                f"it has them for {', '.join(self.by_selector)}",
+                f"{self.pattern} has no ids for {found.by}, only for {', '.join(self.by_selector)}",
                 "way out:     give ids for it, an empty list where this rank has none",
             )
-        if local >= len(ids):
+        if found.number >= len(ids):
             raise RenameError(
-                f"local number {local} of {self.pattern} is none of the {len(ids)} of this rank",
-                f"ids:         {self._format(ids)}",
-                "likely:      ids= of another rank, or of a model with fewer of them",
+                f"local number {found.number} of {self.pattern} is none of the {len(ids)} of this "
+                "rank",
+                f"ids:         {', '.join(map(str, ids)) or 'none'}",
                 "way out:     one id for every local number, in local order",
             )
-        start, stop = match.span(NUMBER)
-        return f"{key[: start - 1]}{ids[local]}{key[stop - 1 :]}"
+        return f"{found.head}{ids[found.number]}{found.tail}"
 
     def matches(self, key: str) -> bool:
         """Whether its pattern is in a key, which may have the same number in the whole."""
-        return number_finder(self.pattern).search("." + key) is not None
-
-    def _format(self, ids: Ids) -> str:
-        texts = []
-        for shift, run in groupby(enumerate(ids), lambda pair: pair[1] - pair[0]):
-            local = [number for number, _ in run]
-            first, last = local[0], local[-1]
-            one = f"{first} -> {first + shift}"
-            several = f"{first}-{last} -> {first + shift}-{last + shift}"
-            texts.append(one if first == last else several)
-        of = "" if self.total is None else f" (of {self.total})"
-        return (", ".join(texts) or "none") + of
-
-    def __str__(self) -> str:
-        return "\n".join(
-            _SELECTOR.sub(selector, self.pattern) + f": {self._format(ids)}"
-            for selector, ids in self.by_selector.items()
-        )
+        return number_in(self.pattern, key) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +214,6 @@ class Replace(ReadyRename):
     def __call__(self, key: str) -> str:
         match = compile_pattern(self.pattern).search("." + key)
         return key if match is None else _replaced(key, match, self.by)
-
-    def __str__(self) -> str:
-        return f"{self.pattern} -> {self.by or 'dropped'}"
 
 
 def _replaced(key: str, match: re.Match[str], by: str) -> str:
@@ -276,29 +252,19 @@ class Stack(ReadyRename):
         _selectors(self.pattern)
 
     def __call__(self, key: str) -> Renamed:
-        dotted = "." + key
-        match = number_finder(self.pattern).search(dotted)
-        if match is None:
+        found = number_in(self.pattern, key)
+        if found is None:
             return key
-        start, stop = match.span(NUMBER)
-        number = int(match[NUMBER])
-        if number >= self.total:
+        if found.number >= self.total:
             raise RenameError(
-                f"number {number} of {self.pattern} is beyond the {self.total} rows of the stack",
+                f"number {found.number} of {self.pattern} is beyond the {self.total} rows of the "
+                "stack",
                 "way out:     total= of the whole model",
             )
-        if dotted[start - 1] == "." and dotted[stop : stop + 1] in ("", "."):
-            start -= 1  # a component of its own goes with its dot
-        name = dotted[:start] + dotted[stop:]
-        return Row(name.removeprefix("."), number, self.total, self.dim)
-
-    @property
-    def shaping(self) -> Shaping:
-        """The dim."""
-        return (self.dim,)
-
-    def __str__(self) -> str:
-        return f"{self.pattern} -> one tensor of {self.total} rows on dim {self.dim}"
+        head, tail = found.head, found.tail
+        if head[-1:] in ("", ".") and tail[:1] in ("", "."):
+            head = head[:-1]  # a component of its own goes with its dot
+        return Row(f"{head}{tail}".removeprefix("."), found.number, self.total, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,17 +297,9 @@ class Unstack(ReadyRename):
         match = _number_absent(self.pattern).search(dotted)
         if match is None:
             return key
-        at = match.start(NUMBER)
+        at = match.start("number")
         name = f"{dotted[:at]}{'.' if _is_component(self.pattern) else ''}{{}}{dotted[at:]}"
         return Rows(name.removeprefix("."), key, self.dim)
-
-    @property
-    def shaping(self) -> Shaping:
-        """The dim."""
-        return (self.dim,)
-
-    def __str__(self) -> str:
-        return f"rows of dim {self.dim} -> {self.pattern}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,23 +351,14 @@ whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
         fqns = [_replaced(key, match, name) for name in self.names]
         return Parts(tuple(fqns), key, self.dim, tuple(self.sizes), self.groups)
 
-    @property
-    def shaping(self) -> Shaping:
-        """The dim, the names, the sizes without a common factor, and the groups."""
-        factor = math.gcd(*self.sizes)
-        return self.dim, self.names, tuple([size // factor for size in self.sizes]), self.groups
-
-    def __str__(self) -> str:
-        return f"{self.pattern} -> {' + '.join(self.names)} of dim {self.dim}"
-
 
 @lru_cache(maxsize=1 << 10)
 def _number_absent(pattern: str) -> re.Pattern[str]:
-    """Return a regex with the position of the missing number as the empty group ``NUMBER``."""
+    """Return a regex with the position of the missing number as the empty group ``number``."""
     # A component of its own comes with its dot.
     regex = compile_pattern(pattern.replace("{}", "\0")).pattern
     absent = "\\.\0" if _is_component(pattern) else "\0"
-    return re.compile(regex.replace(absent, f"(?P<{NUMBER}>)"))
+    return re.compile(regex.replace(absent, "(?P<number>)"))
 
 
 def _is_component(pattern: str) -> bool:
@@ -418,23 +367,34 @@ def _is_component(pattern: str) -> bool:
 
 
 class Step(NamedTuple):
-    """A step of a rename, as others see it.
+    """A step of a rename, as others see it, and as a checkpoint keeps it.
 
     Attributes:
         kind: Its class; ``FUNCTION`` for any function of a key.
         pattern: Its pattern as keys of the checkpoint match it: later steps may replace a part. Of
             a ``Replace`` what it does, of a function its name.
         total: The count of numbers; None where it has none.
-        rename: The step itself.
-        declared: Its own pattern, which should match a key on some rank; None for a function, which
-            may leave every key as it is, and in ``Renames(..., optional=True)``.
+        shaping: How it changes the shapes of tensors: ``(dim,)`` of rows; ``(dim, names, sizes,
+            groups)`` of parts; empty where shapes stay, and in records of older saves.
+        rename: The step itself; None in a record.
+        declared: The name of its own pattern, which should match a key on some rank; None for a
+            function, which may leave every key as it is, and in ``Renames(..., optional=True)``.
     """
 
     kind: str
     pattern: str
     total: int | None
-    rename: Any
-    declared: str | None
+    shaping: tuple[Any, ...] = ()
+    rename: Any = None
+    declared: str | None = None
+
+    def __str__(self) -> str:
+        of = "" if self.total is None else f", total={self.total}"
+        if self.shaping:
+            dim, *parts = self.shaping
+            of += f", dim={dim}" if dim else ""
+            of += f", {parts[0]}, sizes={parts[1]}, groups={parts[2]}" if parts else ""
+        return f"{self.kind}({self.pattern!r}{of})"
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -446,9 +406,6 @@ class Renames(ReadyRename):
     ... )
     >>> rename("model_pp1.layers.0.weight")
     'model.layers.2.weight'
-    >>> print(rename)
-    model_pp1.layers.{}: 0-1 -> 2-3 (of 4)
-    model_pp* -> model
 
     Args:
         renames: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, ``Split``, or any function of a
@@ -472,9 +429,10 @@ class Renames(ReadyRename):
         flat: list[Step] = []
         for one in chain.from_iterable(map(steps, renames)):
             if isinstance(one.rename, Replace):
-                own = (FUNCTION, Replace.__name__)
                 flat = [
-                    step if step.kind in own else step._replace(pattern=one.rename(step.pattern))
+                    step._replace(pattern=one.rename(step.pattern))
+                    if isinstance(step.rename, ReadyRename) and not isinstance(step.rename, Replace)
+                    else step
                     for step in flat
                 ]
             flat.append(one._replace(declared=None) if optional else one)
@@ -488,9 +446,6 @@ class Renames(ReadyRename):
         name = self(key)
         return name if isinstance(name, str) else name.fqn
 
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.steps))
-
 
 def steps(rename: Any) -> tuple[Step, ...]:
     """Return the steps of a rename, nested ones one by one; none of None."""
@@ -501,22 +456,26 @@ def steps(rename: Any) -> tuple[Step, ...]:
         return rename.flat
     # A subclass of ``Renames`` with a call of its own may do more than its steps.
     if isinstance(rename, Renames) or not isinstance(rename, ReadyRename):
-        return (Step(FUNCTION, getattr(rename, "__qualname__", kind), None, rename, None),)
-    pattern = str(rename) if isinstance(rename, Replace) else rename.pattern
+        return (Step(FUNCTION, getattr(rename, "__qualname__", kind), None, rename=rename),)
+    pattern: str = rename.pattern
+    shaping: tuple[Any, ...] = ()
+    if isinstance(rename, Replace):
+        pattern = f"{pattern} -> {rename.by or 'dropped'}"
+    elif isinstance(rename, Split):
+        factor = math.gcd(*rename.sizes)
+        sizes = tuple([size // factor for size in rename.sizes])
+        shaping = rename.dim, rename.names, sizes, rename.groups
+    elif isinstance(rename, Stack | Unstack):
+        shaping = (rename.dim,)
     total = getattr(rename, "total", None)
-    return (Step(kind, pattern, total, rename, f"rename={kind}({rename.pattern!r})"),)
-
-
-def expected(steps: Iterable[Step]) -> dict[str, bool]:
-    """Return what steps declare that should match a key, as ``apply`` takes it."""
-    return {step.declared: False for step in steps if step.declared is not None}
+    return (Step(kind, pattern, total, shaping, rename, f"rename={kind}({rename.pattern!r})"),)
 
 
 def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
     """Return what steps make of a key, one after the other.
 
     >>> both = Renames(Replace("module", ""), Renumber("expert.{}", [0, 1], total=2)).flat
-    >>> matches = expected(both)
+    >>> matches = {str(step.declared): False for step in both}
     >>> apply(both, "module.w", matches), matches
     ('w', {"rename=Replace('module')": True, "rename=Renumber('expert.{}')": False})
 
@@ -569,59 +528,9 @@ def _fqns(name: Renamed) -> tuple[str, ...]:
     return (name,) if isinstance(name, str) else (name.fqn,) if isinstance(name, Row) else name.fqns
 
 
-class Numbered(NamedTuple):
-    """The numbers that a ``Renumber`` gives, for the check over all ranks."""
-
-    pattern: str  # where the number stands in the checkpoint's keys
-    total: int  # how many there are
-    ranges: tuple[tuple[str, int, int], ...]  # what no other rank has, (selector, start, stop)
-
-
-def numbering(rename: Any) -> tuple[Numbered, ...]:
-    """Return the numbers of which a rename declares how many there are."""
-    found = []
-    for step in steps(rename):
-        if isinstance(step.rename, Renumber) and step.total is not None:
-            by = step.rename.by_selector.items()
-            ranges = [(at, ids) for at, ids in by if isinstance(ids, range) and ids.step == 1]
-            alone = tuple([(at, ids.start, ids.stop) for at, ids in ranges if ids])
-            found.append(Numbered(step.pattern, step.total, alone))
-    return tuple(found)
-
-
-Numbers = dict[str, dict[str, frozenset[int]]]
-"""By pattern in the checkpoint's keys and by selector, the numbers that a rank has."""
-
-
-def held_numbers(rename: Any) -> Numbers | None:
-    """Return the numbers that determine which keys of the checkpoint a rank has.
-
-    >>> held_numbers(Renumber("experts.{}", [6, 1], total=8))
-    {'experts.{}': {'': frozenset({1, 6})}}
-
-    Returns:
-        None for a step other than ``Renumber`` and ``Replace``: after a ``Stack`` keys may have no
-        number, and those of a function are not known in advance.
-    """
-    numbers: Numbers = {}
-    for step in steps(rename):
-        if isinstance(step.rename, Renumber):
-            by = {at: frozenset(ids) for at, ids in step.rename.by_selector.items()}
-            # A later Replace may have taken the selector out of the keys.
-            has_selector = _SELECTOR.search(step.pattern) is not None
-            numbers[step.pattern] = by if has_selector else {"": frozenset().union(*by.values())}
-        elif not isinstance(step.rename, Replace):
-            return None
-    return numbers
-
-
-Recorded = tuple[str, str, int | None, Shaping]
-"""``kind``, ``pattern``, ``total`` and ``shaping`` of a step, as a checkpoint keeps them."""
-
-
 def recorded(
     rename: Any, local: Collection[str] = (), renamed: Collection[str] = ()
-) -> tuple[Recorded, ...]:
+) -> tuple[Step, ...]:
     """Return the steps of a rename that a checkpoint keeps, each once.
 
     Args:
@@ -630,15 +539,14 @@ def recorded(
             far as these show.
         renamed: The same as the checkpoint's.
     """
-    kept: dict[Recorded, None] = {}
+    kept: dict[Step, None] = {}
     for step in steps(rename):
         patterns = {step.pattern}
         if step.kind == FUNCTION and len(local) == len(renamed):
             pairs = zip(local, renamed, strict=True)
             changed = [_renumbered(one, other) for one, other in pairs if one != other]
             patterns = set(chain.from_iterable(changed)) or patterns
-        shaping = getattr(step.rename, "shaping", ())
-        kept.update(dict.fromkeys((step.kind, at, step.total, shaping) for at in sorted(patterns)))
+        kept.update(dict.fromkeys(Step(step.kind, at, *step[2:4]) for at in sorted(patterns)))
     return tuple(kept)
 
 

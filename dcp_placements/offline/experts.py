@@ -14,7 +14,7 @@ import numpy as np
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.layout.boxes import Index, as_array, as_boxes, intersect, overlaps, uncovered
 from dcp_placements.layout.sharding import Box, Kind
-from dcp_placements.names.renames import NUMBER, number_finder
+from dcp_placements.names.renames import number_in
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 
 _KEY = re.compile(
@@ -213,11 +213,11 @@ def recorded_experts(
     result = {}
     for fqn, family in families.items():
         if family.dim is None:
-            key = "." + fqn.replace("{}", _ANY_EXPERT)
+            key = fqn.replace("{}", _ANY_EXPERT)
             for step in record.renames:
                 if "{}" in step.pattern:
-                    match = number_finder(step.pattern).search(key)
-                    if match is not None and match[NUMBER] == _ANY_EXPERT:
+                    found = number_in(step.pattern, key)
+                    if found is not None and found.number == int(_ANY_EXPERT):
                         result[fqn] = str(step)
             continue
         for cut in record.cuts(fqn):

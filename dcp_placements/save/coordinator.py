@@ -33,7 +33,6 @@ from dcp_placements.errors import (
     raise_faults_of_ranks,
 )
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.names.renames import Numbered
 from dcp_placements.report import SaveReport, key_report
 from dcp_placements.rules.patterns import compile_pattern
 from dcp_placements.rules.unmatched import matched_nowhere, unmatched_faults
@@ -186,12 +185,14 @@ class Coordinator:
             "reason:      a load looks for all files beside .metadata, which is in one of them",
             "way out:     choose the name on one rank, and broadcast it to the others",
         )
-        numbered: dict[Numbered, list[int]] = {}
-        for of_statement, ranks in self._ranks_by(lambda statement: statement.numbered).items():
-            for one in of_statement:
-                numbered.setdefault(one, []).extend(ranks)
-        waived = [compile_pattern(pattern) for pattern in self.report.waived]
-        self._faults += numbering_faults(self.world, numbered, waived)
+        totals: dict[str, dict[int, list[int]]] = {}
+        for renames, ranks in self._ranks_by(lambda statement: statement.renames).items():
+            for step in renames:
+                if step.kind == "Renumber" and step.total is not None:
+                    totals.setdefault(step.pattern, {}).setdefault(step.total, []).extend(ranks)
+        if totals:
+            waived = [compile_pattern(pattern) for pattern in self.report.waived]
+            self._faults += numbering_faults(self.world, totals, waived)
 
     def _prove_piece(self, piece: Piece, contents: Contents) -> None:
         disagreement = self._messages.disagreement(piece)

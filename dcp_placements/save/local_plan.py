@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dcp_placements._torch import named_axes
 from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import Fault
-from dcp_placements.names.renames import Numbered, Recorded
+from dcp_placements.names.renames import Step
 from dcp_placements.rules.mesh import mesh_axes, mesh_state
 from dcp_placements.rules.patterns import PlacementRules, Rules
 from dcp_placements.rules.unmatched import Matches
@@ -53,7 +53,6 @@ class Statement:
         declared: What is declared by pattern, and whether a key here matches.
         stateless: Parameters without optimizer state where others have it.
         notes: Warnings of this rank.
-        numbered: The numbers of experts and layers that its rename gives.
         renames: What the checkpoint is to keep of its rename.
         axis_sizes: Sizes of the named mesh axes that it knows of.
         digest_kind: ``"sampled"``, ``"full"`` or ``"off"``.
@@ -66,8 +65,7 @@ class Statement:
     declared: Matches = field(default_factory=dict)
     stateless: tuple[str, ...] = ()
     notes: tuple[Fault, ...] = ()
-    numbered: tuple[Numbered, ...] = ()
-    renames: tuple[Recorded, ...] = ()
+    renames: tuple[Step, ...] = ()
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     digest_kind: str = "off"
     world: int = 1

@@ -15,9 +15,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.layout.boxes import as_array, overlaps
-from dcp_placements.layout.sharding import Box
-from dcp_placements.names.renames import Numbered
 from dcp_placements.table.families import Families, Family, format_numbers
 from dcp_placements.table.world import World
 
@@ -26,25 +23,16 @@ _DIGITS = re.compile(r"\d+")
 
 def numbering_faults(
     world: World,
-    numbered: Mapping[Numbered, Sequence[int]],
+    totals: Mapping[str, Mapping[int, Sequence[int]]],
     waived: Sequence[re.Pattern[str]] = (),
 ) -> list[Fault]:
-    """Return what is missing or held twice of the numbers that the ranks' renames give.
+    """Return what is missing of the numbers that the ranks' renames give.
 
     Args:
         world: What the ranks hold.
-        numbered: The ranks by the numbers that their renames give.
+        totals: By pattern, the ranks by how many numbers they declare.
         waived: Patterns of keys whose families need not have all numbers.
     """
-    totals: dict[str, dict[int, list[int]]] = {}
-    ranges: dict[tuple[str, str], dict[Box, list[int]]] = {}
-    for (pattern, total, of_rank), ranks in numbered.items():
-        totals.setdefault(pattern, {}).setdefault(total, []).extend(ranks)
-        for selector, start, stop in of_rank:
-            held = ranges.setdefault((pattern, selector), {})
-            held.setdefault(Box((start,), (stop - start,)), []).extend(ranks)
-    if not totals:
-        return []
     faults = [_totals_fault(*one) for one in totals.items() if len(one[1]) > 1]
     fqns = [fqn for table in world.tables for fqn in table.fqns]
     excused = [fqn for fqn in fqns if any(one.search("." + fqn) for one in waived)]
@@ -55,8 +43,6 @@ def numbering_faults(
         total, *others = totals[pattern]
         if not others:
             faults += _missing_faults(families, total, excused)
-    for (pattern, _), held in ranges.items():
-        faults += _doubled_faults(pattern, held)
     return faults
 
 
@@ -101,26 +87,3 @@ def _totals_fault(pattern: str, totals: Mapping[int, Sequence[int]]) -> Fault:
         f"the ranks do not agree on total=: {text}",
         ("way out:     the number in the whole model, on every rank",),
     )
-
-
-def _doubled_faults(pattern: str, held: Mapping[Box, Sequence[int]]) -> Iterator[Fault]:
-    """Yield the ranges that share numbers: each declares that no other has a part of it."""
-    boxes = sorted(held)
-    for pair in overlaps(as_array(boxes, 1)):
-        one, other = [boxes[at] for at in pair]
-        both = sorted({*_numbers(one)} & {*_numbers(other)})
-        yield Fault(
-            pattern,
-            f"{format_numbers(both)} of it are held twice",
-            (
-                f"they hold:   {format_numbers(_numbers(one))} on {format_ranks(held[one])}; "
-                f"{format_numbers(_numbers(other))} on {format_ranks(held[other])}",
-                "likely:      the ranks do not agree on the counts, or on who comes first",
-                "way out:     one list of counts on all ranks; where copies are meant, ids= as "
-                "a list instead of a range",
-            ),
-        )
-
-
-def _numbers(box: Box) -> range:
-    return range(box.offsets[0], box.offsets[0] + box.sizes[0])

@@ -27,11 +27,11 @@ from dcp_placements._torch import (
 from dcp_placements.bind.checks import lint, meta_faults
 from dcp_placements.bind.place import optimizer_faults, place
 from dcp_placements.bind.placed import Placing
-from dcp_placements.errors import Fault, PlacementError, RankFaults
+from dcp_placements.errors import PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.flat import Path, Reshaped, checkpoint_path, rename_keys
-from dcp_placements.names.optimizer_state import listed_notes, stateless_parameters
-from dcp_placements.names.renames import Recorded, numbering, recorded
+from dcp_placements.names.optimizer_state import stateless_parameters
+from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport, key_report
@@ -103,10 +103,9 @@ class RankSave:
     paths: Mapping[str, Path] = field(default_factory=dict)
     holding: Holding = field(default_factory=Holding)
     report: SaveReport = field(default_factory=lambda: SaveReport(planned=False))
-    renames: tuple[Recorded, ...] = ()
+    renames: tuple[Step, ...] = ()
     directory: str = ""
     refusal: RankFaults | None = None
-    notes: list[Fault] = field(default_factory=list)
     rename_matches: Matches = field(default_factory=dict)
     _reshaped: Reshaped = field(default_factory=Reshaped)
     _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
@@ -117,6 +116,8 @@ class RankSave:
         Raises:
             RankFaults: Keys that cannot be renamed.
         """
+        if rename is None:
+            return
         local = self.state_dict
         renamed = rename_keys(local, self.mappings, rename)
         self.state_dict, self.mappings, self._reshaped, self.rename_matches = renamed
@@ -144,8 +145,6 @@ class RankSave:
             self.paths = self.mappings
             if rename is not None:
                 self.paths = {key: checkpoint_path(key, at) for key, at in self.mappings.items()}
-        patterns = [numbered.pattern for numbered in numbering(rename)]
-        self.notes = listed_notes(self.state_dict, patterns) if patterns else []
         self.hold()
 
     def hold(self, left: Collection[str] = ()) -> None:
@@ -354,8 +353,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             matched=save.placing.matched,
             declared={**rule_matches(self.rules, save.placing.matched), **save.rename_matches},
             stateless=tuple(stateless_parameters(save.state_dict)),
-            notes=(*repeats, *findings, *save.notes),
-            numbered=numbering(self.rename),
+            notes=(*repeats, *findings),
             renames=save.renames,
             axis_sizes={name: size for name, (_, size) in axes.items()},
             digest_kind=self.digests,

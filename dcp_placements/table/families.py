@@ -22,7 +22,7 @@ import numpy as np
 
 from dcp_placements.errors import format_ranks
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.names.renames import NUMBER, number_finder
+from dcp_placements.names.renames import number_in
 from dcp_placements.table.cover import Cover, cover_of
 from dcp_placements.table.world import World
 
@@ -77,22 +77,20 @@ class Families:
 
     def __init__(self, patterns: Iterable[str], fqns: Iterable[str]) -> None:
         self._states = OptimizerStates(dict.fromkeys(fqns, UNSEEN))
-        self._finders = {pattern: number_finder(pattern) for pattern in patterns}
+        self._patterns = list(patterns)
 
     def numbers(self, fqns: Iterable[str]) -> dict[tuple[str, str], set[int]]:
         """Return the numbers that keys have of each family, by its name and pattern."""
         numbers: dict[tuple[str, str], set[int]] = {}
-        for fqn in fqns if self._finders else ():
-            for pattern, finder in self._finders.items():
-                match = finder.search("." + fqn)
-                if match is None:
+        for fqn in fqns if self._patterns else ():
+            for pattern in self._patterns:
+                found = number_in(pattern, fqn)
+                if found is None:
                     continue
                 if self._states.of(fqn) is not None:
                     break
-                start, stop = match.span(NUMBER)
-                tail = fqn[stop - 1 :].partition(".")[0]
-                family = f"{fqn[: start - 1]}{{}}{tail}", pattern
-                numbers.setdefault(family, set()).add(int(match[NUMBER]))
+                family = f"{found.head}{{}}{found.tail.partition('.')[0]}", pattern
+                numbers.setdefault(family, set()).add(found.number)
         return numbers
 
     def of(self, world: World) -> list[Family]:

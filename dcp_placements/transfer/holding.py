@@ -13,14 +13,7 @@ import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.sharding import LayoutError
-from dcp_placements.names.renames import (
-    Numbers,
-    Renames,
-    apply,
-    expected,
-    held_numbers,
-    number_in,
-)
+from dcp_placements.names.renames import Renames, Renumber, apply, number_in
 from dcp_placements.names.target import Rename, Target
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
@@ -68,6 +61,10 @@ class Group(NamedTuple):
         """Return one of the tensors as common tensors."""
         pairs = zip(tensor.targets, self.parts, strict=True)
         return [Part(tensor, target, holders) for target, holders in pairs]
+
+
+Numbers = dict[str, dict[str, frozenset[int]]]
+"""By pattern in the checkpoint's keys and by selector, the numbers that a rank has."""
 
 
 class _Rank(NamedTuple):
@@ -145,10 +142,8 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
     for place in range(world.size):
         rules, rename, _ = rules_at(world.rules, axes, place)
         local, whole = split_rename(rename)
-        numbers = held_numbers(local)
-        assert numbers is not None, "split_rename leaves Renumber and Replace"
         absent = () if world.absent is None else tuple(world.absent(mesh_at(axes, place)))
-        ranks.append(_Rank(rules, local, numbers, absent))
+        ranks.append(_Rank(rules, local, _held_numbers(local), absent))
         if whole not in wholes:
             wholes.append(whole)
     if len(wholes) > 1:
@@ -157,6 +152,18 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
             "    way out:     put Renumber before these steps; the rest must be equal on all ranks"
         )
     return ranks, wholes[0]
+
+
+def _held_numbers(rename: Renames) -> Numbers:
+    """Return the numbers that determine which keys a rank has."""
+    numbers: Numbers = {}
+    for step in rename.flat:
+        if isinstance(step.rename, Renumber):
+            by = {at: frozenset(ids) for at, ids in step.rename.by_selector.items()}
+            # A later Replace may have taken the selector out of the keys.
+            has_selector = "{" in step.pattern.replace("{}", "")
+            numbers[step.pattern] = by if has_selector else {"": frozenset().union(*by.values())}
+    return numbers
 
 
 def _unmatched(
@@ -178,7 +185,7 @@ def _unmatched(
     }
     for declared, pattern in numbers.items():
         matches.append({declared: any(number_in(pattern, key) for key in keys)})
-    matches.append(expected(common.flat))
+    matches.append({step.declared: False for step in common.flat if step.declared is not None})
     for key in keys if common.flat else ():
         apply(common.flat, key, matches[-1])
     return matched_nowhere(matches)
@@ -207,7 +214,7 @@ def _having(ranks: Sequence[_Rank], keys: Iterable[str]) -> Iterator[Array]:
         mask = np.ones(len(ranks), bool)
         for pattern, every in others.items():
             if found := number_in(pattern, key):
-                mask &= having.get((pattern, *found), every)
+                mask &= having.get((pattern, found.by, found.number), every)
         for matches, places in lacking:
             if matches(key):
                 mask[places] = False

@@ -24,7 +24,7 @@ def test_two_keys_that_become_one_are_refused_with_all_names() -> None:
     assert "w: rename() gives this one name to both b.w and a.w" in message
     assert "w: rename() gives this one name to both b.w and c.w" in message
     assert "v: rename() gives this one name to both x.v and y.v" in message
-    assert "Renumber takes one id for each, as contiguous(counts, at=...) returns" in message
+    assert "map every key of a rank to a key of its own" in message
     assert "way out:" in message
     assert message.index("v: ") < message.index("w: ")
 

@@ -77,11 +77,10 @@ def test_each_layer_can_have_a_map_of_its_own() -> None:
     assert rename("layers.0.experts.1.w") == "layers.0.experts.3.w"
     assert rename("layers.1.experts.1.w") == "layers.1.experts.1.w"
     assert rename("layers.1.experts.0.w") == "layers.1.experts.2.w"
-    with pytest.raises(PlacementError, match=r"no ids where \{layer\} is 7\n.*for 0, 1\n"):
+    with pytest.raises(
+        PlacementError, match=r"layers\.\{layer\}\.experts\.\{\} has no ids for 7, only for 0, 1"
+    ):
         rename("layers.7.experts.0.w")
-    assert str(rename) == (
-        "layers.0.experts.{}: 0 -> 0, 1 -> 3 (of 4)\nlayers.1.experts.{}: 0 -> 2, 1 -> 1 (of 4)"
-    )
 
 
 def test_a_local_number_that_no_id_is_for_is_refused_with_what_there_is() -> None:
@@ -89,7 +88,7 @@ def test_a_local_number_that_no_id_is_for_is_refused_with_what_there_is() -> Non
     with pytest.raises(PlacementError) as refused:
         rename("layers.0.experts.3.w1")
     assert "local number 3 of experts.{} is none of the 3 of this rank" in str(refused.value)
-    assert "0-2 -> 4-6 (of 8)" in str(refused.value)
+    assert "ids:         4, 5, 6" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,6 @@ def test_renames_of_equal_options_are_equal() -> None:
 def test_renames_can_be_pickled_and_seen(rename: Any) -> None:
     again = pickle.loads(pickle.dumps(rename))
     assert (again, hash(again), repr(again)) == (rename, hash(rename), repr(rename))
-    assert str(again) == str(rename)
     for key in ("model1.layers.0.w", "layers.0.experts.0.w", "other"):
         assert again(key) == rename(key)
 
@@ -298,7 +296,7 @@ def test_a_load_tells_all_keys_that_have_no_number(tmp_path: Path) -> None:
     assert "rank 0 cannot be loaded from this checkpoint (12 faults)" in str(error)
     assert "model.layers.1.mlp.experts.3.w1.weight" in str(error)
     assert "local number 2 of experts.{} is none of the 2 of this rank" in str(error)
-    assert "0-1 -> 1-2 (of 4)" in str(error)
+    assert "ids:         1, 2" in str(error)
 
 
 def counted(model: torch.nn.Module) -> dict[str, Any]:
@@ -386,7 +384,3 @@ def test_parameter_groups_that_list_renamed_parameters_are_refused(tmp_path: Pat
         dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner)
     message = str(refused.value.failures[0][0])
     assert "optim.param_groups.0.params: it lists parameters by this rank's names" in message
-    # With all of them on one rank nothing changes, and no other topology can load it.
-    planner = PlacementSavePlanner(rename=Renumber("layers.{}", [0], total=1))
-    with pytest.warns(UserWarning, match="params: it lists parameters by names with a number"):
-        dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner)

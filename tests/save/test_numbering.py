@@ -1,4 +1,4 @@
-"""The numbers of all ranks together: what is missing and what is held twice is reported."""
+"""The numbers of all ranks together: what is missing is reported."""
 
 from __future__ import annotations
 
@@ -75,16 +75,6 @@ def test_a_stage_that_is_not_there_is_found_behind_its_dropped_prefix() -> None:
         rename,
     )
     assert "model.layers.{}: no rank holds 4-5 of 0-5" in message
-
-
-def test_ranges_that_overlap_are_told_with_their_ranks() -> None:
-    message = refusal(
-        4,
-        lambda rank: experts(3 - rank // 2),
-        lambda rank: Renumber("experts.{}", [range(3), range(2, 4)][rank // 2], total=4),
-    )
-    assert "experts.{}: 2 of it are held twice" in message
-    assert "they hold:   0-2 on ranks 0-1; 2-3 on ranks 2-3" in message
 
 
 def test_ranks_that_do_not_agree_on_the_total_are_told() -> None:

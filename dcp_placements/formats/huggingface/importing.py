@@ -18,7 +18,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.formats.huggingface.assembly import AssembledTensor, assemble
 from dcp_placements.formats.huggingface.selection import select
-from dcp_placements.names.renames import Unstack, number_finder, steps
+from dcp_placements.names.renames import Unstack, number_in, steps
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredTensor
 from dcp_placements.offline.chunk_writer import Piece, Target, write_chunks
@@ -107,12 +107,11 @@ def _renamed(rename: Rename | None, stored: Mapping[str, StoredTensor]) -> list[
     """
     tensors, faults = assemble(stored, rename)
     for step in [one.rename for one in steps(rename) if isinstance(one.rename, Unstack)]:
-        numbered = number_finder(step.pattern)
         way_out = "way out:     no rename, if the names are those that are wanted"
         faults += [
             Fault(name, f"has a number already where {step!r} puts one", (way_out,))
             for name in stored
-            if numbered.search("." + name) and step(name) != name
+            if number_in(step.pattern, name) and step(name) != name
         ]
     raise_faults("the files cannot be imported", faults)
     if rename is None or {tensor.fqn for tensor in tensors} != stored.keys():

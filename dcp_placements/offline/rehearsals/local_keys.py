@@ -24,14 +24,12 @@ import torch
 
 from dcp_placements.names.renames import (
     FUNCTION,
-    NUMBER,
     Renames,
     Renumber,
     Replace,
     Split,
     Stack,
     Unstack,
-    number_finder,
     number_in,
     steps,
 )
@@ -123,17 +121,13 @@ class _Numbered:
     def __init__(self, pattern: str, wholes: Wholes) -> None:
         self._others: dict[str, Whole] = {}
         self._members: dict[str, dict[int, dict[str, Whole]]] = {}
-        finder = number_finder(pattern)
         for key, whole in wholes.items():
             found = number_in(pattern, key)
-            match = finder.search(f".{key}")
-            if found is None or match is None:
+            if found is None:
                 self._others[key] = whole
                 continue
-            start, stop = match.span(NUMBER)
-            by_number = self._members.setdefault(found[0], {})
-            form = f"{key[: start - 1]}\0{key[stop - 1 :]}"
-            by_number.setdefault(found[1], {})[form] = whole
+            by_number = self._members.setdefault(found.by, {})
+            by_number.setdefault(found.number, {})[f"{found.head}\0{found.tail}"] = whole
 
     def held(self, step: Renumber) -> dict[str, Whole]:
         """Return the keys of a rank under its own numbers.

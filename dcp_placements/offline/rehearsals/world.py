@@ -28,7 +28,7 @@ from dcp_placements.load.compare import Asked, asked_faults
 from dcp_placements.load.missing import Policy, compiled
 from dcp_placements.load.planner import RankLoad
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.names.renames import Recorded, Renames, recorded
+from dcp_placements.names.renames import Renames, Step, recorded
 from dcp_placements.names.target import Target
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, Whole, checkpoint_steps
@@ -187,7 +187,7 @@ class RehearsedWorld:
         self._shardings: dict[Any, tuple[Sharding, list[str], list[int]]] = {}
         self._faults: dict[Fault, list[int]] = {}
         self._notes: dict[Fault, None] = {}
-        self.renames: dict[Recorded, None] = {}
+        self.renames: dict[Step, None] = {}
         self.lots: list[Lot] = []
         done = 0
         for lot in self._unplanned(function):

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box, Cuts
-from dcp_placements.names.renames import Recorded
+from dcp_placements.names.renames import Step
 from dcp_placements.offline.checkpoint import StoredObject, StoredTensor
 from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
@@ -223,7 +223,7 @@ class Target:
         group_of = {fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in self._cuts.items()}
         # Those of the source still describe the keys.
         record = self._checkpoint.record
-        renames: dict[Recorded, None] = {} if record is None else dict.fromkeys(record.renames)
+        renames: dict[Step, None] = {} if record is None else dict.fromkeys(record.renames)
         renames |= self._world.renames
         provenance |= packed_record(list(numbers), group_of, keys, renames)
         provenance |= {"axes": self._world.axes, "rules": self._rules}

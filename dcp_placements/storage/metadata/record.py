@@ -10,12 +10,13 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from dcp_placements.layout.sharding import Cut, Cuts, Kind
+from dcp_placements.names.renames import Step
 from dcp_placements.storage.metadata.provenance import stored
 
 CUTS_KEY = "cuts"
@@ -61,32 +62,6 @@ def cut_of_plain(
     return Cut(int(dim), None if axis is None else str(axis), int(size), Kind(kind), parts)
 
 
-class SavedRename(NamedTuple):
-    """One step of a rename that was in force.
-
-    Attributes:
-        kind: The name of its class; ``"function"`` for any other callable.
-        pattern: Of the checkpoint's keys, ``{}`` for the number; what a function is called where
-            it changed no number.
-        total: How many numbers there are; None where that was not declared.
-        shaping: The dim of rows; or dim, names, sizes and groups of parts. Empty where shapes stay
-            and in records of older saves.
-    """
-
-    kind: str
-    pattern: str
-    total: int | None
-    shaping: tuple[Any, ...] = ()
-
-    def __str__(self) -> str:
-        of = "" if self.total is None else f", total={self.total}"
-        if self.shaping:
-            dim, *parts = self.shaping
-            of += f", dim={dim}" if dim else ""
-            of += f", {parts[0]}, sizes={parts[1]}, groups={parts[2]}" if parts else ""
-        return f"{self.kind}({self.pattern!r}{of})"
-
-
 @dataclass(frozen=True, slots=True)
 class SaveRecord:
     """How a checkpoint was saved, as far as that was recorded.
@@ -101,7 +76,7 @@ class SaveRecord:
     save_id: str
     groups: tuple[Cuts, ...]
     group_of: Mapping[str, int]
-    renames: tuple[SavedRename, ...]
+    renames: tuple[Step, ...]
 
     def cuts(self, fqn: str) -> Cuts:
         """Return how a key was cut; empty where it was not cut, or nothing is recorded."""
@@ -112,7 +87,7 @@ def packed_record(
     groups: Sequence[Cuts],
     group_of: Mapping[str, int],
     keys: Collection[str],
-    renames: Iterable[tuple[Any, ...]],
+    renames: Iterable[Step],
 ) -> dict[str, Any]:
     """Return a record as plain values; ``record_of`` reads them."""
     ordered = sorted(keys)
@@ -125,7 +100,7 @@ def packed_record(
             "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
         },
         # Without a shaping as older versions write and read them.
-        RENAMES_KEY: tuple([tuple(step) if step[3] else tuple(step[:3]) for step in renames]),
+        RENAMES_KEY: tuple([tuple(step[: 4 if step.shaping else 3]) for step in renames]),
     }
 
 
@@ -138,7 +113,7 @@ def merged_record(parts: Sequence[Any], keys: Collection[str]) -> dict[str, Any]
     """
     numbers: dict[Cuts, int] = {(): 0}
     group_of: dict[str, int] = {}
-    renames: dict[SavedRename, None] = {}
+    renames: dict[Step, None] = {}
     read = [record_of(stored(part), part.state_dict_metadata) for part in parts]
     records = [record for record in read if record is not None]
     for record in records:
@@ -190,18 +165,14 @@ def _unpacked_cuts(
     return groups, column
 
 
-def _rename_of(
-    kind: str, pattern: str, total: int | None, shaping: Sequence[Any] = ()
-) -> SavedRename:
+def _rename_of(kind: str, pattern: str, total: int | None, shaping: Sequence[Any] = ()) -> Step:
     if shaping:
         dim, *parts = shaping
         shaping = (int(dim),)
         if parts:
             names, sizes, groups = parts
             shaping += tuple(map(str, names)), tuple(map(int, sizes)), int(groups)
-    return SavedRename(
-        str(kind), str(pattern), None if total is None else int(total), tuple(shaping)
-    )
+    return Step(str(kind), str(pattern), None if total is None else int(total), tuple(shaping))
 
 
 def _digest(ordered: Sequence[str]) -> int:
