@@ -174,7 +174,7 @@ def _derived(
 
         def make(rank: int = rank) -> Any:
             said = few.plan(rank)
-            counts = _box_counts(said.planner_data)
+            counts = said.planner_data.sent.counts
             if counts not in templates:
                 templates[counts] = whole.plan(rank)
             return derived(said, templates[counts])
@@ -182,7 +182,7 @@ def _derived(
         yield rank, make
     last = ranks[-1]
     said = few.plan(last)
-    made, real = derived(said, templates[_box_counts(said.planner_data)]), whole.plan(last)
+    made, real = derived(said, templates[said.planner_data.sent.counts]), whole.plan(last)
     if made.planner_data != real.planner_data:
         raise SystemExit(
             "bench: plans are not what derived() takes them for; run with --whole-plans"
@@ -197,15 +197,11 @@ def derived(few: Any, template: Any) -> Any:
     """
     said = few.planner_data
     made = template.planner_data._replace(
-        rank=said.rank, boxes=said.boxes, coordinate=said.coordinate
+        rank=said.rank,
+        sent=template.planner_data.sent._replace(boxes=said.sent.boxes),
+        coordinate=said.coordinate,
     )
     return dataclasses.replace(template, planner_data=made)
-
-
-def _box_counts(plan: LocalPlan) -> bytes:
-    """Return how many boxes a rank holds of each group: as many digests it sends of each key."""
-    groups = sum(len(Table.unpacked(table).groups) for table in plan.tables)
-    return unpacked_ints(plan.boxes)[:groups].tobytes()
 
 
 def _stock(workload: Workload, ranks: Sequence[int]) -> Iterable[tuple[int, Callable[[], Any]]]:
@@ -306,16 +302,17 @@ def held_chunks(
     """
     unpacked = cache(Table.unpacked)
     for plan, planned_of in zip(sent, planned, strict=True):
-        tables = [unpacked(packed) for packed in plan.tables]
-        groups = [group for table in tables for group in table.groups]
-        fqns = [table.keys(number) for table in tables for number in range(len(table.groups))]
-        numbers = unpacked_ints(plan.boxes)
-        held, at = [], len(groups)
-        for group, keys, count in zip(groups, fqns, numbers[: len(groups)].tolist(), strict=True):
-            boxes = numbers[at : at + count * 2 * len(group.shape)]
-            at += len(boxes)
-            of_group = as_boxes(boxes.reshape(count, 2, len(group.shape)))
-            held.append(Held(group, tuple(of_group), keys))
+        numbers, at = unpacked_ints(plan.sent.boxes), 0
+        counts = iter(unpacked_ints(plan.sent.counts).tolist())
+        tables: list[list[Held]] = []
+        for table in map(unpacked, plan.sent.tables):
+            tables.append([])
+            for group, keys in zip(table.groups, table.keys, strict=True):
+                count, ndim = next(counts), len(group.shape)
+                boxes = numbers[at : at + count * 2 * ndim].reshape(count, 2, ndim)
+                at += boxes.size
+                tables[-1].append(Held(group, tuple(as_boxes(boxes)), keys))
+        held = [one for groups in tables for one in groups]
         holding = Holding(tables, held)
         chunks = [(key, one.group, box) for one in held for key in one.fqns for box in one.boxes]
         yield list(zip(chunks, planned_of.planner_data.is_written(holding), strict=True))

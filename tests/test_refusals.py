@@ -266,7 +266,6 @@ def test_experts_that_are_numbered_from_0_are_to_be_renamed_before_they_are_shar
             ruled("other", {"ep": Shard(0)}, ep=2, edp=2),
         )
     refusal.says("every rank counts its own from 0", f'rename=Renumber("{pattern}", this rank')
-    assert refusal.text.index("rename=Renumber") < refusal.text.index("Shard(dim)")
     assert Renumber(pattern, [5], total=8)(key) != key, "the pattern fits the key"
 
 
@@ -279,7 +278,6 @@ def test_a_stack_of_local_numbers_needs_a_renumber_before_it(tmp_path: Path) -> 
             rename=Stack("experts.{}", 2),
         )
     refusal.says("experts.w1: 4 different contents on 4 ranks", "a Renumber before the Stack")
-    assert "Shard(dim)" not in refusal.text
 
 
 @pytest.mark.parametrize(("first", "other"), [("full", "sampled"), ("sampled", "off")])

@@ -39,7 +39,7 @@ from dcp_placements.storage.metadata.provenance import stored
 from dcp_placements.storage.metadata.record import SaveRecord, record_of
 from dcp_placements.table.cover import cover_of, repeated
 from dcp_placements.table.families import Families, format_numbers
-from dcp_placements.table.table import PLAIN, Holding, holding_of, packed_boxes
+from dcp_placements.table.table import PLAIN, Sent, holding_of
 from dcp_placements.table.world import Piece, World
 
 _DIGITS = re.compile(r"\d+")
@@ -60,20 +60,12 @@ class Asked(NamedTuple):
     """What a rank asks for, as it is sent to the coordinator.
 
     Attributes:
-        tables: Its tables, packed.
-        boxes: The boxes of each group of each table in turn, packed.
+        sent: The tables and boxes of what it asks for.
         renames: The renames in force on the rank.
     """
 
-    tables: tuple[bytes, ...] = ()
-    boxes: bytes = b""
+    sent: Sent = Sent()
     renames: tuple[Step, ...] = ()
-
-    @staticmethod
-    def of(holding: Holding, renames: tuple[Step, ...]) -> Asked:
-        """Return what is sent of what a rank asks for."""
-        tables = tuple([table.packed() for table in holding.tables])
-        return Asked(tables, packed_boxes(holding.boxes), renames)
 
 
 @dataclass(slots=True)
@@ -126,7 +118,7 @@ def check_load(
         }
         tensors -= policy.excused(tensors) | request.collapsed.keys()
         holding = holding_of(state_dict, placed, {}, state_dict.keys() - tensors)
-        checks.asked = Asked.of(holding, renames)
+        checks.asked = Asked(holding.sent, renames)
     return checks
 
 
@@ -310,10 +302,10 @@ def asked_faults(
     """
     if complete and len(asked) < world_size():
         return []  # a rank that does not compare may ask for what the others leave out
-    sent = [one for one in asked.values() if one.tables]
-    ranks = [rank for rank, one in asked.items() if one.tables]
+    sent = [one for one in asked.values() if one.sent.tables]
+    ranks = [rank for rank, one in asked.items() if one.sent.tables]
     renames = [one.renames for one in sent]
-    load = _Load(World(sent), ranks, renames, record, policy, complete)
+    load = _Load(World([one.sent for one in sent]), ranks, renames, record, policy, complete)
     faults = _number_faults(load, metadata)
     # A rank that sent nothing may ask for what the others leave out.
     if complete and len(sent) >= world_size():

@@ -40,8 +40,8 @@ from dcp_placements.storage.metadata.save_ids import writer_of
 from dcp_placements.table.cover import cover_of
 from dcp_placements.table.table import (
     Holding,
+    Sent,
     holding_of,
-    packed_boxes,
     packed_ints,
     unpacked_ints,
 )
@@ -68,14 +68,12 @@ class Wish(NamedTuple):
 
     Attributes:
         group: Hash of the ranks of the process group that it exchanges on.
-        tables: The tables of what it needs, packed.
-        boxes: The boxes of each group of each table in turn, packed.
+        sent: The tables and boxes of what it needs.
         has_hook: Whether the rank's storage reader calls the exchange after the reads.
     """
 
     group: int
-    tables: tuple[bytes, ...] = ()
-    boxes: bytes = b""
+    sent: Sent = Sent()
     has_hook: bool = False
 
 
@@ -117,8 +115,8 @@ def answers(wishes: Sequence[Wish | None], ranks: Sequence[int]) -> list[Answer]
     why = _obstacle(given, wishes, ranks)
     if len(wishes) == 1 or why is not None:
         return [Answer(why=why)] * len(wishes)
-    with_tables = [at for at, wish in enumerate(given) if wish.tables]
-    world = World([given[at] for at in with_tables])
+    with_tables = [at for at, wish in enumerate(given) if wish.sent.tables]
+    world = World([given[at].sent for at in with_tables])
     holders, sets = _sets(world)
     if not holders:
         return [Answer()] * len(wishes)
@@ -342,8 +340,7 @@ class Exchange:
             if fqn not in fqns or not _can_be_sent(value, placing, fqn)
         }
         self._holding = holding = holding_of(state_dict, placing.placed, {}, without)
-        tables = tuple([table.packed() for table in holding.tables])
-        return Wish(_hash(self._ranks), tables, packed_boxes(holding.boxes))
+        return Wish(_hash(self._ranks), holding.sent)
 
     def share(
         self, items: Sequence[ReadItem], metadata: Metadata, report: LoadReport
@@ -387,11 +384,10 @@ class Exchange:
     def _targets(self) -> dict[int, list[Target]]:
         """Return by set what this rank has of it."""
         numbers = iter(unpacked_ints(self.answer.sets).tolist())
-        held = iter(self._holding.groups)
         targets: dict[int, list[Target]] = {}
-        for table, split in zip(self._holding.tables, self.answer.split, strict=True):
-            keys = [(fqn, one) for one in islice(held, len(table.groups)) for fqn in one.fqns]
-            whole = [group for group, size in enumerate(table.sizes) for _ in range(size)]
+        for groups, split in zip(self._holding.tables, self.answer.split, strict=True):
+            keys = [(fqn, one) for one in groups for fqn in one.fqns]
+            whole = [number for number, one in enumerate(groups) for _ in one.fqns]
             pieces = unpacked_ints(split).tolist() if split else whole
             of_piece: dict[int, list[int]] = {}  # pieces are numbered in the order they begin
             for piece, (fqn, one) in zip(pieces, keys, strict=True):

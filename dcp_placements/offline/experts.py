@@ -199,8 +199,8 @@ def recorded_experts(
 ) -> dict[str, str]:
     """Return how each expert tensor was saved, as far as the checkpoint records it.
 
-    A stacked tensor counts if its dim of experts was cut over ``axis``, by a recorded rule, or into
-    rows that ranks list. Another cut of that dim proves nothing: FSDP makes one without a rule.
+    A stacked tensor counts if its dim of experts was cut over ``axis``, or into rows that ranks
+    list. Another cut of that dim proves nothing: FSDP makes one without a rule.
     Tensors with a key per expert count if a rename numbered the experts.
 
     It is text by key, without the tensors of which nothing is recorded; ranks hold different
@@ -209,7 +209,6 @@ def recorded_experts(
     record = checkpoint.record
     if record is None:
         return {}
-    rules = (checkpoint.provenance or {}).get("rules", {})
     result = {}
     for fqn, family in families.items():
         if family.dim is None:
@@ -221,8 +220,6 @@ def recorded_experts(
                         result[fqn] = str(step)
             continue
         for cut in record.cuts(fqn):
-            if cut.dim == family.dim and (
-                cut.axis == axis or cut.kind is Kind.LISTED or fqn in rules
-            ):
+            if cut.dim == family.dim and (cut.axis == axis or cut.kind is Kind.LISTED):
                 result.setdefault(fqn, str(cut))
     return result

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
+import zlib
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import cache, cached_property
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,22 +34,20 @@ from dcp_placements.errors import (
     raise_faults,
     raise_faults_of_ranks,
 )
-from dcp_placements.layout.boxes import Ints
+from dcp_placements.layout.sharding import Cuts
 from dcp_placements.report import SaveReport, key_report
 from dcp_placements.rules.patterns import compile_pattern
 from dcp_placements.rules.unmatched import matched_nowhere, unmatched_faults
 from dcp_placements.save import messages
-from dcp_placements.save.digests import Contents, held_beside_its_own
+from dcp_placements.save.digests import Contents, held_beside_its_own, may_have_replicas
 from dcp_placements.save.items import Assignment, tensor_properties
 from dcp_placements.save.local_plan import LocalPlan, Statement
 from dcp_placements.save.numbers import numbering_faults
 from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.table.cover import cover_of
-from dcp_placements.table.owners import runs_of
+from dcp_placements.storage.metadata.record import packed_record
+from dcp_placements.table.cover import cover_of, runs_of
 from dcp_placements.table.table import OBJECT, packed_ints
 from dcp_placements.table.world import Piece, World
-
-T = TypeVar("T")
 
 REFUSED = "cannot be placed in the checkpoint"
 
@@ -103,27 +103,28 @@ class Coordinator:
         self.plans = plans
         self.complete = complete
         self._size = size
-        self._strict = strict
         self._ranks_of: dict[bytes, list[int]] = {}
         for plan in plans:
             self._ranks_of.setdefault(plan.statement, []).append(plan.rank)
-        self.statements = {packed: Statement.unpacked(packed) for packed in self._ranks_of}
-        self.world = World(plans, [plan.digests.is_folded for plan in plans])
+        self.statements: dict[bytes, Statement] = {
+            packed: pickle.loads(zlib.decompress(packed)) for packed in self._ranks_of
+        }
+        self.world = World(
+            [plan.sent for plan in plans], [plan.digests.is_folded for plan in plans]
+        )
         self.report = SaveReport(ranks=len(plans), waived=dict(waived))
         self._faults: list[Fault] = []
         self._notes: list[Fault] = []
-        self._messages = messages.Messages(self.world, plans, self.statements, size)
+        # What takes in replicas that differ.
+        self._conflicts = self._faults if strict else self._notes
         self._undigested: dict[str, list[int]] = {}
         for at, plan in enumerate(plans):
             for fqn in plan.digests.undigested:
                 self._undigested.setdefault(fqn, []).append(at)
 
-    def _ranks_by(self, value: Callable[[Statement], T]) -> dict[T, list[int]]:
-        """Return the ranks by a value of their statements."""
-        ranks: dict[T, list[int]] = {}
-        for packed, statement in self.statements.items():
-            ranks.setdefault(value(statement), []).extend(self._ranks_of[packed])
-        return ranks
+    @cached_property
+    def _messages(self) -> messages.Messages:
+        return messages.Messages(self.world, self.plans, self.statements)
 
     def prove(self) -> None:
         """Prove that the plans make a checkpoint, and compare replicas.
@@ -131,97 +132,100 @@ class Coordinator:
         Raises:
             PlacementError: All faults.
         """
-        self._compare_statements()
+        statements = self.statements.values()
+        if len(statements) > 1:
+            self._compare_statements()
+        totals: dict[str, dict[int, list[int]]] = {}
+        for packed, statement in self.statements.items() if self.complete else ():
+            for step in statement.renames:
+                if step.kind == "Renumber" and step.total is not None:
+                    of_pattern = totals.setdefault(step.pattern, {})
+                    of_pattern.setdefault(step.total, []).extend(self._ranks_of[packed])
+        if totals and not self._faults:
+            waived = [compile_pattern(pattern) for pattern in self.report.waived]
+            self._faults += numbering_faults(self.world, totals, waived)
         if not self._faults:
             contents = Contents(self.world, [plan.digests for plan in self.plans], self._size)
             for piece in self.world.pieces:
                 self._prove_piece(piece, contents)
-            for group, fqns, ranks in contents.folded_conflicts():
-                fault = self._messages.folded_conflict(group, fqns, ranks)
-                (self._notes if group.kind == OBJECT else self._conflicts).append(fault)
-            if uncompared := sum(map(contents.uncompared, self.world.pieces)):
-                self._notes.append(messages.uncompared(uncompared))
+            if contents.is_folded:
+                for group, fqns, ranks in contents.folded_conflicts():
+                    fault = self._messages.folded_conflict(group, fqns, ranks)
+                    (self._notes if group.kind == OBJECT else self._conflicts).append(fault)
+                if uncompared := sum(map(contents.uncompared, self.world.pieces)):
+                    self._notes.append(messages.uncompared(uncompared))
         # A rank that plans alone cannot see what the patterns match on others.
-        if self.complete and (
-            unmatched := matched_nowhere([one.declared for one in self.statements.values()])
-        ):
+        if self.complete and (unmatched := matched_nowhere([one.declared for one in statements])):
             self.report.unmatched = unmatched
-            keys = dict.fromkeys(fqn for table in self.world.tables for fqn in table.fqns)
+            keys = [fqn for piece in self.world.pieces for fqn in piece.fqns]
             # With the faults, too: a mistake in a pattern is their likely cause.
-            (self._faults or self._notes).extend(unmatched_faults(unmatched, list(keys)))
+            (self._faults or self._notes).extend(unmatched_faults(unmatched, keys))
         raise_faults("the ranks' plans do not make a checkpoint", self._faults)
-
-    @property
-    def _conflicts(self) -> list[Fault]:
-        """What takes in replicas that differ."""
-        return self._faults if self._strict else self._notes
 
     def _compare_statements(self) -> None:
         """Compare what the ranks say beside their keys."""
-        self._faults += messages.unlike(
+
+        def unlike(name: str, what: str, *details: str) -> list[Fault]:
+            ranks: dict[Any, list[int]] = {}
+            for packed, statement in self.statements.items():
+                if (value := getattr(statement, name)) is not None:
+                    ranks.setdefault(value, []).extend(self._ranks_of[packed])
+            by_value = dict(sorted(ranks.items())) if name == "step" else ranks
+            count = what.replace("{}", str(len(ranks)))
+            return [messages.unlike(count, by_value, *details)] if len(ranks) > 1 else []
+
+        self._faults += unlike(
+            "digest_kind",
             "the ranks do not agree on digests=",
-            self._ranks_by(lambda statement: statement.digest_kind),
             "way out:     the same options on all ranks",
         )
         # By another number of ranks, digests would be compared with those of other tensors.
-        self._faults += messages.unlike(
+        self._faults += unlike(
+            "world",
             "the ranks do not agree on how many ranks torch.distributed has",
-            self._ranks_by(lambda statement: statement.world),
             "way out:     one default process group on all ranks, for the whole save",
         )
-        if self._faults or not self.complete:
-            return
-        steps = self._ranks_by(lambda statement: statement.step)
-        steps.pop(None, None)
-        self._faults += messages.unlike(
-            f"the ranks save {len(steps)} different steps",
-            dict(sorted(steps.items(), key=lambda step: step[0] or 0)),
-            "way out:     planner.step= the same number on all ranks before each save",
-        )
-        directories = self._ranks_by(lambda statement: statement.directory)
-        self._notes += messages.unlike(
-            f"the ranks write into {len(directories)} different directories",
-            directories,
+        if not self._faults:
+            self._faults += unlike(
+                "step",
+                "the ranks save {} different steps",
+                "way out:     planner.step= the same number on all ranks before each save",
+            )
+        self._notes += unlike(
+            "directory",
+            "the ranks write into {} different directories",
             "reason:      a load looks for all files beside .metadata, which is in one of them",
             "way out:     choose the name on one rank, and broadcast it to the others",
         )
-        totals: dict[str, dict[int, list[int]]] = {}
-        for renames, ranks in self._ranks_by(lambda statement: statement.renames).items():
-            for step in renames:
-                if step.kind == "Renumber" and step.total is not None:
-                    totals.setdefault(step.pattern, {}).setdefault(step.total, []).extend(ranks)
-        if totals:
-            waived = [compile_pattern(pattern) for pattern in self.report.waived]
-            self._faults += numbering_faults(self.world, totals, waived)
 
     def _prove_piece(self, piece: Piece, contents: Contents) -> None:
-        disagreement = self._messages.disagreement(piece)
-        if disagreement:
-            self._faults += disagreement
+        group = piece.group
+        alike = {(one.kind == OBJECT, one.shape, one.dtype) for _, _, one, *_ in piece.sources}
+        if len(alike) > 1:
+            self._faults += self._messages.disagreement(piece)
             return
-        piece.cover = cover_of(piece.ranks, piece.boxes)
-        sound = piece.cover.is_whole if self.complete else piece.cover.is_apart
-        if not sound(piece.group.shape):
+        cover = piece.cover = cover_of(piece.ranks, piece.boxes)
+        sound = cover.is_whole if self.complete else cover.is_apart
+        if not sound(group.shape):
             self._faults += self._messages.tiling(piece, complete=self.complete)
-        box = held_beside_its_own(piece, self._size)
-        if box is not None and 0 not in piece.group.shape:
-            self._faults += self._messages.same_coordinate(piece, box)
+        if not cover.has_replicas:
             return
-        if piece.cover.has_replicas and self._undigested:
-            undigested = [fqn for fqn in piece.fqns if fqn in self._undigested]
+        if not all(may_have_replicas(source.group, self._size) for source in piece.sources):
+            box = held_beside_its_own(piece, self._size)
+            if box is not None and 0 not in group.shape:
+                self._faults += self._messages.same_coordinate(piece, box)
+                return
+        for fqn in piece.fqns if self._undigested else ():
+            if fqn in self._undigested:
+                self._notes.append(self._messages.undigested(fqn, self._undigested[fqn]))
+        differing, digests = contents.differing(piece)
+        if differing and group.kind == OBJECT:
             self._notes += [
-                self._messages.undigested(fqn, self._undigested[fqn]) for fqn in undigested
+                self._messages.object_note(piece, at, column)
+                for at, column in zip(differing, digests.T, strict=True)
             ]
-        differing = contents.differing(piece)
-        if differing:
-            digests = contents.of(piece, differing)
-            if piece.group.kind == OBJECT:
-                self._notes += [
-                    self._messages.object_note(piece, at, column)
-                    for at, column in zip(differing, digests.T, strict=True)
-                ]
-            else:
-                self._conflicts.extend(self._messages.conflicts(piece, differing, digests))
+        elif differing:
+            self._conflicts += self._messages.conflicts(piece, differing, digests)
 
     def metadata(self, first: Sequence[str]) -> dict[str, Any]:
         """Return what ``.metadata`` has of each key, and fill the report on all keys.
@@ -231,14 +235,19 @@ class Coordinator:
         """
         metadata: dict[str, Any] = dict.fromkeys(first)
         lists: dict[Hashable, ChunkList] = {}
-        ranks_of = cache(self._ranks_if_partial)
+        ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
         objects: list[str] = []
         partial: dict[str, tuple[int, ...]] = {}
         for piece in self.world.pieces:
             group, cover = piece.group, piece.cover
-            ranks = ranks_of(tuple([source.table for source in piece.sources]))
-            if ranks is not None:
-                partial.update(dict.fromkeys(piece.fqns, ranks))
+            tables = tuple([source.table for source in piece.sources])
+            if tables not in ranks_of:
+                # np.unique would import numpy.ma, which takes longer than all of this.
+                members = np.concatenate([self.world.members[table] for table in tables])
+                having = np.flatnonzero(np.bincount(members)).tolist()
+                ranks_of[tables] = tuple([self.plans[at].rank for at in having])
+            if len(ranks_of[tables]) < len(self.plans):
+                partial.update(dict.fromkeys(piece.fqns, ranks_of[tables]))
             if group.kind == OBJECT:
                 metadata.update({fqn: BytesStorageMetadata() for fqn in piece.fqns})
                 objects += piece.fqns
@@ -260,15 +269,6 @@ class Coordinator:
         self.report.objects, self.report.partial_keys = tuple(objects), partial
         return metadata
 
-    def _ranks_if_partial(self, tables: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the ranks that have any of some tables; None where all have."""
-        # np.unique would import numpy.ma, which takes longer than all of this.
-        counts = np.bincount(np.concatenate([self.world.members[table] for table in tables]))
-        having = np.flatnonzero(counts)
-        if len(having) == len(self.plans):
-            return None
-        return tuple([self.plans[at].rank for at in having.tolist()])
-
     def assign(self, *, lowest_rank: bool, save_id: bytes) -> list[Assignment]:
         """Return what each rank writes.
 
@@ -276,25 +276,35 @@ class Coordinator:
             lowest_rank: Leave every replica to its lowest rank.
             save_id: Names the save.
         """
-        runs = runs_of(self.world.pieces, len(self.plans), lowest_rank=lowest_rank)
-        packed = self._packed_runs(runs)
-        split = [packed_ints(pieces) if pieces else b"" for pieces in self.world.split]
+        world = self.world
+        runs = runs_of(
+            [piece.cover for piece in world.pieces],
+            [len(piece.fqns) for piece in world.pieces],
+            [piece.group.itemsize for piece in world.pieces],
+            ranks=len(self.plans),
+            undivided=[lowest_rank or piece.group.kind == OBJECT for piece in world.pieces],
+        )
+        pack = cache(lambda row: packed_ints(np.frombuffer(row, np.int64)))
+        split = [packed_ints(pieces) if pieces else b"" for pieces in world.split]
         assignments: list[Any] = [None] * len(self.plans)
-        for cohort in self.world.cohorts:
+        for cohort, matrix in zip(world.cohorts, world.by_rank(runs), strict=True):
             pieces = tuple([split[table] for table in cohort.tables])
             pieces = pieces if any(pieces) else ()
-            for rank in cohort.ranks.tolist():
-                assignments[rank] = Assignment(packed[rank], pieces, save_id)
+            for rank, row in zip(cohort.ranks.tolist(), matrix, strict=True):
+                assignments[rank] = Assignment(pack(row.tobytes()), pieces, save_id)
         return assignments
 
-    def _packed_runs(self, runs: list[Ints]) -> list[bytes]:
-        """Return for each rank the runs of its tables, table after table, piece after piece."""
-        packed = [b""] * len(self.plans)
-        pack = cache(lambda row: packed_ints(np.frombuffer(row, np.int64)))
-        for cohort, matrix in zip(self.world.cohorts, self.world.by_rank(runs), strict=True):
-            for rank, row in zip(cohort.ranks.tolist(), matrix, strict=True):
-                packed[rank] = pack(row.tobytes())
-        return packed
+    def record(self, keys: Collection[str]) -> dict[str, Any]:
+        """Return what a checkpoint with these keys is to keep of cuts and renames: plain values."""
+        numbers: dict[Cuts, int] = {(): 0}
+        number_of: dict[str, int] = {}
+        for piece in self.world.pieces:
+            cuts = {one.group.cuts if one.group.is_exact else () for one in piece.sources}
+            # Nothing is kept of keys that ranks declare in several ways.
+            here = numbers.setdefault(cuts.pop() if len(cuts) == 1 else (), len(numbers))
+            number_of.update(dict.fromkeys(piece.fqns, here))
+        renames = dict.fromkeys(step for one in self.statements.values() for step in one.renames)
+        return packed_record(list(numbers), number_of, keys, renames)
 
     def finish_report(self, *, in_group: int | None, merged_later: bool) -> None:
         """Put into the report what ranks say beside their keys; warn of what may be wrong.

@@ -24,10 +24,9 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_placements._torch import has_hooks
 from dcp_placements.bind.placed import Placed
 from dcp_placements.layout.boxes import Bools
-from dcp_placements.layout.sharding import Box, Chunk
+from dcp_placements.layout.sharding import Chunk
 from dcp_placements.storage.hashing import (
     SAMPLED_NBYTES,
     full_digest,
@@ -36,7 +35,7 @@ from dcp_placements.storage.hashing import (
 )
 from dcp_placements.storage.metadata.provenance import StoredDigests
 from dcp_placements.table.cover import Cover, cover_of
-from dcp_placements.table.table import OBJECT, Group, Held, Holding, held_chunks
+from dcp_placements.table.table import OBJECT, PLAIN, SHARD, Group, Held, Holding, held_chunks
 from dcp_placements.table.world import Piece, World
 
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
@@ -106,7 +105,7 @@ def digests_of(
     is_folded = not exact and count * SAMPLED_NBYTES * world > WORLD_BUDGET_NBYTES
     packed = []
     undigested: dict[str, None] = {}
-    for held, digests in _digests_by_group(groups, kind, lookup):
+    for held, digests in _by_group(groups, kind, lookup):
         if not held.boxes:
             continue
         if None in digests:
@@ -125,7 +124,7 @@ def digests_by_chunk(holding: Holding, kind: str, lookup: Lookup) -> StoredDiges
     those of other ranks. Arguments are those of ``digests_of``.
     """
     found: StoredDigests = {}
-    for held, digests in _digests_by_group(holding.groups, kind, lookup):
+    for held, digests in _by_group(holding.groups, kind, lookup):
         for (fqn, box), digest in zip(product(held.fqns, held.boxes), digests, strict=True):
             if digest is not None:
                 place = None if held.group.kind == OBJECT else box.offsets
@@ -143,58 +142,41 @@ def differing_repeats(placed: Iterable[Placed], kind: str) -> Iterator[tuple[Pla
         placed: This rank's tensors.
         kind: ``"sampled"``, ``"full"`` or ``"off"``.
     """
-    repeats = [
-        (tensor, copies)
-        for tensor in (placed if kind != "off" else ())
-        if len(tensor.chunks) > 1 and 0 not in tensor.global_shape
-        for copies in _repeated(tensor.chunks)
-    ]
-    digests = iter(_digests([one.view(copy) for one, copies in repeats for copy in copies], kind))
-    for tensor, copies in repeats:
-        if len({next(digests) for _ in copies} - {None}) > 1:
-            yield tensor, copies
+    for tensor in placed if kind != "off" else ():
+        chunks = tensor.chunks
+        if len({chunk.offsets for chunk in chunks}) == len(chunks) or 0 in tensor.global_shape:
+            continue
+        by_box: dict[Any, list[Chunk]] = {}
+        for chunk in chunks:
+            by_box.setdefault(chunk.box, []).append(chunk)
+        for copies in by_box.values():
+            if len({*_digests(map(tensor.view, copies), kind)} - {None}) > 1:
+                yield tensor, copies
 
 
-def _repeated(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Return the chunks of each box that there are several of."""
-    if len({chunk.offsets for chunk in chunks}) == len(chunks):
-        return []
-    by_box: dict[Box, list[Chunk]] = {}
-    for chunk in chunks:
-        by_box.setdefault(chunk.box, []).append(chunk)
-    return [copies for copies in by_box.values() if len(copies) > 1]
+def _digests(tensors: Iterable[torch.Tensor], kind: str) -> list[bytes | None]:
+    return list(map(full_digest, tensors)) if kind == "full" else sampled_digests([*tensors])
 
 
-def _digests_by_group(
+def _by_group(
     groups: Sequence[Held], kind: str, lookup: Lookup
 ) -> Iterator[tuple[Held, list[bytes | None]]]:
     """Yield groups with the digests of their keys and boxes; all tensors are hashed in one call."""
-    tensors = [_data(held, lookup) for held in groups]
-    digests = iter(_digests([tensor for of_group in tensors for tensor in of_group], kind))
-    for held, of_group in zip(groups, tensors, strict=True):
+    tensors: list[torch.Tensor] = []
+    for held in groups:
+        for fqn, value in zip(held.fqns, held.values, strict=True):
+            if type(value) is Placed:
+                tensors += [chunk_data(value, chunk) for chunk in held_chunks(value)]
+            elif held.group.kind == PLAIN:
+                tensors.append(value)
+            elif held.group.kind == SHARD:
+                tensors += [lookup(MetadataIndex(fqn, torch.Size(box[0]))) for box in held.boxes]
+    digests = iter(_digests(tensors, kind))
+    for held in groups:
         if held.group.kind == OBJECT:
             yield held, list(map(object_digest, held.values))
         else:
-            yield held, list(islice(digests, len(of_group)))
-
-
-def _digests(tensors: Sequence[torch.Tensor], kind: str) -> list[bytes | None]:
-    return list(map(full_digest, tensors)) if kind == "full" else sampled_digests(tensors)
-
-
-def _data(held: Held, lookup: Lookup) -> list[torch.Tensor]:
-    """Return what a rank holds of a group, key by key and box by box: views; none of objects."""
-    data: list[torch.Tensor] = []
-    if held.group.kind == OBJECT:
-        return data
-    for fqn, value in zip(held.fqns, held.values, strict=True):
-        if type(value) is Placed:
-            data += [chunk_data(value, chunk) for chunk in held_chunks(value)]
-        elif type(value) is torch.Tensor or not has_hooks(value):
-            data.append(value)
-        else:
-            data += [lookup(MetadataIndex(fqn, torch.Size(box.offsets))) for box in held.boxes]
-    return data
+            yield held, list(islice(digests, len(held.fqns) * len(held.boxes)))
 
 
 def chunk_data(placed: Placed, chunk: Chunk) -> torch.Tensor:
@@ -224,65 +206,52 @@ class Contents:
         # By cohort, table and group: by row and key of the group the digests; of a group whose
         # digests are folded, those of the keys without a number, then the folded one.
         self._digests: dict[tuple[int, int, int], Digests] = {}
-        self._columns: dict[tuple[int, int], Any] = {}
         for at, cohort in enumerate(world.cohorts):
             members = [sent[rank] for rank in cohort.ranks.tolist()]
-            if members[0].packed:
-                joined = b"".join([one.packed for one in members])
-                digests = np.frombuffer(joined, np.uint64).reshape(len(members), -1)
-                self._add(at, digests, members[0].is_folded, size)
-
-    def _add(self, at: int, digests: Digests, is_folded: bool, size: int) -> None:
-        """Take in the digests of a cohort: by rank one vector, group after group."""
-        cohort, first = self._world.cohorts[at], 0
-        for (table, number, group), count in zip(
-            self._world.groups_of(cohort), cohort.counts, strict=True
-        ):
-            if not count or not may_have_replicas(group, size):
+            if not members[0].packed:
                 continue
-            fqns = self._world.tables[table].keys(number)
-            width = sum(not has_number(fqn) for fqn in fqns) + 1 if is_folded else len(fqns)
-            by_rank = digests[:, first : first + width * count].reshape(-1, width, count)
-            mine = by_rank.transpose(0, 2, 1).reshape(-1, width)
-            if self.is_folded and not is_folded:
-                mine = folded(mine.T, fqns).T
-            self._digests[at, table, number] = mine
-            first += width * count
-
-    def of(self, piece: Piece, positions: Sequence[int]) -> Digests:
-        """Return the digests by row and key of a piece; the keys have digests of their own."""
-        parts = []
-        for source in piece.sources:
-            keys = [source.positions[position] for position in positions]
-            columns = self._columns_of(source.table, source.number)[keys]
-            for rows in source.rows:
-                mine = self._digests.get((rows.cohort, source.table, source.number))
-                if mine is None:
-                    parts.append(np.zeros((len(rows.ranks), len(positions)), np.uint64))
-                else:
-                    parts.append(mine[:, columns])
-        return np.concatenate(parts)
-
-    def _columns_of(self, table: int, number: int) -> Any:
-        """Return by key of a group the column of its digest."""
-        if (table, number) not in self._columns:
-            fqns = self._world.tables[table].keys(number)
-            is_own = [not (self.is_folded and has_number(fqn)) for fqn in fqns]
-            self._columns[table, number] = np.cumsum(is_own) - 1
-        return self._columns[table, number]
+            joined = b"".join([one.packed for one in members])
+            digests, first = np.frombuffer(joined, np.uint64).reshape(len(members), -1), 0
+            for (table, number, group), count in zip(
+                world.groups_of(cohort), cohort.counts, strict=True
+            ):
+                if not count or not may_have_replicas(group, size):
+                    continue
+                fqns = world.tables[table].keys[number]
+                folds = sum(map(has_number, fqns)) - 1 if members[0].is_folded else 0
+                width = len(fqns) - folds
+                by_rank = digests[:, first : first + width * count].reshape(-1, width, count)
+                mine = by_rank.transpose(0, 2, 1).reshape(-1, width)
+                if self.is_folded and not members[0].is_folded:
+                    mine = folded(mine.T, fqns).T
+                self._digests[at, table, number] = mine
+                first += width * count
 
     def compared(self, piece: Piece) -> list[int]:
         """Return positions of the keys of a piece that have digests of their own."""
         is_folded = self.is_folded
         return [at for at, fqn in enumerate(piece.fqns) if not (is_folded and has_number(fqn))]
 
-    def differing(self, piece: Piece) -> list[int]:
-        """Return positions of the keys of which two ranks hold one box with other contents."""
-        positions = self.compared(piece) if self._digests and piece.cover.has_replicas else []
-        if not positions:
-            return []
-        differing = _differing(self.of(piece, positions), piece.cover).any(axis=0)
-        return [positions[at] for at in np.flatnonzero(differing).tolist()]
+    def differing(self, piece: Piece) -> tuple[list[int], Digests]:
+        """Return the keys of which two ranks hold one box with other contents.
+
+        Returns:
+            Their positions in the piece, and their digests by row and key.
+        """
+        positions = self.compared(piece) if self._digests else []
+        parts = []
+        for source in piece.sources:
+            keys = np.array([source.positions[position] for position in positions], np.int64)
+            if self.is_folded:
+                fqns = self._world.tables[source.table].keys[source.number]
+                keys = (np.cumsum([not has_number(fqn) for fqn in fqns]) - 1)[keys]
+            for rows in source.rows:
+                mine = self._digests.get((rows.cohort, source.table, source.number))
+                none = np.zeros((len(rows.ranks), len(positions)), np.uint64)
+                parts.append(none if mine is None else mine[:, keys])
+        digests = np.concatenate(parts)
+        differing = np.flatnonzero(_differing(digests, piece.cover).any(axis=0)).tolist()
+        return [positions[at] for at in differing], digests[:, differing]
 
     def uncompared(self, piece: Piece) -> int:
         """Return how many keys of a piece are folded with other keys on some ranks than on others.
@@ -290,7 +259,7 @@ class Contents:
         Where no box is on ranks of two tables, there is nothing to compare between them.
         """
         cover = piece.cover
-        if not self.is_folded or len(piece.sources) < 2 or not cover.has_replicas:
+        if len(piece.sources) < 2 or not cover.has_replicas:
             return 0
         source_of = piece.by_row(range(len(piece.sources)))[cover.order]
         starts = cover.starts[:-1]
@@ -300,10 +269,10 @@ class Contents:
 
     def folded_conflicts(self) -> Iterator[tuple[Group, list[str], list[int]]]:
         """Yield each group whose folded digests differ: its folded keys, and ranks that differ."""
-        for table, of_table in enumerate(self._world.rows if self.is_folded else ()):
+        for table, of_table in enumerate(self._world.rows):
             for number, all_rows in enumerate(of_table):
                 held = [one for one in all_rows if (one.cohort, table, number) in self._digests]
-                fqns = [fqn for fqn in self._world.tables[table].keys(number) if has_number(fqn)]
+                fqns = list(filter(has_number, self._world.tables[table].keys[number]))
                 if not held or not fqns:
                     continue
                 ranks = np.concatenate([rows.ranks for rows in held])
@@ -322,8 +291,6 @@ def held_beside_its_own(piece: Piece, world: int) -> int | None:
     """
     cover = piece.cover
     alone = [not may_have_replicas(source.group, world) for source in piece.sources]
-    if not any(alone) or not cover.has_replicas:
-        return None
     is_alone = np.maximum.reduceat(piece.by_row(alone)[cover.order], cover.starts[:-1]) > 0
     boxes = np.flatnonzero(is_alone & (np.diff(cover.starts) > 1))
     return int(boxes[0]) if len(boxes) else None

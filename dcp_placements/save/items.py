@@ -45,15 +45,14 @@ class Assignment(NamedTuple):
     def is_written(self, holding: Holding) -> list[bool]:
         """Return for each box of each key of each group of ``holding`` if the rank writes it."""
         runs = iter(unpacked_ints(self.runs).reshape(-1, 2).tolist())
-        groups = iter(holding.groups)
         is_written = []
-        for at, table in enumerate(holding.tables):
+        for at, groups in enumerate(holding.tables):
             of_keys = self.pieces[at] if self.pieces else b""
             split = iter(unpacked_ints(of_keys).tolist() if of_keys else ())
             # By piece, the runs of its boxes, and how many of its keys have been.
             runs_of: dict[int, list[list[int]]] = {}
             seen: dict[int, int] = {}
-            for number, held in enumerate(islice(groups, len(table.groups))):
+            for number, held in enumerate(groups):
                 for _ in held.fqns:
                     piece = next(split, number)
                     if piece not in runs_of:
@@ -106,8 +105,7 @@ def _write_data(group: Group, boxes: HeldBoxes) -> list[TensorWriteData]:
 def tensor_properties(group: Group) -> TensorProperties:
     """Return the properties of a group's tensors that metadata keeps."""
     assert group.dtype is not None
-    layout = getattr(torch, group.layout)
-    return properties_of(group.dtype, layout, group.requires_grad, group.shape)
+    return properties_of(group.dtype, group.layout, group.requires_grad, group.shape)
 
 
 def chunk_metadata(box: Box) -> ChunkStorageMetadata:

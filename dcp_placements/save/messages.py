@@ -34,8 +34,7 @@ from dcp_placements.layout.boxes import (
     uncovered,
     within,
 )
-from dcp_placements.layout.sharding import Box, Chunk, Kind
-from dcp_placements.names.optimizer_state import possible_parameters
+from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.report import SaveReport
 from dcp_placements.save.digests import Digests
 from dcp_placements.save.local_plan import LocalPlan, Statement
@@ -47,9 +46,11 @@ T = TypeVar("T")
 _NO_RULE = "no rule"
 _MOST_SHOWN = 4
 _WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
-_RANDOM_STATE = re.compile(r"(?i)(\.|_|^)(rng|random|seed)(s?_?states?)?(_|\.|$)")
-_SHARD = "PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})"
 _ANYWAY = 'on_conflict="warn" saves one of the copies anyway'
+_OBJECT_WAY_OUT = (
+    "way out:     to keep one per rank (random numbers, a position in the data), put the rank in "
+    "its key (f'rng.{rank}'); otherwise make it equal on all ranks before the save"
+)
 
 
 class Messages:
@@ -59,33 +60,28 @@ class Messages:
         world: What the ranks hold.
         plans: By position, the plan of a rank; messages name its global rank.
         statements: What ranks say beside their keys, by its packed form.
-        size: Number of ranks that there are.
     """
 
     def __init__(
-        self,
-        world: World,
-        plans: Sequence[LocalPlan],
-        statements: Mapping[bytes, Statement],
-        size: int,
+        self, world: World, plans: Sequence[LocalPlan], statements: Mapping[bytes, Statement]
     ) -> None:
         self.world = world
         self.plans = plans
         self.statements = statements
-        self.size = size
+        self.axis_sizes = dict(
+            size for one in statements.values() for size in one.axis_sizes.items()
+        )
 
     def disagreement(self, piece: Piece) -> list[Fault]:
-        """Return that tables say different things of the keys of a piece, if they do."""
-        groups = [source.group for source in piece.sources]
-        if len({(g.kind == OBJECT, g.shape, g.dtype) for g in groups}) == 1:
-            return []
-        kinds = self._ranks_by(piece, lambda group: group.kind == OBJECT)
+        """Return that tables say different things of the keys of a piece."""
+        kinds = self._ranks_by(
+            piece, lambda group: "another object" if group.kind == OBJECT else "a tensor"
+        )
         shapes = self._ranks_by(piece, lambda group: group.shape)
+        dtypes = self._ranks_by(piece, lambda group: group.dtype)
+        details = ["way out:     make it the same on all ranks, or give each a key of its own"]
         if len(kinds) > 1:
-            headline = f"is a tensor on {kinds[False]}, but another object on {kinds[True]}"
-            details = [
-                "way out:     give the object a key of its own, or make it a tensor everywhere"
-            ]
+            headline = f"the ranks do not agree on what it is: {_by(kinds)}"
         elif len(shapes) > 1:
             headline = f"the ranks do not agree on the shape of the whole tensor: {_by(shapes)}"
             details = [
@@ -100,9 +96,7 @@ class Messages:
                 if holes := uncovered(Box.whole(largest), piece.boxes):
                     details.insert(0, f"nobody holds {format_boxes(holes, largest)}")
         else:
-            dtypes = self._ranks_by(piece, lambda group: group.dtype)
             headline = f"the ranks do not agree on its dtype: {_by(dtypes)}"
-            details = ["way out:     cast it to one dtype on all ranks before saving"]
         return self._of_keys(piece, headline, details)
 
     def tiling(self, piece: Piece, *, complete: bool) -> list[Fault]:
@@ -112,34 +106,29 @@ class Messages:
             piece: The piece.
             complete: Whether the plans are all there are.
         """
-        boxes, whole = piece.cover.boxes, Box.whole(piece.group.shape)
-        crossing = overlaps(boxes)
-        beyond = np.flatnonzero(~within(whole, boxes) & (piece.cover.numel > 0)).tolist()
+        cover, whole = piece.cover, Box.whole(piece.group.shape)
         found = []
-        if crossing:
-            found += self._overlap(piece, crossing)
+        if crossing := overlaps(cover.boxes):
+            claimed = dict.fromkeys(box for pair in crossing[:2] for box in pair)
+            headline = f"ranks claim parts of {whole.sizes} that overlap without being the same"
+            details = [
+                *[
+                    f"claimed:     {self._box(piece, box)} by {self._holders(piece, box)}"
+                    for box in claimed
+                ],
+                "likely:      the same name is sharded on some ranks and whole, or cut otherwise, "
+                "on others",
+                "way out:     one placement for this name on all ranks, or a name of its own for "
+                "each tensor",
+            ]
+            found += self._of_keys(piece, headline, details)
+        beyond = np.flatnonzero(~within(whole, cover.boxes) & (cover.numel > 0)).tolist()
         if beyond:
-            headline = f"{self._box(piece, beyond[0], whole=False)} lies beyond the whole tensor"
-            details = (f"claimed by   {self._holders(piece, beyond[0])}",)
+            (box,) = as_boxes(cover.boxes[beyond[:1]])
+            headline = f"{format_box(box, None)} lies beyond the whole tensor"
+            details = [f"claimed by   {self._holders(piece, beyond[0])}"]
             found += self._of_keys(piece, f"{headline} of shape {whole.sizes}", details)
-        if complete and not crossing and not beyond:
-            found += self._hole(piece)
-        return found
-
-    def _overlap(self, piece: Piece, crossing: Sequence[tuple[int, int]]) -> list[Fault]:
-        claimed = dict.fromkeys(box for pair in crossing[:2] for box in pair)
-        details = [
-            f"claimed:     {self._box(piece, box)} by {self._holders(piece, box)}"
-            for box in claimed
-        ]
-        details += [
-            "likely:      the same name is sharded on some ranks and whole, or cut otherwise, on "
-            "others",
-            "way out:     one placement for this name on all ranks, or a name of its own for each "
-            "tensor",
-        ]
-        headline = f"ranks claim parts of {piece.group.shape} that overlap without being the same"
-        return self._of_keys(piece, headline, details)
+        return found or (self._hole(piece) if complete else found)
 
     def _hole(self, piece: Piece) -> list[Fault]:
         shape, cover = piece.group.shape, piece.cover
@@ -156,26 +145,19 @@ class Messages:
             details.append(f"the key is on {ranks}")
         if not lacking and prod(axes.values()) > len(self.plans):
             parts = " and ".join(f"{name!r} of size {size}" for name, size in axes.items())
-            details.append(
-                f"likely:      {parts} need {prod(axes.values())} ranks, and there are "
-                f"{self.size}, of which {len(self.plans)} take part"
-            )
+            needed = f"{parts} need {prod(axes.values())} ranks, and there are {len(self.plans)}"
+            details.append(f"likely:      {needed}")
         elif held and whole % held == 0:
-            sizes = self._axis_sizes()
-            names = [repr(name) for name, size in sizes.items() if size == whole // held]
+            names = [repr(name) for name, size in self.axis_sizes.items() if size == whole // held]
             axis = f", the size of axis {' or '.join(names)}" if names else ""
             details.append(f"likely:      {whole // held} times too little is held{axis}")
-        headline = f"nobody holds all of the {shape} tensor"
-        cuts = [cut for one in piece.sources for cut in one.group.cuts]
-        is_listed = any(cut.kind is Kind.LISTED and cut.dim >= 0 for cut in cuts)
-        found = []
-        for at, fqn in enumerate(piece.fqns):
-            way_out = _WAY_OUT_OF_HOLE
-            if is_listed:
-                is_state = possible_parameters(fqn)
-                way_out = _WAY_OUT_OF_LISTED_STATE if is_state else _WAY_OUT_OF_LISTED_HOLE
-            found += self._of_keys(piece, headline, (*details, way_out), positions=[at])
-        return found
+        details.append(
+            "way out:     save with all ranks that hold a part and with the key on each of them; "
+            "drop an axis over which it is not sharded from its rule; name every row by some "
+            "rank's IndexShard or rename= (a Stack of local numbers needs a Renumber before it; "
+            "where rows were never stepped, one that leaves state a tensor per row)"
+        )
+        return self._of_keys(piece, f"nobody holds all of the {shape} tensor", details)
 
     def conflicts(
         self, piece: Piece, positions: Sequence[int], digests: Digests
@@ -188,32 +170,28 @@ class Messages:
             digests: Theirs, by row and key.
         """
         # Most keys that differ do so between the same ranks.
-        known: dict[bytes, tuple[Fault, list[str]]] = {}
+        known: dict[bytes, Fault] = {}
         for position, column in zip(positions, digests.T, strict=True):
             _, first, content = np.unique(column, return_index=True, return_inverse=True)
             # By rank, the first rank with the same content: whatever the digests are.
             key = first[content].tobytes() + (column == 0).tobytes()
             if key not in known:
                 known[key] = self._conflict(piece, column)
-            fault, differs = known[key]
-            advice = content_advice(piece.fqns[position], piece.group, differs)
-            details = (*fault.details, *advice)
+            fault, renumber = known[key], renumber_of(piece.fqns[position])
+            details = [detail.replace(renumber_of(""), renumber) for detail in fault.details]
             yield from self._of_keys(piece, fault.headline, details, fault.place, [position])
 
-    def _conflict(self, piece: Piece, digests: Digests) -> tuple[Fault, list[str]]:
-        """Return what is said of all keys with such digests by row, and the axes that differ."""
+    def _conflict(self, piece: Piece, digests: Digests) -> Fault:
+        """Return what is said of all keys with such digests by row."""
         cover = piece.cover
-        ordered = digests[cover.order].tolist()
-        ranks = cover.ranks[cover.order].tolist()
+        ordered, ranks = digests[cover.order].tolist(), cover.ranks[cover.order].tolist()
         differing = []
         for box, (start, stop) in enumerate(pairwise(cover.starts.tolist())):
             contents = _ranks_by_digest(ordered[start:stop], ranks[start:stop])
             if len(contents) > 1:
                 differing.append((box, contents))
         (box, contents), *others = differing
-        count = len({rank for members in contents.values() for rank in members})
-        places = f"{len(others)} more place{'s' if len(others) > 1 else ''}"
-        more = f" (and {places})" if others else ""
+        more = f" (and {len(others)} more place{'s' if len(others) > 1 else ''})" if others else ""
         differs, agrees = self._along(contents)
         details = []
         for letter, members in zip("ABCDEFGH", contents.values(), strict=False):
@@ -225,14 +203,24 @@ class Messages:
         if differs:
             tail = f", agrees along {_quoted(agrees)}" if agrees else ""
             details.append(f"the copies:  differs along {_quoted(differs)}{tail}")
+        along = f" over {_quoted(differs, ' or ')}" if differs else ""
+        details += [
+            f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "
+            "its own from 0 (experts, layers); or replicas have drifted apart",
+            "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})",
+            f"             {renumber_of('')} where a rank's numbers are its own; with Stack, "
+            "a Renumber before the Stack",
+            "             a name per rank (f'rng.{rank}') for a state of each rank's own",
+            f"             {_ANYWAY}",
+        ]
+        count = len({rank for members in contents.values() for rank in members})
         headline = f"{len(contents)} different contents on {count} ranks that claim to be replicas"
         place = f"place:       {self._box(piece, box)} of {piece.group.shape}{more}"
-        return Fault("", headline, tuple(details), (place,)), differs
+        return Fault("", headline, tuple(details), (place,))
 
     def _along(self, contents: Mapping[int, Sequence[int]]) -> tuple[list[str], list[str]]:
         """Return the axes that tell contents apart, and those along which copies agree."""
         at = {rank: self._coordinate(rank) for ranks in contents.values() for rank in ranks}
-        sizes = self._axis_sizes()
         differs, agrees, seen_whole = [], [], []
         for name in sorted(set.intersection(*map(set, at.values()))):
             positions = [{at[rank][name] for rank in ranks} for ranks in contents.values()]
@@ -241,7 +229,7 @@ class Messages:
                 continue
             if sum(map(len, positions)) == len(everywhere):
                 differs.append(name)
-                seen_whole += [name] if len(everywhere) == sizes[name] else []
+                seen_whole += [name] if len(everywhere) == self.axis_sizes[name] else []
             elif max(map(len, positions)) > 1:
                 agrees.append(name)
         # An axis of which only some positions are seen may tell them apart by chance.
@@ -249,23 +237,21 @@ class Messages:
 
     def folded_conflict(self, group: Group, fqns: Sequence[str], ranks: Sequence[int]) -> Fault:
         """Return that one or more keys of a group have different contents on some ranks."""
-        among = (f"it is one or more of {len(fqns)} keys: {format_names(fqns)}",)
+        among = f"it is one or more of {len(fqns)} keys: {format_names(fqns)}"
+        on = self._ranks(ranks)
         if group.kind == OBJECT:
-            return Fault(
-                fqns[0],
-                f"this object, or others, differ between {self._ranks(ranks)}; those of the lowest "
-                "rank are kept",
-                (*among, *_OBJECT_ADVICE),
+            headline = (
+                f"this object, or others, differ between {on}; those of the lowest rank are kept"
             )
-        renumber = renumber_of(fqns[0])
-        lacking = f"{renumber}, or a rule with Shard," if renumber else "a rule with Shard"
+            return Fault(fqns[0], headline, (among, _OBJECT_WAY_OUT))
         return Fault(
             fqns[0],
-            f"this key, or others of its group, have different contents on {self._ranks(ranks)}, "
-            "which claim to be replicas",
+            f"this key, or others of its group, have different contents on {on}, which claim to be "
+            "replicas",
             (
-                *among,
-                f"likely:      {lacking} is missing; or the replicas have drifted apart",
+                among,
+                f"likely:      {renumber_of(fqns[0])}, or a rule with Shard, is missing; or the "
+                "replicas have drifted apart",
                 "way out:     dcp_placements.check(state_dict, rules) compares key by key; "
                 f"{_ANYWAY}",
             ),
@@ -285,18 +271,15 @@ class Messages:
             shown.append(f"{len(contents) - _MOST_SHOWN} more groups")
         kept = self._ranks([int(piece.ranks.min())])
         headline = f"this object differs between {'; '.join(shown)}; that of {kept} is kept"
-        return Fault(piece.fqns[position], headline, _OBJECT_ADVICE)
+        return Fault(piece.fqns[position], headline, (_OBJECT_WAY_OUT,))
 
     def undigested(self, fqn: str, ranks: Sequence[int]) -> Fault:
         """Return that the contents of a key cannot be read on some ranks."""
         return Fault(
             fqn,
-            f"is not compared between {self._ranks(ranks)} and the other ranks that hold it",
-            (
-                "reason:      there it is sparse, or of a class whose parts cannot be read: one "
-                "copy is kept, whatever the others hold",
-                "way out:     make sure that its copies are equal, or store its plain tensors",
-            ),
+            f"is not compared between {self._ranks(ranks)} and the other ranks that hold it: there "
+            "it is sparse, or of a class whose parts cannot be read",
+            ("way out:     make sure that its copies are equal, or store its plain tensors",),
         )
 
     def same_coordinate(self, piece: Piece, box: int) -> list[Fault]:
@@ -305,12 +288,8 @@ class Messages:
             f"{self._holders(piece, box)} hold the same part, {self._box(piece, box)} of "
             f"{piece.group.shape}, though its mesh has a part for every rank"
         )
-        details = (
-            "likely:      these ranks give the mesh of one another: get_coordinate() is the same "
-            "on them",
-            "way out:     on every rank the mesh as that rank sees it",
-        )
-        return self._of_keys(piece, headline, details, positions=[0])
+        way_out = "way out:     on every rank the mesh, and get_coordinate(), as that rank sees it"
+        return self._of_keys(piece, headline, [way_out], positions=[0])
 
     def _of_keys(
         self,
@@ -326,8 +305,7 @@ class Messages:
             rules = set()
             for source in piece.sources:
                 table = self.world.tables[source.table]
-                rule = table.rule(table.starts[source.number] + source.positions[at])
-                rules.add(rule or _NO_RULE)
+                rules.add(table.rule(source.number, source.positions[at]) or _NO_RULE)
             by_rule = f"by rule:     {', '.join(sorted(rules))}"
             found.append(Fault(piece.fqns[at], headline, (*details, by_rule), place))
         return found
@@ -340,9 +318,9 @@ class Messages:
             ranks.setdefault(value(source.group), []).extend(members)
         return {value: self._ranks(of_value) for value, of_value in ranks.items()}
 
-    def _box(self, piece: Piece, box: int, *, whole: bool = True) -> str:
+    def _box(self, piece: Piece, box: int) -> str:
         (one,) = as_boxes(piece.cover.boxes[[box]])
-        return format_box(one, piece.group.shape if whole else None)
+        return format_box(one, piece.group.shape)
 
     def _holders(self, piece: Piece, box: int) -> str:
         return self._ranks(piece.cover.holders(box).tolist())
@@ -351,77 +329,19 @@ class Messages:
         plan = self.plans[at]
         return dict(zip(self.statements[plan.statement].axis_sizes, plan.coordinate, strict=True))
 
-    def _axis_sizes(self) -> dict[str, int]:
-        return dict(size for one in self.statements.values() for size in one.axis_sizes.items())
-
     def _ranks(self, positions: Iterable[int]) -> str:
         return format_ranks(self.plans[at].rank for at in positions)
 
 
-_WAY_OUT_OF_HOLE = (
-    "way out:     save with all ranks that hold a part and with the key on each of them; where the "
-    "tensor is not sharded over that axis, drop the axis from its rule"
-)
-_WAY_OUT_OF_LISTED_HOLE = (
-    "way out:     every row must be named by some rank's IndexShard or rename=; a Stack of local "
-    "numbers needs a Renumber before it"
-)
-_WAY_OUT_OF_LISTED_STATE = (
-    "way out:     a rename= that stacks the parameters and leaves their state a tensor per row, as "
-    "in lambda key: key if '.state.' in key else stack(key), where these rows were never stepped "
-    "and have none; or a Stack has local numbers, without a Renumber before it"
-)
-_OBJECT_ADVICE = (
-    "likely:      a state of each rank's own (random numbers, a position in the data); or a step "
-    "or schedule that should be equal, and is not",
-    "way out:     to keep one per rank, put the rank in its key (f'rng.{rank}'); otherwise make it "
-    "equal on all ranks before the save",
-)
-
-
-def renumber_of(fqn: str) -> str | None:
-    """Return the ``Renumber`` for a key with the number of an expert; None for any other key.
+def renumber_of(fqn: str) -> str:
+    """Return the ``Renumber`` for a key with the number of an expert, or for any such key.
 
     >>> renumber_of("layers.3.experts.0.w1")
     'rename=Renumber("experts.{}", this rank\\'s experts, total=)'
-    >>> renumber_of("layers.3.experts.w1")
     """
     match = _WITH_WORD.search(fqn)
-    if match is None:
-        return None
-    pattern = re.sub(r"\d+$", "{}", match.group().rstrip("."))
+    pattern = "experts.{}" if match is None else re.sub(r"\d+$", "{}", match.group().rstrip("."))
     return f'rename=Renumber("{pattern}", this rank\'s experts, total=)'
-
-
-def content_advice(fqn: str, group: Group, differs: Sequence[str]) -> list[str]:
-    """Return the likely cause and the ways out where copies differ.
-
-    Args:
-        fqn: Their key.
-        group: Its group.
-        differs: The axes along which the copies differ.
-    """
-    along = f"over {_quoted(differs, ' or ')}" if differs else "otherwise on each rank"
-    which = "that axis" if len(differs) < 2 else "one of these axes"
-    needs = f"it is sharded {along}: it needs a rule with Shard on {which}"
-    renumber = renumber_of(fqn)
-    is_state = not group.shape or _RANDOM_STATE.search(fqn)
-    is_floating = group.dtype is None or group.dtype.is_floating_point
-    if is_state or not (renumber or is_floating):
-        likely = "a number or random state of each rank's own, under one name"
-        ways = ["a name per rank (f'rng.{rank}'), or one value for all ranks"]
-    elif renumber is not None:
-        likely = f"different experts under one name: every rank counts its own from 0; or {needs}"
-        ways = [renumber, f"{_SHARD} where ranks hold parts of one expert"]
-    elif any(cut.kind is Kind.LISTED and cut.dim >= 0 for cut in group.cuts):
-        likely = "ranks list the rows of one another, as a Stack of local numbers does"
-        ways = ["a Renumber before the Stack; or IndexShard with each rank's own rows"]
-    else:
-        likely = needs
-        ways = [_SHARD, "rename= where the name counts from 0 on every rank (experts, layers)"]
-    text = "if these are meant to be replicas, they have drifted apart"
-    lines = [f"likely:      {likely}; {text}", f"way out:     {ways[0]}"]
-    return lines + [f"             {way}" for way in (*ways[1:], _ANYWAY)]
 
 
 def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
@@ -432,8 +352,6 @@ def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
         f"{len(copies)} copies of {format_box(copies[0].box, shape)} of {shape} on one rank have "
         "different contents",
         (
-            "likely:      copies of one expert on this rank that have drifted apart; or a number "
-            "that IndexShard or rename= names once too often",
             f"way out:     make the copies equal, or correct the numbers; {_ANYWAY}",
             f"by rule:     {placed.rule or _NO_RULE}",
         ),
@@ -445,18 +363,16 @@ def this_save(headline: str, *details: str) -> Fault:
     return Fault("this save", headline, details)
 
 
-def unlike(what: str, values: Mapping[T, Sequence[int]], *details: str) -> list[Fault]:
-    """Return that ranks were given different values, if they were.
+def unlike(what: str, values: Mapping[T, Sequence[int]], *details: str) -> Fault:
+    """Return that ranks were given different values.
 
     Args:
         what: What they do about it, as text.
         values: The ranks by value.
         details: The reason, and what makes them equal.
     """
-    if len(values) < 2:
-        return []
     texts = {repr(value): format_ranks(ranks) for value, ranks in values.items()}
-    return [this_save(f"{what}: {_by(texts)}", *details)]
+    return this_save(f"{what}: {_by(texts)}", *details)
 
 
 def uncompared(keys: int) -> Fault:

@@ -34,7 +34,7 @@ def numbering_faults(
         waived: Patterns of keys whose families need not have all numbers.
     """
     faults = [_totals_fault(*one) for one in totals.items() if len(one[1]) > 1]
-    fqns = [fqn for table in world.tables for fqn in table.fqns]
+    fqns = [fqn for piece in world.pieces for fqn in piece.fqns]
     excused = [fqn for fqn in fqns if any(one.search("." + fqn) for one in waived)]
     by_pattern: dict[str, list[Family]] = {}
     for family in Families(totals, fqns).of(world):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import pickle
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +23,13 @@ from dcp_placements._torch import (
     ShardedTensor,
     global_rank,
     is_of_hugging_face_writer,
+    named_axes,
     without_class,
     world_size,
 )
 from dcp_placements.bind.checks import lint, meta_faults
 from dcp_placements.bind.place import optimizer_faults, place
-from dcp_placements.bind.placed import Placing
+from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import PlacementError, RankFaults
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.flat import Path, Reshaped, checkpoint_path, rename_keys
@@ -35,25 +38,21 @@ from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import SaveReport, key_report
-from dcp_placements.rules.patterns import Rules, check_declaration, compile_pattern
+from dcp_placements.rules.mesh import mesh_axes, mesh_state
+from dcp_placements.rules.patterns import PlacementRules, Rules, check_declaration, compile_pattern
 from dcp_placements.rules.unmatched import Matches, rule_matches
 from dcp_placements.runs import NOT_FINISHED, ItemsToCome, RunAttribute, Runs
 from dcp_placements.save.coordinator import REFUSED, Coordinator, sent_plans
 from dcp_placements.save.digests import (
+    SentDigests,
     chunk_data,
     differing_repeats,
     digests_by_chunk,
     digests_of,
 )
 from dcp_placements.save.items import Assignment, assigned_items
-from dcp_placements.save.local_plan import (
-    LocalPlan,
-    Statement,
-    left_to_others,
-    named_axes_of,
-)
+from dcp_placements.save.local_plan import LocalPlan, Statement
 from dcp_placements.save.messages import repeat_fault
-from dcp_placements.save.record import cuts_and_renames, making, paths_of_keys
 from dcp_placements.storage.metadata.provenance import (
     DIGESTS_OF_RANK,
     REPLACED,
@@ -62,7 +61,7 @@ from dcp_placements.storage.metadata.provenance import (
 )
 from dcp_placements.storage.metadata.rank_files import saves_before
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
-from dcp_placements.table.table import OBJECT, Holding, held_chunks, holding_of, packed_boxes
+from dcp_placements.table.table import OBJECT, Holding, held_chunks, holding_of
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
@@ -82,15 +81,13 @@ class RankSave:
         metadata: Coordinator only: what will be in ``.metadata``.
         is_coordinator: Whether this rank is the coordinator.
         placing: Its tensors' places.
-        paths: By key, where it stands in the nested dict of the checkpoint; empty where the state
-            dict was not flattened.
         holding: What it holds, by group.
-        report: The report on the save; on what this rank holds before all ranks have agreed.
-        renames: What the checkpoint is to keep of the rename.
+        report: On all ranks, on the coordinator; None where nothing is known but ``holding``.
         directory: That it writes into; empty for none.
         refusal: Why the rank cannot save; the coordinator raises it for all ranks.
-        notes: What is saved with a warning.
+        reshaped: What a rename makes other tensors of.
         rename_matches: What the rename declares by pattern, and whether a key here matches.
+        renames: What the checkpoint is to keep of the rename.
     """
 
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -100,63 +97,34 @@ class RankSave:
     metadata: Metadata | None = None
     is_coordinator: bool = False
     placing: Placing = field(default_factory=Placing)
-    paths: Mapping[str, Path] = field(default_factory=dict)
-    holding: Holding = field(default_factory=Holding)
-    report: SaveReport = field(default_factory=lambda: SaveReport(planned=False))
-    renames: tuple[Step, ...] = ()
+    holding: Holding | None = None
+    report: SaveReport | None = None
     directory: str = ""
     refusal: RankFaults | None = None
+    reshaped: Reshaped = field(default_factory=Reshaped)
     rename_matches: Matches = field(default_factory=dict)
-    _reshaped: Reshaped = field(default_factory=Reshaped)
+    renames: tuple[Step, ...] = ()
     _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
 
-    def rename(self, rename: Rename | None) -> None:
-        """Take the checkpoint's keys for this rank's.
-
-        Raises:
-            RankFaults: Keys that cannot be renamed.
-        """
-        if rename is None:
-            return
-        local = self.state_dict
-        renamed = rename_keys(local, self.mappings, rename)
-        self.state_dict, self.mappings, self._reshaped, self.rename_matches = renamed
-        self.renames = recorded(rename, local, self.state_dict)
-
-    def place(self, rules: Rules | None, rename: Rename | None, *, flat: bool) -> None:
-        """Work out where the tensors lie, and what the rank holds.
+    def hold(self, rename: Rename | None, left: Collection[str] = (), *, flat: bool) -> Holding:
+        """Return what the rank holds.
 
         Args:
-            rules: The user's rules.
             rename: The user's renaming.
+            left: Keys that are left to other ranks.
             flat: Whether the state dict was flattened, so that ``mappings`` holds paths.
-
-        Raises:
-            RankFaults: Tensors and rules that do not fit, all of them in one error.
         """
-        self.placing = place(self.state_dict, rules, self.mappings, self._reshaped)
-        self.state_dict, self.mappings = self.placing.state_dict, self.placing.mappings
-        faults = self.placing.faults
-        faults += optimizer_faults(self.state_dict, self.placing, rename)
-        faults += meta_faults(self.state_dict, self.placing)
-        if faults:
-            raise RankFaults(f"rank {global_rank()} {REFUSED}", faults)
-        if flat:
-            self.paths = self.mappings
-            if rename is not None:
-                self.paths = {key: checkpoint_path(key, at) for key, at in self.mappings.items()}
-        self.hold()
-
-    def hold(self, left: Collection[str] = ()) -> None:
-        """Take all keys for what the rank holds, but for those that are left to other ranks."""
+        paths: Mapping[str, Path] = self.mappings if flat else {}
+        if rename is not None:
+            paths = {key: checkpoint_path(key, path) for key, path in paths.items()}
         without = self.placing.absent.union(left)
-        self.holding = holding_of(self.state_dict, self.placing.placed, self.paths, without)
+        return holding_of(self.state_dict, self.placing.placed, paths, without)
 
     def own_report(self, waived: Mapping[str, str]) -> SaveReport:
         """Return the report on what this rank holds."""
         report = SaveReport(rules=dict(self.placing.matched), waived=dict(waived))
-        objects = []
-        for held in self.holding.groups:
+        objects: list[str] = []
+        for held in self.holding.groups if self.holding is not None else ():
             if held.group.kind == OBJECT:
                 objects += held.fqns
             else:
@@ -164,7 +132,7 @@ class RankSave:
                 numel = sum(box.numel for box in boxes)
                 key = key_report(held.group.shape, held.group.dtype, len(boxes), numel, numel)
                 report.keys.update(dict.fromkeys(held.fqns, key))
-        report.objects = tuple(objects)
+        report.objects, report.planned = tuple(objects), self.holding is not None
         return report
 
     def data(self, index: MetadataIndex) -> torch.Tensor | None:
@@ -276,7 +244,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
     @property
     def report(self) -> SaveReport:
         """What the latest save comes to."""
-        return self._runs.latest.report
+        save = self._runs.latest
+        return save.own_report(self.waive) if save.report is None else save.report
 
     def set_up_planner(
         self,
@@ -314,10 +283,16 @@ class PlacementSavePlanner(DefaultSavePlanner):
                     save.state_dict[str(key)] = value
         target = None if storage_meta is None else storage_meta.checkpoint_id
         save.directory = "" if target is None else os.fspath(target)
+        if self.rename is None:
+            return
+        local = save.state_dict
         try:
-            save.rename(self.rename)
+            renamed = rename_keys(local, save.mappings, self.rename)
         except RankFaults as refusal:
             save.refusal = refusal
+        else:
+            save.state_dict, save.mappings, save.reshaped, save.rename_matches = renamed
+            save.renames = recorded(self.rename, local, save.state_dict)
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
@@ -326,34 +301,41 @@ class PlacementSavePlanner(DefaultSavePlanner):
         and rules do not fit, it is the reasons alone, and the coordinator raises one error for all
         ranks.
         """
-        save = self._runs.planned
+        save, rank = self._runs.planned, global_rank()
         try:
             if save.refusal is not None:
                 raise save.refusal
             with quiet_gc():
-                save.place(self.rules, self.rename, flat=self.flatten_state_dict)
-                save.report = save.own_report(self.waive)
-                local_plan = self._local_plan()
+                save.placing = place(save.state_dict, self.rules, save.mappings, save.reshaped)
+                save.state_dict, save.mappings = save.placing.state_dict, save.placing.mappings
+                faults = save.placing.faults
+                faults += optimizer_faults(save.state_dict, save.placing, self.rename)
+                faults += meta_faults(save.state_dict, save.placing)
+                if faults:
+                    raise RankFaults(f"rank {rank} {REFUSED}", faults)
+                save.holding = save.hold(self.rename, flat=self.flatten_state_dict)
+                local_plan = self._local_plan(save, save.holding)
         except RankFaults as refusal:
             save.refusal = refusal
-            local_plan = LocalPlan(global_rank(), faults=refusal.packed())
+            local_plan = LocalPlan(rank, faults=refusal.packed())
         return SavePlan(ItemsToCome(), planner_data=local_plan)  # type: ignore[arg-type]
 
-    def _local_plan(self) -> LocalPlan:
+    def _local_plan(self, save: RankSave, holding: Holding) -> LocalPlan:
         """Return what is sent to the coordinator."""
-        save, rank = self._runs.planned, global_rank()
-        placed = save.placing.placed.values()
-        repeats = [repeat_fault(*one) for one in differing_repeats(placed, self.digests)]
+        rank, placed = global_rank(), save.placing.placed.values()
+        several = [tensor for tensor in placed if len(tensor.chunks) > 1]
+        repeats = []
+        if several:
+            repeats = [repeat_fault(*one) for one in differing_repeats(several, self.digests)]
         if repeats and self.on_conflict == "error":
             raise RankFaults(f"rank {rank} {REFUSED}", repeats)
         waived = [compile_pattern(pattern) for pattern in self.waive]
-        findings = lint(placed, renamed=self.rename is not None, waived=waived)
-        axes = named_axes_of(save.placing, self.rules)
+        axes = _named_axes_of(save.placing, self.rules)
         statement = Statement(
             matched=save.placing.matched,
             declared={**rule_matches(self.rules, save.placing.matched), **save.rename_matches},
             stateless=tuple(stateless_parameters(save.state_dict)),
-            notes=(*repeats, *findings),
+            notes=(*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)),
             renames=save.renames,
             axis_sizes={name: size for name, (_, size) in axes.items()},
             digest_kind=self.digests,
@@ -361,23 +343,21 @@ class PlacementSavePlanner(DefaultSavePlanner):
             directory=save.directory,
             step=self.step,
         )
-        coordinate = tuple([position for position, _ in axes.values()])
-        plan = LocalPlan(rank, coordinate=coordinate, statement=statement.packed())
-        return self._with_holding(plan)
+        return LocalPlan(
+            rank,
+            holding.sent,
+            tuple([position for position, _ in axes.values()]),
+            self._digests_of(holding),
+            zlib.compress(pickle.dumps(statement, protocol=5), 6),
+        )
 
-    def _with_holding(self, plan: LocalPlan) -> LocalPlan:
-        """Return a plan with the keys, boxes and digests of what this rank holds."""
-        holding = self._runs.planned.holding
-        return plan._replace(
-            tables=tuple([table.packed() for table in holding.tables]),
-            boxes=packed_boxes(holding.boxes),
-            digests=digests_of(
-                holding,
-                self.digests,
-                world=world_size(),
-                lookup=self.lookup_object,
-                exact=self._exact,
-            ),
+    def _digests_of(self, holding: Holding) -> SentDigests:
+        return digests_of(
+            holding,
+            self.digests,
+            world=world_size(),
+            lookup=self.lookup_object,
+            exact=self._exact,
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -397,10 +377,10 @@ class PlacementSavePlanner(DefaultSavePlanner):
             others_missing = in_group not in (None, global_rank())
             if alone and not save.is_coordinator and not others_missing:
                 # With a coordinator of its own (no_dist=True) a rank saves all that it has.
-                left = left_to_others(save.placing.placed.values())
-                if left:
-                    save.hold(left)
-                    sent = [self._with_holding(sent[0])]
+                left = _left_to_others(save.placing.placed.values())
+                save.holding = save.hold(self.rename, left, flat=self.flatten_state_dict)
+                digests = self._digests_of(save.holding)
+                sent = [sent[0]._replace(sent=save.holding.sent, digests=digests)]
             coordinator = Coordinator(
                 sent,
                 size=world_size(),
@@ -409,21 +389,22 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 strict=self.on_conflict == "error",
             )
             coordinator.prove()
-            metadata = coordinator.metadata(save.holding.fqns)
+            metadata = coordinator.metadata([] if save.holding is None else save.holding.fqns)
             coordinator.finish_report(
                 in_group=in_group if others_missing else None,
                 merged_later=all_plans[0].storage_data is not None,
             )
             save.report = coordinator.report
+            save_id = uuid.uuid4().bytes
             assignments = coordinator.assign(
-                lowest_rank=self.dedup_save_to_lowest_rank, save_id=uuid.uuid4().bytes
+                lowest_rank=self.dedup_save_to_lowest_rank, save_id=save_id
             )
             # What a writer put into a local plan stays in it: without collectives, its file names.
             save.global_plan = [
                 dataclasses.replace(plan, planner_data=assignment)
                 for plan, assignment in zip(all_plans, assignments, strict=True)
             ]
-            data = self._planner_data(coordinator, metadata, assignments, alone)
+            data = self._planner_data(coordinator, metadata, save_id, alone)
             save.metadata = Metadata(metadata, planner_data=data)
         return save.global_plan, save.metadata
 
@@ -437,8 +418,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         save = self._runs.planned
         if save.refusal is not None:  # and the coordinator's planner is another one
             raise save.refusal
-        assignment = new_plan.planner_data
-        if not (isinstance(assignment, Assignment) and isinstance(new_plan.items, ItemsToCome)):
+        assignment, holding = new_plan.planner_data, save.holding
+        is_assigned = isinstance(assignment, Assignment) and isinstance(new_plan.items, ItemsToCome)
+        if not is_assigned or holding is None:
             raise PlacementError(NOT_FINISHED)
         if is_of_hugging_face_writer(new_plan.storage_data):
             raise PlacementError(
@@ -448,7 +430,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 "dcp-placements export --to hf"
             )
         with quiet_gc():
-            items = assigned_items(save.holding, assignment, save)
+            items = assigned_items(holding, assignment, save)
             # A rank that writes nothing makes no file for its id alone.
             if items and not is_named(new_plan.storage_data):
                 items = [*id_items(assignment.save_id, global_rank()), *items]
@@ -472,31 +454,18 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return find_state_dict_object(save.state_dict, index) if data is None else data
 
     def _planner_data(
-        self,
-        coordinator: Coordinator,
-        metadata: Mapping[str, Any],
-        assignments: Sequence[Assignment],
-        alone: bool,
+        self, coordinator: Coordinator, metadata: Mapping[str, Any], save_id: bytes, alone: bool
     ) -> dict[str, Any]:
         """Return what the checkpoint keeps of its save, beside the metadata of the keys."""
-        world, statements = coordinator.world, list(coordinator.statements.values())
         data: dict[str, Any] = {}
         if self.flatten_state_dict:
-            data.update(paths_of_keys(world))
-        provenance = identity(assignments[0].save_id, world_size=len(assignments), step=self.step)
-        provenance |= cuts_and_renames(world, statements, metadata)
-        options = {
-            "digests": self.digests,
-            "on_conflict": self.on_conflict,
-            "waive": self.waive,
-            "flatten_state_dict": self.flatten_state_dict,
-            "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
-        }
+            for table in coordinator.world.tables:
+                data.update(table.paths())
+        provenance = identity(save_id, world_size=len(coordinator.plans), step=self.step)
+        provenance |= coordinator.record(metadata)
         if alone:
-            provenance["options"] = options
+            provenance["options"] = {"on_conflict": self.on_conflict}
             provenance |= self._provenance_of_rank()
-        if self.digests == "full":
-            provenance |= making(world, statements, options)
         data[RESERVED_KEY] = provenance
         return data
 
@@ -508,7 +477,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if save.directory and os.path.isfile(older):
             # A rank that is stopped before it saves again has saved here less often.
             provenance[REPLACED] = saves_before(lambda: io.BufferedReader(io.FileIO(older)))
-        if self.digests != "off":
+        if self.digests != "off" and save.holding is not None:
             digests = digests_by_chunk(save.holding, self.digests, self.lookup_object)
             provenance[DIGESTS_OF_RANK] = digests
         return provenance
@@ -526,3 +495,38 @@ def _rank_in_group(storage_data: Any) -> int | None:
     prefix = getattr(storage_data, "prefix", None)
     match = _RANK_PREFIX.match(prefix) if isinstance(prefix, str) else None
     return None if match is None else int(match[1])
+
+
+def _named_axes_of(placing: Placing, rules: Rules | None) -> dict[str, tuple[int, int]]:
+    """Return ``{name: (position, size)}`` of every named axis that tensors and rules name."""
+    axes: dict[str, tuple[int, int]] = {}
+    for mesh in rules.meshes if isinstance(rules, PlacementRules) else ():
+        axes.update(named_axes(mesh))
+    places = dict.fromkeys([placed.place for placed in placing.placed.values()])
+    of_places = [axis for place in places for axis in place.axes]
+    for mesh in {mesh_state(axis.mesh): axis.mesh for axis in of_places}.values():
+        axes.update(named_axes(mesh))
+    axes.update({axis.name: (axis.position, axis.size) for axis in of_places if axis.name})
+    return axes
+
+
+def _left_to_others(placed: Iterable[Placed]) -> set[str]:
+    """Return the keys of this rank's tensors that another rank writes, by their axes alone.
+
+    It holds where all ranks save: in a process group that lacks some, the first rank along an axis
+    may be one of those.
+
+    A DTensor is on all ranks of its own mesh, so the first along the axes that do not cut it
+    writes. Of other axes, those of a rule or of the mesh that its own was sliced from, nothing is
+    known: along ``pp`` and ``ep`` other ranks may have other keys.
+    """
+    left = set()
+    for tensor in placed:
+        own = () if tensor.mesh is None else mesh_axes(tensor.mesh) or ()
+        if any(
+            axis.position
+            for axis in tensor.place.replicating
+            if any(axis.is_same(other) for other in own)
+        ):
+            left.add(tensor.fqn)
+    return left

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -95,7 +96,7 @@ class Families:
 
     def of(self, world: World) -> list[Family]:
         """Return the families of the keys of a world, with who has which number."""
-        of_tables = [self.numbers(table.fqns) for table in world.tables]
+        of_tables = [self.numbers(chain.from_iterable(table.keys)) for table in world.tables]
         rows: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for at, cohort in enumerate(world.cohorts):
             mine: dict[tuple[str, str], set[int]] = {}

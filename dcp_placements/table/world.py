@@ -8,31 +8,16 @@ pipeline stage, say). Everything that holds for one key of a piece holds for all
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import pairwise
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from dcp_placements.layout.boxes import Boxes, Ints
 from dcp_placements.table.cover import NOTHING, Cover
-from dcp_placements.table.table import Group, Table, unpacked_ints
-
-
-class Sent(Protocol):
-    """What a rank sends of its holding: its tables and its boxes, packed."""
-
-    @property
-    def tables(self) -> tuple[bytes, ...]:
-        """Its tables."""
-        ...
-
-    @property
-    def boxes(self) -> bytes:
-        """The boxes of each group of each table in turn."""
-        ...
+from dcp_placements.table.table import Group, Sent, Table, unpacked_ints
 
 
 class Cohort(NamedTuple):
@@ -87,39 +72,25 @@ class Source(NamedTuple):
     rows: Sequence[Rows]
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """Keys that every rank which has one of them has all of, lying alike.
 
     Attributes:
         fqns: The keys.
         sources: The tables that have them.
+        group: That of the first source.
+        ranks: By row, source after source and cohort after cohort within each, the rank.
+        boxes: By row, the box; none where the groups differ in their number of dims.
         cover: Which ranks hold which box; of no rows before that is asked.
     """
 
     fqns: list[str]
-    sources: list[Source] = field(default_factory=list)
+    sources: list[Source]
+    group: Group
+    ranks: Ints
+    boxes: Boxes
     cover: Cover = NOTHING
-
-    @property
-    def group(self) -> Group:
-        """The group of the first source."""
-        return self.sources[0].group
-
-    @cached_property
-    def rows(self) -> list[Rows]:
-        """What is held, source after source, and cohort after cohort within each."""
-        return [rows for source in self.sources for rows in source.rows]
-
-    @cached_property
-    def ranks(self) -> Ints:
-        """By row, the rank."""
-        return np.concatenate([rows.ranks for rows in self.rows])
-
-    @cached_property
-    def boxes(self) -> Boxes:
-        """By row, the box; for groups of one number of dims."""
-        return np.concatenate([rows.boxes for rows in self.rows])
 
     def by_row(self, values: Sequence[int]) -> Ints:
         """Return values, one per source, by row."""
@@ -135,7 +106,6 @@ class World:
         like: By rank, what else ranks of one cohort have in common.
 
     Attributes:
-        sent: The same.
         tables: The different tables.
         cohorts: The cohorts.
         rows: By table and group, what each cohort holds.
@@ -144,30 +114,41 @@ class World:
         split: By table, the piece of each key; empty where every group is a piece by itself.
     """
 
-    def __init__(
-        self,
-        sent: Sequence[Sent],
-        like: Sequence[Hashable] = (),
-    ) -> None:
-        self.sent = sent
+    def __init__(self, sent: Sequence[Sent], like: Sequence[Hashable] = ()) -> None:
         self.tables: list[Table] = []
-        self.cohorts: list[Cohort] = []
         self.rows: list[list[list[Rows]]] = []
-        self.pieces: list[Piece] = []
-        self.split: list[list[int]] = []
-        self._numbers: dict[bytes, int] = {}
+        self.cohorts: list[Cohort] = []
+        unpacked = cache(unpacked_ints)
+        numbers: dict[bytes, int] = {}
         alike: dict[Hashable, list[int]] = {}
-        for at, one in enumerate(sent):
-            alike.setdefault((one.tables, like[at] if like else None), []).append(at)
-        for ranks in alike.values():
-            tables = tuple([self._number(packed) for packed in sent[ranks[0]].tables])
-            self._add(tables, ranks)
-        having: list[list[Ints]] = [[] for _ in self.tables]
-        for cohort in self.cohorts:
-            for table in cohort.tables:
-                having[table].append(cohort.ranks)
+        for rank, one in enumerate(sent):
+            kind = one.tables, one.counts, like[rank] if like else None
+            alike.setdefault(kind, []).append(rank)
+        having: list[list[Ints]] = []
+        for members in alike.values():
+            ranks, first = np.array(members, np.int64), sent[members[0]]
+            for packed in first.tables:
+                if packed not in numbers:
+                    numbers[packed] = len(numbers)
+                    self.tables.append(Table.unpacked(packed))
+                    self.rows.append([[] for _ in self.tables[-1].groups])
+                    having.append([])
+            tables = tuple([numbers[packed] for packed in first.tables])
+            cohort = Cohort(tables, ranks, unpacked(first.counts).tolist())
+            boxes, at = np.stack([unpacked(sent[rank].boxes) for rank in members]), 0
+            for (table, number, group), count in zip(
+                self.groups_of(cohort), cohort.counts, strict=True
+            ):
+                ndim = len(group.shape)
+                held = boxes[:, at : at + count * 2 * ndim].reshape(len(ranks) * count, 2, ndim)
+                rows = Rows(len(self.cohorts), np.repeat(ranks, count), held)
+                self.rows[table][number].append(rows)
+                at += count * 2 * ndim
+            for table in tables:
+                having[table].append(ranks)
+            self.cohorts.append(cohort)
         self.members: list[Ints] = [np.sort(np.concatenate(parts)) for parts in having]
-        self._add_pieces()
+        self.pieces, self.split = self._pieces()
 
     def groups_of(self, cohort: Cohort) -> list[tuple[int, int, Group]]:
         """Return table, number and group of all groups of a cohort, in the order of its boxes."""
@@ -176,6 +157,34 @@ class World:
             for table in cohort.tables
             for number, group in enumerate(self.tables[table].groups)
         ]
+
+    def _pieces(self) -> tuple[list[Piece], list[list[int]]]:
+        """Return the pieces of all tables, and by table the piece of each key where it is split."""
+        shared = _shared_keys(self.tables)
+        made: dict[Hashable, tuple[list[str], list[Source]]] = {}
+        split: list[list[int]] = []
+        for at, table in enumerate(self.tables):
+            piece_of: list[int] = []
+            count = 0
+            for number, fqns in enumerate(table.keys):
+                positions_of: dict[Hashable, Sequence[int]] = {(at, number): range(len(fqns))}
+                if not shared.keys().isdisjoint(fqns):
+                    kinds: dict[Hashable, list[int]] = {}
+                    for position, fqn in enumerate(fqns):
+                        kinds.setdefault(shared.get(fqn, (at, number)), []).append(position)
+                    positions_of = {**kinds}
+                of_group = [0] * len(fqns)
+                for kind, positions in positions_of.items():
+                    if kind not in made:
+                        made[kind] = [fqns[position] for position in positions], []
+                    rows, group = self.rows[at][number], table.groups[number]
+                    made[kind][1].append(Source(at, number, group, positions, count, rows))
+                    for position in positions:
+                        of_group[position] = count
+                    count += 1
+                piece_of += of_group
+            split.append(piece_of if count > len(table.groups) else [])
+        return [_piece(*one) for one in made.values()], split
 
     def by_rank(self, values: Sequence[Ints]) -> list[Ints]:
         """Return what pieces have by row as one row per rank, cohort by cohort.
@@ -207,71 +216,14 @@ class World:
             found.append(np.concatenate(in_order or [np.zeros((ranks, 0), np.int64)], axis=1))
         return found
 
-    def _number(self, packed: bytes) -> int:
-        """Return the position of a table, unpacking it where it is new."""
-        number = self._numbers.setdefault(packed, len(self.tables))
-        if number == len(self.tables):
-            self.tables.append(Table.unpacked(packed))
-            self.rows.append([[] for _ in self.tables[-1].groups])
-        return number
 
-    def _add(self, tables: tuple[int, ...], ranks: list[int]) -> None:
-        """Make cohorts of ranks with the same tables."""
-        width = sum(len(self.tables[table].groups) for table in tables)
-        # By the number of boxes of each group: the ranks, and their boxes.
-        alike: dict[bytes, tuple[list[int], list[Ints]]] = {}
-        unpacked = cache(unpacked_ints)
-        for rank in ranks:
-            row = unpacked(self.sent[rank].boxes)
-            members, boxes = alike.setdefault(row[:width].tobytes(), ([], []))
-            members.append(rank)
-            boxes.append(row[width:])
-        for packed, (members, boxes) in alike.items():
-            counts: list[int] = np.frombuffer(packed, np.int64).tolist()
-            cohort = Cohort(tables, np.array(members, np.int64), counts)
-            numbers, at = np.stack(boxes), 0
-            for (table, number, group), count in zip(self.groups_of(cohort), counts, strict=True):
-                ends = at + count * 2 * len(group.shape)
-                held = numbers[:, at:ends].reshape(len(members) * count, 2, len(group.shape))
-                of_row = np.repeat(cohort.ranks, count)
-                self.rows[table][number].append(Rows(len(self.cohorts), of_row, held))
-                at = ends
-            self.cohorts.append(cohort)
-
-    def _add_pieces(self) -> None:
-        """Make the pieces of all tables."""
-        shared = _shared_keys(self.tables)
-        by_kind: dict[Hashable, Piece] = {}
-        for at, table in enumerate(self.tables):
-            pieces_of_keys: list[int] = []
-            count = 0
-            for number, group in enumerate(table.groups):
-                fqns, rows = table.keys(number), self.rows[at][number]
-                positions_of: dict[Hashable, Sequence[int]] = {(at, number): range(len(fqns))}
-                if not shared.keys().isdisjoint(fqns):
-                    positions_of = _split(fqns, shared, (at, number))
-                piece_of = [count] * len(fqns)
-                for kind, positions in positions_of.items():
-                    if kind not in by_kind:
-                        by_kind[kind] = Piece([fqns[position] for position in positions])
-                        self.pieces.append(by_kind[kind])
-                    source = Source(at, number, group, positions, count, rows)
-                    by_kind[kind].sources.append(source)
-                    for position in positions:
-                        piece_of[position] = count
-                    count += 1
-                pieces_of_keys += piece_of
-            self.split.append(pieces_of_keys if count > len(table.groups) else [])
-
-
-def _split(
-    fqns: Sequence[str], shared: Mapping[str, Hashable], own: Hashable
-) -> dict[Hashable, Sequence[int]]:
-    """Return the positions of the keys of a group by what makes their piece."""
-    positions: dict[Hashable, list[int]] = {}
-    for position, fqn in enumerate(fqns):
-        positions.setdefault(shared.get(fqn, own), []).append(position)
-    return dict(positions)
+def _piece(fqns: list[str], sources: list[Source]) -> Piece:
+    rows = [rows for source in sources for rows in source.rows]
+    boxes = NOTHING.boxes
+    if len({len(source.group.shape) for source in sources}) == 1:
+        boxes = np.concatenate([one.boxes for one in rows])
+    ranks = np.concatenate([one.ranks for one in rows])
+    return Piece(fqns, sources, sources[0].group, ranks, boxes)
 
 
 def _shared_keys(tables: Sequence[Table]) -> dict[str, Hashable]:
@@ -283,14 +235,13 @@ def _shared_keys(tables: Sequence[Table]) -> dict[str, Hashable]:
     seen: set[str] = set()
     several: set[str] = set()
     for table in tables:
-        several.update(seen.intersection(table.fqns))
-        seen.update(table.fqns)
+        for fqns in table.keys:
+            several.update(seen.intersection(fqns))
+            seen.update(fqns)
     places: dict[str, list[tuple[int, int, int]]] = {fqn: [] for fqn in several}
-    for at, table in enumerate(tables):
-        if several.isdisjoint(table.fqns):
-            continue
-        for group, (start, stop) in enumerate(pairwise(table.starts)):
-            for position, fqn in enumerate(table.fqns[start:stop]):
+    for at, table in enumerate(tables if several else ()):
+        for group, fqns in enumerate(table.keys):
+            for position, fqn in enumerate(fqns):
                 if fqn in several:
                     places[fqn].append((at, group, position))
     alike: dict[tuple[tuple[int, int], ...], list[str]] = {}

@@ -41,7 +41,6 @@ def test_tensors_of_a_sharded_save(tmp_path: Path, run: Run, lean: bool) -> None
     assert experts["chunks"] == 4
     assert experts["ranks"] == [0, 1, 2, 3]
     assert experts["files"] == [data_file(tmp_path, rank).name for rank in range(4)]
-    assert experts["rule"] == "'experts'"
     assert result["tensors"]["scale"]["chunks"] == 1
     assert list(result["objects"]) == ["step"]
     assert result["totals"]["bytes"] == sum(tensor.nbytes for tensor in whole.values())
@@ -49,7 +48,6 @@ def test_tensors_of_a_sharded_save(tmp_path: Path, run: Run, lean: bool) -> None
     assert result["cuts"][0]["cuts"][0] == "Shard(0) over 'ep' of size 2"
     assert "layers.0.experts.w1" in result["cuts"][0]["keys"]
     assert result["renames"] == []
-    assert result["provenance"]["axes"] == {"ep": 2, "fsdp": 2}
     file = data_file(tmp_path, 0)
     assert result["files"][file.name]["bytes"] == file.stat().st_size
 

@@ -7,9 +7,8 @@ import random
 import numpy as np
 import torch
 
-from dcp_placements.layout.sharding import Cut, Sharding
 from dcp_placements.save.digests import Digests, folded, has_number, may_have_replicas
-from dcp_placements.table.table import Group, declared_group
+from dcp_placements.table.table import SHARD, Group
 
 
 def mixed(rng: random.Random, count: int, share: float) -> list[str]:
@@ -53,7 +52,7 @@ def test_a_digest_that_there_is_not_differs_from_one_that_there_is() -> None:
 
 def test_what_has_no_replicas_needs_no_digests() -> None:
     def group(parts: int) -> Group:
-        return declared_group(Sharding((8, 8), (Cut(0, "x", parts),)), ("x",), torch.float32)
+        return Group(SHARD, (8, 8), torch.float32, parts=parts)
 
     assert not may_have_replicas(group(8), 8)
     assert may_have_replicas(group(8), 16)

@@ -195,7 +195,7 @@ class RehearsedWorld:
             done += len(lot.cuttings)
             progress(done, self.size)
         held = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.held).items()}
-        self.table = World([held[rank] for rank in range(self.size)])
+        self.table = World([held[rank].sent for rank in range(self.size)])
 
     @property
     def size(self) -> int:
@@ -355,7 +355,7 @@ class RehearsedWorld:
         for fqn, size in load.collapsed.items():
             held[fqn] = torch.empty(size, dtype=held[fqn].dtype, device="meta")
         without = {*self.checkpoint.objects, *load.placing.absent}
-        lot.held = Asked.of(holding_of(held, load.placing.placed, {}, without), ())
+        lot.held = Asked(holding_of(held, load.placing.placed, {}, without).sent)
         if len(lot.cuttings) > 1 and not self._follow(lot):
             return [
                 planned
@@ -383,9 +383,9 @@ class _Held(NamedTuple):
 
 def _held(sent: Asked) -> list[_Held]:
     """Return the groups that a rank sends, in its order."""
-    world = World([sent])
+    world = World([sent.sent])
     return [
-        _Held(group, world.tables[table].keys(number)[0], world.rows[table][number][0].boxes)
+        _Held(group, world.tables[table].keys[number][0], world.rows[table][number][0].boxes)
         for table, number, group in world.groups_of(world.cohorts[0])
     ]
 
@@ -417,14 +417,16 @@ def _boxes(lot: Lot, held: _Held) -> list[Boxes] | None:
 
 def _sent(lot: Lot, first: Asked) -> dict[int, Asked]:
     """Return what each rank of a lot sends where the first one sends ``first``."""
-    if len(lot.cuttings) == 1 or not first.tables:
+    if len(lot.cuttings) == 1 or not first.sent.tables:
         return dict.fromkeys(lot.cuttings, first)
     found = [(held.boxes, _boxes(lot, held)) for held in _held(first)]
     sent = {}
     for at, rank in enumerate(lot.cuttings):
         boxes = [same if of_ranks is None else of_ranks[at] for same, of_ranks in found]
-        numbers = [np.array([len(one) for one in boxes]), *[one.reshape(-1) for one in boxes]]
-        sent[rank] = first._replace(boxes=packed_ints(np.concatenate(numbers)))
+        numbers = np.concatenate([one.reshape(-1) for one in boxes])
+        counts = packed_ints([len(one) for one in boxes])
+        of_rank = first.sent._replace(counts=counts, boxes=packed_ints(numbers))
+        sent[rank] = first._replace(sent=of_rank)
     return sent
 
 

@@ -98,7 +98,6 @@ class Target:
         self._world = world
         self._checkpoint = checkpoint = world.checkpoint
         self._cuts: dict[str, Cuts] = {}
-        self._rules: dict[str, str] = {}
         faults = list(world.faults())
         raise_faults(REFUSED, faults)
         groups = list(self._owned())
@@ -118,7 +117,7 @@ class Target:
 
     def _owned(self) -> Iterator[OwnedTensors]:
         """Yield all tensors with their owners; take in how they are declared."""
-        tables, lacking = self._world.table.tables, dict(self._checkpoint.tensors)
+        lacking = dict(self._checkpoint.tensors)
         for piece in self._world.table.pieces:
             if piece.group.dtype is None:
                 continue
@@ -129,11 +128,6 @@ class Target:
             # Nothing is recorded of keys that ranks declare in several ways.
             cuts = {source.group.cuts for source in piece.sources}
             self._cuts.update(dict.fromkeys(piece.fqns, cuts.pop() if len(cuts) == 1 else ()))
-            for source in piece.sources:
-                table, start = tables[source.table], tables[source.table].starts[source.number]
-                for fqn, position in zip(piece.fqns, source.positions, strict=True):
-                    if (rule := table.rule(start + position)) is not None:
-                        self._rules[fqn] = rule
             for fqn in piece.fqns:
                 del lacking[fqn]
         for fqn, tensor in lacking.items():
@@ -186,11 +180,7 @@ class Target:
         for group in dict.fromkeys(self._group_of.values()):
             text = f"{group.fqns} {sorted(group.owners.items())}\n"
             digest.update(text.encode("utf-8", "surrogatepass"))
-        declared = (
-            sorted(self._cuts.items()),
-            sorted(self._rules.items()),
-            list(self._world.renames),
-        )
+        declared = sorted(self._cuts.items()), list(self._world.renames)
         digest.update(f"{declared} {torch.__version__}".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
@@ -226,7 +216,6 @@ class Target:
         renames: dict[Step, None] = {} if record is None else dict.fromkeys(record.renames)
         renames |= self._world.renames
         provenance |= packed_record(list(numbers), group_of, keys, renames)
-        provenance |= {"axes": self._world.axes, "rules": self._rules}
         if "save_id" in old:
             provenance["resharded_from"] = old["save_id"]
         return provenance

@@ -17,7 +17,7 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.record import SaveRecord
 from dcp_placements.storage.metadata.save_ids import writer_of
 
-SHOWN_PROVENANCE = ("save_id", "step", "world_size", "axes", "versions", "options")
+SHOWN_PROVENANCE = ("save_id", "step", "world_size", "versions")
 """The other keys have an entry for each tensor."""
 
 
@@ -31,7 +31,6 @@ class TensorInfo:
     files: tuple[str, ...]  # names of the files that hold any of it
     ranks: tuple[int, ...]  # ranks that wrote any of it, as far as the files' names tell
     nbytes: int  # bytes of the whole tensor's elements
-    rule: str | None = None  # the rule of the save that matched it, if the checkpoint records it
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +159,6 @@ def inspect(
 def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspection:
     record = checkpoint.record
     provenance = checkpoint.provenance or {}
-    rules: Mapping[str, str] = provenance.get("rules") or {}
     keys = matching_keys(fqn, [*checkpoint.tensors, *checkpoint.objects])
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name in keys}
     objects = {name: stored for name, stored in checkpoint.objects.items() if name in keys}
@@ -169,7 +167,7 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspec
     return Inspection(
         path=checkpoint.path,
         format=checkpoint.format,
-        tensors=_tensor_infos(tensors, rules),
+        tensors=_tensor_infos(tensors),
         objects={
             name: ObjectInfo((stored.file,) if stored.file else (), stored.nbytes, values.get(name))
             for name, stored in objects.items()
@@ -185,15 +183,13 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None, experts: bool) -> Inspec
     )
 
 
-def _tensor_infos(
-    tensors: Mapping[str, StoredTensor], rules: Mapping[str, str]
-) -> dict[str, TensorInfo]:
+def _tensor_infos(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:
     """Return what is shown of each tensor; tensors that differ in their keys alone share it."""
     alike: dict[Hashable, TensorInfo] = {}
     infos = {}
     for fqn, tensor in tensors.items():
-        files, rule = tensor.files, rules.get(fqn)
-        kind = tensor.shape, tensor.dtype, tensor.count, files, rule
+        files = tensor.files
+        kind = tensor.shape, tensor.dtype, tensor.count, files
         info = alike.get(kind)
         if info is None:
             info = alike[kind] = TensorInfo(
@@ -203,7 +199,6 @@ def _tensor_infos(
                 files,
                 ranks_of(files),
                 tensor.nbytes,
-                rule,
             )
         infos[fqn] = info
     return infos

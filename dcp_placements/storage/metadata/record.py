@@ -24,15 +24,6 @@ RENAMES_KEY = "renames"
 """Under the reserved key in ``Metadata.planner_data``."""
 
 
-def plain_cut(cut: Cut) -> tuple[str | None, int, int, str, int | tuple[int, ...]]:
-    """Return a cut as plain values that any unpickler admits.
-
-    >>> plain_cut(Cut(0, "ep", 2)), cut_of_plain("ep", 2, 0, "plain")
-    (('ep', 2, 0, 'plain', 1), Cut(dim=0, axis='ep', size=2, kind=<Kind.PLAIN: 'plain'>, parts=1))
-    """
-    return cut.axis, cut.size, cut.dim, cut.kind.value, cut.parts
-
-
 def cut_of_plain(
     axis: str | None,
     size: int,
@@ -95,7 +86,9 @@ def packed_record(
     kind = np.min_scalar_type(len(groups))
     return {
         CUTS_KEY: {
-            "groups": tuple([tuple(map(plain_cut, cuts)) for cuts in groups]),
+            "groups": tuple(
+                [tuple([(c.axis, c.size, c.dim, c.kind.value, c.parts) for c in g]) for g in groups]
+            ),
             "keys": (len(ordered), _digest(ordered)),
             "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
         },
